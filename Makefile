@@ -1,0 +1,52 @@
+# From a bare clone, with Python 3.11 and make, nothing else.
+#
+#   make demo   see it work
+#   make test   all tests
+#   make lint   ruff and mypy
+#
+# The first of them makes .venv (about 3 minutes, 4 GB); after that it is there.
+
+SHELL := /bin/bash
+# The first that works: a python3.11 may be there in name only (pyenv).
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c 'import ensurepip, venv' 2>/dev/null && echo $$p && break; done)
+TORCH := torch==2.13.0
+CONSTRAINTS := constraints/nemo-cpu.txt
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# In one call: callbacks/, strategies/ and recipes/ are installed as subpackages of checkpointless, and mypy, which
+# knows only paths, must not be asked about the same file under two names.
+TYPED := checkpointless callbacks strategies recipes tests
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help: ## what there is
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 14
+
+demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once with two faults, and compare (1 minute)
+	@echo "make: training a small NeMo GPT twice on 4 CPU ranks; about a minute"
+	$(BIN)/checkpointless demo --nproc 4 --steps 10 \
+		--fault exception@backward:rank=2,step=4 --fault sigkill@optimizer:rank=1,step=7
+
+test: $(STAMP) ## run all tests (a few minutes)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+
+format: $(STAMP) ## put the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and what tools have left
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@echo "make: installing checkpointless, NeMo and the tools into .venv; about 3 minutes, once"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[nemo,dev]' -c $(CONSTRAINTS) $(TORCH)
+	@touch $@

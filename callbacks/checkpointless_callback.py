@@ -1,0 +1,115 @@
+"""The callback that ties Lightning's loop to the running wrapper."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
+from checkpointless.inprocess.finalize import register_cleanup
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointlessCallback(Callback):
+    """Shows the wrapper and the agent how training goes, and says which rungs of recovery are used.
+
+    Args:
+        enable_inprocess: after a fault, re-enter the block in the living process. False: the process ends and the
+            agent starts a new one. (The documented default is False, which would switch off what the callback is
+            for; here it is True.)
+        enable_checkpointless: recover the state from living replicas. Needs ``enable_inprocess``. False: from
+            storage only. (Documented default: False; here True.)
+        enable_checksum: compare the replicas of each shard before a recovery. Needs ``enable_checkpointless``.
+        clean_tensor_hook: remove the hooks of all parameters of the model that is left behind at a restart.
+        clean_lightning_module: drop the trainer's references to its module at a restart.
+
+    Raises:
+        ValueError: an option is set without the one that it needs.
+    """
+
+    def __init__(
+        self,
+        enable_inprocess: bool = True,
+        enable_checkpointless: bool = True,
+        enable_checksum: bool = False,
+        clean_tensor_hook: bool = False,
+        clean_lightning_module: bool = False,
+    ) -> None:
+        if enable_checkpointless and not enable_inprocess:
+            raise ValueError("enable_checkpointless=True needs enable_inprocess=True")
+        if enable_checksum and not enable_checkpointless:
+            raise ValueError("enable_checksum=True needs enable_checkpointless=True")
+        self.enable_inprocess = enable_inprocess
+        self.enable_checkpointless = enable_checkpointless
+        self.enable_checksum = enable_checksum
+        self.clean_tensor_hook = clean_tensor_hook
+        self.clean_lightning_module = clean_lightning_module
+        self.tried_adapter_checkpointless = False
+
+    @staticmethod
+    def get_wrapper_from_trainer(trainer: pl.Trainer) -> HPCallWrapper | None:
+        """The wrapper that ``trainer`` runs in: ``trainer.wrapper`` if it was set, else the active one."""
+        wrapper: HPCallWrapper | None = getattr(trainer, "wrapper", None)
+        return wrapper if wrapper is not None else active_call_wrapper()
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Register what is to be cleaned at a restart."""
+        trainer_ref = weakref.ref(trainer)
+        if self.clean_tensor_hook:
+            register_cleanup("tensor hooks", lambda: _clean_tensor_hooks(trainer_ref()))
+        if self.clean_lightning_module:
+            register_cleanup("lightning module", lambda: _clean_lightning_module(trainer_ref()))
+
+    @override
+    def on_train_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """An optimizer step begins."""
+        wrapper = self.get_wrapper_from_trainer(trainer)
+        if wrapper is not None:
+            wrapper.begin_step(trainer.global_step + 1)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """An optimizer step is over."""
+        wrapper = self.get_wrapper_from_trainer(trainer)
+        if wrapper is not None:
+            wrapper.end_step()
+
+    @override
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Validation makes progress too."""
+        wrapper = self.get_wrapper_from_trainer(trainer)
+        if wrapper is not None:
+            wrapper.beat()
+
+
+def _clean_tensor_hooks(trainer: pl.Trainer | None) -> None:
+    model = getattr(getattr(trainer, "strategy", None), "model", None)
+    if model is None:
+        return
+    for parameter in model.parameters():
+        parameter._backward_hooks = None
+        parameter._post_accumulate_grad_hooks = None
+
+
+def _clean_lightning_module(trainer: pl.Trainer | None) -> None:
+    strategy = getattr(trainer, "strategy", None)
+    if strategy is not None:
+        strategy.model = None
+        strategy._lightning_module = None

@@ -1,0 +1,93 @@
+"""Causes faults at their phases of Lightning's loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from checkpointless.faults.inject import FaultInjector, from_environment
+from checkpointless.faults.ledger import FaultLedger
+from checkpointless.faults.spec import FaultPhase, parse_all
+from checkpointless.inprocess import active_call_wrapper
+from checkpointless.telemetry.events import RUN_DIR_ENV
+
+
+class HPFaultInjectionCallback(Callback):
+    """Injects faults into any Lightning trainer, for tests of recovery. Off unless it is asked for.
+
+    Never touches the training's random streams. Phases inside the optimizer update and in the set-up of a
+    generation need a checkpointless strategy; the others work with every strategy.
+
+    Args:
+        faults: fault specs, such as ``exception@forward:rank=2,step=7``.
+        injector: an injector instead of specs.
+
+    Raises:
+        FaultSpecError: a spec is wrong.
+    """
+
+    def __init__(self, faults: Sequence[str] = (), *, injector: FaultInjector | None = None) -> None:
+        if injector is None:
+            run_dir = os.environ.get(RUN_DIR_ENV)
+            world_size = os.environ.get("WORLD_SIZE")
+            injector = FaultInjector(
+                parse_all(list(faults), world_size=int(world_size) if world_size else None, max_steps=None),
+                int(os.environ.get("RANK", "0")),
+                FaultLedger(Path(run_dir) if run_dir else None),
+            )
+        self.injector = injector
+        self._step = 0
+        self._backward_hook: Any = None
+        call = active_call_wrapper()
+        if call is not None:
+            call.phase_hook = self.enter_phase
+
+    @classmethod
+    def from_environment(cls) -> HPFaultInjectionCallback | None:
+        """The callback that ``checkpointless run --fault`` asks this process for, or None."""
+        injector = from_environment(int(os.environ.get("RANK", "0")))
+        return cls(injector=injector) if injector is not None else None
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """Cause what is due at ``phase`` of ``step``."""
+        call = active_call_wrapper()
+        self.injector.at(FaultPhase(phase), step, call.generation if call is not None else 0)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A step begins. With a strategy that announces no phases, its batch is in hand already."""
+        self._step = trainer.global_step + 1
+        trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        if self._backward_hook is None and trainable:
+            self._backward_hook = trainable[-1].register_hook(lambda grad: self.enter_phase("backward", self._step))
+        if active_call_wrapper() is None:
+            self.enter_phase("data", self._step)
+            self.enter_phase("forward", self._step)
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """The gradients are there."""
+        self.enter_phase("before_optimizer", self._step)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The step is committed."""
+        self.enter_phase("after_optimizer", self._step)
+        self.enter_phase("between", self._step)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Take the hook off the model."""
+        if self._backward_hook is not None:
+            self._backward_hook.remove()
+            self._backward_hook = None

@@ -1,0 +1,87 @@
+"""Records what each rank computed, so that two runs can be compared bit by bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import xxhash
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from checkpointless.inprocess import active_call_wrapper
+from checkpointless.recovery.state_tree import tensor_bytes
+from checkpointless.telemetry.events import RUN_DIR_ENV
+from checkpointless.telemetry.steps import StepLog
+
+RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"
+
+
+class StepRecorder(Callback):
+    """Writes loss and parameter digest of every optimizer step of this rank (``--record-steps``).
+
+    A step that was committed while a fault was handled, before it could be recorded, is recorded when training
+    resumes: its loss was kept with the rank's random streams, its parameters are in place.
+
+    Args:
+        run_dir: where ``steps/rank-N.jsonl`` goes.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._log = StepLog(run_dir, int(os.environ.get("RANK", "0")))
+        self._caught_up = False
+
+    @classmethod
+    def from_environment(cls) -> StepRecorder | None:
+        """The recorder that ``--record-steps`` asks this process for, or None."""
+        run_dir = os.environ.get(RUN_DIR_ENV)
+        return cls(Path(run_dir)) if run_dir and os.environ.get(RECORD_STEPS_ENV) == "1" else None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the step that was resumed at, if the fault came before it was."""
+        if self._caught_up:
+            return
+        self._caught_up = True
+        call = active_call_wrapper()
+        manager = call.checkpoint_manager if call is not None else None
+        step = trainer.global_step
+        if manager is None or step == 0 or (self._log.last_step() or 0) >= step:
+            return
+        states = manager.rng_of(step)
+        if states is not None and states.loss is not None:
+            self._log.record(step, states.loss, digest_parameters(trainer))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the step."""
+        self._log.record(trainer.global_step, loss_of(outputs), digest_parameters(trainer))
+
+
+def loss_of(outputs: Any) -> float:
+    """The loss in what a training step returned.
+
+    Raises:
+        ValueError: there is none.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if loss is None:
+        raise ValueError("the training step returned no loss to record")
+    return float(loss.item() if isinstance(loss, torch.Tensor) else loss)
+
+
+def digest_parameters(trainer: pl.Trainer) -> str:
+    """Digest of names and bytes of this rank's parameters (xxh3-128, hex)."""
+    digest = xxhash.xxh3_128()
+    model: Any = trainer.strategy.model
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(tensor_bytes(parameter).cpu().numpy().data)
+    return digest.hexdigest()

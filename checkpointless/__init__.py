@@ -1,0 +1,82 @@
+"""Checkpointless, in-process recovery for PyTorch Lightning, NeMo and Megatron-core.
+
+The public names that need no framework can be imported from here. They are loaded when they are first asked for, so
+that importing this package imports nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from checkpointless.agent import HPAgentK8sAPIFactory, wait_rank
+    from checkpointless.inprocess import (
+        Abort,
+        AbortTransformerEngine,
+        CheckpointlessAbortManager,
+        CheckpointlessFinalizeCleanup,
+        Compose,
+        CudaHealthCheck,
+        Finalize,
+        HealthCheck,
+        HealthCheckError,
+        HPAbortTorchDistributed,
+        HPCallWrapper,
+        HPCheckpointingAbort,
+        HPDataLoaderAbort,
+        HPState,
+        HPWrapper,
+        InternalError,
+        ParameterUpdateLock,
+        RankShouldRestart,
+        UnrecoverableError,
+    )
+    from checkpointless.recovery import CheckpointManager, MemoryChecksumManager
+
+__all__ = [
+    "Abort",
+    "AbortTransformerEngine",
+    "CheckpointManager",
+    "CheckpointlessAbortManager",
+    "CheckpointlessFinalizeCleanup",
+    "Compose",
+    "CudaHealthCheck",
+    "Finalize",
+    "HPAbortTorchDistributed",
+    "HPAgentK8sAPIFactory",
+    "HPCallWrapper",
+    "HPCheckpointingAbort",
+    "HPDataLoaderAbort",
+    "HPState",
+    "HPWrapper",
+    "HealthCheck",
+    "HealthCheckError",
+    "InternalError",
+    "MemoryChecksumManager",
+    "ParameterUpdateLock",
+    "RankShouldRestart",
+    "UnrecoverableError",
+    "wait_rank",
+]
+
+_ELSEWHERE = {
+    "CheckpointManager": "recovery",
+    "HPAgentK8sAPIFactory": "agent",
+    "MemoryChecksumManager": "recovery",
+    "wait_rank": "agent",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the part of the package that it lives in."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_ELSEWHERE.get(name, 'inprocess')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The names of this module, the ones that are not loaded yet included."""
+    return sorted({*globals(), *__all__})

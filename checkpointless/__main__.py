@@ -1,0 +1,7 @@
+"""``python -m checkpointless``."""
+
+import sys
+
+from checkpointless.cli import main
+
+sys.exit(main())

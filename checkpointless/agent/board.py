@@ -1,0 +1,147 @@
+"""The board: a rank's few shared facts, in memory that outlives the rank's process.
+
+The rank writes with plain memory stores; the agent reads without asking, so a rank that is stopped, wedged or
+dead can still be read. The black box keeps the rank's two newest snapshots of what no peer holds (its RNG
+streams), so a respawned rank gets its own streams back.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+
+BOARD_FD_ENV = "CHECKPOINTLESS_BOARD_FD"
+
+_MAGIC = b"CPLBRD01"
+_HEADER = struct.Struct("<8sQqqq")  # magic, beat, step in the making, committed step, generation
+_BEAT_OFFSET = 8
+_FIELD = struct.Struct("<q")
+_MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET = 16, 24, 32
+_SLOT = struct.Struct("<qII")  # step, length, crc32 of the payload
+_SLOTS_OFFSET = 64
+NO_STEP = -1
+
+
+@dataclass(frozen=True)
+class BoardReading:
+    """One look at a board.
+
+    Attributes:
+        beat: how often the rank's main thread has shown progress.
+        making: the optimizer step in the making, counted from 1 (-1: none).
+        committed: the last optimizer step that this rank has applied (-1: not known yet).
+        generation: the generation in which the rank wrote last.
+    """
+
+    beat: int
+    making: int
+    committed: int
+    generation: int
+
+
+class Board:
+    """A rank's board, backed by a memfd.
+
+    Args:
+        fd: an open memfd made by :meth:`create`; stays open while the board is in use.
+    """
+
+    SLOT_BYTES = 256 * 1024
+    SERIES = 2
+    SIZE = _SLOTS_OFFSET + 2 * SERIES * SLOT_BYTES
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._memory = mmap.mmap(fd, self.SIZE)
+        if self._memory[:8] != _MAGIC:
+            self._memory.close()
+            raise ValueError(f"file descriptor {fd} is not a board")
+
+    @classmethod
+    def create(cls, rank: int) -> Board:
+        """Make a new, empty board (its descriptor is close-on-exec)."""
+        fd = os.memfd_create(f"checkpointless-board-{rank}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, cls.SIZE)
+        header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0)
+        slot = _SLOT.pack(NO_STEP, 0, 0)
+        os.pwrite(fd, header, 0)
+        for index in range(2 * cls.SERIES):
+            os.pwrite(fd, slot, _SLOTS_OFFSET + index * cls.SLOT_BYTES)
+        return cls(fd)
+
+    @classmethod
+    def from_environment(cls) -> Board | None:
+        """The board that the agent gave this process, or None under another launcher."""
+        value = os.environ.get(BOARD_FD_ENV)
+        return cls(int(value)) if value else None
+
+    def close(self) -> None:
+        """Unmap and close."""
+        self._memory.close()
+        os.close(self.fd)
+
+    def beat(self) -> None:
+        """Show that the main thread makes progress."""
+        (count,) = struct.unpack_from("<Q", self._memory, _BEAT_OFFSET)
+        struct.pack_into("<Q", self._memory, _BEAT_OFFSET, count + 1)
+
+    def set_making(self, step: int) -> None:
+        """Say which optimizer step is in the making."""
+        _FIELD.pack_into(self._memory, _MAKING_OFFSET, step)
+
+    def set_committed(self, step: int) -> None:
+        """Say which optimizer step was applied last."""
+        _FIELD.pack_into(self._memory, _COMMITTED_OFFSET, step)
+
+    def set_generation(self, generation: int) -> None:
+        """Say in which generation the rank runs."""
+        _FIELD.pack_into(self._memory, _GENERATION_OFFSET, generation)
+
+    def read(self) -> BoardReading:
+        """Read the counters."""
+        _, beat, making, committed, generation = _HEADER.unpack_from(self._memory, 0)
+        return BoardReading(beat, making, committed, generation)
+
+    def put_snapshot(self, step: int, payload: bytes, series: int = 0) -> None:
+        """Keep ``payload`` as the black box's snapshot after ``step``; the one before it stays.
+
+        A process that dies in the middle leaves a slot whose checksum does not fit, which readers skip.
+
+        Args:
+            step: the optimizer step.
+            payload: at most 256 KiB.
+            series: 0 or 1: a later snapshot of the same step goes into series 1, so that a death while it is
+                written leaves the earlier one.
+
+        Raises:
+            ValueError: the payload is larger than a slot.
+        """
+        if len(payload) > self.SLOT_BYTES - _SLOT.size:
+            raise ValueError(f"a snapshot of {len(payload)} bytes does not fit into {self.SLOT_BYTES}")
+        offset = self._offset(step, series)
+        _SLOT.pack_into(self._memory, offset, NO_STEP, 0, 0)
+        start = offset + _SLOT.size
+        self._memory[start : start + len(payload)] = payload
+        _SLOT.pack_into(self._memory, offset, step, len(payload), zlib.crc32(payload))
+
+    def snapshot(self, step: int) -> bytes | None:
+        """The newest snapshot after ``step``, or None if none is (wholly) there."""
+        for series in reversed(range(self.SERIES)):
+            payload = self._read_slot(step, self._offset(step, series))
+            if payload is not None:
+                return payload
+        return None
+
+    def _offset(self, step: int, series: int) -> int:
+        return _SLOTS_OFFSET + (2 * series + step % 2) * self.SLOT_BYTES
+
+    def _read_slot(self, step: int, offset: int) -> bytes | None:
+        found, length, crc = _SLOT.unpack_from(self._memory, offset)
+        if found != step or step < 0 or length > self.SLOT_BYTES - _SLOT.size:
+            return None
+        start = offset + _SLOT.size
+        payload = bytes(self._memory[start : start + length])
+        return payload if zlib.crc32(payload) == crc else None

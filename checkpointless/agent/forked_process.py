@@ -1,0 +1,88 @@
+"""A child forked from this process, waited for and killed like a ``subprocess.Popen``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+
+_POLL_S = 0.01
+
+
+class ForkedProcess:
+    """Runs ``function`` in a fork of this process, in a session of its own.
+
+    The process must have no threads but the calling one, and no CUDA context.
+
+    Args:
+        function: what the child runs; its return ends the child with code 0, an exception with code 1.
+        output: descriptor that the child's standard output and error go to.
+        close: descriptors that the child closes first.
+
+    Attributes:
+        pid: the child's.
+        returncode: its exit code or minus the number of its signal; None while it runs.
+    """
+
+    def __init__(self, function: Callable[[], None], *, output: int, close: Sequence[int]) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                _disown_finalizers()
+                for descriptor in close:
+                    os.close(descriptor)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                function()
+                code = 0
+            except BaseException:  # noqa: BLE001 - the edge of the process: its log gets the traceback
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        """The return code, if the child has ended."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the child to end.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within ``timeout``.
+        """
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout)
+            time.sleep(_POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """Kill the child, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _disown_finalizers() -> None:
+    """Leave the parent's objects (temporary directories, say) to the parent's exit."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False

@@ -1,0 +1,168 @@
+"""The policy of incidents, as pure functions of plain values: who is the culprit, and when to give up."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+SAME_FAILURE_LIMIT = 3
+NO_PROGRESS_LIMIT = 5
+
+
+class CauseKind(IntEnum):
+    """How much a cause explains; a larger one beats a smaller one."""
+
+    VICTIM = 1  # an error that says that a peer or the store went away
+    EXCEPTION = 2
+    LOSS = 3  # a process ended, hung, or asked to be replaced
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that went wrong.
+
+    Attributes:
+        rank: whose fault it is; None if that is not known.
+        how: ``exception``, ``exit``, ``hang``, ``replace``, or the name of a signal.
+        what: one line without the rank, "killed by SIGKILL" for instance.
+        step: the optimizer step in the making (-1: none).
+        detail: the rest of the line, after the step.
+        error: name of the exception's type, where there was one.
+        message: its text.
+        traceback: its traceback.
+    """
+
+    kind: CauseKind
+    rank: int | None
+    how: str
+    what: str
+    step: int
+    detail: str = ""
+    error: str = ""
+    message: str = ""
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        who = "ranks" if self.rank is None else f"rank {self.rank}"
+        at = f" at step {self.step}" if self.step >= 0 else ""
+        return f"{who} {self.what}{at}" + (f": {self.detail}" if self.detail else "")
+
+
+def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:
+    """The cause that a process's end is.
+
+    Args:
+        code: its exit code, or minus the number of the signal that killed it.
+        when: more to say about the moment, where there is no step.
+    """
+    when = f" {when}" if when else ""
+    if code < 0:
+        name = signal_name(-code)
+        return Cause(CauseKind.LOSS, rank, name, f"killed by {name}{when}", step)
+    return Cause(CauseKind.LOSS, rank, "exit", f"exited with code {code}{when}", step)
+
+
+def exception_cause(rank: int, error: str, message: str, traceback: str, step: int, victim: bool) -> Cause:
+    """The cause that an exception in a rank is."""
+    line = message.strip().partition("\n")[0][:200]
+    kind = CauseKind.VICTIM if victim else CauseKind.EXCEPTION
+    return Cause(kind, rank, "exception", f"raised {error}", step, line, error, message, traceback)
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def attribute(causes: Sequence[Cause]) -> Cause:
+    """The cause that explains the others: the first of the strongest kind.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not causes:
+        raise ValueError("an incident has a cause")
+    return max(causes, key=lambda cause: cause.kind)  # of equals, max() takes the first
+
+
+def culprit(cause: Cause) -> int | None:
+    """The rank to be blamed; nobody, if all that is known is a victim."""
+    return None if cause.kind is CauseKind.VICTIM else cause.rank
+
+
+@dataclass(frozen=True)
+class GiveUpDecision:
+    """The job cannot go on.
+
+    Attributes:
+        reason: one line.
+        last_words: the user's traceback, or nothing.
+    """
+
+    reason: str
+    last_words: str = ""
+
+
+@dataclass(frozen=True)
+class History:
+    """What the limits need to know about the incidents so far.
+
+    Attributes:
+        max_incidents: how many may be recovered from (None: any number).
+        incidents: how many there were.
+        high_water: the highest committed step at the last of them.
+        without_progress: how many came in a row with no newly committed step before them.
+        same_failure: how often the exception ``failure`` came in a row in that time.
+        failure: type, message and step of the last exception.
+    """
+
+    max_incidents: int | None = None
+    incidents: int = 0
+    high_water: int | None = None
+    without_progress: int = 0
+    same_failure: int = 0
+    failure: tuple[str, str, int] | None = None
+
+    def after(self, cause: Cause, high_water: int) -> tuple[History, GiveUpDecision | None]:
+        """The history with one more incident, and whether that is one too many.
+
+        Args:
+            cause: what the incident is attributed to.
+            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+        """
+        progress = self.high_water is None or high_water > self.high_water
+        failure = (cause.error, cause.message, cause.step) if cause.kind is CauseKind.EXCEPTION else None
+        if failure is None:
+            same = 0 if progress else self.same_failure
+            kept = None if progress else self.failure
+        else:
+            same = self.same_failure + 1 if failure == self.failure and not progress else 1
+            kept = failure
+        history = replace(
+            self,
+            incidents=self.incidents + 1,
+            high_water=high_water,
+            without_progress=1 if progress else self.without_progress + 1,
+            same_failure=same,
+            failure=kept,
+        )
+        return history, history._verdict(cause)
+
+    def _verdict(self, cause: Cause) -> GiveUpDecision | None:
+        if self.same_failure >= SAME_FAILURE_LIMIT and cause.kind is CauseKind.EXCEPTION:
+            reason = f"{cause}, {self.same_failure} times in a row with no step committed in between"
+            return GiveUpDecision(reason, cause.traceback)
+        if self.without_progress >= NO_PROGRESS_LIMIT:
+            reason = (
+                f"{self.without_progress} incidents in a row with no step committed in between; the last: {cause}"
+            )
+            return GiveUpDecision(reason, cause.traceback)
+        if self.max_incidents is not None and self.incidents > self.max_incidents:
+            reason = f"incident {self.incidents} is over the limit of {self.max_incidents}: {cause}"
+            return GiveUpDecision(reason, cause.traceback)
+        return None

@@ -1,0 +1,103 @@
+"""Which modules are worth importing once, before the ranks are forked, and importing them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import logging
+import pkgutil
+import site
+import sys
+import sysconfig
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from checkpointless.agent.rank_process import Script
+
+logger = logging.getLogger(__name__)
+
+_OWN_PACKAGE = "checkpointless"
+
+
+def preloads_of(script: Script) -> tuple[str, ...]:
+    """The names that ``script`` imports, anywhere in the file, from installed distributions.
+
+    Modules of the user's own are left out: they belong to the run of the script. ``from a.b import c`` gives
+    ``a.b.c``, whether ``c`` is a module or not.
+
+    Returns:
+        Sorted dotted names; none if the source cannot be found or parsed (running it will say why).
+    """
+    source = _source(script)
+    if source is None:
+        return ()
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        logger.info("nothing is preloaded for %s: %s", source, error)
+        return ()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.update(node.module if a.name == "*" else f"{node.module}.{a.name}" for a in node.names)
+    local = Path.cwd() if script.module else source.parent
+    roots = {name.partition(".")[0] for name in names}
+    installed = {root for root in roots if _is_installed(root, local)}
+    return tuple(sorted(name for name in names if name.partition(".")[0] in installed))
+
+
+def preload(names: tuple[str, ...]) -> list[str]:
+    """Import ``names``; one that fails is logged and left to the script.
+
+    Returns:
+        The names that could not be imported.
+    """
+    failed = []
+    for name in names:
+        try:
+            pkgutil.resolve_name(name)
+        except Exception as error:  # noqa: BLE001 - importing runs other people's code
+            logger.warning("preloading %s failed: %s: %s", name, type(error).__name__, error)
+            failed.append(name)
+    return failed
+
+
+def _source(script: Script) -> Path | None:
+    if not script.module:
+        return Path(script.target).resolve()
+    parent, _, _ = script.target.rpartition(".")
+    path = [str(Path.cwd()), *sys.path]
+    try:
+        if parent:
+            spec = importlib.util.find_spec(script.target)
+        else:
+            spec = PathFinder.find_spec(script.target, path)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))) / "__main__.py"
+    return Path(spec.origin) if spec.origin else None
+
+
+def _is_installed(root: str, local: Path) -> bool:
+    if root == _OWN_PACKAGE:
+        return True
+    if root in sys.stdlib_module_names:
+        return False
+    spec = PathFinder.find_spec(root, [str(local), *sys.path])
+    return spec is not None and any(_in_site_packages(place) for place in _places(spec))
+
+
+def _places(spec: ModuleSpec) -> list[str]:
+    if spec.submodule_search_locations:
+        return list(spec.submodule_search_locations)
+    return [spec.origin] if spec.origin else []
+
+
+def _in_site_packages(place: str) -> bool:
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    return any(Path(place).is_relative_to(path) for path in {*paths, *site.getsitepackages()} if path)

@@ -1,0 +1,256 @@
+"""The messages between a rank and its agent: JSON objects, one per line, nothing evaluated or unpickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, get_type_hints
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 256 * 1024
+AGENT_FD_ENV = "CHECKPOINTLESS_AGENT_FD"
+_SHORTENED = "[... shortened ...]"
+
+
+class ProtocolError(ValueError):
+    """What came (or was to be sent) is no message of this protocol."""
+
+
+class Sender(Enum):
+    """Who speaks; both sides have a message of type ``fault``."""
+
+    RANK = "rank"
+    AGENT = "agent"
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The rank stands at the entry of its RCB and waits for ``go``.
+
+    Attributes:
+        generation: the one in the rank's environment.
+    """
+
+    type: ClassVar[str] = "hello"
+    rank: int
+    pid: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class FaultReport:
+    """Something went wrong in a rank.
+
+    Attributes:
+        error: name of the exception's type.
+        step: the optimizer step in the making, from 1 (-1: none).
+        victim: the error is a broken collective or store connection, so probably somebody else's fault.
+    """
+
+    type: ClassVar[str] = "fault"
+    generation: int
+    error: str
+    message: str
+    traceback: str
+    step: int
+    victim: bool
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """The rank has left ``generation``, is clean and healthy, and waits for ``go``."""
+
+    type: ClassVar[str] = "barrier"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Replace:
+    """The rank's process must not be used again; it exits next and wants a successor."""
+
+    type: ClassVar[str] = "replace"
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The rank's RCB returned; it waits for ``finish``, or a ``fault`` if somebody still needs it."""
+
+    type: ClassVar[str] = "done"
+    generation: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The job cannot go on; ``reason`` is its last word."""
+
+    type: ClassVar[str] = "giveup"
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Reply to ``inquire``: whether the main thread waits in a collective, and its stack as text."""
+
+    type: ClassVar[str] = "answer"
+    id: int
+    in_collective: bool
+    stack: str
+
+
+@dataclass(frozen=True)
+class Go:
+    """All ranks are present: enter the RCB.
+
+    Attributes:
+        incident: the incident that led here (None at the first start).
+        env: to be put into ``os.environ``.
+        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+    """
+
+    type: ClassVar[str] = "go"
+    generation: int
+    incident: str | None
+    env: dict[str, str]
+    high_water: int
+
+
+@dataclass(frozen=True)
+class FaultNotice:
+    """Generation ``generation`` is over.
+
+    Attributes:
+        cause: one line.
+        rank: the culprit, where one is known.
+    """
+
+    type: ClassVar[str] = "fault"
+    generation: int
+    incident: str
+    cause: str
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Inquire:
+    """Where does the rank's main thread stand?"""
+
+    type: ClassVar[str] = "inquire"
+    id: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """All ranks are done."""
+
+    type: ClassVar[str] = "finish"
+
+
+RankMessage = Hello | FaultReport | Barrier | Replace | Done | GiveUp | Answer
+AgentMessage = Go | FaultNotice | Inquire | Finish
+Message = RankMessage | AgentMessage
+
+_CLASSES: dict[Sender, dict[str, Any]] = {
+    Sender.RANK: {c.type: c for c in (Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer)},
+    Sender.AGENT: {c.type: c for c in (Go, FaultNotice, Inquire, Finish)},
+}
+_HINTS: dict[Any, dict[str, Any]] = {
+    cls: {field.name: get_type_hints(cls)[field.name] for field in dataclasses.fields(cls)}
+    for classes in _CLASSES.values()
+    for cls in classes.values()
+}
+
+
+def encode(message: Message) -> bytes:
+    """One line, newline included. Texts too long for a message lose their middle.
+
+    Raises:
+        ProtocolError: the message is too large although its texts were shortened.
+    """
+    body: dict[str, Any] = {"v": PROTOCOL_VERSION, "type": message.type}
+    body.update({name: getattr(message, name) for name in _HINTS[type(message)]})
+    line = _dump(body)
+    while len(line) > MAX_MESSAGE_BYTES:
+        texts = {name: value for name, value in body.items() if isinstance(value, str)}
+        longest = max(texts, key=lambda name: len(texts[name]))
+        if len(texts[longest]) < 1024:
+            raise ProtocolError(f"a {message.type!r} message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
+        body[longest] = _shorten(texts[longest], len(texts[longest]) // 2)
+        line = _dump(body)
+    return line
+
+
+def decode(line: bytes, sender: Sender) -> Message:
+    """The message in ``line``.
+
+    Args:
+        line: one line, with or without its newline.
+        sender: whose message it is.
+
+    Raises:
+        ProtocolError: malformed, oversized, of another version, or of a type unknown from this sender.
+    """
+    if len(line) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a JSON line: {error}") from error
+    if not isinstance(body, dict):
+        raise ProtocolError("a message is a JSON object")
+    version, kind = body.pop("v", None), body.pop("type", None)
+    if type(version) is not int or version != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol version {version!r}; this side speaks {PROTOCOL_VERSION}")
+    cls = _CLASSES[sender].get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ProtocolError(f"unknown message type {kind!r} from the {sender.value}")
+    hints = _HINTS[cls]
+    if body.keys() != hints.keys():
+        raise ProtocolError(f"{kind!r} has the fields {sorted(body)}, expected {sorted(hints)}")
+    for name, value in body.items():
+        if not _fits(value, hints[name]):
+            raise ProtocolError(f"{kind!r}: field {name!r} is a {type(value).__name__}")
+    message: Message = cls(**body)
+    return message
+
+
+class LineBuffer:
+    """Turns the pieces that a socket gives into whole lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that ``data`` completes, without their newlines.
+
+        Raises:
+            ProtocolError: a line is longer than a message may be.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if any(len(line) > MAX_MESSAGE_BYTES for line in (*lines, self._rest)):
+            raise ProtocolError(f"a line is over {MAX_MESSAGE_BYTES} bytes")
+        return lines
+
+
+def _dump(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _shorten(text: str, length: int) -> str:
+    """``text`` with about ``length`` characters: a third from its start, the rest from its end."""
+    head = length // 3
+    return f"{text[:head]}\n{_SHORTENED}\n{text[-(length - head - len(_SHORTENED) - 2) :]}"
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if hint == dict[str, str]:
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    if hint == int | None:
+        return value is None or type(value) is int
+    if hint == str | None:
+        return value is None or isinstance(value, str)
+    return type(value) is hint

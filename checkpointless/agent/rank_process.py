@@ -1,0 +1,140 @@
+"""What a rank's process does before the user's script: becomes a process of its own, then runs the script.
+
+``python -m checkpointless.agent.rank_process`` is a rank in a fresh interpreter, for where forking is not possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import ctypes
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from checkpointless.agent.board import BOARD_FD_ENV
+from checkpointless.agent.protocol import AGENT_FD_ENV
+
+_PR_SET_PDEATHSIG = 1
+_ORPHAN_EXIT_CODE = 1
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the ranks run, as ``python`` takes it.
+
+    Attributes:
+        target: path of a script, or name of a module.
+        args: its arguments.
+        module: whether ``target`` is a module (``python -m``).
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+
+    def to_json(self) -> str:
+        """The script as text for a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Script:
+        """Undo :meth:`to_json`."""
+        body = json.loads(text)
+        return cls(body["target"], tuple(body["args"]), body["module"])
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it ended before the kernel was asked
+        os._exit(_ORPHAN_EXIT_CODE)
+
+
+def call_hooks(names: list[str]) -> None:
+    """Call functions given as ``package.module:function``.
+
+    Raises:
+        ImportError, AttributeError: there is no such function.
+    """
+    for name in names:
+        pkgutil.resolve_name(name)()
+
+
+def run_script(script: Script) -> NoReturn:
+    """Run ``script`` as ``__main__``, then leave the process with the code that ``python`` would give.
+
+    The interpreter is not taken down: with large frameworks loaded that takes longer than most recoveries.
+    """
+    code = 1
+    try:
+        code = _run(script)
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 - the edge of the process
+        traceback.print_exc()
+        code = code or 1
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def _run(script: Script) -> int:
+    sys.argv = [script.target, *script.args]
+    try:
+        if script.module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(script.target).resolve().parent)
+            runpy.run_path(script.target, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code is None:
+            return 0
+        if isinstance(leaving.code, int):
+            return leaving.code & 0xFF
+        sys.stderr.write(f"{leaving.code}\n")
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 128 + signal.SIGINT
+    except BaseException as error:  # noqa: BLE001 - as the interpreter does at its top
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue  # closed or replaced by the script: nowhere to say so
+
+
+def main() -> NoReturn:
+    """Be one rank, in this interpreter."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--after-preload", action="append", default=[])
+    parser.add_argument("--script", type=Script.from_json, required=True)
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    for name in (AGENT_FD_ENV, BOARD_FD_ENV):
+        os.set_inheritable(int(os.environ[name]), False)
+    call_hooks(options.after_preload)
+    run_script(options.script)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The client of a rank that nobody else belongs to and no agent of ours started."""
+
+from __future__ import annotations
+
+from checkpointless.agent.client import RankClient
+from checkpointless.agent.incidents import History, exception_cause
+from checkpointless.agent.protocol import Barrier, Done, FaultNotice, FaultReport, Finish, Go, Hello, RankMessage
+
+
+class FaultLimits:
+    """The agent's limits on incidents, kept by ranks themselves from what they report.
+
+    Attributes:
+        high_water: the highest optimizer step that must have been committed, as far as reports tell (-1: none).
+    """
+
+    def __init__(self) -> None:
+        self.high_water = -1
+        self._history = History()
+
+    def after(self, rank: int, report: FaultReport) -> tuple[str, str | None]:
+        """Count one more incident.
+
+        Returns:
+            Its cause in one line, and why the job must end, if it must.
+        """
+        cause = exception_cause(
+            rank, report.error, report.message, report.traceback, report.step, victim=report.victim
+        )
+        if report.step > 0:
+            self.high_water = max(self.high_water, report.step - 1)
+        self._history, verdict = self._history.after(cause, self.high_water)
+        if verdict is None:
+            return str(cause), None
+        return str(cause), f"{verdict.reason}\n{verdict.last_words}".rstrip()
+
+
+class StandaloneClient(RankClient):
+    """Regroups the one rank of a job that consists of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0)
+        self._incidents = 0
+        self._limits = FaultLimits()
+
+    def close(self) -> None:
+        """Nothing is held."""
+        self._lose("closed")
+
+    def _send(self, message: RankMessage) -> None:
+        if isinstance(message, Hello):
+            self._hear(Go(message.generation, None, {}, -1))
+        elif isinstance(message, FaultReport):
+            self._incidents += 1
+            cause, reason = self._limits.after(self.rank, message)
+            self._hear(FaultNotice(message.generation, str(self._incidents), cause, self.rank))
+            if reason is not None:
+                self._lose(reason)
+        elif isinstance(message, Barrier) and self._lost is None:
+            coming = message.generation + 1
+            env = {"JOB_RESTART_COUNT": str(coming), "TORCHELASTIC_RESTART_COUNT": str(coming)}
+            self._hear(Go(coming, str(self._incidents), env, self._limits.high_water))
+        elif isinstance(message, Done):
+            self._hear(Finish())

@@ -1,0 +1,368 @@
+"""The ranks as the agent sees them, and the two ways of starting their processes."""
+
+from __future__ import annotations
+
+import abc
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from checkpointless.agent.board import BOARD_FD_ENV, Board
+from checkpointless.agent.forked_process import ForkedProcess
+from checkpointless.agent.protocol import AGENT_FD_ENV, AgentMessage, LineBuffer, encode
+from checkpointless.agent.rank_process import Script
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class WorkerState(Enum):
+    """Where a rank stands."""
+
+    STARTING = "starting"  # its process was started and has not said hello
+    READY = "ready"  # at the barrier
+    RUNNING = "running"  # in its RCB
+    LEAVING = "leaving"  # was told of a fault and is not at the barrier yet
+    DONE = "done"  # its RCB returned
+    FINISHED = "finished"  # so did everybody's
+    GONE = "gone"  # its process has ended
+
+
+@dataclass
+class Worker:
+    """One rank, over all its processes.
+
+    Attributes:
+        incarnation: 0 for the first process, +1 at each respawn.
+        pid: of the living process; None until it is known.
+        said_hello: whether the living process did.
+        forgiven: whether the process's end is a consequence of what is known already, and no fault by itself.
+        beat: the last beat seen on the board.
+        beat_at_s: when it changed last, on the monotonic clock.
+        kill_at_s: when the agent kills the process if it is still there.
+        started_at_s: when the living process was.
+    """
+
+    rank: int
+    board: Board
+    log_path: Path
+    incarnation: int = -1
+    state: WorkerState = WorkerState.GONE
+    pid: int | None = None
+    connection: socket.socket | None = None
+    lines: LineBuffer = field(default_factory=LineBuffer)
+    said_hello: bool = False
+    forgiven: bool = False
+    beat: int = 0
+    beat_at_s: float = 0.0
+    started_at_s: float = 0.0
+    kill_at_s: float | None = None
+
+    def send(self, message: AgentMessage) -> bool:
+        """Say ``message``.
+
+        Returns:
+            False if the rank cannot be reached: it has ended, or has read nothing for long.
+        """
+        if self.connection is None:
+            return False
+        try:
+            data = encode(message)
+            return self.connection.send(data) == len(data)
+        except OSError as error:
+            logger.info("rank %d cannot be told %r: %s", self.rank, message.type, error)
+            return False
+
+    def last_lines(self, count: int = 10) -> list[str]:
+        """The end of the rank's log."""
+        with self.log_path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 16 * 1024))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Start one process.
+
+    Attributes:
+        env: what it gets on top of the agent's environment.
+    """
+
+    rank: int
+    incarnation: int
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """What a rank inherits; the starter only borrows them."""
+
+    log: int
+    agent: int
+    board: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process is there."""
+
+    rank: int
+    incarnation: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A process has ended, with an exit code or minus the number of a signal."""
+
+    rank: int
+    incarnation: int
+    pid: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The zygote has imported what it was told to.
+
+    Attributes:
+        can_fork: whether ranks may be forked from it (no CUDA context exists).
+    """
+
+    can_fork: bool
+    failed: tuple[str, ...]
+    seconds: float
+
+
+class StarterLostError(RuntimeError):
+    """The process that starts ranks has ended."""
+
+
+class Starter(abc.ABC):
+    """Starts, signals and reaps the processes of ranks.
+
+    Attributes:
+        readable: becomes readable when there is news; None if one has to ask.
+    """
+
+    readable: socket.socket | None = None
+
+    @abc.abstractmethod
+    def start(self, order: Order, descriptors: Descriptors) -> None:
+        """Start one process; :class:`Started` follows."""
+
+    @abc.abstractmethod
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a rank; SIGKILL goes to its own children too. One that has ended is left alone."""
+
+    @abc.abstractmethod
+    def news(self) -> list[Started | Exited | Ready]:
+        """What happened since the last call; does not block.
+
+        Raises:
+            StarterLostError: nothing can be started any more.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Kill and reap every process that is left (bounded)."""
+
+
+class ZygoteStarter(Starter):
+    """Has ranks forked by a zygote.
+
+    Args:
+        script: what the ranks run.
+        preload: names that the zygote imports.
+        after_preload: functions (``module:function``) that it calls then.
+        env: what the zygote gets on top of this process's environment.
+        log_path: where the zygote's own output goes.
+        fork_here: fork the zygote from this process, which has imported everything, rather than start an
+            interpreter; this process must have one thread and no CUDA context.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        preload: tuple[str, ...],
+        after_preload: tuple[str, ...],
+        env: dict[str, str],
+        log_path: Path,
+        fork_here: bool = False,
+    ) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        arguments += ["--preload", ",".join(preload), "--script", script.to_json()]
+        for hook in after_preload:
+            arguments += ["--after-preload", hook]
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        with theirs, log_path.open("wb") as log:
+            if fork_here:
+                self.process = ForkedProcess(
+                    lambda: zygote_in_this_process(arguments, env),
+                    output=log.fileno(),
+                    close=[self._connection.fileno()],
+                )
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "checkpointless.agent.zygote", *arguments],
+                    env={**os.environ, **env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        self._connection.setblocking(False)
+        self.readable = self._connection
+        self._is_ready = False
+        self._pids: set[int] = set()
+
+    def start(self, order: Order, descriptors: Descriptors) -> None:
+        request = {
+            "type": "start",
+            "rank": order.rank,
+            "incarnation": order.incarnation,
+            "env": order.env,
+        }
+        self._request(request, [descriptors.log, descriptors.agent, descriptors.board])
+
+    def signal(self, pid: int, number: int) -> None:
+        self._request({"type": "signal", "pid": pid, "signal": int(number)}, [])
+
+    def news(self) -> list[Started | Exited | Ready]:
+        found: list[Started | Exited | Ready] = []
+        while True:
+            try:
+                data = self._connection.recv(64 * 1024)
+            except BlockingIOError:
+                return found
+            except OSError as error:
+                raise self._lost() from error
+            if not data:
+                if found:
+                    return found  # the end is seen again at the next call
+                raise self._lost()
+            found.append(self._event(json.loads(data)))
+
+    def close(self) -> None:
+        self._connection.close()
+        if not self._is_ready:
+            self.process.kill()  # it would first import all that is left
+        try:
+            self.process.wait(_CLOSE_TIMEOUT_S + 1)
+        except subprocess.TimeoutExpired:
+            logger.warning("the zygote did not end by itself and is killed")
+            self.process.kill()
+            self.process.wait(_CLOSE_TIMEOUT_S)
+        if self.process.returncode == 0:
+            return
+        for pid in self._pids:  # the kernel kills the ranks, but not what they started
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def _request(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        try:
+            socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
+        except OSError as error:
+            logger.warning("the zygote cannot be reached: %s", error)  # news() says so too
+
+    def _event(self, body: dict[str, Any]) -> Started | Exited | Ready:
+        if body["type"] == "ready":
+            self._is_ready = True
+            return Ready(body["can_fork"], tuple(body["failed"]), body["seconds"])
+        if body["type"] == "started":
+            self._pids.add(body["pid"])
+            return Started(body["rank"], body["incarnation"], body["pid"])
+        self._pids.discard(body["pid"])
+        return Exited(body["rank"], body["incarnation"], body["pid"], body["code"])
+
+    def _lost(self) -> StarterLostError:
+        try:
+            code = self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            return StarterLostError("the process that starts ranks hung up")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return StarterLostError(f"the process that starts ranks {how}")
+
+
+def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    """Be the zygote, in a process that was forked for it."""
+    from checkpointless.agent import zygote
+
+    os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    zygote.main(arguments)
+
+
+class FreshStarter(Starter):
+    """Starts every rank in an interpreter of its own.
+
+    Args:
+        script: what the ranks run.
+        after_preload: functions (``module:function``) that a rank calls before it.
+    """
+
+    def __init__(self, script: Script, after_preload: tuple[str, ...]) -> None:
+        self._command = [sys.executable, "-m", "checkpointless.agent.rank_process"]
+        self._command += ["--parent", str(os.getpid()), "--script", script.to_json()]
+        for hook in after_preload:
+            self._command += ["--after-preload", hook]
+        self._processes: dict[int, tuple[Order, subprocess.Popen[bytes]]] = {}
+        self._news: list[Started | Exited | Ready] = []
+
+    def start(self, order: Order, descriptors: Descriptors) -> None:
+        inherited = {AGENT_FD_ENV: str(descriptors.agent), BOARD_FD_ENV: str(descriptors.board)}
+        process = subprocess.Popen(
+            self._command,
+            env={**os.environ, **order.env, **inherited},
+            stdin=subprocess.DEVNULL,
+            stdout=descriptors.log,
+            stderr=descriptors.log,
+            pass_fds=[descriptors.agent, descriptors.board],
+            start_new_session=True,
+        )
+        self._processes[process.pid] = (order, process)
+        self._news.append(Started(order.rank, order.incarnation, process.pid))
+
+    def signal(self, pid: int, number: int) -> None:
+        if pid not in self._processes:
+            return
+        if number == signal.SIGKILL:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+
+    def news(self) -> list[Started | Exited | Ready]:
+        for pid, (order, process) in list(self._processes.items()):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            os.killpg(pid, signal.SIGKILL)  # what it left behind, before its pid is free for others
+            self._news.append(Exited(order.rank, order.incarnation, pid, process.wait()))
+            del self._processes[pid]
+        found, self._news = self._news, []
+        return found
+
+    def close(self) -> None:
+        for pid in self._processes:
+            os.killpg(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        for _, process in self._processes.values():
+            process.wait(max(0.1, deadline - time.monotonic()))
+        self._processes.clear()

@@ -1,0 +1,203 @@
+"""A process that has imported the frameworks once and forks ranks: ``python -m checkpointless.agent.zygote``.
+
+It talks to the agent over a socket that keeps message boundaries. Each request to start a rank brings three
+descriptors: the rank's log, its connection to the agent, its board.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from checkpointless.agent.board import BOARD_FD_ENV
+from checkpointless.agent.preload import preload
+from checkpointless.agent.protocol import AGENT_FD_ENV
+from checkpointless.agent.rank_process import Script, call_hooks, die_with_parent, run_script
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 128 * 1024
+_KILL_GRACE_S = 5.0
+
+
+class Zygote:
+    """Forks ranks on request, and says at once how each of them ended.
+
+    Args:
+        connection: to the agent; its end ends the zygote and every rank.
+        script: what the ranks run.
+    """
+
+    def __init__(self, connection: socket.socket, script: Script) -> None:
+        self._connection = connection
+        self._script = script
+        self._ranks: dict[int, tuple[int, int]] = {}  # pid -> (rank, incarnation)
+        self._wakeup, self._wake = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ, self._on_request)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_child)
+        self._open = True
+
+    def serve(self) -> None:
+        """Serve until the agent closes the connection, then kill what is left."""
+        while self._open:
+            for key, _ in self._selector.select():
+                key.data()
+        self._end_all()
+
+    def say(self, **event: Any) -> None:
+        """Tell the agent."""
+        try:
+            self._connection.send(json.dumps(event).encode())
+        except OSError as error:
+            logger.warning("the agent is gone: %s", error)
+            self._open = False
+
+    def _on_request(self) -> None:
+        data, descriptors, _, _ = socket.recv_fds(self._connection, MAX_REQUEST_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            self._open = False
+            return
+        request = json.loads(data)
+        if request["type"] == "start":
+            self._start(request, descriptors)
+        else:
+            self._signal(request["pid"], request["signal"])
+
+    def _start(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        zygote_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_rank(zygote_pid, request["env"], *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._ranks[pid] = (request["rank"], request["incarnation"])
+        self.say(type="started", rank=request["rank"], incarnation=request["incarnation"], pid=pid)
+
+    def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> None:
+        """In the child: run the script; does not return."""
+        try:
+            os.setsid()  # the terminal's Ctrl-C is for the agent, and the rank's own children die with its group
+            die_with_parent(zygote_pid)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            self._selector.close()
+            for own in (self._connection, self._wakeup, self._wake):
+                own.close()
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            os.environ.update(env)
+            os.environ[AGENT_FD_ENV] = str(agent)
+            os.environ[BOARD_FD_ENV] = str(board)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed()  # a fresh interpreter's state differs from rank to rank
+            logging.getLogger().handlers.clear()  # the zygote's own set-up
+            run_script(self._script)
+        finally:
+            os._exit(1)
+
+    def _on_child(self) -> None:
+        self._wakeup.recv(4096)
+        while self._reap(os.WNOHANG):
+            pass
+
+    def _reap(self, flags: int) -> bool:
+        """Take one ended child, and with it what it left in its process group."""
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | flags)
+        except ChildProcessError:
+            return False
+        if ended is None:
+            return False
+        rank = self._ranks.pop(ended.si_pid, None)
+        if rank is not None:
+            _kill_group(ended.si_pid)  # before its pid is free for others
+        _, status = os.waitpid(ended.si_pid, 0)
+        if rank is not None:
+            code = os.waitstatus_to_exitcode(status)
+            self.say(type="exited", rank=rank[0], incarnation=rank[1], pid=ended.si_pid, code=code)
+        return True
+
+    def _signal(self, pid: int, number: int) -> None:
+        if pid not in self._ranks:
+            return  # ended meanwhile
+        if number == signal.SIGKILL:
+            _kill_group(pid)
+        os.kill(pid, number)
+
+    def _end_all(self) -> None:
+        deadline = time.monotonic() + _KILL_GRACE_S
+        for pid in self._ranks:
+            _kill_group(pid)
+            os.kill(pid, signal.SIGKILL)
+        while self._ranks and time.monotonic() < deadline:
+            if not self._reap(os.WNOHANG):
+                time.sleep(0.005)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it has not made its group yet, or nothing is left in it
+
+
+def _can_fork() -> bool:
+    """Whether forked children can use CUDA, as far as torch is concerned."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return True
+    pid = os.fork()
+    if pid == 0:
+        os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
+    _, status = os.waitpid(pid, 0)
+    return status == 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Preload, then serve the agent.
+
+    Args:
+        arguments: default: the command line's.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--preload", default="")
+    parser.add_argument("--after-preload", action="append", default=[])
+    parser.add_argument("--script", type=Script.from_json, required=True)
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent)
+    logging.basicConfig(level=logging.INFO, format="zygote: %(message)s")
+    os.set_inheritable(options.fd, False)
+    connection = socket.socket(fileno=options.fd)
+    started_s = time.monotonic()
+    failed = preload(tuple(name for name in options.preload.split(",") if name))
+    call_hooks(options.after_preload)
+    gc.collect()
+    gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not look at it
+    zygote = Zygote(connection, options.script)
+    can_fork = _can_fork()
+    zygote.say(type="ready", can_fork=can_fork, failed=failed, seconds=time.monotonic() - started_s)
+    zygote.serve()
+
+
+if __name__ == "__main__":
+    main()

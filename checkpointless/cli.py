@@ -1,0 +1,426 @@
+"""The command line: ``checkpointless run | train | demo | verify | report | faults``.
+
+Nothing heavy is imported here; each command imports what it needs when it runs, so that ``--help`` and a wrong
+option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from checkpointless.faults.spec import FaultSpec
+
+PROG = "checkpointless"
+RUNS_DIR = Path("runs")
+RECIPE_RUNNER = "checkpointless.recipes.runner"
+RECIPE_PRELOAD = (
+    "nemo.collections.llm",
+    "checkpointless.strategies",
+    "checkpointless.callbacks",
+    "checkpointless.recovery",
+    RECIPE_RUNNER,
+)
+USAGE_EXIT_CODE = 2
+BROKEN_PIPE_EXIT_CODE = 128 + 13  # as a shell says of a process that SIGPIPE ended
+
+_EPILOG = """\
+examples:
+  checkpointless demo                                 see it work: a small GPT, two faults, equal losses
+  checkpointless run --nproc-per-node 8 train.py      run a script in which `@HPWrapper()` stands
+  checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4 trainer.max_steps=20
+  checkpointless report runs/20260101T120000Z-train   what happened, and how long each stage took
+  checkpointless verify runs/a runs/b                 the same losses and parameters, to the bit?
+  checkpointless faults                               which faults can be caused on purpose
+
+`checkpointless COMMAND --help` explains a command.
+"""
+_RUN_EPILOG = """\
+examples:
+  checkpointless run --nproc-per-node 8 train.py --lr 1e-3
+  checkpointless run --nproc-per-node 8 --preload nemo.collections.llm train.py
+  checkpointless run --nproc-per-node 4 --cpu -m my_package.train --steps 20
+  checkpointless run --nproc-per-node 4 --record-steps --fault sigkill@backward:rank=1,step=5 train.py
+
+What follows the script is the script's own. A rank that fails is recovered in place or replaced, while the others
+keep their state; that needs `@HPWrapper()` on the script's main function.
+"""
+_TRAIN_EPILOG = """\
+examples:
+  checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4
+  checkpointless train my_recipe.yaml --nproc-per-node 8 trainer.max_steps=1000 optim.config.lr=3e-4
+  checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4 --fault exception@forward:rank=2,step=7
+"""
+_DEMO_EPILOG = """\
+examples:
+  checkpointless demo
+  checkpointless demo --nproc 4 --layout tp=2 --dropout 0.1 --fault sigkill@optimizer:rank=1,step=5
+  checkpointless demo --nproc 8 --layout tp=2,pp=2 --steps 6 --fault hang@backward:rank=3,step=4
+
+Without --fault there are two: an exception in a backward pass and a SIGKILL inside an optimizer step.
+Exit status: 0 if every fault happened and both runs are equal to the bit, 1 if not.
+"""
+_FAULT_HELP = (
+    "cause a fault on purpose, e.g. sigkill@backward:rank=1,step=5; repeatable (see `checkpointless faults`)"
+)
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done; the message is one line that says what to do instead."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(_error_line(f"{message} (see `{self.prog} --help`)"))
+        sys.exit(USAGE_EXIT_CODE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments; default: those of this process.
+
+    Returns:
+        The exit status: that of the command, or 2 after one line on standard error if it cannot be done as asked.
+    """
+    parser = _parser()
+    options, extra = parser.parse_known_args(argv)
+    overrides = [text for text in extra if "=" in text and not text.startswith("-")]
+    if options.command is _train and len(overrides) == len(extra):
+        options.overrides += overrides  # argparse takes only those before the first option
+    elif extra:
+        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except UsageError as error:
+        sys.stderr.write(_error_line(str(error)))
+        return USAGE_EXIT_CODE
+    except BrokenPipeError:  # the reader of standard output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE_EXIT_CODE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROG,
+        description="Training jobs that survive faults in memory: no checkpoint is read and no step is repeated.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], what: str, epilog: str = "") -> Any:
+        added = commands.add_parser(
+            name,
+            help=what,
+            description=what[0].upper() + what[1:] + ".",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        added.set_defaults(command=command)
+        return added
+
+    run = add("run", _run, "run a script on every rank of this node, through faults", _RUN_EPILOG)
+    _add_job_options(run)
+    run.add_argument(
+        "--preload",
+        type=_modules,
+        metavar="MODULE,...",
+        help="import these once and fork ranks with them, so that a replaced rank is ready at once "
+        "(default: what the script imports from installed packages)",
+    )
+    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
+    run.add_argument("script", metavar="SCRIPT", help="the training script")
+    run.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
+
+    train = add("train", _train, "train a NeMo recipe, through faults", _TRAIN_EPILOG)
+    _add_job_options(train)
+    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that comes along")
+    train.add_argument("overrides", metavar="key=value", nargs="*", help="a value to set in it, by dotted key")
+
+    demo = add("demo", _demo, "train a small GPT with and without faults and compare the two", _DEMO_EPILOG)
+    demo.add_argument("--nproc", type=_positive, default=4, metavar="N", help="CPU ranks (default: 4)")
+    demo.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps of each run (default: 10)")
+    demo.add_argument("--layout", default="", metavar="tp=N,...", help="tp, pp, ep and cp sizes (default: all 1)")
+    demo.add_argument("--dropout", type=float, default=0.0, metavar="P", help="in [0, 1) (default: 0)")
+    demo.add_argument("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
+    demo.add_argument("--run-dir", type=Path, metavar="D", help="where both runs are kept (default: under runs/)")
+
+    verify = add("verify", _verify, "compare the recorded losses and parameters of two runs, bit by bit")
+    verify.add_argument("run_a", type=Path, metavar="RUN_A", help="run directory of a run with --record-steps")
+    verify.add_argument("run_b", type=Path, metavar="RUN_B", help="another one")
+
+    report = add("report", _report, "show a run's incidents and how long each stage took")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
+    report.add_argument("--html", type=Path, metavar="FILE", help="also write it to a web page")
+
+    add("faults", _faults, "list the faults that can be caused on purpose")
+    return parser
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N", help="ranks (default: 1)")
+    add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
+    add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
+    add("--max-incidents", type=_count, metavar="K", help="give up after so many incidents")
+    add("--heartbeat-timeout", type=_seconds, metavar="S", help="seconds after which a silent rank counts as hung")
+    add("--regroup-timeout", type=_seconds, metavar="S", help="seconds within which all ranks must meet again")
+    add("--record-steps", action="store_true", help="record each step's loss and parameter digest, for `verify`")
+    add("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check_importable(options.preload or ())
+    name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
+    specs = _specs(options.faults, options.nproc_per_node, max_steps=None)
+    job = {"script": options.script, "script_args": tuple(options.script_args), "module": options.module}
+    return _launch(options, name, specs, preload=options.preload, **job)
+
+
+def _train(options: argparse.Namespace) -> int:
+    try:
+        from checkpointless.recipes.settings import RecipeError, load
+    except ImportError as error:
+        raise UsageError(f"`train` needs {error.name}: pip install 'checkpointless[nemo]'") from error
+    try:
+        config = load(options.recipe, options.overrides)
+    except RecipeError as error:
+        raise UsageError(str(error)) from error
+    options.cpu = options.cpu or os.environ.get("CHECKPOINTLESS_CPU") == "1"
+    if config.trainer.get("accelerator") == "cpu" and not options.cpu:
+        raise UsageError(f"{options.recipe} trains on the CPU (trainer.accelerator=cpu): add --cpu")
+    max_steps = config.trainer.get("max_steps")
+    specs = _specs(options.faults, options.nproc_per_node, max_steps if isinstance(max_steps, int) else None)
+    return _launch(
+        options,
+        Path(options.recipe).stem,
+        specs,
+        script=RECIPE_RUNNER,
+        script_args=(options.recipe, *options.overrides),
+        module=True,
+        preload=RECIPE_PRELOAD,
+    )
+
+
+def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], **job: Any) -> int:
+    from checkpointless.agent.launch import LaunchConfig, launch
+    from checkpointless.faults.ledger import fired
+
+    limits = {
+        "max_incidents": options.max_incidents,
+        "heartbeat_timeout_s": options.heartbeat_timeout,
+        "regroup_timeout_s": options.regroup_timeout,
+    }
+    run_dir = _run_dir(options.run_dir, name)
+    try:
+        config = LaunchConfig(
+            nproc_per_node=options.nproc_per_node,
+            run_dir=run_dir,
+            cpu=options.cpu,
+            faults=tuple(options.faults),
+            record_steps=options.record_steps,
+            **job,
+            **{limit: value for limit, value in limits.items() if value is not None},
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
+    _say(f"{config.nproc_per_node} ranks of {name}; events in {run_dir}")
+    if options.faults:
+        _say(f"faults will be caused on purpose: {' '.join(options.faults)}")
+    status = launch(config, _say)
+    happened = fired(run_dir)
+    for spec in specs:
+        if spec.prob is None and spec.text not in happened:
+            _say(f"fault {spec.text} did not happen: the run never came there")
+    return status
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from checkpointless.demo.config import DemoConfig, DemoError, parse_layout
+
+    middle, late = max(1, options.steps * 4 // 10), max(1, options.steps * 7 // 10)
+    faults = options.faults or [
+        f"exception@backward:rank={options.nproc // 2},step={middle}",
+        f"sigkill@optimizer:rank={min(1, options.nproc - 1)},step={late}",
+    ]
+    _specs(faults, options.nproc, options.steps)
+    try:
+        config = DemoConfig(
+            nproc=options.nproc,
+            steps=options.steps,
+            layout=parse_layout(options.layout),
+            dropout=options.dropout,
+            faults=tuple(faults),
+            run_dir=options.run_dir,
+        )
+    except DemoError as error:
+        raise UsageError(str(error)) from error
+    try:
+        from checkpointless.demo.run import run_demo
+    except ImportError as error:
+        raise UsageError(f"the demo needs {error.name}: pip install 'checkpointless[nemo]'") from error
+    return run_demo(config)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from checkpointless.cli_tables import console, verdict_table
+    from checkpointless.telemetry.steps import read_steps
+    from checkpointless.telemetry.verify import compare
+
+    steps = []
+    for run_dir in (options.run_a, options.run_b):
+        _check_run_dir(run_dir)
+        try:
+            steps.append(read_steps(run_dir))
+        except (OSError, ValueError) as error:
+            raise UsageError(str(error)) from error
+    verdict = compare(*steps)
+    console().print(verdict_table(verdict, steps[0], steps[1], (str(options.run_a), str(options.run_b))))
+    _out(verdict.sentence)
+    return 0 if verdict.equal else 1
+
+
+def _report(options: argparse.Namespace) -> int:
+    from checkpointless.cli_tables import console, incident_table, stage_table
+    from checkpointless.faults.ledger import fired
+    from checkpointless.telemetry.events import EVENTS_FILE, read_events
+    from checkpointless.telemetry.incidents import goodput, summarize
+
+    _check_run_dir(options.run_dir)
+    if not (options.run_dir / EVENTS_FILE).is_file():
+        raise UsageError(f"{options.run_dir} has no {EVENTS_FILE}: it is not a run directory")
+    events = read_events(options.run_dir)
+    summaries = summarize(events)
+    page = console(record=options.html is not None)
+    page.print(f"{options.run_dir}: {len(summaries)} incident{'' if len(summaries) == 1 else 's'}")
+    for text, times in fired(options.run_dir).items():
+        page.print(f"caused on purpose, {times} x: {text}")
+    if summaries:
+        page.print(incident_table(summaries))
+        page.print(stage_table(summaries))
+    share = goodput(events, summaries)
+    if share is not None:
+        page.print(f"goodput: {share:.1%} of the run's time was in no incident")
+    if options.html is not None:
+        try:
+            page.save_html(str(options.html))
+        except OSError as error:
+            raise UsageError(f"cannot write {options.html}: {error.strerror}") from error
+    return 0
+
+
+def _faults(_options: argparse.Namespace) -> int:
+    from checkpointless.cli_tables import console, support_table
+    from checkpointless.faults.spec import SUPPORT, FaultKind
+
+    console().print(support_table())
+    later = ", ".join(kind.value for kind in FaultKind if kind not in SUPPORT)
+    _out(f"not in this version: {later}")
+    _out("for example: --fault exception@forward:rank=2,step=7 --fault sigkill@optimizer:rank=1,step=5")
+    return 0
+
+
+# --- checking and saying ------------------------------------------------------------------------------------------
+
+
+def _specs(texts: Sequence[str], world_size: int, max_steps: int | None) -> tuple[FaultSpec, ...]:
+    from checkpointless.faults.spec import FaultSpecError, parse_all
+
+    try:
+        return parse_all(texts, world_size, max_steps)
+    except FaultSpecError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_importable(modules: Sequence[str]) -> None:
+    """Raise unless the packages of ``modules`` are there, without importing any."""
+    from importlib.machinery import PathFinder
+
+    for module in modules:
+        if PathFinder.find_spec(module.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+            raise UsageError(f"there is no module {module}")
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    if not run_dir.is_dir():
+        raise UsageError(f"there is no run directory {run_dir}")
+
+
+def _run_dir(asked: Path | None, name: str) -> Path:
+    """The directory of a new run; one that holds a run already is refused, because the two would mix."""
+    if asked is None:
+        started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        asked = RUNS_DIR / f"{started}-{name}"
+        if asked.exists():
+            asked = RUNS_DIR / f"{started}-{name}-{os.getpid()}"
+    if asked.exists() and not asked.is_dir():
+        raise UsageError(f"run directory {asked} is a file: name another")
+    if asked.exists() and any(asked.iterdir()):
+        raise UsageError(f"run directory {asked} is not empty: name a new one")
+    return asked
+
+
+def _positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def _count(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, minimum: int) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) < minimum:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    modules = tuple(module.strip() for module in text.split(","))
+    if not all(part.isidentifier() for module in modules for part in module.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of modules with commas between them")
+    return modules
+
+
+def _say(line: str) -> None:
+    """Say something about a job, beside what its ranks print."""
+    sys.stderr.write(f"{PROG}: {line}\n")
+    sys.stderr.flush()
+
+
+def _out(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _error_line(message: str) -> str:
+    return f"{PROG}: error: {' '.join(message.split())}\n"

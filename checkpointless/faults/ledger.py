@@ -1,0 +1,79 @@
+"""The ledger: which faults have been caused already, remembered over the deaths that they cause."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from checkpointless.faults.spec import FaultSpec
+
+logger = logging.getLogger(__name__)
+
+FAULTS_DIR = "faults"
+
+# Where there is no run directory: outlives a restart of the block in this process, which is all that can be said.
+_in_memory: Counter[tuple[int, str]] = Counter()
+
+
+class FaultLedger:
+    """Hands out each fault ``times`` times over all processes of a job.
+
+    Args:
+        run_dir: the run directory, where every claim is a file; None keeps the claims in this process's memory.
+    """
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self.directory = None if run_dir is None else run_dir / FAULTS_DIR
+
+    def claim(self, index: int, spec: FaultSpec, **about: Any) -> bool:
+        """Whether the fault is still to be caused, once more; if so it counts as caused from now on.
+
+        Args:
+            index: its place among the job's faults.
+            spec: the fault.
+            **about: what else to write down (rank, step, generation).
+
+        Raises:
+            OSError: the claim cannot be written.
+        """
+        if self.directory is None:
+            key = (index, str(spec))
+            if _in_memory[key] >= spec.times:
+                return False
+            _in_memory[key] += 1
+            return True
+        self.directory.mkdir(parents=True, exist_ok=True)
+        claim = json.dumps({"spec": spec.text or str(spec), "pid": os.getpid(), **about}).encode()
+        return any(_create(self.directory / f"{index}-{n}.json", claim) for n in range(spec.times))
+
+
+def fired(run_dir: Path) -> dict[str, int]:
+    """How often each fault was caused in a run, by the spec's text.
+
+    Args:
+        run_dir: the run directory; one in which nothing was caused gives an empty answer.
+    """
+    counts: Counter[str] = Counter()
+    for path in sorted((run_dir / FAULTS_DIR).glob("*.json")):
+        try:
+            counts[str(json.loads(path.read_bytes())["spec"])] += 1
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s was not written to its end and is not counted", path)
+    return dict(counts)
+
+
+def _create(path: Path, data: bytes) -> bool:
+    """Create ``path`` with ``data``; False if it is there already."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,0 +1,250 @@
+"""Fault specs, ``KIND[@PHASE][:key=value,...]``: parsing, writing and checking them."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+
+class FaultKind(enum.Enum):
+    """What goes wrong."""
+
+    EXCEPTION = "exception"
+    SIGKILL = "sigkill"
+    SIGTERM = "sigterm"
+    SIGSTOP = "sigstop"
+    SEGFAULT = "segfault"
+    ABORT = "abort"
+    EXIT = "exit"
+    HANG = "hang"
+    GIL = "gil"
+    OOM = "oom"
+    CUDA = "cuda"
+    DATALOADER = "dataloader"
+    BITFLIP = "bitflip"
+    SLOW = "slow"
+    PARTITION = "partition"
+    STORE = "store"
+    NODE = "node"
+
+
+class FaultPhase(enum.Enum):
+    """Where in a step, or in the set-up of a generation, it goes wrong."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SYNC = "sync"
+    BEFORE_OPTIMIZER = "before_optimizer"
+    OPTIMIZER = "optimizer"
+    AFTER_OPTIMIZER = "after_optimizer"
+    BETWEEN = "between"
+    INIT = "init"
+    TRANSFER = "transfer"
+    RECOVERY = "recovery"
+
+
+#: Phases that lie in the set-up of a generation after the first; ``step`` is the last one committed before.
+SETUP_PHASES = frozenset({FaultPhase.INIT, FaultPhase.TRANSFER, FaultPhase.RECOVERY})
+
+_PHASES_NOW = frozenset(FaultPhase) - {FaultPhase.SYNC, FaultPhase.TRANSFER}
+
+#: Which kinds can be caused in which phases in this version; a kind that is not here cannot be caused yet.
+SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
+    FaultKind.EXCEPTION: _PHASES_NOW,
+    FaultKind.SIGKILL: _PHASES_NOW,
+    FaultKind.EXIT: _PHASES_NOW,
+    FaultKind.SEGFAULT: _PHASES_NOW,
+    FaultKind.HANG: _PHASES_NOW,
+}
+
+_KEYS = ("rank", "step", "times", "prob", "seed", "how")
+_Member = TypeVar("_Member", bound=enum.Enum)
+_FORM = "KIND[@PHASE][:key=value,...], for example exception@forward:rank=2,step=7"
+
+
+class FaultSpecError(ValueError):
+    """A fault spec that is not understood or can never happen; the message is one line that says why."""
+
+
+@dataclass(frozen=True)
+class FaultSpec:
+    """One fault to be caused.
+
+    Attributes:
+        kind: what goes wrong.
+        phase: where.
+        rank: on which rank; None (only with ``prob``): on any.
+        step: in which optimizer step, counted from 1 (in a set-up phase: after which committed step); None
+            (only with ``prob``): in any.
+        times: how often in all, over every process of the rank.
+        prob: chance of each opportunity, in (0, 1]; None: certain.
+        seed: of the draws for ``prob``, which never touch the training's random numbers.
+        how: a variant of the kind.
+        text: the spec as the user wrote it.
+    """
+
+    kind: FaultKind
+    phase: FaultPhase = FaultPhase.FORWARD
+    rank: int | None = None
+    step: int | None = None
+    times: int = 1
+    prob: float | None = None
+    seed: int = 0
+    how: str | None = None
+    text: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        """The spec in full, in the form that :func:`parse` reads."""
+        options = [
+            f"{key}={value!r}" if key == "prob" else f"{key}={value}"
+            for key, value, default in (
+                ("rank", self.rank, None),
+                ("step", self.step, None),
+                ("times", self.times, 1),
+                ("prob", self.prob, None),
+                ("seed", self.seed, 0),
+                ("how", self.how, None),
+            )
+            if value != default
+        ]
+        return f"{self.kind.value}@{self.phase.value}" + (":" + ",".join(options) if options else "")
+
+
+def parse(text: str) -> FaultSpec:
+    """Read one fault spec.
+
+    Args:
+        text: ``KIND[@PHASE][:key=value,...]``; without a phase it is ``forward``.
+
+    Raises:
+        FaultSpecError: it is malformed, names something unknown, or asks for what this version cannot cause.
+    """
+    head, colon, tail = text.strip().partition(":")
+    kind_text, at, phase_text = head.partition("@")
+    kind = _member(text, "kind", kind_text, FaultKind)
+    phase = _member(text, "phase", phase_text, FaultPhase) if at else FaultPhase.FORWARD
+    if kind not in SUPPORT:
+        raise _error(text, f"kind {kind.value!r} is not supported yet in this version; use {_names(SUPPORT)}")
+    if phase not in SUPPORT[kind]:
+        raise _error(
+            text,
+            f"{kind.value!r} in phase {phase.value!r} is not supported yet in this version; "
+            f"use {_names(phase for phase in FaultPhase if phase in SUPPORT[kind])}",
+        )
+    options = _options(text, tail) if colon else {}
+    spec = FaultSpec(
+        kind=kind,
+        phase=phase,
+        rank=_integer(text, options, "rank", minimum=0),
+        step=_integer(text, options, "step", minimum=0 if phase in SETUP_PHASES else 1),
+        times=_integer(text, options, "times", minimum=1) or 1,
+        prob=_probability(text, options),
+        seed=_integer(text, options, "seed", minimum=0) or 0,
+        how=options.get("how"),
+        text=text,
+    )
+    if spec.prob is None:
+        missing = [key for key, value in (("rank", spec.rank), ("step", spec.step)) if value is None]
+        if missing:
+            raise _error(
+                text,
+                f"say {' and '.join(missing)}, for example {kind.value}@{phase.value}:rank=0,step=3 "
+                "(only a fault with prob= may leave them out)",
+            )
+        if "seed" in options:
+            raise _error(text, "seed= goes with prob=, which is not there")
+    if spec.how is not None:
+        raise _error(text, f"kind {kind.value!r} has no variants, so leave how= out")
+    return spec
+
+
+def validate(specs: Iterable[FaultSpec], world_size: int | None, max_steps: int | None) -> None:
+    """Check that each fault can happen in this job.
+
+    Args:
+        specs: the faults.
+        world_size: number of ranks; None where it is not known.
+        max_steps: last optimizer step of the run; None where it is not known.
+
+    Raises:
+        FaultSpecError: a rank or a step is out of range, so the fault could never happen.
+    """
+    for spec in specs:
+        shown = spec.text or str(spec)
+        if world_size is not None and spec.rank is not None and spec.rank >= world_size:
+            raise _error(shown, f"rank {spec.rank} is not one of the {world_size} ranks 0 to {world_size - 1}")
+        if max_steps is not None and spec.step is not None and spec.step > max_steps:
+            raise _error(shown, f"step {spec.step} never comes: the run has {max_steps} steps")
+        if max_steps is not None and spec.phase is FaultPhase.BETWEEN and spec.step == max_steps:
+            raise _error(shown, f"step {spec.step} is the last one: nothing comes between it and a next")
+
+
+def parse_all(texts: Sequence[str], world_size: int | None, max_steps: int | None) -> tuple[FaultSpec, ...]:
+    """Read and check several specs, as :func:`parse` and :func:`validate` do."""
+    specs = tuple(parse(text) for text in texts)
+    validate(specs, world_size, max_steps)
+    return specs
+
+
+def _member(text: str, what: str, name: str, members: type[_Member]) -> _Member:
+    by_name = {str(member.value): member for member in members}
+    name = name.strip()
+    if not name:
+        raise _error(text, f"it names no {what}; write {_FORM}")
+    if name not in by_name:
+        names = tuple(by_name)
+        raise _error(text, f"unknown {what} {name!r}{_suggestion(name, names)}; {what}s are {', '.join(names)}")
+    return by_name[name]
+
+
+def _options(text: str, tail: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in tail.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key or not value:
+            raise _error(text, f"{part!r} is not key=value")
+        if key not in _KEYS:
+            raise _error(text, f"unknown key {key!r}{_suggestion(key, _KEYS)}; keys are {', '.join(_KEYS)}")
+        if key in options:
+            raise _error(text, f"{key}= is there twice")
+        options[key] = value
+    return options
+
+
+def _integer(text: str, options: dict[str, str], key: str, minimum: int) -> int | None:
+    value = options.get(key)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdecimal() and len(value) < 19 and int(value) >= minimum):
+        raise _error(text, f"{key} must be a whole number of at least {minimum}, not {value!r}")
+    return int(value)
+
+
+def _probability(text: str, options: dict[str, str]) -> float | None:
+    value = options.get("prob")
+    if value is None:
+        return None
+    try:
+        chance = float(value)
+    except ValueError:
+        chance = -1.0
+    if not 0.0 < chance <= 1.0:
+        raise _error(text, f"prob must be above 0 and at most 1, not {value!r}")
+    return chance
+
+
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _names(members: Iterable[enum.Enum]) -> str:
+    return ", ".join(str(member.value) for member in members)
+
+
+def _error(text: str, problem: str) -> FaultSpecError:
+    return FaultSpecError(f"fault {text!r}: {problem}")

@@ -1,0 +1,49 @@
+"""Re-run a block of code inside a living process.
+
+A fault notice interrupts the main thread wherever it is, communicators are aborted, the block is left, cleaned up
+after and entered again with every other rank. Knows torch, and no training framework.
+"""
+
+from checkpointless.inprocess.abort import (
+    Abort,
+    AbortTransformerEngine,
+    CheckpointlessAbortManager,
+    HPAbortTorchDistributed,
+    HPCheckpointingAbort,
+    HPDataLoaderAbort,
+)
+from checkpointless.inprocess.compose import Compose
+from checkpointless.inprocess.exceptions import (
+    HealthCheckError,
+    InternalError,
+    RankShouldRestart,
+    UnrecoverableError,
+)
+from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, Finalize
+from checkpointless.inprocess.health_check import CudaHealthCheck, HealthCheck
+from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
+from checkpointless.inprocess.state import HPState
+from checkpointless.inprocess.wrap import HPCallWrapper, HPWrapper, active_call_wrapper
+
+__all__ = [
+    "Abort",
+    "AbortTransformerEngine",
+    "CheckpointlessAbortManager",
+    "CheckpointlessFinalizeCleanup",
+    "Compose",
+    "CudaHealthCheck",
+    "Finalize",
+    "HPAbortTorchDistributed",
+    "HPCallWrapper",
+    "HPCheckpointingAbort",
+    "HPDataLoaderAbort",
+    "HPState",
+    "HPWrapper",
+    "HealthCheck",
+    "HealthCheckError",
+    "InternalError",
+    "ParameterUpdateLock",
+    "RankShouldRestart",
+    "UnrecoverableError",
+    "active_call_wrapper",
+]

@@ -1,0 +1,175 @@
+"""Stop what a rank is doing, from the fault thread, while the main thread may be blocked in it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from checkpointless.inprocess.compose import Compose
+from checkpointless.inprocess.gloo_sockets import GlooSockets
+from checkpointless.inprocess.group_graveyard import bury
+from checkpointless.inprocess.state import HPState
+
+gloo_sockets = GlooSockets()
+
+
+class Abort(ABC):
+    """Stops one kind of activity. Runs in the fault thread, and must return soon and be safe to repeat."""
+
+    @abstractmethod
+    def __call__(self, state: HPState) -> None:
+        """Stop it.
+
+        Args:
+            state: the rank's place in the job.
+        """
+
+
+class TrainerAbort(Abort):
+    """An abort that acts on the running Lightning trainer, once there is one."""
+
+    def __init__(self) -> None:
+        self._trainer: weakref.ref[Any] | None = None
+
+    def register_attributes(self, trainer: Any) -> None:
+        """Take note of the running trainer (held weakly)."""
+        self._trainer = weakref.ref(trainer)
+
+    @property
+    def trainer(self) -> Any:
+        """The running trainer, or None."""
+        return self._trainer() if self._trainer is not None else None
+
+
+class HPAbortTorchDistributed(Abort):
+    """Abort every communicator: NCCL by ``abort()``, gloo by shutting down its connections.
+
+    A rank that is blocked in a collective of either backend raises at once.
+    """
+
+    def __call__(self, state: HPState) -> None:
+        for group in list(c10d._world.pg_map):
+            for device in ("cuda", "cpu"):
+                backend = _backend(group, device)
+                if backend is not None and "nccl" in type(backend).__name__.lower():
+                    backend.abort()
+        gloo_sockets.shutdown()
+
+
+def _backend(group: Any, device: str) -> Any:
+    try:
+        return group._get_backend(torch.device(device))
+    except RuntimeError:  # the group has no backend for this kind of device
+        return None
+
+
+class HPDataLoaderAbort(TrainerAbort):
+    """Stop the data-loader workers, so that a main thread that waits for a batch is freed and nothing is left."""
+
+    def __call__(self, state: HPState) -> None:
+        trainer = self.trainer
+        fit_loop = getattr(trainer, "fit_loop", None)
+        loops = (fit_loop, getattr(getattr(fit_loop, "epoch_loop", None), "val_loop", None))
+        for loop in loops:
+            for iterator in _worker_iterators(getattr(loop, "_combined_loader", None)):
+                for process in getattr(iterator, "_workers", ()):
+                    if process.is_alive():
+                        process.terminate()
+
+
+def _worker_iterators(combined_loader: Any) -> list[Any]:
+    """The multiprocessing iterators inside a Lightning ``CombinedLoader``."""
+    mode_iterator = getattr(combined_loader, "_iterator", None)
+    return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]
+
+
+class HPCheckpointingAbort(TrainerAbort):
+    """Stop asynchronous checkpoint writers: what they have not finished is not a checkpoint anyway."""
+
+    def __call__(self, state: HPState) -> None:
+        checkpoint_io = getattr(getattr(self.trainer, "strategy", None), "_checkpoint_io", None)
+        queue = getattr(checkpoint_io, "async_calls_queue", None)
+        for call in getattr(queue, "async_calls", ()):
+            process = getattr(getattr(call, "async_caller", None), "process", None)
+            if process is not None and process.is_alive():
+                process.kill()
+
+
+class AbortTransformerEngine(Abort):
+    """Drop TransformerEngine's global FP8 state, which refers to process groups that are gone.
+
+    Does nothing where TransformerEngine was not imported.
+    """
+
+    def __call__(self, state: HPState) -> None:
+        fp8 = sys.modules.get("transformer_engine.pytorch.fp8")
+        manager = getattr(fp8, "FP8GlobalStateManager", None)
+        if manager is not None:
+            manager.reset()
+
+
+class CheckpointlessAbortManager:
+    """Makes and changes compositions of aborts."""
+
+    @staticmethod
+    def get_default_checkpointless_abort() -> Compose:
+        """TransformerEngine, checkpoint writers, torch.distributed and data loaders, in this order."""
+        return Compose(
+            AbortTransformerEngine(), HPCheckpointingAbort(), HPAbortTorchDistributed(), HPDataLoaderAbort()
+        )
+
+    @staticmethod
+    def create_custom_abort(*abort_instances: Abort) -> Compose:
+        """Compose only the given aborts.
+
+        Raises:
+            ValueError: none was given.
+        """
+        if not abort_instances:
+            raise ValueError("create_custom_abort() needs at least one abort instance")
+        return Compose(*abort_instances)
+
+    @staticmethod
+    def override_abort(abort_compose: Compose, abort_type: type, new_abort: Abort) -> Compose:
+        """A copy of ``abort_compose`` with the instances of ``abort_type`` replaced by ``new_abort``.
+
+        Raises:
+            ValueError: ``abort_compose`` is not a composition, or holds no ``abort_type``.
+        """
+        if not hasattr(abort_compose, "instances"):
+            raise ValueError("abort_compose has no 'instances': pass a Compose")
+        if not any(isinstance(each, abort_type) for each in abort_compose.instances):
+            raise ValueError(f"{abort_compose!r} holds no {abort_type.__name__} to replace")
+        return Compose(*(new_abort if isinstance(each, abort_type) else each for each in abort_compose.instances))
+
+
+def communicators_first(abort: Any) -> Any:
+    """Move the communicators' abort to the front of a composition (``early_abort_communicator``)."""
+    if not isinstance(abort, Compose):
+        return abort
+    first = [each for each in abort.instances if isinstance(each, HPAbortTorchDistributed)]
+    rest = [each for each in abort.instances if not isinstance(each, HPAbortTorchDistributed)]
+    return Compose(*first, *rest)
+
+
+def destroy_process_groups() -> None:
+    """Destroy every process group of this process, in the main thread, after the abort.
+
+    Also what an interrupted ``init_process_group`` leaves behind: torch counts the groups that it has named, and a
+    rank that counted one more than the others would wait for them under another name for ever.
+    """
+    world = c10d._world
+    bury(list(world.pg_map))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    registries: list[Any] = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+    registries += [world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state]
+    for registry in registries:
+        registry.clear()
+    world.group_count = 0

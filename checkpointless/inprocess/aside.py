@@ -1,0 +1,54 @@
+"""Have another thread wait in C++, and wait for it in Python, where an interruption is heard."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+_TURN_S = 0.05
+
+T = TypeVar("T")
+
+
+class Helper:
+    """A thread that waits on behalf of another one."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done = threading.Event()
+        threading.Thread(target=self._serve, name="checkpointless-gloo-wait", daemon=True).start()
+
+    def run(self, blocking: Callable[[], T]) -> T:
+        """Call ``blocking`` in the helper and wait for it, interruptibly."""
+        done = self._done = threading.Event()
+        outcome: list[Any] = []
+
+        def call() -> None:
+            try:
+                outcome.append(blocking())
+            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+                outcome.append(error)
+            done.set()
+
+        self._calls.put(call)
+        while not done.wait(_TURN_S):
+            pass
+        result = outcome[0]
+        if isinstance(result, BaseException):
+            raise result
+        return cast(T, result)
+
+    def idle(self) -> bool:
+        """Whether nothing is waited for."""
+        return self._done.is_set()
+
+    def end(self) -> None:
+        """Let the thread end when it is idle."""
+        self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            call = None  # what it raised holds the frames of the waiting thread

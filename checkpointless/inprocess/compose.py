@@ -1,0 +1,48 @@
+"""Run several aborts, clean-ups or health checks as one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class Compose:
+    """Call ``instances`` in order.
+
+    Every instance runs even if one before it raises: half a clean-up is worse than a noisy one. The first error
+    is raised at the end, the others are logged.
+
+    Args:
+        *instances: callables with one common signature.
+    """
+
+    def __init__(self, *instances: Callable[..., Any]) -> None:
+        self.instances: tuple[Callable[..., Any], ...] = instances
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        first: Exception | None = None
+        for instance in self.instances:
+            try:
+                instance(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - collected, and raised below
+                logger.error("%s failed: %s: %s", _name(instance), type(error).__name__, error)
+                first = first or error
+        if first is not None:
+            raise first
+
+    def register_attributes(self, trainer: Any) -> None:
+        """Pass the trainer on to every instance that wants it."""
+        for instance in self.instances:
+            register = getattr(instance, "register_attributes", None)
+            if register is not None:
+                register(trainer)
+
+    def __repr__(self) -> str:
+        return f"Compose({', '.join(_name(instance) for instance in self.instances)})"
+
+
+def _name(instance: Callable[..., Any]) -> str:
+    return getattr(instance, "__name__", type(instance).__name__)

@@ -1,0 +1,155 @@
+"""The thread that interrupts the main thread when a fault notice comes, wherever the main thread is."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from checkpointless.inprocess.exceptions import RankShouldRestart
+
+logger = logging.getLogger(__name__)
+
+_RAISE_AGAIN_S = 0.05
+_SLOW_S = 1.0
+_INNERMOST = 10  # frames that are looked at
+_COLLECTIVE_FILES = ("torch/distributed/", "torch/futures/")
+_WAITING_FILES = (
+    "/threading.py",
+    "inprocess/gloo_wait.py",
+    "inprocess/aside.py",
+    "inprocess/store_wait.py",
+)  # how a collective is waited for
+
+
+class MainThread:
+    """The one thread that runs the re-executable code block, and the door through which it leaves.
+
+    An asynchronous exception reaches a thread only between two bytecodes, and one that is raised in a destructor
+    is swallowed; so it is raised again until the thread has left the block. Once it has left, none is raised and
+    one that is still pending is taken back.
+    """
+
+    def __init__(self) -> None:
+        self._ident = threading.get_ident()
+        self._mutex = threading.Lock()
+        self._inside = False
+        self._left = threading.Event()
+        self._left.set()
+
+    def enter(self) -> None:
+        """The block begins."""
+        with self._mutex:
+            self._inside = True
+            self._left.clear()
+
+    def leave(self) -> None:
+        """The block is over; no asynchronous exception comes after this returns."""
+        while True:
+            try:
+                with self._mutex:
+                    self._inside = False
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), None)
+                    self._left.set()
+                return
+            except RankShouldRestart:
+                continue
+
+    def interrupt(self, force: bool = False) -> None:
+        """Raise :class:`RankShouldRestart` in the block, if the thread is still in it.
+
+        Args:
+            force: also where it may hold a lock that all threads of the process share.
+        """
+        with self._mutex:
+            if self._inside and (force or not self._may_hold_a_shared_lock()):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._ident), ctypes.py_object(RankShouldRestart)
+                )
+
+    def interrupt_until_left(self, timeout_s: float, free: Callable[[], object]) -> bool:
+        """Interrupt, again and again, until the block is left.
+
+        Args:
+            timeout_s: how long at most.
+            free: called before each interruption after the first: frees what the thread may block in by now.
+
+        Returns:
+            False if it was not left within ``timeout_s``.
+        """
+        began = time.monotonic()
+        told = False
+        while not self._left.wait(_RAISE_AGAIN_S) and (waited := time.monotonic() - began) < timeout_s:
+            free()
+            self.interrupt(force=waited > _SLOW_S)
+            if waited > _SLOW_S and not told:
+                told = True
+                logger.warning("the main thread is slow to leave the block; it is in\n%s", self.where()[1])
+        return self._left.is_set()
+
+    def _may_hold_a_shared_lock(self) -> bool:
+        """Whether the thread is inside code that an interruption could keep from releasing a lock.
+
+        Between taking a lock and the ``try`` that releases it, ``logging`` and the import system can be interrupted
+        like any other code; every thread of the process would then wait for that lock.
+        """
+        frame = sys._current_frames().get(self._ident)
+        for _ in range(_INNERMOST):
+            if frame is None:
+                return False
+            name = frame.f_code.co_filename
+            if name.endswith("logging/__init__.py") or name.startswith("<frozen importlib"):
+                return True
+            if name.endswith("/threading.py") and frame.f_code.co_name != "wait":
+                return True
+            frame = frame.f_back
+        return False
+
+    def where(self) -> tuple[bool, str]:
+        """Whether the thread waits in a collective, and its stack as text, innermost call last."""
+        frame = sys._current_frames().get(self._ident)
+        if frame is None:
+            return False, "the main thread has ended"
+        stack = "".join(traceback.format_stack(frame))
+        while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITING_FILES):
+            frame = frame.f_back
+        return any(part in frame.f_code.co_filename for part in _COLLECTIVE_FILES), stack
+
+
+class FaultThread:
+    """Handles the notices of one rank, in the order in which they come, in a thread of its own.
+
+    Args:
+        handle: called with the generation that is over; must be bounded.
+        failed: called with the reason if it raised: this process cannot be trusted to leave its block.
+    """
+
+    def __init__(self, handle: Callable[[int], None], failed: Callable[[str], None]) -> None:
+        self._handle = handle
+        self._failed = failed
+        self._notices: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checkpointless-fault-thread", daemon=True)
+        self._thread.start()
+
+    def notify(self, generation: int) -> None:
+        """Hand over a notice; returns at once."""
+        self._notices.put(generation)
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """End the thread."""
+        self._notices.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (generation := self._notices.get()) is not None:
+            try:
+                self._handle(generation)
+            except Exception as error:
+                logger.exception("the fault of generation %d could not be handled", generation)
+                self._failed(f"{type(error).__name__}: {error}")

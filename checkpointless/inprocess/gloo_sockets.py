@@ -1,0 +1,127 @@
+"""Free a rank that is blocked in gloo by closing gloo's own connections.
+
+``ProcessGroupGloo.abort()`` frees nobody: a rank that waits in a collective waits until a peer's socket closes.
+So the sockets that a process group opens are noted while it is made, and shut down to abort it. Sockets of anybody
+else (loggers, data loaders) are never touched.
+
+They are shut for reading only. What the peer had sent is then still read, and after it the end of the stream, which
+fails every pending operation. Shut for writing too, gloo would still find the peer's last "ready to receive", fail
+to write its answer, and lose track of that one send: whoever waits for it would never be told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import threading
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+
+_FACTORY = "_new_process_group_helper"  # every process group, default or not, is made by this one function
+
+
+class GlooSockets:
+    """Notes which sockets process groups open, and shuts them down on demand.
+
+    A group's sockets are known by their inode, so a descriptor number that was reused since is not mistaken.
+    """
+
+    def __init__(self) -> None:
+        self._inodes: set[str] = set()
+        self._before: set[str] | None = None  # the process's sockets when the group in the making was begun
+        self._mutex = threading.Lock()
+        self._original: Any = None
+
+    def install(self) -> None:
+        """Begin to take notes (idempotent)."""
+        if self._original is not None:
+            return
+        original = getattr(c10d, _FACTORY)
+
+        @functools.wraps(original)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            before = set(_sockets().values())
+            with self._mutex:
+                self._before = before
+            try:
+                return original(*args, **kwargs)
+            finally:
+                opened = set(_sockets().values()) - before
+                with self._mutex:
+                    self._before = None
+                    self._inodes |= opened
+
+        self._original = original
+        setattr(c10d, _FACTORY, noting)
+
+    def uninstall(self) -> None:
+        """Stop taking notes and put torch's function back."""
+        if self._original is not None:
+            setattr(c10d, _FACTORY, self._original)
+            self._original = None
+
+    def shutdown(self) -> int:
+        """Shut down every connected TCP socket of the noted groups, of one that is being made, and of the store.
+
+        To be repeated while the main thread is still making a group: it may go on connecting.
+
+        Returns:
+            How many sockets were shut down.
+        """
+        present = _sockets()
+        with self._mutex:
+            wanted, self._inodes = self._inodes, set()
+            if self._before is not None:
+                wanted = wanted | (set(present.values()) - self._before)
+        store = _store_address()
+        count = 0
+        for descriptor, inode in present.items():
+            try:
+                duplicate = os.dup(descriptor)
+            except OSError:  # closed since it was listed
+                continue
+            with socket.socket(fileno=duplicate) as candidate:
+                if _is_connected_tcp(candidate) and (inode in wanted or _peer(candidate) == store):
+                    with contextlib.suppress(OSError):  # gone already
+                        candidate.shutdown(socket.SHUT_RD)
+                        count += 1
+        return count
+
+
+def _sockets() -> dict[int, str]:
+    """Descriptor -> inode link of every socket of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the directory's own descriptor, or one closed meanwhile
+            continue
+        if link.startswith("socket:"):
+            found[int(name)] = link
+    return found
+
+
+def _is_connected_tcp(candidate: socket.socket) -> bool:
+    try:
+        return (
+            candidate.family in (socket.AF_INET, socket.AF_INET6)
+            and candidate.type == socket.SOCK_STREAM
+            and not candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
+    except OSError:
+        return False
+
+
+def _peer(candidate: socket.socket) -> int | None:
+    try:
+        return int(candidate.getpeername()[1])
+    except OSError:
+        return None
+
+
+def _store_address() -> int | None:
+    port = os.environ.get("MASTER_PORT")
+    return int(port) if port and port.isdigit() else None

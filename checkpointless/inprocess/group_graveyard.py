@@ -1,0 +1,42 @@
+"""Where the process groups of earlier generations end without anybody waiting for them.
+
+The destructor of a gloo group joins its threads, and a thread that waits for an operation that gloo has lost
+(see :mod:`checkpointless.inprocess.gloo_wait`) does not end before the group's timeout, 30 minutes by default. So a
+group is held here until nobody else refers to it, and then let go in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from typing import Any
+
+_buried: list[Any] = []
+_REFERENCES = 4  # this list, the one taken by bury(), the loop variable, and the argument of getrefcount()
+
+
+def bury(groups: list[Any]) -> None:
+    """Hold ``groups`` until :func:`reap` finds that nobody else does; beyond the interpreter's end, if need be."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _buried.append(group)
+
+
+def reap() -> None:
+    """Let every group go that nobody else refers to any more. To be called after the collector has run."""
+    index = 0
+    while index < len(_buried):
+        group = _buried[index]
+        if sys.getrefcount(group) > _REFERENCES:
+            index += 1
+            continue
+        del _buried[index]
+        threading.Thread(target=_let_go, args=([group],), name="checkpointless-reaper", daemon=True).start()
+        del group
+
+
+def _let_go(holder: list[Any]) -> None:
+    group = holder.pop()
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+    del group  # the destructor runs here, without the interpreter's lock

@@ -1,0 +1,73 @@
+"""Is this process still fit to train? Asked after clean-up, before it meets the others again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from datetime import timedelta
+
+import torch
+
+from checkpointless.inprocess.state import HPState
+
+
+class HealthCheck(ABC):
+    """Raises if this process must not be used again; the agent then replaces it."""
+
+    @abstractmethod
+    def __call__(
+        self, state: HPState, train_ex: BaseException | None = None
+    ) -> tuple[HPState, BaseException | None]:
+        """Check.
+
+        Args:
+            state: the rank's place in the job.
+            train_ex: what ended the block.
+
+        Returns:
+            Both arguments, unchanged.
+        """
+
+
+class CudaHealthCheck(HealthCheck):
+    """Synchronize with the GPU, within a limit, to see that its context is not corrupted.
+
+    Uses the device of ``LOCAL_RANK``, else the current one. Passes where CUDA was not used.
+
+    Args:
+        timeout: how long the synchronization may take.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
+        self.timeout = timeout
+
+    def __call__(
+        self, state: HPState, train_ex: BaseException | None = None
+    ) -> tuple[HPState, BaseException | None]:
+        """Check the device.
+
+        Raises:
+            TimeoutError: the GPU did not answer in time.
+            RuntimeError: CUDA reported an error.
+        """
+        if not torch.cuda.is_initialized():
+            return state, train_ex
+        local_rank = os.environ.get("LOCAL_RANK")
+        device = torch.device("cuda", int(local_rank) if local_rank else torch.cuda.current_device())
+        errors: list[Exception] = []
+
+        def synchronize() -> None:
+            try:
+                torch.cuda.synchronize(device)
+            except Exception as error:  # noqa: BLE001 - carried over to the caller's thread
+                errors.append(error)
+
+        thread = threading.Thread(target=synchronize, name="cuda-health-check", daemon=True)
+        thread.start()
+        thread.join(self.timeout.total_seconds())
+        if thread.is_alive():
+            raise TimeoutError(f"{device} did not synchronize within {self.timeout.total_seconds():.0f} s")
+        if errors:
+            raise RuntimeError(f"{device} is not healthy: {errors[0]}") from errors[0]
+        return state, train_ex

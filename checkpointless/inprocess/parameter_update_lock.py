@@ -1,0 +1,109 @@
+"""The lock around the local optimizer update: the one moment at which a rank must not be disturbed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from checkpointless.inprocess.exceptions import RankShouldRestart
+
+UNKNOWN_STEP = -1
+
+
+@dataclass(frozen=True)
+class CommitState:
+    """What a rank knows about its own optimizer steps.
+
+    Attributes:
+        committed: the last optimizer step applied to all of the rank's shard (-1: no whole state yet).
+        ready: the rank holds the final gradients of step ``committed + 1`` and can apply them on its own.
+        torn: an update began and failed; the shard is of no step and must be refilled.
+    """
+
+    committed: int
+    ready: bool
+    torn: bool
+
+
+class ParameterUpdateLock:
+    """Brackets the local optimizer update and knows which step it committed.
+
+    The training thread goes through ``mark_ready(step)`` (its gradients are final) and ``with update(step)`` (it
+    changes parameters). The fault thread calls :meth:`close`: from then on no update can begin, and one that has
+    begun is finished first. Nothing waits longer than it is told to, and an update that fails says so at once.
+    """
+
+    def __init__(self) -> None:
+        # A plain lock: an asynchronous exception inside a Condition's own __enter__ would leave it locked for ever.
+        self._mutex = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._closed = False
+        self._committed = UNKNOWN_STEP
+        self._ready_step: int | None = None
+        self._torn = False
+
+    @property
+    def committed(self) -> int:
+        """The last committed optimizer step (-1: none known)."""
+        return self._committed
+
+    def state(self) -> CommitState:
+        """A consistent look at the commit state; for when no update can be in progress."""
+        ready = self._ready_step == self._committed + 1 and not self._torn
+        return CommitState(self._committed, ready, self._torn)
+
+    def set_committed(self, step: int) -> None:
+        """Say that the rank's state is whole and is that after ``step`` (start of training, or a restore)."""
+        self._ready_step = None
+        self._torn = False
+        self._committed = step
+
+    def forget(self) -> None:
+        """The rank holds no usable state (it is about to build a new one)."""
+        self.set_committed(UNKNOWN_STEP)
+
+    def open(self) -> None:
+        """Let updates through again, at the entry of a new generation."""
+        with self._mutex:
+            self._closed = False
+        self._idle.set()
+
+    def close(self, timeout: timedelta) -> bool:
+        """Keep new updates out and wait for the one in progress to end, well or not.
+
+        Returns:
+            False if it has not ended within ``timeout``.
+        """
+        with self._mutex:
+            self._closed = True
+        return self._idle.wait(timeout.total_seconds())
+
+    def mark_ready(self, step: int) -> None:
+        """The gradients of ``step`` are final on this rank: it could apply them without anybody's help."""
+        self._ready_step = step
+
+    @contextmanager
+    def update(self, step: int) -> Iterator[None]:
+        """Bracket the local update of ``step``; leaving it without an error commits the step.
+
+        Raises:
+            RankShouldRestart: a fault is being handled, so the update must not begin.
+        """
+        with self._mutex:
+            if not self._closed:
+                self._idle.clear()  # from here on the fault thread waits, and interrupts nobody
+        if self._idle.is_set():
+            raise RankShouldRestart(f"a fault is being handled; step {step} is not applied")
+        try:
+            yield
+        except BaseException:
+            self._torn = True
+            self._idle.set()
+            raise
+        self._ready_step = None
+        self._committed = step
+        self._idle.set()

@@ -1,0 +1,39 @@
+"""VizTracer around the block, where it was asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Tracing:
+    """Writes one VizTracer file per rank and generation."""
+
+    @staticmethod
+    def require() -> None:
+        """See that viztracer is there.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if importlib.util.find_spec("viztracer") is None:
+            raise ValueError("trace_file_path needs VizTracer: pip install viztracer")
+
+    @contextmanager
+    def __call__(self, path: str | None, generation: int) -> Iterator[None]:
+        """Trace the body into ``path``, with rank and generation put before its suffix; None traces nothing."""
+        if path is None:
+            yield
+            return
+        from viztracer import VizTracer
+
+        base = Path(path)
+        name = f"{base.stem}-rank{os.environ.get('RANK', '0')}-generation{generation}{base.suffix or '.json'}"
+        with VizTracer(output_file=str(base.with_name(name)), verbose=0):
+            yield
+
+
+tracing = Tracing()

@@ -1,0 +1,36 @@
+"""The plain facts about this rank that health checks, aborts and clean-ups are given."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HPState:
+    """Where a rank stands while it restarts.
+
+    Attributes:
+        rank: global rank.
+        world_size: number of ranks.
+        local_rank: rank on this node.
+        generation: the generation that is over.
+        incident: id of the incident being handled, or None.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    generation: int
+    incident: str | None = None
+
+    @classmethod
+    def from_environment(cls, generation: int, incident: str | None = None) -> HPState:
+        """Read the torchrun variables (a lone process is rank 0 of 1)."""
+        return cls(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            generation=generation,
+            incident=incident,
+        )

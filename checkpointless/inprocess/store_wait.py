@@ -1,0 +1,85 @@
+"""Wait for a store in Python before torch does in C++, where no interruption is heard until its timeout.
+
+A store that closes while a fault is handled is not waited for: torch's own client would go on connecting to it for
+minutes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from checkpointless.inprocess.aside import Helper
+
+# `torch.distributed.rendezvous` is also the name of a function, which hides the module as an attribute.
+rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+
+_FACTORY = (
+    "_create_c10d_store"  # every client and server of an env:// or tcp:// rendezvous is made by this function
+)
+_TURN_S = 0.05
+_CONNECT_TIMEOUT_S = 1.0
+_ATTEMPT = timedelta(seconds=20)
+
+
+class InterruptibleStore:
+    """Stands in for torch's store factory while a block runs."""
+
+    def __init__(self) -> None:
+        self._original: Any = None
+
+    def install(self) -> None:
+        """Begin (idempotent)."""
+        if self._original is not None:
+            return
+        original = self._original = getattr(rendezvous, _FACTORY)
+
+        @functools.wraps(original)
+        def create(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any) -> Any:
+            if rank == 0 and not rendezvous._torchelastic_use_agent_store():
+                return original(hostname, port, rank, world_size, timeout, *more)  # it hosts the store
+            deadline = time.monotonic() + timeout.total_seconds()
+            while True:
+                _wait_until_listening(hostname, port, deadline)
+                try:
+                    store = _connect(lambda: original(hostname, port, rank, world_size, _ATTEMPT, *more))
+                except dist.DistError:
+                    if time.monotonic() >= deadline:
+                        raise
+                    continue
+                store.set_timeout(timeout)
+                return store
+
+        setattr(rendezvous, _FACTORY, create)
+
+    def uninstall(self) -> None:
+        """Put torch's function back."""
+        if self._original is not None:
+            setattr(rendezvous, _FACTORY, self._original)
+            self._original = None
+
+
+def _connect(create: Callable[[], Any]) -> Any:
+    """Make the client in another thread: a store that closes just now keeps torch busy until its timeout."""
+    helper = Helper()
+    try:
+        return helper.run(create)
+    finally:
+        helper.end()
+
+
+def _wait_until_listening(hostname: str, port: int, deadline: float) -> None:
+    """Return when something listens there; at the deadline too, for torch to say what is wrong."""
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((hostname, port), timeout=_CONNECT_TIMEOUT_S).close()
+            return
+        except OSError:
+            time.sleep(_TURN_S)

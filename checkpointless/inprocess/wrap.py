@@ -1,0 +1,474 @@
+"""``HPWrapper``: re-run a block of code inside a living process until it returns."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from checkpointless.agent import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
+from checkpointless.agent.board import Board
+from checkpointless.inprocess.abort import CheckpointlessAbortManager, communicators_first, gloo_sockets
+from checkpointless.inprocess.exceptions import (
+    HealthCheckError,
+    InternalError,
+    RankShouldRestart,
+    UnrecoverableError,
+)
+from checkpointless.inprocess.fault_thread import FaultThread, MainThread
+from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
+from checkpointless.inprocess.gloo_wait import InterruptibleWait
+from checkpointless.inprocess.group_graveyard import reap
+from checkpointless.inprocess.health_check import CudaHealthCheck
+from checkpointless.inprocess.memory import memory_status
+from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
+from checkpointless.inprocess.profile import tracing
+from checkpointless.inprocess.state import HPState
+from checkpointless.inprocess.store_wait import InterruptibleStore
+from checkpointless.telemetry.events import event_log
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ABORT_TIMEOUT_S = 60.0
+REPLACED_EXIT_CODE = 75  # EX_TEMPFAIL: the agent starts a successor
+GAVE_UP_EXIT_CODE = 1
+_SETTLED_STEPS = 2  # after so many steps everything of the generation before has been let go
+
+_active: HPCallWrapper | None = None
+
+
+def active_call_wrapper() -> HPCallWrapper | None:
+    """The wrapper whose block runs in this process now, or None."""
+    return _active
+
+
+class HPWrapper:
+    """Makes a function a re-executable code block (RCB).
+
+    ``@HPWrapper()`` on the function that builds and fits the trainer is a complete configuration: when any rank
+    fails, every rank leaves the function, cleans up, meets the others at the agent's barrier and enters the
+    function again. A parameter of the function named ``caller`` (or annotated ``HPCallWrapper``) is given the
+    running :class:`HPCallWrapper`.
+
+    Args:
+        abort: what stops the rank's activity when a fault comes; runs in the fault thread. Default: all of
+            :meth:`CheckpointlessAbortManager.get_default_checkpointless_abort`. (The documented default aborts only
+            torch.distributed, which leaves data-loader workers behind.)
+        finalize: clean-up in the main thread. Default: :class:`CheckpointlessFinalizeCleanup`. (The documented
+            default, none, leaks process groups.)
+        health_check: raises if this process must be replaced. Default: :class:`CudaHealthCheck`.
+        hp_api_factory: makes the client of the agent. Default: :class:`HPAgentK8sAPIFactory`, the agent that
+            started this process, whichever it is.
+        abort_timeout: seconds that each wait of an abort may take (the update in progress, the main thread
+            leaving the block). Default: 60. A rank that takes longer is replaced.
+        enabled: False makes the wrapper a pass-through.
+        trace_file_path: where VizTracer writes its trace, one file per rank and generation; needs ``viztracer``.
+        async_raise_before_abort: interrupt the main thread before the abort runs rather than after it.
+        early_abort_communicator: abort the communicators before anything else.
+        checkpoint_manager: keeps and restores the state; see :class:`checkpointless.recovery.CheckpointManager`.
+            Default: the strategy installs one. (The documented default, none, crashes at the first restart.)
+        check_memory_status: log and record the process's memory at every restart.
+
+    Raises:
+        ValueError: a wrong ``abort_timeout``, or ``trace_file_path`` without viztracer.
+    """
+
+    def __init__(
+        self,
+        *,
+        abort: Callable[[HPState], Any] | None = None,
+        finalize: Callable[[HPState], Any] | None = None,
+        health_check: Callable[..., Any] | None = None,
+        hp_api_factory: Callable[[], Any] | None = None,
+        abort_timeout: float | None = None,
+        enabled: bool = True,
+        trace_file_path: str | None = None,
+        async_raise_before_abort: bool = True,
+        early_abort_communicator: bool = False,
+        checkpoint_manager: Any = None,
+        check_memory_status: bool = True,
+    ) -> None:
+        if abort_timeout is not None and abort_timeout <= 0:
+            raise ValueError(f"abort_timeout must be a positive number of seconds, not {abort_timeout}")
+        if trace_file_path is not None:
+            tracing.require()
+        abort = abort or CheckpointlessAbortManager.get_default_checkpointless_abort()
+        self.abort = communicators_first(abort) if early_abort_communicator else abort
+        self.finalize = finalize or CheckpointlessFinalizeCleanup()
+        self.health_check = health_check or CudaHealthCheck()
+        self.hp_api_factory = hp_api_factory or HPAgentK8sAPIFactory()
+        self.abort_timeout = timedelta(seconds=abort_timeout or DEFAULT_ABORT_TIMEOUT_S)
+        self.enabled = enabled
+        self.trace_file_path = trace_file_path
+        self.async_raise_before_abort = async_raise_before_abort
+        self.early_abort_communicator = early_abort_communicator
+        self.checkpoint_manager = checkpoint_manager
+        self.check_memory_status = check_memory_status
+
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``fn``; the function itself is returned if the wrapper is disabled."""
+        if not self.enabled:
+            return fn
+
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if _active is not None:
+                return fn(*args, **kwargs)  # a block inside the block is part of it
+            call = HPCallWrapper(self)
+            try:
+                return call.run(fn, args, kwargs)
+            finally:
+                call.shutdown()
+
+        return wrapped
+
+
+class HPCallWrapper:
+    """One call of a wrapped function: runs the block, and again after every fault, until it returns.
+
+    Args:
+        wrapper: the settings.
+
+    Attributes:
+        generation: the generation that the block runs in.
+        step_upon_restart: optimizer steps committed since the block was entered last.
+        parameter_update_lock: brackets the optimizer update of this rank.
+        checkpoint_manager: keeps the state over restarts (None until the strategy installs one).
+        high_water: the highest optimizer step that any rank of the job was seen to commit (-1: none).
+        incident: id of the incident that led to this generation (None at the first start).
+        board: this rank's board, or None under another launcher.
+        making_step: the optimizer step in the making (-1: none).
+        making_loss: its loss, once it is known and somebody records it.
+        restart_in_process: False has this process replaced after a fault instead of re-entering the block.
+        phase_hook: told each phase of a step as training reaches it (fault injection).
+    """
+
+    def __init__(self, wrapper: HPWrapper) -> None:
+        global _active
+        self.wrapper = wrapper
+        self.parameter_update_lock = ParameterUpdateLock()
+        self.checkpoint_manager: Any = wrapper.checkpoint_manager
+        self.step_upon_restart = 0
+        self.making_step = -1
+        self.making_loss: float | None = None
+        self.restart_in_process = True
+        self.phase_hook: Callable[[str, int], None] | None = None
+        self._open_span: tuple[str, float] | None = None
+        self.high_water = -1
+        self.incident: str | None = None
+        self.generation = int(os.environ.get("JOB_RESTART_COUNT", "0"))
+        self.board = Board.from_environment()
+        self.client: RankClient = wrapper.hp_api_factory()
+        self._main = MainThread()
+        self._abort_mutex = threading.Lock()
+        self._aborted_generation = -1
+        self._noticed_generation = (
+            -1
+        )  # read by the main thread in the block: no lock that an interruption could leak
+        self._fault_thread: FaultThread | None = None
+        gloo_sockets.install()
+        self._torch_patches = (InterruptibleWait(), InterruptibleStore())
+        for patch in self._torch_patches:
+            patch.install()
+        _active = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HPCallWrapper:
+        """The one wrapper of this process, also for NeMo's deep copies of what a trainer is given."""
+        return self
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run ``fn`` until it returns and every other rank's has returned too.
+
+        Raises:
+            SystemExit: this process was refused by a check, or the job cannot go on; the agent knows why.
+        """
+        self.start_hp_fault_handling_thread()
+        self.client.hello(self.generation)
+        self.initialize_barrier()
+        while True:
+            result, error = self.launch(fn, *args, **kwargs)
+            if error is None:
+                notice = self._wait_until_all_are_done()
+                if notice is None:
+                    return result
+            elif isinstance(error, (SystemExit, KeyboardInterrupt)):
+                raise error
+            else:
+                self.handle_fn_exception(error)
+            self.restart(RankShouldRestart() if error is None else error)
+            result = error = None
+            self.initialize_barrier()
+
+    def start_hp_fault_handling_thread(self) -> None:
+        """Start the thread that reacts to fault notices."""
+        self._fault_thread = FaultThread(self._on_fault, self._replace)
+        self.client.on_fault = self._on_notice
+        self.client.on_inquire = self._main.where
+
+    def initialize_barrier(self) -> None:
+        """Wait until every rank is ready to enter the block, and take over the new generation's environment."""
+        entering_first = self._aborted_generation < 0
+        after = self.generation - 1 if entering_first else self.generation
+        with event_log().span("barrier", generation=self.generation, incident=self.incident):
+            if not entering_first:
+                self.client.barrier(self.generation)
+            go = self.client.wait_go(after)
+        os.environ.update(go.env)
+        self.generation = go.generation
+        self.incident = go.incident
+        self.high_water = go.high_water
+        self.step_upon_restart = 0
+        if self.board is not None:
+            self.board.set_generation(go.generation)
+        self.parameter_update_lock.open()
+
+    def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> tuple[Any, BaseException | None]:
+        """Run the block once.
+
+        Returns:
+            What it returned and None, or None and what it raised.
+        """
+        result: Any = None
+        error: BaseException | None = None
+        self.beat()
+        try:
+            try:
+                self._main.enter()
+                if self._noticed_generation >= self.generation:
+                    raise RankShouldRestart("a fault came before the block was entered")
+                with tracing(self.wrapper.trace_file_path, self.generation):
+                    result = fn(*a, **self._with_caller(fn, kw))
+            finally:
+                self._main.leave()
+        except BaseException as raised:  # noqa: BLE001 - the edge of the block: every end of it is handled by run()
+            error = raised
+        return result, error
+
+    def handle_fn_exception(self, call_ex: BaseException) -> None:
+        """Tell the agent what the block raised, unless it was interrupted because of another rank's fault.
+
+        Args:
+            call_ex: what the block raised.
+
+        Raises:
+            SystemExit: the job cannot go on.
+        """
+        if isinstance(call_ex, UnrecoverableError):
+            self.client.give_up(self.generation, str(call_ex))
+            raise SystemExit(GAVE_UP_EXIT_CODE) from call_ex
+        if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
+            return
+        self.client.report_fault(
+            self.generation,
+            error=type(call_ex).__name__,
+            message=str(call_ex),
+            traceback="".join(traceback.format_exception(call_ex)),
+            step=self.making_step,
+            victim=is_victim(call_ex),
+        )
+
+    def restart(self, term_ex: BaseException) -> None:
+        """Abort, keep the state, clean up and check this process, so that it can enter the block again.
+
+        Args:
+            term_ex: what ended the block; its traceback is cleared, since its frames hold the old state.
+
+        Raises:
+            SystemExit: this process cannot go on and has asked to be replaced.
+        """
+        self._adopt_incident()
+        self._open_span = None
+        if not self.restart_in_process:
+            self._replace("in-process recovery is switched off (CheckpointlessCallback(enable_inprocess=False))")
+        try:
+            if not self._abort(self.generation):
+                raise InternalError("the update in progress did not end")
+            if self.checkpoint_manager is not None:
+                self.checkpoint_manager.hold()
+            _forget_frames(term_ex)
+            state = HPState.from_environment(self.generation, self.incident)
+            with self._span("finalize") as fields:
+                self.wrapper.finalize(state)
+                if self.wrapper.check_memory_status:
+                    fields.update(memory_status())
+            with self._span("health"):
+                try:
+                    self.wrapper.health_check(state, term_ex)
+                except Exception as error:
+                    raise HealthCheckError(f"{type(error).__name__}: {error}") from error
+        except Exception as error:
+            logger.exception("rank %s cannot restart in this process", os.environ.get("RANK"))
+            self._replace(f"{type(error).__name__}: {error}")
+
+    def beat(self) -> None:
+        """Show the agent that the main thread makes progress."""
+        if self.board is not None:
+            self.board.beat()
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """Training reaches ``phase`` of ``step`` (the words of fault specs)."""
+        if self.phase_hook is not None:
+            self.phase_hook(phase, step)
+
+    def begin_data(self) -> None:
+        """The state is in place; the first batch is asked for."""
+        self._begin_stage("data")
+
+    def begin_step(self, step: int) -> None:
+        """The optimizer step ``step`` is in the making."""
+        self.making_step = step
+        self.making_loss = None
+        if self.board is not None:
+            self.board.set_making(step)
+            self.board.beat()
+        if self._open_span is not None:
+            self._end_stage()
+            self._begin_stage("first_step")
+
+    def end_step(self) -> None:
+        """The step in the making is over and committed."""
+        self.step_upon_restart += 1
+        if self.step_upon_restart == _SETTLED_STEPS and self.incident is not None:
+            event_log().emit(
+                "settled", "point", generation=self.generation, incident=self.incident, **memory_status()
+            )
+        if self._open_span is not None:
+            self._end_stage(step=self.making_step)
+            gc.collect()  # the trainer of the generation before refers to itself
+            reap()
+        self.beat()
+
+    def committed(self, step: int) -> None:
+        """The rank's state is that after ``step``."""
+        if self.board is not None:
+            self.board.set_committed(step)
+
+    def shutdown(self) -> None:
+        """Stop listening; the process leaves the block for good."""
+        global _active
+        _active = None
+        if self._fault_thread is not None:
+            self._fault_thread.shutdown()
+        self.client.on_fault = None
+        self.client.on_inquire = None
+        gloo_sockets.uninstall()
+        for patch in self._torch_patches:
+            patch.uninstall()
+
+    def _begin_stage(self, stage: str) -> None:
+        self._open_span = (stage, time.monotonic())
+        event_log().emit(stage, "begin", generation=self.generation, incident=self.incident)
+
+    def _end_stage(self, **fields: Any) -> None:
+        if self._open_span is not None:
+            stage, began_s = self._open_span
+            self._open_span = None
+            fields["seconds"] = time.monotonic() - began_s
+            event_log().emit(stage, "end", generation=self.generation, incident=self.incident, **fields)
+
+    def _with_caller(self, fn: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        for name, parameter in inspect.signature(fn).parameters.items():
+            annotated = "HPCallWrapper" in str(parameter.annotation)
+            if (name == "caller" or annotated) and name not in kwargs:
+                return {**kwargs, name: self}
+        return kwargs
+
+    def _wait_until_all_are_done(self) -> FaultNotice | None:
+        self.client.done(self.generation)
+        answer = self.client.wait_finish_or_fault(self.generation)
+        return answer if isinstance(answer, FaultNotice) else None
+
+    def _on_notice(self, notice: FaultNotice) -> None:
+        self._noticed_generation = max(self._noticed_generation, notice.generation)
+        if self._fault_thread is not None and notice.generation >= self.generation:
+            self._fault_thread.notify(notice.generation)
+
+    def _on_fault(self, generation: int) -> None:
+        """In the fault thread: free the main thread and see that it leaves the block."""
+        if generation != self.generation:
+            return
+        self._adopt_incident()
+        timeout_s = self.wrapper.abort_timeout.total_seconds()
+        if not self.parameter_update_lock.close(self.wrapper.abort_timeout):
+            self._replace(f"the optimizer update did not end within {timeout_s:.0f} s")
+        if self.wrapper.async_raise_before_abort:
+            self._main.interrupt()
+        if not self._abort(generation) or not self._main.interrupt_until_left(timeout_s, gloo_sockets.shutdown):
+            self._replace(f"the main thread did not leave the block within {timeout_s:.0f} s")
+
+    def _abort(self, generation: int) -> bool:
+        """Abort ``generation`` once, by whichever thread comes first; the other waits for it.
+
+        Returns:
+            False if the update in progress did not end in time.
+        """
+        with self._abort_mutex:
+            if self._aborted_generation >= generation:
+                return True
+            with self._span("abort"):
+                if not self.parameter_update_lock.close(self.wrapper.abort_timeout):
+                    return False
+                self.wrapper.abort(HPState.from_environment(generation, self.incident))
+            self._aborted_generation = generation
+            return True
+
+    def _adopt_incident(self) -> None:
+        notice = self.client.pending_fault(self.generation)
+        if notice is not None:
+            self.incident = notice.incident
+
+    def _span(self, stage: str) -> Any:
+        return event_log().span(stage, generation=self.generation, incident=self.incident)
+
+    def _replace(self, reason: str) -> None:
+        """Ask for a successor and end this process at once: nothing in it can be trusted any more."""
+        try:
+            self.client.request_replacement(self.generation, reason)
+        except AgentLostError:
+            logger.error("no agent to replace this process: %s", reason)
+        logging.shutdown()
+        os._exit(REPLACED_EXIT_CODE)
+
+
+def is_victim(error: BaseException) -> bool:
+    """Whether ``error`` says that a peer or the store went away, rather than that this rank failed."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, RankShouldRestart) or type(seen).__name__.startswith("Dist"):
+            return True
+        text = str(seen)
+        if isinstance(seen, (RuntimeError, OSError)) and any(mark in text for mark in _VICTIM_MARKS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+_VICTIM_MARKS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL",
+    "TCPStore",
+    "c10d",
+)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Clear the frames of ``error`` and of its causes: their locals hold the old trainer, model and optimizer."""
+    pending = [error]
+    while pending:
+        each = pending.pop()
+        if each is None:
+            continue
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+        pending += [each.__cause__, each.__context__]
+        each.__cause__ = each.__context__ = None

@@ -1,0 +1,75 @@
+"""Drop what Megatron-core keeps in globals, so that a generation leaves nothing behind in the process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.megatron import cpu_platform
+from checkpointless.recovery.rng import RngSource, register_rng_source
+
+_HOOK_MAKER = "_make_backward_post_hook"
+
+
+def install() -> None:
+    """Prepare this process for being re-entered: leak-free gradient hooks, clean-up, random streams. Idempotent."""
+    maker = getattr(DistributedDataParallel, _HOOK_MAKER)
+    if not getattr(maker, "_checkpointless", False):
+        setattr(DistributedDataParallel, _HOOK_MAKER, _weak_hooks(maker))
+    register_cleanup("megatron", drop_globals)
+    register_rng_source("megatron", RngSource(_tracker_states, _set_tracker_states))
+    if cpu_platform.installed():
+        register_rng_source(
+            "cpu_platform",
+            RngSource(lambda: torch.cuda.get_rng_state(), lambda state: torch.cuda.set_rng_state(state)),
+        )
+
+
+def drop_globals() -> None:
+    """Forget process groups, microbatch calculator and caches of the generation that is over."""
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        clear = getattr(embedding.forward, "cache_clear", None)
+        if clear is not None:
+            clear()
+    if cpu_platform.installed():
+        cpu_platform.install()  # an interrupted fork of the tracker is forgotten
+
+
+def _weak_hooks(maker: Callable[[Any, torch.nn.Parameter], Callable[..., None]]) -> Any:
+    """Make the gradient hooks hold the model weakly.
+
+    Megatron's hook closes over the wrapper and the parameter and is held by the parameter's ``AccumulateGrad`` node
+    in C++: a cycle that Python's collector cannot see, which keeps every earlier generation's model alive.
+    """
+
+    def weak(self: Any, parameter: torch.nn.Parameter) -> Callable[..., None]:
+        wrapper_ref, parameter_ref = weakref.ref(self), weakref.ref(parameter)
+
+        def hook(*unused: Any) -> None:
+            wrapper, target = wrapper_ref(), parameter_ref()
+            if wrapper is not None and target is not None:
+                maker(wrapper, target)(*unused)
+
+        return hook
+
+    weak._checkpointless = True  # type: ignore[attr-defined]
+    return weak
+
+
+def _tracker_states() -> dict[str, Any]:
+    return dict(get_cuda_rng_tracker().get_states())
+
+
+def _set_tracker_states(states: dict[str, Any]) -> None:
+    get_cuda_rng_tracker().set_states(dict(states))  # the tracker changes the mapping that it is given

@@ -1,0 +1,30 @@
+"""Which ranks hold the same shard of model and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def replica_group(optimizers: Sequence[Any]) -> tuple[int, ...]:
+    """The global ranks that hold this rank's shard, itself included, in ascending order.
+
+    With the distributed optimizer these are the ranks of the inter-distributed-optimizer-instance group (alone, if
+    there is one instance); without it, all ranks of the data-parallel group.
+
+    Args:
+        optimizers: the Megatron optimizers of this rank.
+    """
+    if any(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers):
+        group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+        if group is None:
+            return (dist.get_rank(),)
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+    ranks = set(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)))
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        ranks &= set(dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group()))
+    return tuple(sorted(ranks))

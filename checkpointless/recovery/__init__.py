@@ -1,0 +1,6 @@
+"""Who is healthy, at which step, who sends what to whom; moving the state and checking it. Knows torch only."""
+
+from checkpointless.recovery.checksum import MemoryChecksumManager
+from checkpointless.recovery.manager import CheckpointManager
+
+__all__ = ["CheckpointManager", "MemoryChecksumManager"]

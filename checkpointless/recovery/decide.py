@@ -1,0 +1,181 @@
+"""Which step to resume at, who must be filled and from whom: a pure function of what the ranks report."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Verdict(Enum):
+    """What a decision says."""
+
+    RESUME = "resume"  # from memory, at the target step
+    START = "start"  # nothing was ever committed: begin as a new job does
+    REFUSE = "refuse"  # memory does not suffice; the reason says why
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank knows of itself.
+
+    Attributes:
+        rank: global rank.
+        committed: the optimizer step of the whole state that it holds, or None if it holds none.
+        ready: it also holds the final gradients of step ``committed + 1`` and can apply them on its own.
+        torn: an update failed half-way; what it holds is of no step.
+        group: the ranks that hold the same shard of model and optimizer state, itself included.
+        digest: digest of its shard at ``committed``, where checksums are on.
+    """
+
+    rank: int
+    committed: int | None
+    ready: bool
+    torn: bool
+    group: tuple[int, ...]
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How the job goes on.
+
+    Attributes:
+        verdict: resume, start or refuse.
+        target: the step after which training resumes (None unless resuming).
+        redo: ranks that apply the gradients of ``target`` that they still hold.
+        refills: rank to fill -> the ranks that hold its shard at ``target`` (after their redo).
+        reason: why it is refused, in one line ("" otherwise).
+    """
+
+    verdict: Verdict
+    target: int | None = None
+    redo: tuple[int, ...] = ()
+    refills: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    reason: str = ""
+
+
+def decide(reports: Sequence[RankReport], high_water: int) -> Decision:
+    """Decide. Linear in the number of ranks.
+
+    The target is the newest committed step that every replica group can reach: a group reaches a step if one of its
+    ranks holds it, or holds the step before and the final gradients. Every rank is then at the target, redoes its
+    update or is refilled; never are two steps mixed. A step that nobody committed is not completed from gradients,
+    although it could be: a rank that did not come as far has neither the random streams nor the loss of it.
+
+    Args:
+        reports: one per rank of the job.
+        high_water: the highest step that any rank was ever seen to commit (-1: none).
+
+    Raises:
+        ValueError: the reports are not one per rank, or contradict each other about the replica groups.
+    """
+    groups = _groups(reports)
+    holders = {report.rank: report for report in reports if report.committed is not None and not report.torn}
+    if not holders and high_water <= 0:
+        return Decision(Verdict.START)
+
+    suspects, corrupt = _corrupt(groups, holders)
+    if corrupt:
+        return Decision(Verdict.REFUSE, reason=corrupt)
+    for rank in suspects:
+        del holders[rank]
+
+    candidates = {report.committed for report in holders.values()} | {high_water}
+    reachable: set[int] | None = None
+    for members in groups:
+        steps = set()
+        for rank in members:
+            report = holders.get(rank)
+            if report is not None and report.committed is not None:
+                steps.add(report.committed)
+                if report.ready:
+                    steps.add(report.committed + 1)
+        if not steps:
+            return Decision(Verdict.REFUSE, reason=_nobody_left(members, reports, high_water))
+        reachable = steps if reachable is None else reachable & steps
+    reachable = (reachable or set()) & candidates
+    if not reachable:
+        return Decision(Verdict.REFUSE, reason=_no_common_step(groups, holders))
+    return _assign(groups, holders, max(reachable))
+
+
+def _assign(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport], target: int) -> Decision:
+    redo: list[int] = []
+    refills: dict[int, tuple[int, ...]] = {}
+    for members in groups:
+        sources: list[int] = []
+        behind: list[int] = []
+        for rank in members:
+            report = holders.get(rank)
+            if report is not None and report.committed == target:
+                sources.append(rank)
+            elif report is not None and report.ready and report.committed == target - 1:
+                redo.append(rank)
+                sources.append(rank)
+            else:
+                behind.append(rank)
+        for rank in behind:
+            refills[rank] = tuple(sources)
+    return Decision(Verdict.RESUME, target, tuple(redo), refills)
+
+
+def _groups(reports: Sequence[RankReport]) -> list[tuple[int, ...]]:
+    ranks = {report.rank for report in reports}
+    if len(ranks) != len(reports):
+        raise ValueError("two reports come from one rank")
+    groups = sorted({report.group for report in reports})
+    members = [rank for group in groups for rank in group]
+    if sorted(members) != sorted(ranks) or any(report.rank not in report.group for report in reports):
+        raise ValueError("the reported replica groups do not partition the ranks")
+    return groups
+
+
+def _corrupt(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> tuple[list[int], str]:
+    """Ranks whose digest the majority of their group contradicts, or a reason if there is no majority."""
+    suspects: list[int] = []
+    for members in groups:
+        by_step: dict[int, dict[int, str]] = defaultdict(dict)
+        for rank in members:
+            report = holders.get(rank)
+            if report is not None and report.committed is not None and report.digest is not None:
+                by_step[report.committed][rank] = report.digest
+        for step, digests in by_step.items():
+            counts = Counter(digests.values()).most_common()
+            if len(counts) == 1:
+                continue
+            if counts[0][1] == counts[1][1]:
+                return [], (
+                    f"the replicas of the shard of ranks {_names(members)} differ at step {step} and no majority "
+                    "says which is right"
+                )
+            suspects += [rank for rank, digest in digests.items() if digest != counts[0][0]]
+    return suspects, ""
+
+
+def _nobody_left(members: tuple[int, ...], reports: Sequence[RankReport], high_water: int) -> str:
+    torn = [report.rank for report in reports if report.torn and report.rank in members]
+    because = f" (an update failed half-way on {_names(tuple(torn))})" if torn else ""
+    return (
+        f"no living rank holds the shard of ranks {_names(members)}{because}; "
+        f"the last committed step was {high_water}"
+    )
+
+
+def _no_common_step(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> str:
+    newest = {
+        members: max((holders[rank].committed or 0 for rank in members if rank in holders), default=-1)
+        for members in groups
+    }
+    ahead = max(newest, key=lambda members: newest[members])
+    behind = min(newest, key=lambda members: newest[members])
+    return (
+        f"ranks {_names(ahead)} are at step {newest[ahead]} and ranks {_names(behind)} at step {newest[behind]}, "
+        "and neither group can reach the other's step"
+    )
+
+
+def _names(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"{shown}, ... ({len(ranks)} ranks)" if len(ranks) > 8 else shown

@@ -1,0 +1,41 @@
+"""What the recovery needs from the framework side, as small protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from checkpointless.recovery.transfer import Key, TensorEntry
+
+
+class LiveState(Protocol):
+    """A rank's training state where it lives: in the model, the optimizer and the trainer."""
+
+    def group(self) -> tuple[int, ...]:
+        """The global ranks that hold the same shard as this one, itself included."""
+
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        """Every tensor of the state, in the same order on every holder; the live storage, not copies."""
+
+    def shard(self) -> dict[Key, torch.Tensor]:
+        """The tensors that this rank's optimizer update owns: what replicas must agree on."""
+
+    def objects(self, step: int) -> dict[str, Any]:
+        """The non-tensor state after ``step``, as plain data."""
+
+    def has_begun(self) -> bool:
+        """Whether a step has begun since the state was loaded."""
+
+    def apply_held_update(self) -> None:
+        """Apply the optimizer update whose final gradients are held, without communication."""
+
+    def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+        """Storage for ``entries``: existing tensors, or new ones put in their place in the state."""
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Put back the part of :meth:`objects` that belongs to model and optimizer."""
+
+    def settle(self) -> None:
+        """All shards of the job are at one step: derive what follows from them. Collective."""

@@ -1,0 +1,260 @@
+"""The event log: one JSON object per line in ``<run dir>/events.jsonl``, from every process of a job."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+logger = logging.getLogger(__name__)
+
+RUN_DIR_ENV = "CHECKPOINTLESS_RUN_DIR"
+EVENTS_FILE = "events.jsonl"
+
+Edge = Literal["begin", "end", "point"]
+EDGES: tuple[Edge, ...] = get_args(Edge)
+
+#: The stages of an incident, in the order in which they come.
+STAGES = (
+    "detect",
+    "notify",
+    "abort",
+    "finalize",
+    "health",
+    "barrier",
+    "init",
+    "rebuild",
+    "decide",
+    "transfer",
+    "verify",
+    "data",
+    "first_step",
+)
+#: Written just before a fault is caused on purpose.
+FAULT_INJECTED = "fault_injected"
+
+_OWN_KEYS = ("ts", "mono", "node", "rank", "pid", "generation", "incident", "stage", "edge")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the event log.
+
+    Attributes:
+        ts: UTC time in nanoseconds since the epoch.
+        mono: monotonic clock in nanoseconds, comparable between the processes of one node.
+        node: index of the node.
+        rank: the rank it is about, or None (an agent's own event).
+        pid: the process that wrote it.
+        generation: the generation in which it happened.
+        incident: id of the incident it belongs to, or None.
+        stage: one of :data:`STAGES`, or another word.
+        edge: ``begin`` or ``end`` of a span, or a ``point`` in time.
+        fields: what else the line says (bytes, sources, seconds, cause...).
+    """
+
+    ts: int
+    mono: int
+    node: int
+    rank: int | None
+    pid: int
+    generation: int
+    incident: str | None
+    stage: str
+    edge: Edge
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EventLog:
+    """Appends events to one file, which any number of processes and threads may share.
+
+    Every line is one ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is
+    held between lines: the log survives forks and clean-ups, and leaves nothing behind. A line that cannot
+    be written (disk full, directory gone) is logged as a warning: a job must not die of its telemetry.
+
+    Args:
+        path: the file; None drops everything.
+        node: index of this node.
+        rank: the rank that writes, where an event does not name another.
+    """
+
+    def __init__(self, path: Path | None, *, node: int = 0, rank: int | None = None) -> None:
+        self.path = path
+        self.node = node
+        self.rank = rank
+
+    def emit(
+        self,
+        stage: str,
+        edge: Edge,
+        *,
+        generation: int,
+        incident: str | None = None,
+        rank: int | None = None,
+        **fields: Any,
+    ) -> None:
+        """Append one event, stamped with the time and this process.
+
+        Args:
+            stage: one of :data:`STAGES`, or another word.
+            edge: ``begin``, ``end`` or ``point``.
+            generation: the generation in which it happens.
+            incident: id of the incident it belongs to.
+            rank: the rank that it is about (default: the log's own).
+            **fields: more to say; whatever is not plain JSON (paths, enums, sets...) is turned into it.
+
+        Raises:
+            ValueError: an unknown edge, or a field named like one of the log's own.
+        """
+        if edge not in EDGES:
+            raise ValueError(f"edge must be one of {', '.join(EDGES)}, not {edge!r}")
+        taken = sorted(set(fields).intersection(_OWN_KEYS))
+        if taken:
+            raise ValueError(f"an event has its own {', '.join(taken)}: use another field name")
+        if self.path is None:
+            return
+        record = {
+            "ts": time.time_ns(),
+            "mono": time.monotonic_ns(),
+            "node": self.node,
+            "rank": self.rank if rank is None else rank,
+            "pid": os.getpid(),
+            "generation": generation,
+            "incident": incident,
+            "stage": stage,
+            "edge": edge,
+            **{key: json_safe(value) for key, value in fields.items()},
+        }
+        try:
+            append_line(self.path, json.dumps(record, separators=(",", ":"), allow_nan=False))
+        except OSError as error:
+            logger.warning("event %s/%s was not recorded: %s", stage, edge, error)
+
+    @contextmanager
+    def span(
+        self, stage: str, *, generation: int, incident: str | None = None, **fields: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Emit ``begin`` now and, when the block is left, ``end`` with ``seconds`` and (if it raised) ``error``.
+
+        Yields:
+            A dict; what is put into it goes into the ``end`` line.
+        """
+        more: dict[str, Any] = {}
+        self.emit(stage, "begin", generation=generation, incident=incident, **fields)
+        started_s = time.monotonic()
+        try:
+            yield more
+        except BaseException as error:
+            more["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            more["seconds"] = time.monotonic() - started_s
+            self.emit(stage, "end", generation=generation, incident=incident, **{**fields, **more})
+
+
+def event_log() -> EventLog:
+    """The log of this process, as its environment says: ``CHECKPOINTLESS_RUN_DIR``, ``RANK``, ``NODE_RANK``.
+
+    Without a run directory it is a log that drops everything.
+    """
+    run_dir = os.environ.get(RUN_DIR_ENV)
+    rank = os.environ.get("RANK")
+    return EventLog(
+        Path(run_dir) / EVENTS_FILE if run_dir else None,
+        node=int(os.environ.get("NODE_RANK", "0")),
+        rank=int(rank) if rank else None,
+    )
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append ``line`` and a newline to ``path`` with one ``write(2)``; makes the file if it is not there.
+
+    Raises:
+        OSError: it could not be written, or not wholly.
+    """
+    data = line.encode() + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        written = os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+    if written != len(data):
+        raise OSError(f"{path}: only {written} of {len(data)} bytes were written")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of a file of JSON lines, with their line numbers from 1.
+
+    A last line without a newline was torn by the death of its writer and is left out; a broken line elsewhere
+    is left out with a warning.
+    """
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            yield number, record
+        else:
+            logger.warning("%s:%d is not a JSON object and was left out", path, number)
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """All events of a run, in the order in which they were written.
+
+    Args:
+        run_dir: the run directory; one without an event file has no events.
+    """
+    path = run_dir / EVENTS_FILE
+    if not path.exists():
+        return []
+    events = []
+    for number, record in read_lines(path):
+        try:
+            events.append(_event(record))
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("%s:%d is not an event and was left out: %r", path, number, error)
+    return events
+
+
+def json_safe(value: Any) -> Any:
+    """``value`` as plain JSON types; what has no JSON form becomes text, non-finite floats too."""
+    if value is None or isinstance(value, bool | int | str):
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, enum.Enum):
+        return json_safe(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((json_safe(item) for item in value), key=str)
+    return str(value)
+
+
+def _event(record: dict[str, Any]) -> Event:
+    if record["edge"] not in EDGES:
+        raise ValueError(f"edge {record['edge']!r}")
+    return Event(
+        ts=int(record["ts"]),
+        mono=int(record["mono"]),
+        node=int(record["node"]),
+        rank=None if record["rank"] is None else int(record["rank"]),
+        pid=int(record["pid"]),
+        generation=int(record["generation"]),
+        incident=record["incident"],
+        stage=str(record["stage"]),
+        edge=cast(Edge, record["edge"]),
+        fields={key: value for key, value in record.items() if key not in _OWN_KEYS},
+    )

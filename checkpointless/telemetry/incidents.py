@@ -1,0 +1,256 @@
+"""Incidents: what the events of a run say about each fault and all that followed it."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Event
+
+_NS_PER_S = 1e9
+_NOTICING = frozenset({"detect", "notify"})
+_CLEANING_UP = frozenset({"abort", "finalize", "health"})
+#: Stages of the new generation; the earlier ones belong to the one that ended.
+_STARTING = frozenset(STAGES[STAGES.index("init") :])
+JOB = "job"
+
+
+class Outcome(enum.Enum):
+    """How an incident ended."""
+
+    RESUMED = "resumed"  # every rank committed its first step of the new generation, or none was left to make
+    ESCALATED = "escalated"  # another incident took over before that
+    FAILED = "failed"  # the log ends before that
+
+
+@dataclass(frozen=True)
+class IncidentSummary:
+    """One incident.
+
+    Attributes:
+        incident: its id.
+        generation: the generation that it ended.
+        cause: what went wrong, in one line ("" if no event says so).
+        culprit: the rank that failed, or None.
+        how: how it was detected ("" if no event says so).
+        start_ns: UTC nanoseconds: the injected fault where it is known, else the first event.
+        end_ns: UTC nanoseconds: the end of the last rank's ``first_step``; None unless resumed.
+        headline_s: seconds from start to end; None unless resumed.
+        stages_s: seconds of each stage that happened, in order: of the rank that took longest. ``detect`` runs from
+            the injected fault to the first notice of it.
+        target: the step after which training resumes; None if nothing was decided, or nothing committed before.
+        nbytes: bytes received by the ranks that were filled.
+        sources: the ranks that they came from.
+        respawned: the ranks that got a new process.
+        outcome: how it ended.
+        reason: why recovery was refused or broke off ("" if it was not).
+    """
+
+    incident: str
+    generation: int
+    cause: str
+    culprit: int | None
+    how: str
+    start_ns: int
+    end_ns: int | None
+    headline_s: float | None
+    stages_s: Mapping[str, float] = field(default_factory=dict)
+    target: int | None = None
+    nbytes: int = 0
+    sources: tuple[int, ...] = ()
+    respawned: tuple[int, ...] = ()
+    outcome: Outcome = Outcome.FAILED
+    reason: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The incident in one line."""
+        what = f"generation {self.generation}: {self.cause or 'unknown cause'}"
+        if self.outcome is Outcome.RESUMED:
+            after = "" if self.target is None else f" after step {self.target}"
+            return f"{what}; resumed{after} in {self.headline_s:.2f} s"
+        return f"{what}; {self.outcome.value}" + (f": {self.reason}" if self.reason else "")
+
+
+def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
+    """Sum up each incident of a run, in the order in which they began.
+
+    Times are differences of the monotonic clock, except between events of different nodes, where only UTC compares.
+
+    Args:
+        events: all events of the run, in any order.
+    """
+    in_order = sorted(events, key=lambda event: event.ts)
+    ended_by = {e.generation: e.incident for e in in_order if e.stage == "detect" and e.incident is not None}
+    groups: dict[str, list[Event]] = defaultdict(list)
+    injected: list[Event] = []
+    job_end: Event | None = None
+    for event in in_order:
+        if event.stage == FAULT_INJECTED:
+            injected.append(event)
+        elif event.stage == JOB and event.edge == "end":
+            job_end = event
+        else:
+            named = event.incident
+            # A rank begins to clean up before the agent has told it the incident's name.
+            incident = ended_by.get(event.generation, named) if event.stage in _CLEANING_UP else named
+            if incident is not None:
+                groups[incident].append(event)
+    ended = [_generation(group) for group in groups.values()]
+    return [
+        _summary(incident, group, injected, any(other > generation for other in ended), job_end)
+        for (incident, group), generation in zip(groups.items(), ended, strict=True)
+    ]
+
+
+def goodput(events: Sequence[Event], summaries: Sequence[IncidentSummary]) -> float | None:
+    """The share of a run's time, in [0, 1], in which no incident was open; None for a run without duration.
+
+    Args:
+        events: all events of the run: it lasts from the first to the last.
+        summaries: its incidents, in order. One that did not end lasts until the next one or the end of the run.
+    """
+    if not events:
+        return None
+    last_ns = max(event.ts for event in events)
+    first_ns = min(event.ts for event in events)
+    if last_ns <= first_ns:
+        return None
+    lost_ns = 0
+    lost_until_ns = first_ns
+    for index, summary in enumerate(summaries):
+        following = summaries[index + 1].start_ns if index + 1 < len(summaries) else last_ns
+        end_ns = following if summary.end_ns is None else summary.end_ns
+        lost_ns += max(0, end_ns - max(summary.start_ns, lost_until_ns))
+        lost_until_ns = max(lost_until_ns, end_ns)
+    return 1.0 - lost_ns / (last_ns - first_ns)
+
+
+def _summary(
+    incident: str,
+    events: Sequence[Event],
+    injected: Sequence[Event],
+    superseded: bool,
+    job_end: Event | None,
+) -> IncidentSummary:
+    generation = _generation(events)
+    # The first notice is the earliest; the last detection knows best, since victims are often heard first.
+    told = [event for event in events if event.stage == "detect"] or events[:1]
+    about = told[-1].fields
+    culprit = about["culprit"] if isinstance(about.get("culprit"), int) else None
+    noticed = next((event for event in events if event.stage in _NOTICING), events[0])
+    fault = _fault_behind(injected, generation, culprit, noticed.ts)
+    start = fault or events[0]
+
+    spans = _spans(events)
+    end = _end(events, generation)
+    if end is None and not superseded and job_end is not None and job_end.fields.get("code") == 0:
+        end = events[-1]  # there was no step left to make
+    stages_s = {stage: max(spans[stage].values()) for stage in STAGES if spans.get(stage)}
+    if fault is not None:
+        stages_s["detect"] = _seconds(fault, noticed)
+
+    ends = [event for event in events if event.edge == "end"]
+    targets = [event.fields.get("target") for event in ends if event.stage == "decide"]
+    fills = [event for event in ends if event.stage == "transfer" and _ranks(event.fields.get("sources"))]
+    if end is not None:
+        outcome = Outcome.RESUMED
+    else:
+        outcome = Outcome.ESCALATED if superseded else Outcome.FAILED
+    return IncidentSummary(
+        incident=incident,
+        generation=generation,
+        cause=str(about.get("cause") or ""),
+        culprit=culprit,
+        how=str(about.get("how") or ""),
+        start_ns=start.ts,
+        end_ns=None if end is None else end.ts,
+        headline_s=None if end is None else _seconds(start, end),
+        stages_s={stage: stages_s[stage] for stage in STAGES if stage in stages_s},
+        target=next((target for target in targets if isinstance(target, int)), None),
+        nbytes=sum(_whole(event.fields.get("bytes", event.fields.get("nbytes"))) for event in fills),
+        sources=tuple(sorted({rank for event in fills for rank in _ranks(event.fields["sources"])})),
+        respawned=tuple(sorted({e.rank for e in events if e.stage == "respawn" and e.rank is not None})),
+        outcome=outcome,
+        reason="" if end is not None else _reason(events, None if superseded else job_end),
+    )
+
+
+def _generation(events: Sequence[Event]) -> int:
+    """The generation that an incident ended: the detection's, else the oldest that any event of it carries."""
+    detects = [event.generation for event in events if event.stage == "detect"]
+    return detects[0] if detects else min(event.generation for event in events)
+
+
+def _fault_behind(injected: Sequence[Event], generation: int, culprit: int | None, before_ns: int) -> Event | None:
+    """The last injected fault that can have caused what was detected at ``before_ns``."""
+    candidates = [
+        event
+        for event in injected
+        if event.generation == generation
+        and event.ts <= before_ns
+        and (culprit is None or event.rank is None or event.rank == culprit)
+    ]
+    return candidates[-1] if candidates else None
+
+
+def _spans(events: Iterable[Event]) -> dict[str, dict[int | None, float]]:
+    """Seconds spent in the finished spans of each stage, by rank; several spans of a rank add up."""
+    open_since: dict[tuple[int, int | None, str, int], Event] = {}
+    spent: dict[str, dict[int | None, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        key = (event.pid, event.rank, event.stage, event.generation)
+        if event.edge == "begin":
+            open_since[key] = event
+        elif event.edge == "end" and key in open_since:
+            spent[event.stage][event.rank] += _seconds(open_since.pop(key), event)
+    return spent
+
+
+def _end(events: Sequence[Event], generation: int) -> Event | None:
+    """The end of the last rank's ``first_step``, if every rank of the new generation came to it.
+
+    Where ranks write nothing of the new generation (a block that is no training loop we know), it ends with the
+    agent's ``go``.
+    """
+    ranks = {
+        event.rank
+        for event in events
+        if event.generation > generation and event.rank is not None and event.stage in _STARTING
+    }
+    if not ranks:
+        return next((event for event in events if event.stage == "go"), None)
+    committed = {
+        event.rank: event
+        for event in events
+        if event.stage == "first_step" and event.edge == "end" and "error" not in event.fields
+    }
+    if not ranks <= committed.keys():
+        return None
+    return max(committed.values(), key=lambda event: event.ts)
+
+
+def _reason(events: Sequence[Event], job_end: Event | None) -> str:
+    """Why recovery did not come to its end: the job's last words, else those of the last event that has any."""
+    for event in (*([job_end] if job_end is not None else []), *reversed(events)):
+        said = event.fields.get("reason") or event.fields.get("error")
+        if isinstance(said, list):
+            said = next(iter(said), "")
+        if said and event.edge != "begin" and event.stage != "detect":
+            return str(said)
+    return ""
+
+
+def _seconds(begin: Event, end: Event) -> float:
+    elapsed_ns = end.mono - begin.mono if begin.node == end.node else end.ts - begin.ts
+    return max(0.0, elapsed_ns / _NS_PER_S)
+
+
+def _ranks(value: object) -> tuple[int, ...]:
+    return tuple(rank for rank in value if isinstance(rank, int)) if isinstance(value, list | tuple) else ()
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,190 @@
+"""Train a recipe in this rank's process: `python -m checkpointless.recipes.runner RECIPE key=value...`.
+
+Every rank runs it, started by `checkpointless run`, torchrun or srun, with the environment that torchrun sets.
+Nothing is kept from one call of `train` to the next: with checkpointless on, everything in it is done again in the
+same process after a fault.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from checkpointless.megatron import cpu_platform
+from checkpointless.recipes.settings import RecipeError, load
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from nemo import lightning as nl
+
+# NeMo and what it imports look things up on the network unless told otherwise.
+OFFLINE_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The objects that a recipe describes."""
+
+    model: "pl.LightningModule"
+    data: "pl.LightningDataModule"
+    optim: "nl.OptimizerModule"
+    trainer: "nl.Trainer"
+    log: "nl.NeMoLogger | None"
+    resume: "nl.AutoResume | None"
+
+
+def prepare_process() -> None:
+    """What has to be so before NeMo is imported: its environment and, if it is asked for, the CPU platform.
+
+    A variable that the user has set stays as it is.
+    """
+    for name, value in OFFLINE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if cpu_platform.requested():
+        cpu_platform.install()
+
+
+def checkpointless_enabled(config: DictConfig) -> bool:
+    """Whether the recipe has a `checkpointless:` block that is not switched off."""
+    return bool(OmegaConf.select(config, "checkpointless.enabled", default="checkpointless" in config))
+
+
+def with_checkpointless(config: DictConfig) -> DictConfig:
+    """The recipe with the strategy and the callback that its `checkpointless:` block stands for."""
+    config = config.copy()
+    if config.strategy._target_ != "nemo.lightning.MegatronStrategy":
+        raise RecipeError(
+            f"`checkpointless:` knows nemo.lightning.MegatronStrategy, not {config.strategy._target_}"
+        )
+    config.strategy._target_ = "checkpointless.strategies.CheckpointlessMegatronStrategy"
+    callback = {
+        "_target_": "checkpointless.callbacks.CheckpointlessCallback",
+        "enable_checksum": config.checkpointless.get("enable_checksum", False),
+    }
+    OmegaConf.update(config, "callbacks.checkpointless", callback, force_add=True)
+    return config
+
+
+def build(config: DictConfig) -> Job:
+    """Make the objects that a recipe describes.
+
+    Raises:
+        RecipeError: an object cannot be made from what the recipe gives it, or the layout does not fit the ranks.
+    """
+    _check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    if checkpointless_enabled(config):
+        config = with_checkpointless(config)
+    data = _make(config, "data")
+    model = _make(config, "model", tokenizer=data.tokenizer)
+    callbacks = [_make(config, f"callbacks.{name}") for name in config.get("callbacks") or ()]
+    trainer = _make(config, "trainer", strategy=_make(config, "strategy"), callbacks=callbacks)
+    return Job(model, data, _make(config, "optim"), trainer, _make(config, "log"), _make(config, "resume"))
+
+
+def fit(config: DictConfig) -> "nl.Trainer":
+    """Build the recipe's objects and train them: the block that is executed again after a fault.
+
+    Returns:
+        The trainer, after the last step.
+    """
+    prepare_process()
+    job = build(config)
+    if job.log is not None:
+        job.log.setup(job.trainer, resume_if_exists=getattr(job.resume, "resume_if_exists", False))
+    if job.resume is not None:
+        job.resume.setup(job.trainer, job.model)
+    job.optim.connect(job.model)
+    job.trainer.fit(job.model, job.data)
+    return job.trainer
+
+
+def train(config: DictConfig) -> "nl.Trainer":
+    """Train a recipe; where it has a `checkpointless:` block, through faults.
+
+    Returns:
+        The trainer, after the last step.
+    """
+    if not checkpointless_enabled(config):
+        return fit(config)
+    from checkpointless.inprocess import HPWrapper
+    from checkpointless.recovery import CheckpointManager
+
+    manager = CheckpointManager(
+        enable_checksum=config.checkpointless.get("enable_checksum", False),
+        enable_offload=config.checkpointless.get("enable_offload", False),
+        allow_restart_from_scratch=config.checkpointless.get("allow_restart_from_scratch", False),
+    )
+    return HPWrapper(checkpoint_manager=manager)(fit)(config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train the recipe named first in `argv`, with the overrides after it.
+
+    Returns:
+        The exit status: 0, or 2 after one line on standard error if the recipe cannot be used.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not arguments or arguments[0].startswith("-"):
+            raise RecipeError("usage: python -m checkpointless.recipes.runner RECIPE [key=value ...]")
+        train(load(arguments[0], arguments[1:]))
+    except RecipeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+def _make(config: DictConfig, key: str, **objects: Any) -> Any:
+    """Instantiate one part of the recipe, or None where the recipe has none."""
+    node = OmegaConf.select(config, key)
+    if node is None:
+        return None
+    try:
+        return instantiate(node, _convert_="all", **objects)
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        raise RecipeError(f"{key}: {str(cause).strip().splitlines()[0]}") from error
+
+
+def _check_layout(config: DictConfig, world_size: int) -> None:
+    """Raise if the parallel sizes do not divide what they have to: Megatron's own checks come late and terse."""
+    tensor, pipeline, context, instances, layers, heads, micro, batch = (
+        OmegaConf.select(config, key) or 1
+        for key in (
+            "strategy.tensor_model_parallel_size",
+            "strategy.pipeline_model_parallel_size",
+            "strategy.context_parallel_size",
+            "strategy.num_distributed_optimizer_instances",
+            "model.config.num_layers",
+            "model.config.num_attention_heads",
+            "data.micro_batch_size",
+            "data.global_batch_size",
+        )
+    )
+    model_size = tensor * pipeline * context
+    data_size = world_size // model_size
+    checks = [
+        (world_size, model_size, f"{world_size} ranks cannot be cut into models of {model_size} ranks"),
+        (heads, tensor, f"{heads} attention heads cannot be shared by {tensor} tensor-parallel ranks"),
+        (layers, pipeline, f"{layers} layers cannot be shared by {pipeline} pipeline stages"),
+        (data_size, instances, f"{data_size} data-parallel ranks cannot hold {instances} optimizer instances"),
+        (batch, micro * data_size, f"a global batch of {batch} is not a multiple of {micro} x {data_size} ranks"),
+    ]
+    for whole, part, message in checks:
+        if not part or whole % part:
+            raise RecipeError(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

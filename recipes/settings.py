@@ -1,0 +1,169 @@
+"""Reading a recipe: the YAML file, the `key=value` overrides and what is wrong with them, in one line each."""
+
+import difflib
+import inspect
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+RECIPES = Path(__file__).parent
+
+
+class RecipeError(ValueError):
+    """A recipe or an override cannot be used; the message is one line that says what to do."""
+
+
+def available() -> list[str]:
+    """The names of the recipes that come with the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
+    """Read a recipe and apply overrides to it.
+
+    Args:
+        recipe: a YAML file, or the name of a recipe that comes with the package.
+        overrides: `key=value` each, where `key` is a dotted path and `value` is YAML. A key has to be in the recipe
+            already, or be a parameter of the `_target_` that its parent names.
+
+    Raises:
+        RecipeError: there is no such file, it is not a recipe, or an override has an unknown key or a wrong value.
+    """
+    config = _read(recipe)
+    for override in overrides:
+        _override(config, override)
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{recipe}: {_first_line(error)}") from error
+    return config
+
+
+def modules(config: DictConfig) -> tuple[str, ...]:
+    """The modules that hold what the recipe names: what is worth importing once, before ranks are forked."""
+    names: set[str] = set()
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict):
+            for key in ("_target_", "path"):
+                value = node.get(key)
+                if isinstance(value, str) and "." in value:
+                    names.add(value.rpartition(".")[0])
+            for value in node.values():
+                visit(value)
+
+    visit(OmegaConf.to_container(config, resolve=True))
+    extra = {"checkpointless.callbacks", "checkpointless.strategies"} if config.get("checkpointless") else set()
+    return tuple(sorted(names | extra))
+
+
+def parameters(target: str) -> set[str]:
+    """The parameters that the callable `target` takes, those of its base classes included where it passes them on.
+
+    Raises:
+        RecipeError: there is no such callable.
+    """
+    from hydra.utils import get_object
+
+    try:
+        called = get_object(target)
+    except Exception as error:
+        raise RecipeError(f"_target_ {target} cannot be imported: {_first_line(error)}") from error
+    names: set[str] = set()
+    for function in called.__mro__ if inspect.isclass(called) else (called,):
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            continue
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        names |= set(signature.parameters)
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            break
+    return names - {"self", "args", "kwargs"}
+
+
+def _read(recipe: str | Path) -> DictConfig:
+    path = Path(recipe)
+    if not path.suffix and not path.exists():
+        path = RECIPES / f"{recipe}.yaml"
+    try:
+        config = OmegaConf.load(path)
+    except FileNotFoundError:
+        hint = (
+            _suggestion(path.stem, available()) or f"; recipes that come with the package: {', '.join(available())}"
+        )
+        raise RecipeError(f"no recipe {recipe}{hint}") from None
+    except OSError as error:
+        raise RecipeError(f"cannot read recipe {recipe}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise RecipeError(f"{recipe} is not YAML: {_first_line(error)}") from error
+    if not isinstance(config, DictConfig) or "trainer" not in config:
+        raise RecipeError(f"{recipe} is not a recipe: it has no `trainer:`")
+    return config
+
+
+def _override(config: DictConfig, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key or not all(key.split(".")):
+        raise RecipeError(f"{override!r} is not an override: write key=value, for example trainer.max_steps=10")
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise RecipeError(f"{key}: {text!r} is not a YAML value: {_first_line(error)}") from error
+    value = parsed["value"]
+    parent = _parent(config, key)
+    name = key.rsplit(".", 1)[-1]
+    if name in parent:
+        values: Any = OmegaConf.to_container(parent, resolve=False)
+        _check_value(key, None if OmegaConf.is_interpolation(parent, name) else values[name], value)
+    elif key != "callbacks." + name:
+        _check_name(parent, key, name)
+    OmegaConf.update(config, key, value, merge=isinstance(value, dict) and "_target_" not in value)
+
+
+def _parent(config: DictConfig, key: str) -> DictConfig:
+    """The node that holds the last part of `key`."""
+    node: Any = config
+    parts = key.split(".")
+    for depth, part in enumerate(parts[:-1]):
+        if part not in node:
+            where = ".".join(parts[: depth + 1])
+            raise RecipeError(f"no key {where} in the recipe{_suggestion(part, map(str, node), parts[:depth])}")
+        node = node[part]
+        if not isinstance(node, DictConfig):
+            raise RecipeError(f"{'.'.join(parts[: depth + 1])} has no keys of its own, so {key} cannot be set")
+    return node
+
+
+def _check_name(parent: DictConfig, key: str, name: str) -> None:
+    """Raise unless `name` may be added to `parent`."""
+    target = parent.get("_target_")
+    known = set(map(str, parent)) | (parameters(target) if target else set())
+    if name not in known:
+        where = "the recipe" if target is None else f"the recipe, nor a parameter of {target}"
+        raise RecipeError(f"no key {key} in {where}{_suggestion(name, known, key.split('.')[:-1])}")
+
+
+def _check_value(key: str, old: Any, new: Any) -> None:
+    """Raise if `new` is of another kind than the recipe's `old` value; anything may replace null, and be null."""
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
+    if old is None or new is None or type(old) not in kinds or (isinstance(new, str) and "${" in new):
+        return
+    if isinstance(old, float) and isinstance(new, int) and not isinstance(new, bool):
+        return
+    if type(old) is not type(new):
+        raise RecipeError(f"{key} must be {kinds[type(old)]}, not {new!r}")
+
+
+def _suggestion(word: str, known: Iterable[str], prefix: Sequence[str] = ()) -> str:
+    matches = difflib.get_close_matches(word, sorted(set(known)), n=1)
+    return f"; did you mean {'.'.join([*prefix, matches[0]])}?" if matches else ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

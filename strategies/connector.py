@@ -1,0 +1,93 @@
+"""Lightning's checkpoint connector, asking memory before storage."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from typing_extensions import override
+
+from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
+from checkpointless.strategies.live_state import InMemoryCheckpoint
+from checkpointless.telemetry.events import event_log
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointlessCompatibleConnector(_CheckpointConnector):
+    """Restores a trainer from living replicas; failing that, from the checkpoint that Lightning would load.
+
+    Where neither is possible although steps were committed, the job ends with the reason, unless the manager
+    allows a restart from scratch.
+    """
+
+    @classmethod
+    def adopt(cls, connector: _CheckpointConnector) -> CheckpointlessCompatibleConnector:
+        """Take the place of ``connector``, with all that it knows."""
+        if isinstance(connector, cls):
+            return connector
+        adopted = cls(connector.trainer)
+        vars(adopted).update(vars(connector))
+        return adopted
+
+    @override
+    def resume_start(self, checkpoint_path: str | Path | None = None) -> None:
+        """Load from memory if this is a restart and memory suffices, else from ``checkpoint_path``.
+
+        Args:
+            checkpoint_path: checkpoint on storage; None: the one that the delayed auto-resume finds.
+
+        Raises:
+            UnrecoverableError: steps were committed and nothing holds them any more.
+        """
+        strategy: Any = self.trainer.strategy
+        call = active_call_wrapper()
+        manager = strategy.checkpoint_manager
+        if call is None or manager is None or call.generation == 0:
+            super().resume_start(self._storage_path(checkpoint_path))
+            return
+        strategy.rebuilt()
+        call.enter_phase("recovery", call.high_water)
+        objects = manager.try_checkpointless_load(self.trainer)
+        if objects is not None:
+            self._loaded_checkpoint = InMemoryCheckpoint(objects["checkpoint"])
+            return
+        self._from_storage(checkpoint_path, manager, call)
+
+    @override
+    def resume_end(self) -> None:
+        """All is restored; the state is whole from now on."""
+        super().resume_end()
+        strategy: Any = self.trainer.strategy
+        strategy.restored()
+
+    def _from_storage(self, checkpoint_path: str | Path | None, manager: Any, call: Any) -> None:
+        path = self._storage_path(checkpoint_path)
+        if not path and call.high_water > 0:
+            reason = (
+                f"{manager.refusal or 'no rank holds the state in memory'}; "
+                "there is no checkpoint on storage to fall back to"
+            )
+            if not manager.allow_restart_from_scratch:
+                raise UnrecoverableError(reason)
+            logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
+        event_log().emit(
+            "fallback",
+            "point",
+            generation=call.generation,
+            incident=call.incident,
+            reason=manager.refusal,
+            storage=str(path) if path else None,
+        )
+        super().resume_start(path)
+        manager.delete_checkpoint()
+
+    def _storage_path(self, checkpoint_path: str | Path | None) -> Any:
+        """The checkpoint to load: the given one, or what the delayed auto-resume finds now."""
+        delayed = getattr(self.trainer, "fresume", None)
+        if checkpoint_path is None and delayed is not None:
+            delayed.setup(self.trainer, self.trainer.lightning_module, force_setup=True)
+            return self.trainer.ckpt_path
+        return checkpoint_path

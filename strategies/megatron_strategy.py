@@ -1,0 +1,269 @@
+"""NeMo's Megatron strategy with recovery from living replicas."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from nemo.lightning.pytorch.strategies import MegatronStrategy
+from typing_extensions import override
+
+from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
+from checkpointless.callbacks.step_recorder import loss_of
+from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
+from checkpointless.megatron import cleanup as megatron_cleanup
+from checkpointless.megatron.update import GuardedUpdate
+from checkpointless.recovery import CheckpointManager
+from checkpointless.strategies import cleanup
+from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
+from checkpointless.strategies.live_state import InMemoryCheckpoint, TrainerLiveState
+from checkpointless.strategies.phases import PhasedIterator
+from checkpointless.strategies.progress import StepBoundary
+from checkpointless.telemetry.events import event_log
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointlessMegatronStrategy(MegatronStrategy):
+    """``MegatronStrategy`` that recovers from a fault without a checkpoint.
+
+    Used inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`, it finds the running wrapper
+    and installs the rest: checkpoint manager, checkpoint connector, the guard around the optimizer update, and the
+    clean-up of Megatron's and NeMo's globals. Outside of such a function it is ``MegatronStrategy``.
+
+    Args:
+        *args: as for ``MegatronStrategy``.
+        num_distributed_optimizer_instances: how many replicas of the optimizer's shards there are. Default 2
+            (``MegatronStrategy``: 1); with 1 a rank that dies can only be replaced from storage.
+        **kwargs: as for ``MegatronStrategy``.
+
+    Attributes:
+        base_store: the store on which the process groups were built, or None before.
+    """
+
+    def __init__(self, *args: Any, num_distributed_optimizer_instances: int = 2, **kwargs: Any) -> None:
+        super().__init__(*args, num_distributed_optimizer_instances=num_distributed_optimizer_instances, **kwargs)
+        self.base_store: dist.Store | None = None
+        self._call = active_call_wrapper()
+        self._live: TrainerLiveState | None = None
+        self._manager: CheckpointManager | None = None
+        self._rebuild_began_s = 0.0
+        self._fault_injection: HPFaultInjectionCallback | None = None
+        self._records_steps = False
+        if self._call is None:
+            logger.warning("no HPWrapper is active: this run has no in-process recovery")
+            return
+        if num_distributed_optimizer_instances < 2:
+            logger.warning("one optimizer instance: a rank that dies cannot be restored from memory")
+        self._fault_injection = HPFaultInjectionCallback.from_environment()
+        megatron_cleanup.install()
+        cleanup.install()
+
+    @property
+    def checkpoint_manager(self) -> CheckpointManager | None:
+        """Keeps the state of this rank over restarts; None where recovery is switched off."""
+        return self._manager
+
+    def get_wrapper(self) -> HPCallWrapper | None:
+        """The wrapper whose block this strategy runs in."""
+        return self._call
+
+    def is_peft(self) -> bool:
+        """Whether a PEFT callback is among the trainer's."""
+        from nemo.lightning.pytorch.callbacks import PEFT
+
+        return any(isinstance(callback, PEFT) for callback in _callbacks(self.trainer))
+
+    def live_state(self) -> TrainerLiveState:
+        """The state of the running trainer.
+
+        Raises:
+            RuntimeError: the strategy was not set up.
+        """
+        if self._live is None:
+            raise RuntimeError("the strategy has no state before setup()")
+        return self._live
+
+    @override
+    def setup_distributed(self) -> None:
+        """Build the process groups of this generation."""
+        call = self._call
+        if call is None:
+            super().setup_distributed()
+            return
+        call.enter_phase("init", call.high_water)
+        with event_log().span("init", generation=call.generation, incident=call.incident):
+            super().setup_distributed()
+        self.base_store = dist.distributed_c10d._get_default_store()
+        call.beat()
+        self._rebuild_began_s = time.monotonic()
+        event_log().emit("rebuild", "begin", generation=call.generation, incident=call.incident)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set up model and optimizer, and install what recovery needs.
+
+        Args:
+            trainer: the trainer.
+        """
+        super().setup(trainer)
+        call = self._call
+        if call is None or not self.optimizers:
+            return
+        call.beat()
+        self._add_callbacks(trainer)
+        for part in (call.wrapper.abort, call.wrapper.finalize):
+            register = getattr(part, "register_attributes", None)
+            if register is not None:
+                register(trainer)
+        if trainer.max_epochs is not None and trainer.max_epochs > 1:
+            logger.warning(
+                "max_epochs=%d: a run that is recovered in a later epoch is not bit-identical yet",
+                trainer.max_epochs,
+            )
+        trainer._checkpoint_connector = CheckpointlessCompatibleConnector.adopt(trainer._checkpoint_connector)
+        self._live = TrainerLiveState(trainer)
+        GuardedUpdate(
+            self.optimizers[0].mcore_optimizer,
+            lock=call.parameter_update_lock,
+            step=lambda: call.making_step,
+            ready=self._gradients_are_final,
+            committed=call.committed,
+            vote=self._vote,
+            phase=call.enter_phase,
+        )
+        callback = next(each for each in _callbacks(trainer) if isinstance(each, CheckpointlessCallback))
+        call.restart_in_process = callback.enable_inprocess
+        if callback.enable_checkpointless:
+            if call.checkpoint_manager is None:
+                call.checkpoint_manager = CheckpointManager()
+            self._manager = call.checkpoint_manager
+            if callback.enable_checksum:
+                self._manager.enable_checksum = True
+
+    def rebuilt(self) -> None:
+        """Everything is built anew and waits for its state."""
+        call = self._call
+        if call is not None:
+            event_log().emit(
+                "rebuild",
+                "end",
+                generation=call.generation,
+                incident=call.incident,
+                seconds=time.monotonic() - self._rebuild_began_s,
+            )
+
+    def restored(self) -> None:
+        """The state is whole: from memory, from storage, or that of a new job."""
+        call = self._call
+        if call is None or self._manager is None:
+            return
+        self._manager.attach(self.live_state(), self.trainer.global_step)
+        call.begin_data()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model, unless recovery has put it in place already.
+
+        Args:
+            checkpoint: a checkpoint.
+            strict: whether its keys must match the model's.
+        """
+        if not isinstance(checkpoint, InMemoryCheckpoint):
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any], selective_restore: bool = False) -> None:
+        """Load the optimizer, unless recovery has put it in place already."""
+        if not isinstance(checkpoint, InMemoryCheckpoint):
+            super().load_optimizer_state_dict(checkpoint, selective_restore=selective_restore)
+
+    def on_train_start(self) -> None:
+        """The loop starts: streams that were taken before the next batch was asked for are put back here."""
+        if self._manager is not None:
+            self._manager.restore_rng_at(batch_start=False)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A step begins: take note of where the loop and the random streams stand."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._manager is not None and self._live is not None:
+            step = self.trainer.global_step
+            self._manager.restore_rng_at(batch_start=True)
+            self._live.boundary = StepBoundary.take(self.trainer, step + 1)
+            self._manager.store_rng_states(step, at_batch_start=True)
+
+    @override
+    def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one training step."""
+        call = self._call
+        if call is not None:
+            dataloader_iter = PhasedIterator.around(dataloader_iter, call)
+        output = super().training_step(dataloader_iter, *args, **kwargs)
+        if call is not None and self._records_steps:
+            call.making_loss = loss_of(output)
+        return output
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one optimizer step; one that the gradient scaler skipped counts as committed too."""
+        output = super().optimizer_step(*args, **kwargs)
+        call = self._call
+        if call is not None and self._manager is not None:
+            lock = call.parameter_update_lock
+            if lock.committed < call.making_step:
+                with lock.update(call.making_step):
+                    pass
+                call.committed(call.making_step)
+        return output
+
+    @override
+    def teardown(self) -> None:
+        """Leave the state alone if a fault ended the run: clean-up is the abort's and the finalizer's."""
+        trainer = getattr(self, "trainer", None)  # none if the fault came before setup()
+        if self._call is not None and (trainer is None or trainer.interrupted):
+            if hasattr(self, "megatron_parallel"):
+                self.megatron_parallel.teardown_ddp()
+            return
+        super().teardown()
+
+    def _add_callbacks(self, trainer: pl.Trainer) -> None:
+        """Add the callbacks that are asked for by environment or missing; they missed their ``setup`` hook."""
+        present = _callbacks(trainer)
+        added: list[Any] = []
+        if not any(isinstance(callback, CheckpointlessCallback) for callback in present):
+            added.append(CheckpointlessCallback())
+        recorder = StepRecorder.from_environment()
+        if recorder is not None and not any(isinstance(callback, StepRecorder) for callback in present):
+            added.append(recorder)
+        if self._fault_injection is not None:
+            added.append(self._fault_injection)
+        present.extend(added)
+        self._records_steps = any(isinstance(callback, StepRecorder) for callback in present)
+
+    def _gradients_are_final(self, step: int) -> None:
+        call = self._call
+        if call is None:
+            return
+        call.enter_phase("before_optimizer", step)
+        if self._manager is not None:
+            self._manager.store_rng_states(step, loss=call.making_loss)
+        call.parameter_update_lock.mark_ready(step)
+
+    @staticmethod
+    def _vote() -> None:
+        """Wait until every rank holds its final gradients."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+def _callbacks(trainer: Any) -> list[Any]:
+    """The trainer's own list of callbacks."""
+    callbacks: list[Any] = trainer.callbacks
+    return callbacks

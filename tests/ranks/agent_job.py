@@ -1,0 +1,115 @@
+"""Jobs under a real agent, for the tests: started, watched, and searched for residue."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from checkpointless.telemetry.events import read_events
+
+SCRIPTS = Path(__file__).parent / "agent_scripts"
+_MARKER = "CHECKPOINTLESS_TEST_JOB"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that is over."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Job:
+    """A job that runs under an agent of its own.
+
+    Args:
+        run_dir: for the agent.
+        script: one of ``agent_scripts``.
+        args: its arguments.
+        options: fields of ``LaunchConfig``.
+    """
+
+    def __init__(self, run_dir: Path, script: str, *args: str, nproc: int = 3, **options: Any) -> None:
+        self.run_dir = run_dir
+        self.marker = uuid.uuid4().hex
+        options |= {"run_dir": str(run_dir), "nproc_per_node": nproc, "script_args": args}
+        options["script"] = str(SCRIPTS / script)
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPTS / "drive.py"), json.dumps(options)],
+            env={**os.environ, _MARKER: self.marker},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self, timeout_s: float = 40) -> Ended:
+        """Wait for the end; nothing may be left then."""
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGKILL)
+            raise
+        assert self.left() == []
+        return Ended(self.process.returncode, out, err)
+
+    def left(self) -> list[psutil.Process]:
+        """Every living process of the job, found by what it inherited: the tree may be broken."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARKER) == self.marker and is_alive(process.pid):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def notes(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
+        """What the ranks noted so far."""
+        lines = [
+            json.loads(line)
+            for path in sorted(self.run_dir.glob("notes-*.jsonl"))
+            for line in path.read_text().splitlines()
+        ]
+        return [n for n in lines if n["kind"] == kind and rank in (None, n["rank"])]
+
+    def log(self, rank: int) -> str:
+        """The log of a rank."""
+        path = self.run_dir / "logs" / f"rank-{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+    def events(self, stage: str) -> list[Any]:
+        """The job's events of one stage."""
+        return [event for event in read_events(self.run_dir) if event.stage == stage]
+
+    def zygote(self) -> psutil.Process:
+        """The process that ranks are forked from."""
+        (zygote,) = psutil.Process(self.process.pid).children()
+        return zygote
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process that is not a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Wait until ``condition`` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)

@@ -1,0 +1,93 @@
+"""A re-executable block of counted steps, without a framework: what a rank does that talks to the agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpointless.agent import AgentClient, FaultNotice
+from checkpointless.agent.board import Board
+
+RANK = int(os.environ["RANK"])
+INCARNATION = int(os.environ["CHECKPOINTLESS_INCARNATION"])
+OUT = Path(os.environ["CHECKPOINTLESS_RUN_DIR"])
+
+
+class Restart(Exception):
+    """The generation is over."""
+
+
+def note(kind: str, **fields: object) -> None:
+    """Leave a line for the test to read."""
+    line = {"kind": kind, "rank": RANK, "pid": os.getpid(), "mono": time.monotonic(), **fields}
+    with (OUT / f"notes-{RANK}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def connect() -> tuple[AgentClient, Board]:
+    """The agent and the board of this rank."""
+    client, board = AgentClient.from_environment(), Board.from_environment()
+    assert client is not None
+    assert board is not None
+    return client, board
+
+
+def run_block(
+    steps: int,
+    work: Callable[[int, int], None],
+    *,
+    step_s: float = 0.02,
+    inquire: Callable[[], tuple[bool, str]] = lambda: (False, ""),
+    cleanup: Callable[[], None] = lambda: None,
+) -> None:
+    """Make ``steps`` steps of ``work(step, generation)`` together with the other ranks."""
+    client, board = connect()
+    client.on_inquire = inquire
+
+    def heard(notice: FaultNotice) -> None:
+        note("notice", generation=notice.generation, cause=notice.cause, culprit=notice.rank)
+
+    client.on_fault = heard
+    generation = int(os.environ["JOB_RESTART_COUNT"])
+    client.hello(generation)
+    go = client.wait_go(generation - 1, 60)
+    while True:
+        os.environ.update(go.env)
+        generation = go.generation
+        board.set_generation(generation)
+        note("go", generation=generation, incarnation=INCARNATION, high_water=go.high_water)
+        making = -1
+        try:
+            for making in range(max(go.high_water, 0) + 1, steps + 1):
+                board.set_making(making)
+                board.beat()
+                work(making, generation)
+                until_s = time.monotonic() + step_s
+                while time.monotonic() < until_s:
+                    if client.pending_fault(generation) is not None:
+                        raise Restart
+                    time.sleep(0.002)
+                board.set_committed(making)
+                note("step", step=making, generation=generation)
+            client.done(generation)
+            if not isinstance(client.wait_finish_or_fault(generation, 60), FaultNotice):
+                return
+        except Restart:
+            pass
+        except Exception as error:
+            if client.pending_fault(generation) is None:
+                client.report_fault(
+                    generation,
+                    error=type(error).__name__,
+                    message=str(error),
+                    traceback=traceback.format_exc(),
+                    step=making,
+                    victim=type(error).__name__.startswith("Dist") or "closed" in str(error).lower(),
+                )
+        cleanup()
+        client.barrier(generation)
+        go = client.wait_go(generation, 60)

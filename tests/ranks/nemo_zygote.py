@@ -1,0 +1,207 @@
+"""Ranks with NeMo in about a second: one helper process imports it once and forks every rank.
+
+    zygote = Zygote()                 # 10 to 40 s, once per session
+    results = zygote.run(4, "tests.ranks.some_module:function", {"steps": 3})
+
+`function(**arguments)` runs in every rank with the environment that torchrun sets and returns a JSON value.
+As a script this file is the helper process; it talks JSON lines over its standard input and output.
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT_S = 150.0
+MODULES = ("nemo.lightning", "nemo.collections.llm", "checkpointless.demo.text")
+
+
+class RankFailure(AssertionError):
+    """Ranks failed or did not end in time; the message has the end of their logs."""
+
+
+class Zygote:
+    """A process that has imported NeMo on the CPU platform, and forks ranks on demand."""
+
+    def __init__(self) -> None:
+        environment = {
+            **os.environ,
+            "CHECKPOINTLESS_CPU": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        if self._answer(START_LIMIT_S) != {"ready": True}:
+            raise RankFailure("the zygote did not start")
+
+    def run(
+        self,
+        world_size: int,
+        function: str,
+        arguments: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        limit_s: float = 60.0,
+    ) -> list[Any]:
+        """Run `function` ("module:name") with `arguments` in `world_size` forked ranks.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            RankFailure: a rank raised, died or was still running after `limit_s` seconds.
+        """
+        request = {
+            "world_size": world_size,
+            "function": function,
+            "arguments": arguments or {},
+            "env": env or {},
+            "limit_s": limit_s,
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer(limit_s + 10.0)
+        if "failure" in answer:
+            raise RankFailure(answer["failure"])
+        return answer["results"]
+
+    def close(self) -> None:
+        """End the helper process and every rank that it left."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(5)
+
+    def _answer(self, limit_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise RankFailure(f"the zygote did not answer within {limit_s:.0f} s")
+        return json.loads(line)
+
+
+def _serve() -> None:
+    # Whatever a library prints must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    import torch
+
+    from checkpointless.recipes import runner
+
+    runner.prepare_process()
+    for module in (*MODULES, "checkpointless.strategies", "checkpointless.agent.server"):
+        importlib.import_module(module)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    answers.write(json.dumps({"ready": True}) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        answers.write(json.dumps(_run_ranks(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def _run_ranks(request: dict[str, Any]) -> dict[str, Any]:
+    world_size = request["world_size"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="checkpointless-ranks-") as folder:
+        pids = {_fork_rank(request, rank, port, Path(folder)): rank for rank in range(world_size)}
+        failed = _wait(pids, time.monotonic() + request["limit_s"])
+        if failed:
+            logs = [
+                f"--- rank {rank}: {why}\n{_tail(Path(folder) / f'{rank}.log')}" for rank, why in failed.items()
+            ]
+            return {"failure": "\n".join(logs)}
+        return {"results": [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]}
+
+
+def _fork_rank(request: dict[str, Any], rank: int, port: int, folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(_torchrun_environment(rank, request["world_size"], port), **request["env"])
+        module, _, name = request["function"].partition(":")
+        result = getattr(importlib.import_module(module), name)(**request["arguments"])
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+
+
+def _wait(pids: dict[int, int], deadline: float) -> dict[int, str]:
+    """Reap the ranks; those that failed, and why. The first failure ends the others a second later."""
+    failed: dict[int, str] = {}
+    waiting = dict(pids)
+    while waiting and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid not in waiting:
+            time.sleep(0.01)
+            continue
+        rank = waiting.pop(pid)
+        if status:
+            failed[rank] = f"exit code {os.waitstatus_to_exitcode(status)}"
+            deadline = min(deadline, time.monotonic() + 1.0)
+    for pid, rank in waiting.items():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        failed.setdefault(rank, "killed: still running")
+    return failed
+
+
+def _tail(log: Path, characters: int = 3000) -> str:
+    return log.read_text(errors="replace")[-characters:]
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,129 @@
+"""How a job under a real agent ends, with which code and last words, and that it leaves nothing."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpointless.agent.server import TERM_GRACE_S
+from tests.ranks.agent_job import Job, is_alive, wait_until
+
+pytestmark = pytest.mark.ranks
+
+
+def test_the_third_time_of_the_same_exception_ends_the_job_with_it(tmp_path: Path) -> None:
+    ended = Job(tmp_path, "steps.py", "1:4:*:raise").end()
+    assert ended.code == 1
+    assert "incident 3" in ended.err
+    assert "incident 4" not in ended.err
+    reason = "rank 1 raised ValueError at step 4: the loss is not a number, 3 times in a row"
+    assert reason in ended.err
+    assert ended.err.splitlines()[-1] == "ValueError: the loss is not a number"
+    assert "steps.py" in ended.err
+
+
+def test_a_successor_that_always_dies_before_its_block_ends_the_job(tmp_path: Path) -> None:
+    job = Job(tmp_path, "steps.py", "1:4:0:SIGKILL", "1:99:0:stillborn")
+    ended = job.end()
+    assert ended.code == 1
+    last = ended.err.splitlines()[-1]
+    assert "rank 1 exited with code 7 before it entered the block" in last
+    assert "in a row with no step committed" in last
+
+
+def test_max_incidents_is_kept(tmp_path: Path) -> None:
+    ended = Job(tmp_path, "steps.py", "1:3:0:raise", "2:6:1:SIGKILL", max_incidents=1).end()
+    assert ended.code == 1
+    assert "incident 1: recovered" in ended.err
+    assert "incident 2 is over the limit of 1: rank 2 killed by SIGKILL at step 6" in ended.err.splitlines()[-1]
+
+
+def test_the_reason_of_a_rank_that_gives_up_is_the_last_word(tmp_path: Path) -> None:
+    ended = Job(tmp_path, "steps.py", "0:4:0:giveup").end()
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == "nobody holds shard 3"
+
+
+def test_a_plain_script_ends_well(tmp_path: Path) -> None:
+    job = Job(tmp_path, "plain.py", "0:late")
+    ended = job.end()
+    assert (ended.code, ended.err) == (0, "")
+    for rank in range(3):
+        assert f"[rank {rank}] rank {rank} of 3 begins" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("what", "said", "line"),
+    [
+        ("3", "rank 1 exited with code 3", "rank 1 of 3 begins"),
+        ("SIGKILL", "rank 1 killed by SIGKILL", "rank 1 of 3 begins"),
+        ("raise", "rank 1 exited with code 1", "ValueError: a bug of the user's own"),
+    ],
+)
+def test_a_plain_script_that_fails_ends_the_job_as_under_torchrun(
+    tmp_path: Path, what: str, said: str, line: str
+) -> None:
+    started_s = time.monotonic()
+    ended = Job(tmp_path, "plain.py", f"1:{what}", "*:wait").end()
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1].startswith(said)
+    assert line in ended.err
+    assert time.monotonic() - started_s < 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_job_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    job = Job(tmp_path, "plain.py", "*:wait")
+    wait_until(lambda: all("waiting" in job.log(rank) for rank in range(3)))
+    started_s = time.monotonic()
+    job.process.send_signal(number)
+    job.process.wait(20)
+    assert time.monotonic() - started_s < TERM_GRACE_S
+    ended = job.end()
+    assert (ended.code, ended.err) == (1, f"stopped by {number.name}\n")
+
+
+def test_a_second_interrupt_does_not_wait_for_stubborn_ranks(tmp_path: Path) -> None:
+    job = Job(tmp_path, "plain.py", "*:stubborn")
+    wait_until(lambda: all("waiting" in job.log(rank) for rank in range(3)))
+    started_s = time.monotonic()
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGINT)
+    job.process.wait(20)
+    assert time.monotonic() - started_s < TERM_GRACE_S
+    assert job.end().code == 1
+
+
+def test_a_killed_agent_leaves_no_process(tmp_path: Path) -> None:
+    job = Job(tmp_path, "plain.py", "*:stubborn")
+    wait_until(lambda: all("waiting" in job.log(rank) for rank in range(3)))
+    assert len(job.left()) == 5
+    job.process.kill()
+    job.process.communicate(timeout=10)
+    wait_until(lambda: not job.left(), timeout_s=5)
+
+
+def test_a_killed_zygote_ends_the_job_with_a_reason(tmp_path: Path) -> None:
+    job = Job(tmp_path, "plain.py", "*:stubborn")
+    wait_until(lambda: all("waiting" in job.log(rank) for rank in range(3)))
+    job.zygote().kill()
+    ended = job.end()
+    assert (ended.code, ended.err) == (1, "the process that starts ranks was killed by SIGKILL\n")
+
+
+def test_what_a_rank_left_running_is_gone_after_the_job(tmp_path: Path) -> None:
+    job = Job(tmp_path, "orphan.py", nproc=1)
+    assert job.end().code == 0
+    assert not is_alive(int(job.log(0)))
+
+
+def test_only_the_run_dir_is_written(tmp_path: Path) -> None:
+    before = set(os.listdir("/tmp"))
+    job = Job(tmp_path / "run", "steps.py", "1:4:0:SIGKILL")
+    assert job.end().code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert not [name for name in set(os.listdir("/tmp")) - before if "checkpointless" in name]

@@ -1,0 +1,123 @@
+"""Ranks that fail, die or hang under a real agent, and come together again."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.agent_job import Job
+
+pytestmark = pytest.mark.ranks
+
+
+def incarnations(job: Job, generation: int) -> dict[int, int]:
+    return {n["rank"]: n["incarnation"] for n in job.notes("go") if n["generation"] == generation}
+
+
+def pids(job: Job, rank: int) -> set[int]:
+    return {n["pid"] for n in job.notes("go", rank)}
+
+
+def test_every_rank_hears_of_a_fault_within_100_ms(tmp_path: Path) -> None:
+    job = Job(tmp_path, "steps.py", "1:4:0:raise", nproc=4)
+    ended = job.end()
+    assert ended.code == 0
+    (fault,) = job.notes("fault")
+    heard = job.notes("notice")
+    assert {n["rank"] for n in heard} == {0, 1, 2, 3}
+    assert all(n["generation"] == 0 and n["culprit"] == 1 for n in heard)
+    assert max(n["mono"] for n in heard) - fault["mono"] < 0.1
+    assert all("rank 1 raised ValueError at step 4" in n["cause"] for n in heard)
+    assert incarnations(job, 1) == {0: 0, 1: 0, 2: 0, 3: 0}
+    assert "incident 1: rank 1 raised ValueError at step 4: the loss is not a number; recovering" in ended.err
+    assert "incident 1: recovered in" in ended.err
+    (told,) = [event for event in job.events("notify") if event.edge == "end"]
+    assert told.fields["seconds"] < 0.1
+    assert told.fields["ranks"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("SIGKILL", "killed by SIGKILL"),
+        ("SIGTERM", "killed by SIGTERM"),
+        ("SIGSEGV", "killed by SIGSEGV"),
+        ("3", "exited with code 3"),
+        ("0", "exited with code 0"),
+    ],
+)
+def test_a_rank_that_dies_is_respawned_alone(tmp_path: Path, what: str, said: str) -> None:
+    job = Job(tmp_path, "steps.py", f"1:4:0:{what}")
+    ended = job.end()
+    assert ended.code == 0
+    assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
+    assert len(pids(job, 0)) == len(pids(job, 2)) == 1
+    assert len(pids(job, 1)) == 2
+    assert f"incident 1: rank 1 {said} at step 4; recovering" in ended.err
+    assert [event.edge for event in job.events("respawn")] == ["begin", "end"]
+    assert all(n["high_water"] >= 3 for n in job.notes("go") if n["generation"] == 1)
+    assert job.log(1).count("begins") == 2
+
+
+def test_two_faults_one_after_the_other(tmp_path: Path) -> None:
+    job = Job(tmp_path, "steps.py", "1:3:0:SIGKILL", "0:6:1:raise")
+    ended = job.end()
+    assert ended.code == 0
+    assert incarnations(job, 2) == {0: 0, 1: 1, 2: 0}
+    assert "incident 2: rank 0 raised ValueError at step 6" in ended.err
+
+
+def test_a_stopped_rank_is_replaced(tmp_path: Path) -> None:
+    job = Job(tmp_path, "steps.py", "1:4:0:SIGSTOP", heartbeat_timeout_s=1.0)
+    ended = job.end()
+    assert ended.code == 0
+    assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
+    assert "rank 1 made no progress for 1 s at step 4" in ended.err
+
+
+def test_a_hanging_rank_is_replaced_and_those_that_wait_for_it_are_not(tmp_path: Path) -> None:
+    job = Job(tmp_path, "collective.py", heartbeat_timeout_s=1.5)
+    ended = job.end()
+    assert ended.code == 0, ended.err
+    assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
+    asked = {n["rank"]: n["in_collective"] for n in job.notes("asked")}
+    assert asked == {0: True, 1: False, 2: True}
+    assert {n["culprit"] for n in job.notes("notice")} <= {1, None}
+    assert "rank 1 made no progress for 1.5 s at step 4" in ended.err
+    for rank in (0, 2):
+        assert [n["step"] for n in job.notes("step", rank)] == list(range(1, 9))
+
+
+def test_a_rank_that_asks_for_it_is_replaced(tmp_path: Path) -> None:
+    job = Job(tmp_path, "steps.py", "2:5:0:replace")
+    ended = job.end()
+    assert ended.code == 0
+    assert incarnations(job, 1) == {0: 0, 1: 0, 2: 1}
+    assert "incident 1: rank 2 asked to be replaced at step 5: worn out; recovering" in ended.err
+    assert "incident 2" not in ended.err
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_death_on_the_way_to_the_barrier_is_not_lost(tmp_path: Path, when: str) -> None:
+    job = Job(tmp_path, "leaving.py", f"1:{when}:SIGKILL", "2:before:SIGKILL")
+    ended = job.end()
+    assert ended.code == 0, ended.err
+    assert {n["rank"] for n in job.notes("suffers")} == {1, 2}
+    last = max(n["generation"] for n in job.notes("go"))
+    assert incarnations(job, last) == {0: 0, 1: 1, 2: 1}
+    if when == "before":
+        assert last == 1
+
+
+def test_a_rank_that_does_not_come_to_the_barrier_is_replaced(tmp_path: Path) -> None:
+    job = Job(tmp_path, "leaving.py", "1:before:sleep", regroup_timeout_s=1.0)
+    ended = job.end()
+    assert ended.code == 0
+    assert incarnations(job, 1) == {0: 0, 1: 1, 2: 0}
+    assert "rank 1 did not come back in time and is replaced" in ended.err
+
+
+def test_a_rank_that_never_comes_to_the_barrier_ends_the_job(tmp_path: Path) -> None:
+    job = Job(tmp_path, "leaving.py", "1:before:sleep", "+1:before:sleep", regroup_timeout_s=1.0)
+    ended = job.end()
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == "rank 1 did not come back within 1 s, also not as a new process"

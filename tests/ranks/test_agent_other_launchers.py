@@ -1,0 +1,73 @@
+"""Ranks that torchrun, srun or nobody started: exceptions are recovered from in place, the rest ends the job."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks.agent_job import SCRIPTS
+
+pytestmark = pytest.mark.ranks
+
+WRAPPED = str(SCRIPTS / "wrapped.py")
+
+
+def torchrun(*args: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90)
+
+
+def pids(out: str, what: str) -> set[str]:
+    return set(re.findall(rf"rank (\d) {what}.* pid (\d+)", out))
+
+
+def test_an_exception_under_torchrun_is_recovered_from_in_the_same_processes() -> None:
+    ended = torchrun(WRAPPED)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("done in generation 1") == 3
+    assert pids(ended.stdout, "begins") == pids(ended.stdout, "done in generation 1")
+    assert ended.stderr.count("this launcher does not respawn ranks") == 1
+
+
+def test_a_bug_under_torchrun_ends_the_job_with_it() -> None:
+    ended = torchrun(WRAPPED, "always")
+    assert ended.returncode == 1
+    assert "done" not in ended.stdout
+    assert "3 times in a row with no step committed in between" in ended.stderr
+    assert "ValueError: the loss is not a number" in ended.stderr
+
+
+def test_a_rank_that_needs_a_new_process_under_torchrun_ends_the_job() -> None:
+    ended = torchrun(WRAPPED, "replace")
+    assert ended.returncode == 1
+    assert "done" not in ended.stdout
+
+
+def test_ranks_without_a_store_of_the_launcher_meet_at_rank_0() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, WRAPPED],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "3",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=90)
+        assert rank.returncode == 0, err
+        assert "done in generation 1" in out

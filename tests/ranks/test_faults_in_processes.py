@@ -1,0 +1,72 @@
+"""The kinds of fault that end or stop a process, in processes that they end or stop."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.inject import INJECTED_EXIT_CODE
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.events import FAULT_INJECTED, read_events
+
+pytestmark = pytest.mark.ranks
+
+_RANK = """
+from checkpointless.faults.inject import from_environment
+from checkpointless.faults.spec import FaultPhase
+injector = from_environment(1)
+for step in range(1, 6):
+    injector.at(FaultPhase.BACKWARD, step, 0)
+    print(step, flush=True)
+"""
+
+
+def start(run_dir: Path, spec: str) -> "subprocess.Popen[str]":
+    environment = {
+        **os.environ,
+        "RANK": "1",
+        "CHECKPOINTLESS_RUN_DIR": str(run_dir),
+        "CHECKPOINTLESS_FAULTS": json.dumps([spec]),
+    }
+    return subprocess.Popen([sys.executable, "-c", _RANK], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("sigkill", -signal.SIGKILL), ("segfault", -signal.SIGSEGV), ("exit", INJECTED_EXIT_CODE), ("exception", 1)],
+)
+def test_a_process_dies_once_and_its_successor_lives(kind: str, code: int, tmp_path: Path) -> None:
+    spec = f"{kind}@backward:rank=1,step=3"
+    first = start(tmp_path, spec)
+    printed, _ = first.communicate(timeout=60)
+    assert first.returncode == code
+    assert printed.split() == ["1", "2"]
+    (event,) = read_events(tmp_path)
+    assert (event.stage, event.rank, event.fields["spec"]) == (FAULT_INJECTED, 1, spec)
+
+    successor = start(tmp_path, spec)
+    printed, _ = successor.communicate(timeout=60)
+    assert successor.returncode == 0
+    assert printed.split() == ["1", "2", "3", "4", "5"]
+    assert fired(tmp_path) == {spec: 1}
+
+
+def test_a_hang_sleeps_and_does_not_end(tmp_path: Path) -> None:
+    hung = start(tmp_path, "hang@backward:rank=1,step=2")
+    try:
+        deadline = time.monotonic() + 60
+        while not read_events(tmp_path):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert hung.poll() is None
+        assert Path(f"/proc/{hung.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    finally:
+        hung.kill()
+        printed, _ = hung.communicate(timeout=60)
+    assert printed.split() == ["1"]

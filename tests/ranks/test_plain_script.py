@@ -1,0 +1,37 @@
+"""A user's own NeMo script with the three checkpointless lines comes through faults with the same bits."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.verify import compare
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import ROOT, Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
+
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")
+STEPS = 6
+FAULTS = ("exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4")
+
+
+def _train(zygote: Zygote, run_dir: Path, faults: tuple[str, ...] = (), *args: str) -> Job:
+    return run_job(zygote, run_dir, 4, script=SCRIPT, args=("--steps", str(STEPS), *args), faults=faults)
+
+
+@pytest.mark.parametrize("args", [(), ("--tensor-parallel", "2")], ids=["dp4", "tp2-dp2"])
+def test_the_three_lines_suffice(nemo_zygote: Zygote, tmp_path: Path, args: tuple[str, ...]) -> None:
+    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed", (), *args)
+    assert undisturbed.code == 0, undisturbed.story()
+    assert undisturbed.incidents == []
+
+    disturbed = _train(nemo_zygote, tmp_path / "disturbed", FAULTS, *args)
+    assert disturbed.code == 0, disturbed.story()
+    assert fired(disturbed.run_dir) == {fault: 1 for fault in FAULTS}
+    assert len(disturbed.incidents) == len(FAULTS)
+
+    verdict = compare(undisturbed.steps, disturbed.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{disturbed.story()}"
+    for rank in range(4):
+        assert [record.step for record in undisturbed.steps[rank]] == list(range(1, STEPS + 1))

@@ -1,0 +1,189 @@
+"""Faults at every phase of a real NeMo job, and the bits of every step compared with an undisturbed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.incidents import Outcome
+from checkpointless.telemetry.verify import Steps, compare
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+
+TP2 = ("strategy.tensor_model_parallel_size=2",)
+PP2 = ("strategy.pipeline_model_parallel_size=2",)
+EP2 = (
+    "model.config.add_bias_linear=false",
+    "model.config.num_moe_experts=4",
+    "model.config.moe_grouped_gemm=false",
+    "model.config.moe_router_topk=2",
+    "strategy.expert_model_parallel_size=2",
+)
+DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
+PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
+
+Disturb = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
+    """The steps of a run without faults; each kind of run is made once."""
+    known: dict[tuple[int, tuple[str, ...]], Steps] = {}
+
+    def steps(nproc: int, args: tuple[str, ...]) -> Steps:
+        if (nproc, args) not in known:
+            job = run_job(nemo_zygote, tmp_path_factory.mktemp("undisturbed") / "run", nproc, args=args)
+            assert job.code == 0, job.story()
+            known[nproc, args] = job.steps
+        return known[nproc, args]
+
+    return steps
+
+
+@pytest.fixture
+def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Disturb:
+    """Run with faults, and require that every one happened and that nothing is different at the end."""
+
+    def run(nproc: int, steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
+        args = (f"trainer.max_steps={steps}", *args)
+        reference = undisturbed(nproc, args)
+        job = run_job(nemo_zygote, tmp_path / "run", nproc, args=args, faults=faults, **settings)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+        verdict = compare(reference, job.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+        assert verdict.steps == steps
+        return job
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase(disturb: Disturb, kind: str, phase: str) -> None:
+    rank = PHASES.index(phase) % 4
+    job = disturb(4, 5, f"{kind}@{phase}:rank={rank},step=3", args=(*TP2, *DROPOUT))
+    (incident,) = job.incidents
+    assert incident.outcome is Outcome.RESUMED
+    assert incident.respawned == ((rank,) if kind == "sigkill" else ())
+    if phase in ("data", "forward", "backward", "before_optimizer"):
+        assert incident.target == 2
+    if phase in ("after_optimizer", "between"):
+        assert incident.target == 3
+
+
+@pytest.mark.parametrize(
+    ("nproc", "args", "faults"),
+    [
+        (4, (), ("exception@backward:rank=2,step=2", "sigkill@optimizer:rank=1,step=4")),
+        (4, (*PP2, *DROPOUT), ("sigkill@backward:rank=3,step=3",)),
+        (4, EP2, ("sigkill@forward:rank=1,step=2", "exception@optimizer:rank=2,step=4")),
+        (8, (*TP2, *PP2, *DROPOUT), ("sigkill@forward:rank=5,step=2", "exception@optimizer:rank=0,step=4")),
+        (8, (), ("sigkill@data:rank=0,step=3",)),
+    ],
+    ids=["dp4", "pp2", "ep2", "tp2-pp2", "dp8"],
+)
+def test_every_layout(disturb: Disturb, nproc: int, args: tuple[str, ...], faults: tuple[str, ...]) -> None:
+    disturb(nproc, 5, *faults, args=args)
+
+
+@pytest.mark.parametrize("kind", ["exit", "segfault"])
+def test_other_deaths(disturb: Disturb, kind: str) -> None:
+    job = disturb(4, 4, f"{kind}@backward:rank=1,step=2")
+    assert job.incidents[0].respawned == (1,)
+
+
+def test_a_hanging_rank_is_replaced_and_its_victims_are_not(disturb: Disturb) -> None:
+    job = disturb(4, 4, "hang@forward:rank=2,step=3", heartbeat_timeout_s=4.0)
+    (incident,) = job.incidents
+    assert incident.culprit == 2
+    assert incident.respawned == (2,)
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_first_step(disturb: Disturb, kind: str) -> None:
+    job = disturb(4, 3, f"{kind}@forward:rank=3,step=1")
+    assert job.incidents[0].target == 0
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("phase", ["init", "recovery"])
+def test_a_fault_while_the_last_one_is_handled(disturb: Disturb, kind: str, phase: str) -> None:
+    job = disturb(4, 4, "sigkill@between:rank=0,step=2", f"{kind}@{phase}:rank=1,step=2")
+    assert len(job.incidents) == 2
+    assert job.incidents[-1].outcome is Outcome.RESUMED
+    assert job.incidents[-1].target == 2
+
+
+def test_a_users_own_bug_ends_the_job(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    fault = "exception@forward:rank=1,step=2,times=9"
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=4",), faults=(fault,))
+    assert job.code == 1
+    assert fired(job.run_dir) == {fault: 3}
+    last_words = "\n".join(job.said)
+    assert "3 times" in last_words
+    assert "Traceback" in last_words
+    assert "InjectedFault" in last_words
+
+
+def test_both_holders_gone_and_no_checkpoint_fails_with_the_reason(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    faults = ("sigkill@forward:rank=0,step=3", "sigkill@forward:rank=2,step=3")
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=4",), faults=faults)
+    assert job.code == 1
+    assert "no living rank holds the shard of ranks 0, 2" in job.said[-1]
+    assert "no checkpoint" in job.said[-1]
+    assert max(record.step for record in job.steps[1]) == 2, "never a silent restart at step 0"
+
+
+def with_checkpoints(directory: Path) -> tuple[str, ...]:
+    """Overrides: NeMo's own checkpoint every 3 steps, and its auto-resume."""
+    return (
+        "trainer.enable_checkpointing=true",
+        "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, every_n_train_steps: 3, "
+        "save_last: true, save_top_k: -1, monitor: null, save_context_on_train_end: false}",
+        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{directory}', name: tiny_gpt}}",
+        "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, resume_ignore_no_checkpoint: true}",
+    )
+
+
+def test_both_holders_gone_falls_back_to_the_checkpoint(
+    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
+) -> None:
+    faults = ("sigkill@forward:rank=0,step=5", "sigkill@forward:rank=2,step=5")
+    args = ("trainer.max_steps=7", *with_checkpoints(tmp_path / "nemo"))
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
+    assert job.code == 0, job.story()
+    reference = undisturbed(4, ("trainer.max_steps=7",))
+    verdict = compare(reference, job.steps)
+    assert verdict.difference is None, "what was done again has other bits"
+    assert not verdict.missing
+    assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
+
+
+@pytest.mark.xfail(
+    strict=False,
+    reason="known defect: in about one incident of ten something still refers to the old trainer, whose groups' "
+    "threads then stay (85 threads become 145)",
+)
+def test_after_ten_incidents_nothing_is_left_behind(disturb: Disturb) -> None:
+    steps = range(2, 42, 4)
+    faults = [f"exception@{PHASES[step // 4 % 7]}:rank={step // 4 % 4},step={step}" for step in steps]
+    job = disturb(4, 42, *faults, args=TP2)
+    for rank in range(4):
+        residues = [
+            (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])
+            for event in read_events(job.run_dir)
+            if event.rank == rank and event.stage == "settled"
+        ]
+        threads, descriptors, memory = zip(*residues)
+        assert len(residues) == 10
+        assert threads[-1] <= threads[0], f"rank {rank}: threads {threads}"
+        assert descriptors[-1] <= descriptors[0], f"rank {rank}: descriptors {descriptors}"
+        assert memory[-1] - memory[1] < 64e6, f"rank {rank}: bytes {memory}"

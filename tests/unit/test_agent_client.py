@@ -1,0 +1,235 @@
+"""The rank's client against an agent played by the test."""
+
+import multiprocessing
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from checkpointless.agent.client import AgentClient, AgentLostError
+from checkpointless.agent.factory import wait_rank
+from checkpointless.agent.protocol import (
+    Answer,
+    Barrier,
+    Done,
+    FaultNotice,
+    FaultReport,
+    Finish,
+    Go,
+    Hello,
+    Inquire,
+    LineBuffer,
+    Message,
+    Sender,
+    decode,
+    encode,
+)
+from checkpointless.agent.standalone import StandaloneClient
+
+
+class Agent:
+    """The other end of a client's connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.settimeout(5)
+        self._lines = LineBuffer()
+        self._heard: list[Message] = []
+
+    def say(self, *messages: Any) -> None:
+        self.connection.sendall(b"".join(encode(message) for message in messages))
+
+    def hear(self) -> Message:
+        while not self._heard:
+            lines = self._lines.feed(self.connection.recv(65536))
+            self._heard += [decode(line, Sender.RANK) for line in lines]
+        return self._heard.pop(0)
+
+    def settle(self) -> None:
+        """Wait until the client has read all that was said."""
+        self.say(Inquire(99))
+        while not isinstance(self.hear(), Answer):
+            continue
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[AgentClient, Agent]]:
+    ours, theirs = socket.socketpair()
+    client = AgentClient(theirs, rank=3)
+    yield client, Agent(ours)
+    client.close()
+    ours.close()
+
+
+def go(generation: int) -> Go:
+    return Go(generation, None, {"MASTER_PORT": "1"}, 4)
+
+
+def notice(generation: int) -> FaultNotice:
+    return FaultNotice(generation, "1", "rank 1 killed by SIGKILL", 1)
+
+
+def test_hello_and_go(pair: tuple[AgentClient, Agent]) -> None:
+    client, agent = pair
+    client.hello(2)
+    hello = agent.hear()
+    assert isinstance(hello, Hello)
+    assert (hello.rank, hello.generation) == (3, 2)
+    agent.say(go(2))
+    assert client.wait_go(1, 5) == go(2)
+    with pytest.raises(TimeoutError):
+        client.wait_go(2, 0.05)
+    agent.say(go(3))
+    assert client.wait_go(2, 5) == go(3)
+
+
+def test_a_notice_of_an_older_generation_is_ignored(pair: tuple[AgentClient, Agent]) -> None:
+    client, agent = pair
+    called: list[FaultNotice] = []
+    client.on_fault = called.append
+    client.hello(2)
+    agent.hear()
+    agent.say(go(2), notice(1), notice(0))
+    agent.settle()
+    assert called == []
+    assert client.pending_fault(1) is None
+    assert client.pending_fault(2) is None
+
+
+def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(pair: tuple[AgentClient, Agent]) -> None:
+    client, agent = pair
+    client.barrier(1)
+    assert agent.hear() == Barrier(1)
+    agent.say(go(2), notice(2))
+    agent.settle()
+    assert client.wait_go(1, 5).generation == 2
+    assert client.pending_fault(2) == notice(2)
+    assert client.wait_finish_or_fault(2, 5) == notice(2)
+
+
+def test_a_notice_is_forgotten_with_its_generation(pair: tuple[AgentClient, Agent]) -> None:
+    client, agent = pair
+    agent.say(notice(0), go(1))
+    agent.settle()
+    assert client.pending_fault(0) is None
+
+
+def test_done_and_finish(pair: tuple[AgentClient, Agent]) -> None:
+    client, agent = pair
+    client.done(0)
+    assert agent.hear() == Done(0)
+    agent.say(Finish())
+    assert client.wait_finish_or_fault(0, 5) == Finish()
+
+
+def test_a_fault_is_reported_in_full(pair: tuple[AgentClient, Agent]) -> None:
+    client, agent = pair
+    client.report_fault(1, error="ValueError", message="no", traceback="Traceback", step=7, victim=False)
+    assert agent.hear() == FaultReport(1, "ValueError", "no", "Traceback", 7, False)
+
+
+def test_an_inquiry_is_answered_from_another_thread(pair: tuple[AgentClient, Agent]) -> None:
+    client, agent = pair
+    asked_on: list[threading.Thread] = []
+
+    def answer() -> tuple[bool, str]:
+        asked_on.append(threading.current_thread())
+        return True, "in all_reduce"
+
+    client.on_inquire = answer
+    agent.say(Inquire(5))
+    assert agent.hear() == Answer(5, True, "in all_reduce")
+    assert asked_on[0] is not threading.main_thread()
+
+
+def test_the_end_of_the_agent_wakes_who_waits(pair: tuple[AgentClient, Agent]) -> None:
+    client, agent = pair
+    threading.Timer(0.05, agent.connection.close).start()
+    with pytest.raises(AgentLostError):
+        client.wait_go(0, 5)
+    with pytest.raises(AgentLostError):
+        client.done(0)
+
+
+@pytest.mark.parametrize("said", [b"nonsense\n", b'{"v":1,"type":"hello"}\n'])
+def test_an_agent_that_does_not_keep_to_the_protocol_is_left(pair: tuple[AgentClient, Agent], said: bytes) -> None:
+    client, agent = pair
+    agent.connection.sendall(said)
+    with pytest.raises(AgentLostError):
+        client.wait_go(0, 5)
+    assert agent.connection.recv(1) == b""
+
+
+def test_a_failing_callback_hangs_up_so_that_the_agent_notices(pair: tuple[AgentClient, Agent]) -> None:
+    client, agent = pair
+
+    def fail(_: FaultNotice) -> None:
+        raise KeyError("abort")
+
+    client.on_fault = fail
+    agent.say(notice(0))
+    assert agent.connection.recv(1) == b""
+    with pytest.raises(AgentLostError):
+        client.wait_go(0, 5)
+
+
+def test_close_ends_the_reader(pair: tuple[AgentClient, Agent]) -> None:
+    client, _ = pair
+    client.close()
+    assert not [t for t in threading.enumerate() if t.name == "checkpointless-agent-reader" and t.is_alive()]
+
+
+def test_a_standalone_rank_regroups_with_itself() -> None:
+    client = StandaloneClient()
+    called: list[FaultNotice] = []
+    client.on_fault = called.append
+    client.hello(0)
+    assert client.wait_go(-1, 1).generation == 0
+    client.report_fault(0, error="ValueError", message="no\nmore", traceback="", step=1, victim=False)
+    assert [n.cause for n in called] == ["rank 0 raised ValueError at step 1: no"]
+    assert client.pending_fault(0) == called[0]
+    client.barrier(0)
+    again = client.wait_go(0, 1)
+    assert again.generation == 1
+    assert again.env["JOB_RESTART_COUNT"] == "1"
+    assert client.pending_fault(1) is None
+    client.done(1)
+    assert client.wait_finish_or_fault(1, 1) == Finish()
+
+
+def test_a_standalone_rank_does_not_repeat_a_bug_for_ever() -> None:
+    client = StandaloneClient()
+    client.hello(0)
+    for generation in range(3):
+        assert client.wait_go(generation - 1, 1).generation == generation
+        client.report_fault(generation, error="ValueError", message="no", traceback="T", step=4, victim=False)
+        client.barrier(generation)
+    with pytest.raises(AgentLostError, match="3 times in a row"):
+        client.wait_go(2, 1)
+
+
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"RANK": ""}, "RANK not set"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT not set"),
+        ({"RANK": "one"}, "whole numbers"),
+        ({"RANK": "2"}, "not below"),
+    ],
+)
+def test_wait_rank(monkeypatch: pytest.MonkeyPatch, change: dict[str, str], said: str | None) -> None:
+    for name, value in (RANK | change).items():
+        monkeypatch.setenv(name, value)
+    if said is None:
+        wait_rank()
+        return
+    with pytest.raises(RuntimeError, match=said):
+        wait_rank()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    wait_rank()

@@ -1,0 +1,66 @@
+"""What the launcher refuses, and what it has imported before it forks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.agent.launch import LaunchConfig
+from checkpointless.agent.preload import preload, preloads_of
+from checkpointless.agent.rank_process import Script
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"nproc_per_node": 0}, "at least 1"),
+        ({"heartbeat_timeout_s": 0.0}, "heartbeat_timeout_s"),
+        ({"regroup_timeout_s": float("nan")}, "regroup_timeout_s"),
+        ({"max_incidents": -1}, "max_incidents"),
+        ({"script": "nowhere.py"}, "no script 'nowhere.py'"),
+        ({"script": "nowhere.at.all", "module": True}, "no module 'nowhere.at.all'"),
+    ],
+)
+def test_a_wrong_value_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    good: dict[str, Any] = {"nproc_per_node": 2, "script": __file__, "run_dir": tmp_path}
+    LaunchConfig(**good)
+    with pytest.raises(ValueError, match=said):
+        LaunchConfig(**good | change)
+
+
+def test_installed_modules_are_preloaded_and_the_users_own_are_not(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("raise RuntimeError('local modules are not for the zygote')")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, torch.nn as nn\nimport mine, nowhere_to_be_found\nfrom . import sibling\n"
+        "from lightning.pytorch import Trainer\n"
+        "def main():\n    from checkpointless.inprocess import HPWrapper\n"
+    )
+    assert preloads_of(Script(str(script))) == (
+        "checkpointless.inprocess.HPWrapper",
+        "lightning.pytorch.Trainer",
+        "torch.nn",
+    )
+
+
+def test_a_local_module_hides_an_installed_one(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    script = tmp_path / "train.py"
+    script.write_text("import torch")
+    assert preloads_of(Script(str(script))) == ()
+
+
+@pytest.mark.parametrize("source", ["def broken(:", "\0", "\xff"])
+def test_a_script_that_cannot_be_parsed_preloads_nothing(tmp_path: Path, source: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source, encoding="latin-1")
+    assert preloads_of(Script(str(script))) == ()
+
+
+def test_what_cannot_be_preloaded_is_left_to_the_script() -> None:
+    assert preload(("json.decoder", "nowhere_to_be_found")) == ["nowhere_to_be_found"]
+
+
+def test_a_script_goes_through_a_command_line() -> None:
+    script = Script("a b.py", ("--x", "ü", ""), module=True)
+    assert Script.from_json(script.to_json()) == script

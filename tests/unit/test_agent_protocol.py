@@ -1,0 +1,142 @@
+"""Messages between rank and agent: what one side says the other reads, and nothing else gets through."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless.agent.protocol import (
+    MAX_MESSAGE_BYTES,
+    Answer,
+    Barrier,
+    Done,
+    FaultNotice,
+    FaultReport,
+    Finish,
+    GiveUp,
+    Go,
+    Hello,
+    Inquire,
+    LineBuffer,
+    Message,
+    ProtocolError,
+    Replace,
+    Sender,
+    decode,
+    encode,
+)
+
+FROM_RANK = st.one_of(*(st.from_type(c) for c in (Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer)))
+FROM_AGENT = st.one_of(*(st.from_type(c) for c in (Go, FaultNotice, Inquire, Finish)))
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(FROM_RANK)
+def test_the_agent_reads_what_a_rank_says(message: Message) -> None:
+    line = encode(message)
+    assert line.count(b"\n") == 1
+    assert decode(line, Sender.RANK) == message
+
+
+@given(FROM_AGENT)
+def test_a_rank_reads_what_the_agent_says(message: Message) -> None:
+    assert decode(encode(message), Sender.AGENT) == message
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(line: bytes) -> None:
+    for sender in Sender:
+        with pytest.raises(ProtocolError):
+            decode(line, sender)
+
+
+@given(FROM_RANK, st.data())
+def test_a_field_of_another_type_is_refused(message: Message, data: st.DataObject) -> None:
+    body: dict[str, Any] = json.loads(encode(message))
+    name = data.draw(st.sampled_from(sorted(body)))
+    body[name] = data.draw(ANY_JSON.filter(lambda value: type(value) is not type(body[name])))
+    with pytest.raises(ProtocolError):
+        decode(json.dumps(body).encode(), Sender.RANK)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": 2},
+        {"v": True},
+        {"type": "go"},
+        {"type": None},
+        {"generation": None},
+        {"generation": True},
+        {"generation": 1.0},
+        {"more": 1},
+    ],
+)
+def test_a_message_that_is_not_as_agreed_is_refused(change: dict[str, Any]) -> None:
+    body = {"v": 1, "type": "barrier", "generation": 1}
+    assert decode(json.dumps(body).encode(), Sender.RANK) == Barrier(1)
+    with pytest.raises(ProtocolError):
+        decode(json.dumps(body | change).encode(), Sender.RANK)
+
+
+def test_a_missing_field_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode(b'{"v": 1, "type": "barrier"}', Sender.RANK)
+
+
+def test_the_two_kinds_of_fault_are_told_apart_by_who_speaks() -> None:
+    report = FaultReport(3, "ValueError", "no", "Traceback", 7, False)
+    with pytest.raises(ProtocolError):
+        decode(encode(report), Sender.AGENT)
+    assert decode(encode(report), Sender.RANK) == report
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode(b"[" * 200_000, Sender.RANK)
+
+
+def test_an_oversized_line_is_refused() -> None:
+    line = encode(GiveUp(1, "x"))[:-1] + b" " * MAX_MESSAGE_BYTES
+    with pytest.raises(ProtocolError):
+        decode(line, Sender.RANK)
+
+
+@pytest.mark.parametrize("character", ["a", "\n", "\u00e9", "\U0001f525"])
+def test_a_long_traceback_keeps_its_two_ends(character: str) -> None:
+    trace = "Traceback, first line" + character * 1_000_000 + "the last line"
+    report = FaultReport(1, "ValueError", "the message", trace, 4, False)
+    line = encode(report)
+    assert len(line) <= MAX_MESSAGE_BYTES
+    read = decode(line, Sender.RANK)
+    assert isinstance(read, FaultReport)
+    assert read.traceback.startswith("Traceback, first line")
+    assert read.traceback.endswith("the last line")
+    assert dataclasses.replace(read, traceback=trace) == report
+
+
+def test_what_cannot_be_shortened_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        encode(Go(1, None, {str(number): "x" * 100 for number in range(5000)}, 0))
+
+
+@given(st.lists(FROM_RANK, max_size=4), st.integers(1, 50))
+def test_lines_survive_being_cut_anywhere(messages: list[Message], piece: int) -> None:
+    stream = b"".join(encode(message) for message in messages)
+    buffer = LineBuffer()
+    lines = [line for at in range(0, len(stream), piece) for line in buffer.feed(stream[at : at + piece])]
+    assert [decode(line, Sender.RANK) for line in lines] == messages
+
+
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
+    buffer = LineBuffer()
+    assert buffer.feed(b"x" * MAX_MESSAGE_BYTES) == []
+    with pytest.raises(ProtocolError):
+        buffer.feed(b"x")

@@ -1,0 +1,189 @@
+"""The command line: what each command makes of its words, and what it says of wrong ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.agent import launch as launch_module
+from checkpointless.agent.launch import LaunchConfig
+from checkpointless.cli import main
+from checkpointless.faults.spec import FaultKind, FaultPhase
+from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, EventLog
+from checkpointless.telemetry.steps import StepLog
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchConfig]:
+    """What would have been launched; the working directory is an empty one with ``train.py`` in it."""
+    configs: list[LaunchConfig] = []
+
+    def record(config: LaunchConfig, *_more: Any) -> int:
+        configs.append(config)
+        return 7
+
+    monkeypatch.setattr(launch_module, "launch", record)
+    monkeypatch.delenv("CHECKPOINTLESS_CPU", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return configs
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which ``argv`` is refused."""
+    try:
+        status = main(argv)
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else -1
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert out == ""
+    assert err.startswith("checkpointless: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "COMMAND"),
+        (["runn"], "invalid choice: 'runn'"),
+        (["run"], "SCRIPT"),
+        (["run", "nowhere.py"], "nowhere.py"),
+        (["run", "--nproc-per-node", "0", "train.py"], "at least 1"),
+        (["run", "--nproc-per-node", "two", "train.py"], "at least 1"),
+        (["run", "--heartbeat-timeout", "-1", "train.py"], "above 0"),
+        (["run", "--max-incidents", "-1", "train.py"], "at least 0"),
+        (["run", "--no-such-option", "train.py"], "--no-such-option"),
+        (["run", "--preload", "no_such_module_anywhere", "train.py"], "no_such_module_anywhere"),
+        (["run", "--run-dir", "train.py", "train.py"], "train.py"),
+        (["run", "--run-dir", ".", "train.py"], "not empty"),
+        (["run", "--fault", "sigkil:rank=0,step=1", "train.py"], "did you mean 'sigkill'"),
+        (["run", "--fault", "sigkill:rank=1,step=1", "train.py"], "rank 1 is not one of the 1 ranks"),
+        (["demo", "--steps", "0"], "at least 1"),
+        (["demo", "--steps", "5", "--fault", "sigkill:rank=1,step=6"], "step 6 never comes"),
+        (["demo", "--layout", "zz=2"], "'zz=2'"),
+        (["demo", "--dropout", "1.5"], "--dropout"),
+        (["demo", "--nproc", "3", "--fault", "sigkill:rank=1,step=1"], "--nproc 3"),
+        (["verify", "nowhere"], "RUN_B"),
+        (["verify", "nowhere", "nowhere"], "no run directory nowhere"),
+        (["verify", ".", "."], "--record-steps"),
+        (["report", "nowhere"], "no run directory nowhere"),
+        (["report", "."], EVENTS_FILE),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    argv: list[str], says: str, launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(argv, capsys)
+    assert not launched
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["train.py"]
+
+
+@pytest.mark.parametrize("command", ["run", "train", "demo", "verify", "report", "faults"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"usage: checkpointless {command}" in capsys.readouterr().out
+
+
+def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
+    words = "--nproc-per-node 4 --cpu --record-steps --max-incidents 3 --heartbeat-timeout 20 --regroup-timeout 30"
+    fault = "sigkill@backward:rank=3,step=5"
+    argv = ["run", *words.split(), "--preload", "json,email.policy", "--run-dir", "here", "--fault", fault]
+    assert main([*argv, "train.py", "--lr", "1", "--fault", "his own"]) == 7
+    (config,) = launched
+    assert (config.nproc_per_node, config.script, config.module) == (4, "train.py", False)
+    assert config.script_args == ("--lr", "1", "--fault", "his own")
+    assert (config.cpu, config.record_steps, config.max_incidents) == (True, True, 3)
+    assert (config.heartbeat_timeout_s, config.regroup_timeout_s) == (20.0, 30.0)
+    assert config.preload == ("json", "email.policy")
+    assert config.run_dir.resolve() == Path("here").resolve()
+    assert config.faults == (fault,)
+
+
+def test_nothing_is_injected_or_recorded_unless_asked_for(launched: list[LaunchConfig]) -> None:
+    assert main(["run", "train.py"]) == 7
+    (config,) = launched
+    assert (config.faults, config.record_steps, config.cpu) == ((), False, False)
+    assert config.run_dir.parent.name == "runs"
+    assert config.run_dir.name.endswith("-train")
+
+
+def test_a_run_that_injects_says_so_before_and_names_what_did_not_happen(
+    launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = "exit@data:rank=0,step=2"
+    assert main(["run", "--fault", fault, "train.py"]) == 7
+    said = capsys.readouterr().err
+    assert f"on purpose: {fault}" in said
+    assert f"{fault} did not happen" in said
+
+
+def record_run(run_dir: Path, losses: list[float]) -> None:
+    log = StepLog(run_dir, 0)
+    for step, loss in enumerate(losses, start=1):
+        log.record(step, loss, f"digest {loss}")
+
+
+def test_verify_says_whether_two_runs_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, losses in {"a": [2.0, 1.0], "b": [2.0, 1.0], "c": [2.0, 1.0 + 2**-52]}.items():
+        record_run(tmp_path / name, losses)
+    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "equal: 2 steps on 1 ranks" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+    assert "not equal: loss of step 2 on rank 0 differs, by 2.22e-16" in capsys.readouterr().out
+
+
+def test_report_shows_the_stages_of_an_incident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog(tmp_path / EVENTS_FILE, rank=0)
+    log.emit(FAULT_INJECTED, "point", generation=0, spec="exception@data:rank=0,step=3")
+    log.emit("detect", "point", generation=0, incident="i1", cause="InjectedFault: [red]x", culprit=0, how="raised")
+    with log.span("abort", generation=0, incident="i1"):
+        pass
+    for stage in ("init", "first_step"):
+        with log.span(stage, generation=1, incident="i1"):
+            pass
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path), "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("1 incident", "InjectedFault: [red]x", "resumed", "abort", "init", "first_step"):
+        assert text in shown
+    assert "first_step" in page.read_text()
+
+
+def test_faults_lists_every_kind_and_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults"]) == 0
+    shown = capsys.readouterr().out
+    for member in (*FaultKind, *FaultPhase):
+        assert member.value in shown
+
+
+@pytest.mark.nemo
+def test_train_launches_the_recipe_with_overrides_wherever_they_stand(launched: list[LaunchConfig]) -> None:
+    argv = ["train", "tiny_gpt_cpu", "trainer.max_steps=3", "--nproc-per-node", "4", "--cpu", "data.seed=5"]
+    assert main(argv) == 7
+    (config,) = launched
+    assert (config.script, config.module) == ("checkpointless.recipes.runner", True)
+    assert config.script_args == ("tiny_gpt_cpu", "trainer.max_steps=3", "data.seed=5")
+    assert config.preload is not None
+    assert "nemo.collections.llm" in config.preload
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["no_such_recipe"], "tiny_gpt_cpu"),
+        (["tiny_gpt_cpu"], "add --cpu"),
+        (["tiny_gpt_cpu", "--cpu", "--nproc", "4"], "--nproc"),
+        (["tiny_gpt_cpu", "--cpu", "trainer.max_steps=3", "--fault", "exit@data:rank=0,step=4"], "step 4 never"),
+        (["tiny_gpt_cpu", "--cpu", "no_such_key=3"], "no_such_key"),
+    ],
+)
+def test_train_refuses_before_anything_starts(
+    argv: list[str], says: str, launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(["train", *argv], capsys)
+    assert not launched

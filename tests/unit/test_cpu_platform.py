@@ -1,0 +1,214 @@
+"""The CPU platform: what it replaces it puts back, and its random streams are separate."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from checkpointless.megatron import cpu_platform
+
+
+@pytest.fixture
+def platform() -> Iterator[None]:
+    cpu_platform.install()
+    yield
+    cpu_platform.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_installed() -> Iterator[None]:
+    yield
+    assert not cpu_platform.installed()
+
+
+def test_uninstall_puts_back_the_very_objects() -> None:
+    rows = cpu_platform._table()
+    before = [getattr(row.target, row.attribute, None) for row in rows]
+    own_before = [row.attribute in vars(row.target) for row in rows]
+    cpu_platform.install()
+    changed = [getattr(row.target, row.attribute) is not old for row, old in zip(rows, before) if old is not None]
+    cpu_platform.uninstall()
+    assert all(changed)
+    assert [getattr(row.target, row.attribute, None) is old for row, old in zip(rows, before)] == [True] * len(rows)
+    assert [row.attribute in vars(row.target) for row in rows] == own_before
+
+
+def test_no_attribute_is_listed_twice() -> None:
+    rows = [(id(row.target), row.attribute) for row in cpu_platform._table()]
+    assert len(rows) == len(set(rows))
+
+
+def test_install_twice_is_install_once(platform: None) -> None:
+    rand = torch.rand
+    cpu_platform.install()
+    assert torch.rand is rand
+    cpu_platform.uninstall()
+    assert not cpu_platform.installed()
+    assert torch.rand is not rand
+
+
+def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="leave out --cpu"):
+        cpu_platform.install()
+
+
+def test_a_row_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = cpu_platform._table()
+    broken = cpu_platform.Patch(torch, "zeros", lambda old: old.no_such_attribute, "fails")
+    monkeypatch.setattr(cpu_platform, "_table", lambda: [*rows, broken])
+    rand = torch.rand
+    with pytest.raises(AttributeError):
+        cpu_platform.install()
+    assert torch.rand is rand
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
+def test_requested(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
+    monkeypatch.setenv(cpu_platform.ENV_CPU, value)
+    assert cpu_platform.requested() is expected
+
+
+def test_the_current_cuda_device_is_the_cpu(platform: None) -> None:
+    assert not torch.cuda.is_available()
+    for tensor in (
+        torch.zeros(2, device=torch.cuda.current_device()),
+        torch.tensor(1.0, pin_memory=True).to("cuda", non_blocking=True),
+        torch.ones(2, device="cuda:0").cuda(),
+        torch.ones(2).new_zeros(3, device="cuda"),
+        torch.nn.Linear(2, 2).to("cuda").weight,
+    ):
+        assert tensor.device.type == "cpu"
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(1).type("torch.cuda.LongTensor").dtype == torch.int64
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+
+
+def test_the_meta_device_context_still_works(platform: None) -> None:
+    with torch.device("meta"):
+        assert torch.zeros(2).is_meta
+        assert torch.rand(2).is_meta
+
+
+def test_replacements_that_outlive_uninstall_act_as_the_originals() -> None:
+    cpu_platform.install()
+    zeros, rand = torch.zeros, torch.rand
+    cpu_platform.uninstall()
+    assert zeros(2).tolist() == [0.0, 0.0]
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    assert torch.equal(rand(4), expected)
+    with pytest.raises((AssertionError, RuntimeError)):
+        zeros(2, device="cuda")
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_draws_from_the_device_stream_only(platform: None, inplace: bool) -> None:
+    torch.manual_seed(1)
+    torch.cuda.manual_seed(7)
+    host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
+    first = torch.nn.functional.dropout(torch.ones(64), 0.5, True, inplace)
+    assert torch.equal(torch.get_rng_state(), host)
+    assert not torch.equal(torch.cuda.get_rng_state(), device)
+    torch.cuda.set_rng_state(device)
+    torch.rand(5)
+    assert torch.equal(torch.nn.Dropout(0.5, inplace)(torch.ones(64)), first)
+
+
+def test_dropout_is_torchs_own() -> None:
+    value = torch.randn(33, 5)
+    torch.manual_seed(11)
+    expected = torch.nn.functional.dropout(value, 0.3)
+    cpu_platform.install()
+    try:
+        torch.cuda.manual_seed(11)
+        assert torch.equal(torch.nn.functional.dropout(value, 0.3), expected)
+        assert torch.nn.functional.dropout(value, 0.3, training=False) is value
+        assert torch.nn.functional.dropout(value, 1.0).abs().sum() == 0
+    finally:
+        cpu_platform.uninstall()
+
+
+def test_manual_seed_seeds_both_streams_and_draws_stay_apart(platform: None) -> None:
+    torch.manual_seed(5)
+    on_device = torch.rand(8, device="cuda")
+    assert torch.equal(torch.rand(8), on_device)
+    assert torch.cuda.initial_seed() == 5
+
+
+def _draw_everything() -> None:
+    x = torch.full((4,), 0.5)
+    torch.rand(2), torch.randn(2), torch.randint(9, (2,)), torch.randperm(4), torch.normal(x, x)
+    torch.bernoulli(x), torch.multinomial(x, 2), torch.poisson(x), torch.rand_like(x), torch.randn_like(x)
+    torch.randint_like(x, 5), x.bernoulli(), x.multinomial(2)
+    for name in cpu_platform._DRAW_METHODS[:-2]:
+        getattr(x.clone(), name)(*([0.5] if name == "geometric_" else []))
+    torch.nn.init.xavier_normal_(torch.empty(2, 2))
+    torch.distributions.Uniform(0.0, 1.0).rsample((2,))
+    torch.nn.functional.dropout(x, 0.5)
+
+
+def test_draws_in_a_trackers_fork_are_the_trackers(platform: None, caplog: pytest.LogCaptureFixture) -> None:
+    random = pytest.importorskip("megatron.core.tensor_parallel.random")
+    tracker = random.CudaRNGStatesTracker()
+    torch.manual_seed(1)
+    tracker.add("stream", 99)
+    host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
+    tracked = tracker.get_states()["stream"]
+    with tracker.fork("stream"):
+        inside = torch.rand(3)
+        _draw_everything()
+    assert torch.equal(torch.get_rng_state(), host)
+    assert torch.equal(torch.cuda.get_rng_state(), device)
+    assert not torch.equal(tracker.get_states()["stream"], tracked)
+    assert "CPU RNG state changed" not in caplog.text
+    assert torch.equal(inside, torch.rand(3, generator=torch.Generator().manual_seed(99)))
+    # The states are ours to save and to give back.
+    tracker.set_states({"stream": tracked})
+    with tracker.fork("stream"):
+        assert torch.equal(torch.rand(3), inside)
+
+
+def test_a_fork_left_by_force_is_forgotten_at_the_next_install(platform: None) -> None:
+    random = pytest.importorskip("megatron.core.tensor_parallel.random")
+    tracker = random.CudaRNGStatesTracker()
+    tracker.add("stream", 99)
+    left = tracker.fork("stream")
+    left.__enter__()
+    cpu_platform.install()
+    device = torch.cuda.get_rng_state()
+    torch.rand(3)
+    assert torch.equal(torch.cuda.get_rng_state(), device)
+
+
+def test_recomputed_dropout_is_the_same_dropout(platform: None) -> None:
+    random = pytest.importorskip("megatron.core.tensor_parallel.random")
+    torch.manual_seed(1)
+    torch.cuda.manual_seed(2)
+    _ = random.get_cuda_rng_tracker()
+    random._CUDA_RNG_STATE_TRACKER.reset()
+    random.get_cuda_rng_tracker().add("model-parallel-rng", 4)
+    masks = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.dropout(x, 0.5)
+        masks.append((y != 0).clone())
+        with random.get_cuda_rng_tracker().fork():
+            z = torch.nn.functional.dropout(y + 1, 0.5)
+        masks.append((z != 0).clone())
+        return z
+
+    x = torch.ones(256, requires_grad=True)
+    states = random._get_all_rng_states
+    with random.get_cuda_rng_tracker().fork():
+        out = random.CheckpointFunction.apply(block, False, x)
+    after = states()
+    out.sum().backward()
+    assert len(masks) == 4
+    assert torch.equal(masks[0], masks[2])
+    assert torch.equal(masks[1], masks[3])
+    assert torch.equal(after[0], states()[0])
+    assert torch.equal(after[1], states()[1])
+    random._CUDA_RNG_STATE_TRACKER.reset()

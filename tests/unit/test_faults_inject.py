@@ -1,0 +1,105 @@
+"""When a fault is due, and that it is caused no more often than asked for."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults import ledger
+from checkpointless.faults.inject import FAULTS_ENV, FaultInjector, InjectedFault, from_environment
+from checkpointless.faults.ledger import FaultLedger, fired
+from checkpointless.faults.spec import FaultPhase, FaultSpecError, parse
+from checkpointless.telemetry.events import FAULT_INJECTED, RUN_DIR_ENV, read_events
+
+
+def injector(run_dir: Path | None, *texts: str, rank: int = 2) -> FaultInjector:
+    return FaultInjector([parse(text) for text in texts], rank, FaultLedger(run_dir))
+
+
+def causes(injector: FaultInjector, phase: FaultPhase, step: int, generation: int = 0) -> bool:
+    try:
+        injector.at(phase, step, generation)
+    except InjectedFault:
+        return True
+    return False
+
+
+def test_a_fault_comes_in_its_phase_step_and_rank_only(tmp_path: Path) -> None:
+    text = "exception@backward:rank=2,step=7"
+    assert not causes(injector(tmp_path, text, rank=1), FaultPhase.BACKWARD, 7)
+    mine = injector(tmp_path, text)
+    assert not causes(mine, FaultPhase.FORWARD, 7)
+    assert not causes(mine, FaultPhase.BACKWARD, 6)
+    assert causes(mine, FaultPhase.BACKWARD, 7)
+
+
+@pytest.mark.parametrize("kept", ["on disk", "in memory"])
+def test_a_step_made_again_does_not_fail_again(tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_in_memory", Counter())
+    run_dir = tmp_path if kept == "on disk" else None
+    text = "exception@data:rank=2,step=3,times=2"
+    assert causes(injector(run_dir, text), FaultPhase.DATA, 3)
+    assert causes(injector(run_dir, text), FaultPhase.DATA, 3, generation=1)
+    assert not causes(injector(run_dir, text), FaultPhase.DATA, 3, generation=2)
+
+
+def test_two_equal_faults_are_two_faults(tmp_path: Path) -> None:
+    text = "exception@data:rank=2,step=3"
+    both = injector(tmp_path, text, text)
+    assert [causes(both, FaultPhase.DATA, 3) for _ in range(3)] == [True, True, False]
+    assert fired(tmp_path) == {text: 2}
+
+
+def test_times_is_shared_by_all_ranks(tmp_path: Path) -> None:
+    text = "exception@data:prob=1.0,times=3"
+    count = sum(causes(injector(tmp_path, text, rank=rank), FaultPhase.DATA, 1) for rank in range(8))
+    assert count == 3
+
+
+def test_set_up_phases_cause_nothing_in_the_first_generation(tmp_path: Path) -> None:
+    mine = injector(tmp_path, "exception@recovery:rank=2,step=0", "exception@init:rank=2,step=6")
+    assert not causes(mine, FaultPhase.RECOVERY, 0)
+    assert causes(mine, FaultPhase.RECOVERY, 0, generation=1)
+    assert not causes(mine, FaultPhase.INIT, 6)
+    assert causes(mine, FaultPhase.INIT, 6, generation=2)
+
+
+def test_chance_is_reproducible_and_its_own() -> None:
+    texts = [f"exception@forward:prob=0.3,times=1000,seed={seed}" for seed in (5, 6)]
+    before = random.getstate()
+    a, again, other = (
+        [injector(None, text)._drawn(0, parse(text), step, 0) for step in range(1, 400)]
+        for text in (texts[0], texts[0], texts[1])
+    )
+    assert random.getstate() == before
+    assert a == again != other
+    assert 80 < sum(a) < 160
+
+
+def test_an_injected_fault_is_written_down_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
+    monkeypatch.setenv(FAULTS_ENV, json.dumps(["exception@optimizer:rank=1,step=4"]))
+    mine = from_environment(1)
+    assert mine is not None
+    assert causes(mine, FaultPhase.OPTIMIZER, 4)
+    (event,) = read_events(tmp_path)
+    assert (event.stage, event.edge, event.rank, event.generation) == (FAULT_INJECTED, "point", 1, 0)
+    assert event.fields["spec"] == "exception@optimizer:rank=1,step=4"
+    assert fired(tmp_path) == {"exception@optimizer:rank=1,step=4": 1}
+
+
+@pytest.mark.parametrize("value", [None, "", "[]"])
+def test_nothing_is_injected_unless_asked_for(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FAULTS_ENV, raising=False)
+    if value is not None:
+        monkeypatch.setenv(FAULTS_ENV, value)
+    assert from_environment(0) is None
+
+
+@pytest.mark.parametrize("value", ["exit@data:rank=0,step=1", '{"a": 1}', "[1]"])
+def test_an_environment_that_is_no_list_of_specs_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAULTS_ENV, value)
+    with pytest.raises(FaultSpecError, match="JSON list"):
+        from_environment(0)

@@ -1,0 +1,103 @@
+"""The grammar of fault specs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless.faults.spec import (
+    SETUP_PHASES,
+    SUPPORT,
+    FaultKind,
+    FaultPhase,
+    FaultSpec,
+    FaultSpecError,
+    parse,
+    parse_all,
+)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> FaultSpec:
+    kind = draw(st.sampled_from(sorted(SUPPORT, key=str)))
+    phase = draw(st.sampled_from(sorted(SUPPORT[kind], key=str)))
+    prob = draw(st.none() | st.floats(0, 1, exclude_min=True))
+    rank = st.integers(0, 10**6)
+    step = st.integers(0 if phase in SETUP_PHASES else 1, 10**6)
+    return FaultSpec(
+        kind=kind,
+        phase=phase,
+        rank=draw(rank if prob is None else st.none() | rank),
+        step=draw(step if prob is None else st.none() | step),
+        times=draw(st.integers(1, 100)),
+        prob=prob,
+        seed=0 if prob is None else draw(st.integers(0, 2**32)),
+    )
+
+
+@given(specs())
+def test_what_is_written_is_read_back(spec: FaultSpec) -> None:
+    assert parse(str(spec)) == spec
+
+
+@given(st.text() | st.builds("{}@{}:{}".format, st.sampled_from(["exit", "hang", "x"]), st.text(), st.text()))
+def test_any_other_text_is_refused_in_one_line(text: str) -> None:
+    try:
+        said = str(parse(text))
+    except FaultSpecError as error:
+        said = str(error)
+    assert len(said.splitlines()) == 1
+
+
+def test_the_documented_examples() -> None:
+    assert parse("exception@forward:rank=2,step=7") == FaultSpec(
+        FaultKind.EXCEPTION, FaultPhase.FORWARD, rank=2, step=7
+    )
+    assert parse("sigkill:rank=0,step=1").phase is FaultPhase.FORWARD
+    assert parse("hang@recovery:rank=0,step=0").step == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "names no kind"),
+        ("sigkil@forward:rank=0,step=1", "did you mean 'sigkill'"),
+        ("sigkill@forwards:rank=0,step=1", "did you mean 'forward'"),
+        ("exception@forward", "say rank and step"),
+        ("exception@forward:rank=0", "say step"),
+        ("exception@forward:rank=0,step=0", "at least 1"),
+        ("exception@forward:rank=-1,step=1", "at least 0"),
+        ("exception@forward:rank=0,step=1,step=2", "twice"),
+        ("exception@forward:rank=0,step=1,tims=2", "did you mean 'times'"),
+        ("exception@forward:rank=0,step=1,times=0", "at least 1"),
+        ("exception@forward:prob=0", "above 0"),
+        ("exception@forward:prob=nan", "above 0"),
+        ("exception@forward:rank=0,step=1,seed=2", "goes with prob"),
+        ("exception@forward:rank=0,step=1,how=loud", "no variants"),
+        ("exception@forward:rank", "not key=value"),
+        ("exception@transfer:rank=0,step=1", "not supported yet"),
+        ("oom@forward:rank=0,step=1", "not supported yet"),
+    ],
+)
+def test_a_wrong_spec_is_refused_with_what_to_do(text: str, says: str) -> None:
+    with pytest.raises(FaultSpecError, match=says):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("exit@data:rank=4,step=1", "rank 4 is not one of the 4 ranks"),
+        ("exit@data:rank=0,step=11", "never comes"),
+        ("exit@between:rank=0,step=10", "nothing comes between"),
+        (f"exit@data:rank=0,step={'9' * 5000}", "whole number"),
+    ],
+)
+def test_a_fault_out_of_range_is_refused(text: str, says: str) -> None:
+    with pytest.raises(FaultSpecError, match=says):
+        parse_all([text], world_size=4, max_steps=10)
+
+
+def test_the_edges_of_the_range_are_accepted() -> None:
+    assert len(parse_all(["exit@data:rank=3,step=10"], world_size=4, max_steps=10)) == 1
+    assert len(parse_all(["exit@between:rank=3,step=9"], world_size=4, max_steps=10)) == 1
+    assert len(parse_all(["exit@data:rank=99,step=99"], world_size=None, max_steps=None)) == 1

@@ -1,0 +1,122 @@
+"""Imports point down: what docs/architecture.md draws is what the code does."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "checkpointless"
+FOLDERS = {f"{PACKAGE}.{name}": ROOT / name for name in ("callbacks", "recipes", "strategies")}
+FOLDERS[PACKAGE] = ROOT / PACKAGE
+
+# Lower is further down. A part may import its own floor (but see the test for cycles) and those below. The
+# package's own __init__ gathers what has no framework in it.
+FLOORS = {
+    "telemetry": 0,
+    "faults": 0,
+    "agent": 1,
+    "inprocess": 2,
+    "recovery": 3,
+    "__init__": 3,
+    "megatron": 4,
+    "callbacks": 4,
+    "strategies": 5,
+    "demo": 6,
+    "recipes": 6,
+    "cli": 7,
+    "cli_tables": 7,
+    "__main__": 7,
+}
+FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}
+STANDARD_LIBRARY_ONLY = ("telemetry", "faults")
+NO_FRAMEWORK = ("inprocess", "agent", "recovery", "telemetry", "faults", "__init__")
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join((package, *parts)), path
+
+
+MODULES = dict(modules())
+
+
+def part_of(module: str) -> str:
+    """The part of the package that a module belongs to; ``__init__`` for the package itself."""
+    _, _, rest = module.partition(".")
+    return rest.partition(".")[0] or "__init__"
+
+
+def imports(module: str) -> Iterator[str]:
+    """Every name that a module imports, wherever in the file, as an absolute dotted name."""
+    package = module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            origin = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, (origin, node.module)))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            yield from (
+                argument.value
+                for argument in node.args
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            )
+
+
+def own_parts(module: str) -> set[str]:
+    """The parts of this package that a module imports."""
+    return {
+        part_of(name) if part_of(name) in FLOORS else "__init__"
+        for name in imports(module)
+        if name.partition(".")[0] == PACKAGE
+    }
+
+
+def test_every_module_has_a_floor() -> None:
+    assert len(MODULES) > 20
+    assert {part_of(module) for module in MODULES} <= FLOORS.keys()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    mine = part_of(module)
+    upwards = {part for part in own_parts(module) - {mine} if FLOORS[part] > FLOORS[mine]}
+    if FLOORS[mine] < FLOORS["cli"]:
+        upwards |= own_parts(module) & {"__init__"} - {mine}
+    assert not upwards, f"{module} imports {', '.join(sorted(upwards))} from above it"
+
+
+def test_no_two_parts_import_each_other() -> None:
+    edges: dict[str, set[str]] = {part: set() for part in FLOORS}
+    for module in MODULES:
+        edges[part_of(module)] |= own_parts(module) - {part_of(module)}
+    both_ways = {(a, b) for a, targets in edges.items() for b in targets if a < b and a in edges[b]}
+    assert not both_ways
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) in NO_FRAMEWORK])
+def test_the_engine_knows_no_framework(module: str) -> None:
+    found = {name for name in imports(module) if name.partition(".")[0] in FRAMEWORKS}
+    assert not found, f"{module} imports {', '.join(sorted(found))}"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) in STANDARD_LIBRARY_ONLY])
+def test_telemetry_and_faults_use_the_standard_library_only(module: str) -> None:
+    allowed = {*sys.stdlib_module_names, PACKAGE}
+    found = {name for name in imports(module) if name.partition(".")[0] not in allowed}
+    assert not found, f"{module} imports {', '.join(sorted(found))}"
+
+
+def test_the_command_line_imports_nothing_heavy_before_it_must() -> None:
+    tree = ast.parse(MODULES[f"{PACKAGE}.cli"].read_text())
+    names = {
+        alias.name.partition(".")[0] for node in tree.body if isinstance(node, ast.Import) for alias in node.names
+    } | {(node.module or "").partition(".")[0] for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert names <= {*sys.stdlib_module_names}

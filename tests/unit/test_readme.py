@@ -1,0 +1,146 @@
+"""What the README and the documents name is there: commands parse, files, modules, names and tests exist."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import checkpointless
+from checkpointless import cli
+from checkpointless.faults.spec import parse
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+TOP_FOLDERS = {"callbacks", "recipes", "strategies"}
+FILES_OF_THE_READER = {"train.py"}
+
+
+def commands() -> Iterator[str]:
+    """Every ``checkpointless ...`` line of a code block, in every document."""
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```(?:console|bash|sh)\n(.*?)^```", document.read_text(), re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.strip().startswith("checkpointless "):
+                    yield line.strip()
+
+
+def quoted(document: Path) -> list[str]:
+    """What stands between backticks, outside of code blocks."""
+    prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+    return re.findall(r"`([^`\n]+)`", prose)
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module of this package, found without importing it."""
+    parts = module.split(".")[1:]
+    base = ROOT if parts and parts[0] in TOP_FOLDERS else ROOT / "checkpointless"
+    path = base.joinpath(*parts)
+    for candidate in (path / "__init__.py", path.with_suffix(".py") if parts else path / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def names_in(source: Path) -> set[str]:
+    """The names that a module defines or imports at its top."""
+    names: set[str] = set()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return names
+
+
+COMMANDS = sorted(set(commands()))
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(COMMANDS) > 5
+    assert {command.split()[1] for command in COMMANDS} >= {"run", "train", "demo", "verify", "report", "faults"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_parses(command: str) -> None:
+    words = shlex.split(command, comments=True)[1:]
+    options, extra = cli._parser().parse_known_args(words)
+    assert all("=" in word and not word.startswith("-") for word in extra)
+    for fault in getattr(options, "faults", []):
+        parse(fault)
+    script = getattr(options, "script", None)
+    if script is not None and script not in FILES_OF_THE_READER:
+        assert (ROOT / script).is_file()
+    recipe = getattr(options, "recipe", None)
+    if recipe is not None:
+        assert (ROOT / "recipes" / f"{recipe}.yaml").is_file()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_exists(document: Path) -> None:
+    text = document.read_text()
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+    for words in quoted(document):
+        path = words.partition("::")[0]
+        if re.fullmatch(r"[\w./-]+/[\w.-]+\.(py|yaml|md|txt|toml)", path):
+            package = [ROOT / path, ROOT / "checkpointless" / path]
+            assert any(each.is_file() for each in package), f"{document.name} names {path}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_test_that_is_named_exists(document: Path) -> None:
+    for words in quoted(document):
+        if words.startswith("tests/") and "::" in words:
+            path, _, name = words.partition("::")
+            assert name in names_in(ROOT / path), f"{document.name} names {words}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_import_exists(document: Path) -> None:
+    imports = re.findall(r"from (checkpointless[\w.]*) import ([\w, ]+)", document.read_text())
+    for module, names in imports:
+        source = source_of(module)
+        assert source is not None, f"{document.name} imports from {module}"
+        known = set(checkpointless.__all__) if module == "checkpointless" else names_in(source)
+        assert {name.strip() for name in names.split(",")} <= known, f"{document.name} imports from {module}"
+    for words in quoted(document):
+        if re.fullmatch(r"checkpointless(\.\w+)+", words):
+            parent, _, name = words.rpartition(".")
+            parent_source = source_of(parent)
+            found = source_of(words) or (parent_source is not None and name in names_in(parent_source))
+            assert found, f"{document.name} names {words}"
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {
+        name
+        for document in DOCUMENTS
+        for name in re.findall(r"\bmake ([a-z]+)\b *(?:#|`|$)", document.read_text(), re.M)
+    }
+    assert named
+    assert named <= targets
+
+
+def test_the_three_lines_are_those_of_the_example() -> None:
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", README.read_text(), re.M | re.S)
+    example = (ROOT / "examples" / "train_gpt.py").read_text()
+    added = [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
+    assert len(added) == 6
+    for line in added:
+        assert line in example
+
+
+def test_every_public_name_is_there() -> None:
+    for name in checkpointless.__all__:
+        assert getattr(checkpointless, name).__name__ == name
+    assert set(checkpointless.__all__) <= set(dir(checkpointless))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = checkpointless.nothing

@@ -1,0 +1,114 @@
+"""The event log and the step log, written and read back."""
+
+import enum
+import logging
+from pathlib import Path
+
+import pytest
+
+from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog, event_log, read_events
+from checkpointless.telemetry.steps import StepLog, StepRecord, read_steps
+
+
+def test_events_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS_FILE, node=3, rank=1)
+    log.emit("detect", "point", generation=2, incident="i1", cause="boom", culprit=0)
+    log.emit("respawn", "point", generation=2, rank=5)
+    detect, respawn = read_events(tmp_path)
+    assert (detect.node, detect.rank, detect.generation, detect.incident) == (3, 1, 2, "i1")
+    assert detect.fields == {"cause": "boom", "culprit": 0}
+    assert (respawn.rank, respawn.incident) == (5, None)
+    assert detect.ts <= respawn.ts
+    assert detect.mono <= respawn.mono
+
+
+def test_a_span_says_how_long_it_took_and_what_broke_it(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS_FILE)
+
+    def fails() -> None:
+        with log.span("transfer", generation=1) as more:
+            more["bytes"] = 7
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fails()
+    begin, end = read_events(tmp_path)
+    assert (begin.edge, end.edge) == ("begin", "end")
+    assert end.fields["bytes"] == 7
+    assert end.fields["error"] == "ValueError: no"
+    assert end.fields["seconds"] >= 0
+
+
+def test_what_has_no_json_form_becomes_text(tmp_path: Path) -> None:
+    color = enum.Enum("color", {"RED": "red"})
+    log = EventLog(tmp_path / EVENTS_FILE)
+    log.emit("x", "point", generation=0, a=float("nan"), b=Path("/p"), c={2, 1}, d=(1, color["RED"]), e={1: None})
+    (event,) = read_events(tmp_path)
+    assert event.fields == {"a": "nan", "b": "/p", "c": [1, 2], "d": [1, "red"], "e": {"1": None}}
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS_FILE)
+    log.emit("a", "point", generation=0)
+    log.emit("b", "point", generation=0)
+    data = (tmp_path / EVENTS_FILE).read_bytes()
+    (tmp_path / EVENTS_FILE).write_bytes(data[:-5])
+    assert [event.stage for event in read_events(tmp_path)] == ["a"]
+
+
+def test_a_broken_line_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(tmp_path / EVENTS_FILE)
+    log.emit("a", "point", generation=0)
+    with (tmp_path / EVENTS_FILE).open("a") as file:
+        file.write('{"half": \n[1]\n{"stage": "x"}\n')
+    log.emit("b", "point", generation=0)
+    assert [event.stage for event in read_events(tmp_path)] == ["a", "b"]
+    assert len(caplog.records) == 3
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        EventLog(tmp_path / "gone" / EVENTS_FILE).emit("a", "point", generation=0)
+    assert "not recorded" in caplog.text
+
+
+def test_wrong_use_is_refused(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS_FILE)
+    with pytest.raises(ValueError, match="own mono"):
+        log.emit("a", "point", generation=0, mono=3)
+    with pytest.raises(ValueError, match="edge"):
+        log.emit("a", "middle", generation=0)  # type: ignore[arg-type]
+
+
+def test_the_environment_says_where_events_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "6")
+    monkeypatch.delenv(RUN_DIR_ENV, raising=False)
+    event_log().emit("a", "point", generation=0)
+    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
+    event_log().emit("b", "point", generation=0)
+    assert [(event.stage, event.rank) for event in read_events(tmp_path)] == [("b", 6)]
+
+
+def test_steps_are_kept_over_a_new_process_and_to_the_bit(tmp_path: Path) -> None:
+    StepLog(tmp_path, 3).record(1, 0.1, "d1")
+    path = tmp_path / "steps" / "rank-3.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    successor = StepLog(tmp_path, 3)
+    assert successor.last_step() == 1
+    successor.record(2, float("nan"), "d2")
+    successor.record(2, 0.1 + 0.2, "d2")
+    assert read_steps(tmp_path) == {
+        3: [
+            StepRecord(1, (0.1).hex(), "d1"),
+            StepRecord(2, "nan", "d2"),
+            StepRecord(2, (0.1 + 0.2).hex(), "d2"),
+        ]
+    }
+
+
+def test_a_run_without_steps_says_how_to_record_them(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="--record-steps"):
+        read_steps(tmp_path)
