@@ -21,7 +21,7 @@ def torchrun(*args: str) -> "subprocess.CompletedProcess[str]":
 
 
 def pids(out: str, what: str) -> set[str]:
-    return set(re.findall(rf"rank (\d) {what}.* pid (\d+)", out))
+    return set(re.findall(rf"rank (\d) {what}.*? pid (\d+)", out))
 
 
 def test_an_exception_under_torchrun_is_recovered_from_in_the_same_processes() -> None:
