@@ -31,6 +31,7 @@ from checkpointless.inprocess.health_check import CudaHealthCheck
 from checkpointless.inprocess.memory import memory_status
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.profile import tracing
+from checkpointless.inprocess.signal_handlers import SignalHandlers
 from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.store_wait import InterruptibleStore
 from checkpointless.telemetry.events import event_log
@@ -168,6 +169,7 @@ class HPCallWrapper:
         self.board = Board.from_environment()
         self.client: RankClient = wrapper.hp_api_factory()
         self._main = MainThread()
+        self._signal_handlers = SignalHandlers()
         self._abort_mutex = threading.Lock()
         self._aborted_generation = -1
         self._noticed_generation = (
@@ -294,6 +296,7 @@ class HPCallWrapper:
             if self.checkpoint_manager is not None:
                 self.checkpoint_manager.hold()
             _forget_frames(term_ex)
+            self._signal_handlers.restore()
             state = HPState.from_environment(self.generation, self.incident)
             with self._span("finalize") as fields:
                 self.wrapper.finalize(state)
