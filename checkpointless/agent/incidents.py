@@ -9,6 +9,7 @@ from enum import IntEnum
 
 SAME_FAILURE_LIMIT = 3
 NO_PROGRESS_LIMIT = 5
+STILLBORN_LIMIT = 5  # successors in one incident that end before they enter the block
 
 
 class CauseKind(IntEnum):
@@ -115,8 +116,10 @@ class History:
     Attributes:
         max_incidents: how many may be recovered from (None: any number).
         incidents: how many there were.
-        high_water: the highest committed step at the last of them.
+        high_water: the newest committed step at the last of them, or what storage brought back after it.
         without_progress: how many came in a row with no newly committed step before them.
+        best: the highest step that was ever committed before a fallback to storage.
+        fallbacks: how often in a row the job fell back to storage with no step beyond ``best`` in between.
         same_failure: how often the exception ``failure`` came in a row in that time.
         failure: type, message and step of the last exception.
     """
@@ -125,6 +128,8 @@ class History:
     incidents: int = 0
     high_water: int | None = None
     without_progress: int = 0
+    best: int | None = None
+    fallbacks: int = 0
     same_failure: int = 0
     failure: tuple[str, str, int] | None = None
 
@@ -153,6 +158,21 @@ class History:
         )
         return history, history._verdict(cause)
 
+    def fell_back(self, lost: int, resumed: int) -> History:
+        """The history after a fallback to storage: progress counts from there, and so do the fallbacks.
+
+        Args:
+            lost: the newest step that was committed before.
+            resumed: the step that storage brought back.
+        """
+        further = self.best is None or lost > self.best
+        return replace(
+            self,
+            high_water=resumed,
+            best=lost if further else self.best,
+            fallbacks=1 if further else self.fallbacks + 1,
+        )
+
     def _verdict(self, cause: Cause) -> GiveUpDecision | None:
         if self.same_failure >= SAME_FAILURE_LIMIT and cause.kind is CauseKind.EXCEPTION:
             reason = f"{cause}, {self.same_failure} times in a row with no step committed in between"
@@ -160,6 +180,12 @@ class History:
         if self.without_progress >= NO_PROGRESS_LIMIT:
             reason = (
                 f"{self.without_progress} incidents in a row with no step committed in between; the last: {cause}"
+            )
+            return GiveUpDecision(reason, cause.traceback)
+        if self.fallbacks >= NO_PROGRESS_LIMIT:
+            reason = (
+                f"the job fell back to storage {self.fallbacks} times and never came further than step {self.best}; "
+                f"the last incident: {cause}"
             )
             return GiveUpDecision(reason, cause.traceback)
         if self.max_incidents is not None and self.incidents > self.max_incidents:

@@ -16,6 +16,7 @@ from checkpointless.agent.board import NO_STEP
 from checkpointless.agent.hangs import Inquiry, judge, stalled
 from checkpointless.agent.incidents import (
     Cause,
+    STILLBORN_LIMIT,
     CauseKind,
     History,
     attribute,
@@ -98,6 +99,7 @@ class OpenIncident:
     said: Cause | None = None
     target: int = NO_STEP
     killed_the_late: bool = False
+    stillborn: int = 0
 
 
 class AgentServer:
@@ -310,11 +312,15 @@ class AgentServer:
         cause = exit_cause(worker.rank, code, worker.board.read().making)
         if not entered:
             cause = exit_cause(worker.rank, code, NO_STEP, "before it entered the block")
-            self._history, verdict = self._history.after(cause, self._high_water)
-            if verdict is not None:
-                self._end(FAILED, *worker.last_lines(), verdict.reason)
         if not worker.forgiven:
             self._fault(cause)
+        if not entered and self._incident is not None:
+            self._incident.stillborn += 1
+            if self._incident.stillborn >= STILLBORN_LIMIT:
+                many = (
+                    f"{self._incident.stillborn} successors ended before they entered the block; the last: {cause}"
+                )
+                self._end(FAILED, *worker.last_lines(), many)
         if self._outcome is None:
             self._spawn(worker)
 
@@ -508,7 +514,12 @@ class AgentServer:
             self._say(f"incident {incident.id}: recovered in {now_s - incident.opened_at_s:.2f} s")
 
     def _look_at_boards(self) -> None:
-        self._high_water = max(self._high_water, *(worker.board.read().committed for worker in self.workers))
+        newest = max(worker.board.read().committed for worker in self.workers)
+        if (
+            newest < self._high_water
+        ):  # every rank's state is older than what was committed: storage brought it back
+            self._history = self._history.fell_back(self._high_water, newest)
+        self._high_water = newest
 
     def _coming(self) -> int:
         return self.generation + 1

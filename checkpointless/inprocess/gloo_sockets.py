@@ -4,9 +4,11 @@
 So the sockets that a process group opens are noted while it is made, and shut down to abort it. Sockets of anybody
 else (loggers, data loaders) are never touched.
 
-They are shut for reading only. What the peer had sent is then still read, and after it the end of the stream, which
-fails every pending operation. Shut for writing too, gloo would still find the peer's last "ready to receive", fail
-to write its answer, and lose track of that one send: whoever waits for it would never be told.
+They are shut for reading only, and kept open until all ranks have left their blocks, though gloo closes its own
+descriptor. What the peer had sent is then still read, and after it the end of the stream, which fails every pending
+operation; and what is written meanwhile, here or by the peer, goes nowhere but does not fail. For where a write fails
+(shut for writing, or closed by the peer) gloo puts the send into its transmit queue and forgets it when the end of the
+stream is read: whoever waits for it would not be told before the group's timeout, 30 minutes by default.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class GlooSockets:
     def __init__(self) -> None:
         self._inodes: set[str] = set()
         self._before: set[str] | None = None  # the process's sockets when the group in the making was begun
+        self._kept: list[socket.socket] = []  # duplicates that keep connections open for the peer's sake
         self._mutex = threading.Lock()
         self._original: Any = None
 
@@ -66,7 +69,8 @@ class GlooSockets:
     def shutdown(self) -> int:
         """Shut down every connected TCP socket of the noted groups, of one that is being made, and of the store.
 
-        To be repeated while the main thread is still making a group: it may go on connecting.
+        To be repeated while the main thread is still making a group: it may go on connecting. The groups'
+        connections stay open until :meth:`release`.
 
         Returns:
             How many sockets were shut down.
@@ -83,12 +87,23 @@ class GlooSockets:
                 duplicate = os.dup(descriptor)
             except OSError:  # closed since it was listed
                 continue
-            with socket.socket(fileno=duplicate) as candidate:
-                if _is_connected_tcp(candidate) and (inode in wanted or _peer(candidate) == store):
-                    with contextlib.suppress(OSError):  # gone already
-                        candidate.shutdown(socket.SHUT_RD)
-                        count += 1
+            candidate = socket.socket(fileno=duplicate)
+            noted = inode in wanted
+            if _is_connected_tcp(candidate) and (noted or _peer(candidate) == store):
+                with contextlib.suppress(OSError):  # gone already
+                    candidate.shutdown(socket.SHUT_RD)
+                    count += 1
+                    if noted:
+                        self._kept.append(candidate)
+                        continue
+            candidate.close()
         return count
+
+    def release(self) -> None:
+        """Close what :meth:`shutdown` kept open: every rank has left its block, nobody writes any more."""
+        kept, self._kept = self._kept, []
+        for connection in kept:
+            connection.close()
 
 
 def _sockets() -> dict[int, str]:

@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 _buried: list[Any] = []
-_REFERENCES = 4  # this list, the one taken by bury(), the loop variable, and the argument of getrefcount()
+_REFERENCES = 4  # this list, the one taken by bury(), the variable of reap(), and the argument of getrefcount()
 
 
 def bury(groups: list[Any]) -> None:
@@ -31,9 +31,9 @@ def reap() -> None:
         if sys.getrefcount(group) > _REFERENCES:
             index += 1
             continue
-        del _buried[index]
-        threading.Thread(target=_let_go, args=([group],), name="checkpointless-reaper", daemon=True).start()
-        del group
+        holder = [_buried.pop(index)]
+        del group  # before the thread starts: whoever lets go last waits for the destructor
+        threading.Thread(target=_let_go, args=(holder,), name="checkpointless-reaper", daemon=True).start()
 
 
 def _let_go(holder: list[Any]) -> None:

@@ -223,6 +223,7 @@ class HPCallWrapper:
             if not entering_first:
                 self.client.barrier(self.generation)
             go = self.client.wait_go(after)
+        gloo_sockets.release()
         os.environ.update(go.env)
         self.generation = go.generation
         self.incident = go.incident
@@ -362,6 +363,7 @@ class HPCallWrapper:
             self._fault_thread.shutdown()
         self.client.on_fault = None
         self.client.on_inquire = None
+        gloo_sockets.release()
         gloo_sockets.uninstall()
         for patch in self._torch_patches:
             patch.uninstall()

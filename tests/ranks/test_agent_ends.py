@@ -30,7 +30,7 @@ def test_a_successor_that_always_dies_before_its_block_ends_the_job(tmp_path: Pa
     assert ended.code == 1
     last = ended.err.splitlines()[-1]
     assert "rank 1 exited with code 7 before it entered the block" in last
-    assert "in a row with no step committed" in last
+    assert last.startswith("5 successors ended before they entered the block")
 
 
 def test_max_incidents_is_kept(tmp_path: Path) -> None:

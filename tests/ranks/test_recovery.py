@@ -167,11 +167,6 @@ def test_both_holders_gone_falls_back_to_the_checkpoint(
     assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="known defect: in about one incident of ten something still refers to the old trainer, whose groups' "
-    "threads then stay (85 threads become 145)",
-)
 def test_after_ten_incidents_nothing_is_left_behind(disturb: Disturb) -> None:
     steps = range(2, 42, 4)
     faults = [f"exception@{PHASES[step // 4 % 7]}:rank={step // 4 % 4},step={step}" for step in steps]

@@ -104,6 +104,24 @@ def test_max_incidents_is_how_many_are_recovered_from(limit: int) -> None:
     assert ends.index(True) == limit
 
 
+def test_after_a_fallback_progress_counts_from_what_storage_brought_back() -> None:
+    history, _ = History().after(DEATH, 1000)
+    history = history.fell_back(1000, 500)
+    for step in range(501, 520):
+        history, verdict = history.after(DEATH, step)
+        assert verdict is None
+
+
+def test_falling_back_again_and_again_without_coming_further_ends_the_job() -> None:
+    history, verdicts = History(), []
+    for _ in range(NO_PROGRESS_LIMIT + 1):
+        history, verdict = history.after(DEATH, 7)
+        verdicts.append(verdict)
+        history = history.fell_back(7, 5)
+    assert verdicts[:-1] == [None] * NO_PROGRESS_LIMIT
+    assert "fell back to storage 5 times and never came further than step 7" in verdicts[-1].reason
+
+
 def test_nobody_is_asked_while_all_make_progress() -> None:
     assert stalled({}, 10) == ()
     assert stalled({0: 9.9, 1: 0.0}, 10) == ()

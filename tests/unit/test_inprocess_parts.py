@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from typing import Any
@@ -20,6 +21,7 @@ from checkpointless.inprocess import (
     RankShouldRestart,
 )
 from checkpointless.inprocess.fault_thread import MainThread
+from checkpointless.inprocess.signal_handlers import SignalHandlers
 from checkpointless.inprocess.wrap import is_victim
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
@@ -118,3 +120,16 @@ def test_the_main_thread_is_interrupted_until_it_has_left_and_not_after() -> Non
     holder[0].interrupt()
     thread.join(5)
     assert outcome == ["swallowed"] * 3 + ["left", "undisturbed"]
+
+
+def test_handlers_that_a_block_leaves_are_taken_back() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    handlers = SignalHandlers()
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        handlers.restore()
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGUSR1, before[1])

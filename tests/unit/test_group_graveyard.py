@@ -1,0 +1,46 @@
+"""Old process groups end in threads of their own: their destructors may block for as long as a group's timeout."""
+
+import sys
+import threading
+import time
+
+from checkpointless.inprocess.group_graveyard import bury, reap
+
+
+def test_the_last_reference_is_never_dropped_by_the_thread_that_reaps() -> None:
+    ended_in: list[str] = []
+
+    class Group:
+        def __del__(self) -> None:
+            ended_in.append(threading.current_thread().name)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # the new thread runs at once
+    try:
+        groups = [Group() for _ in range(300)]
+        bury(groups)
+        groups.clear()
+        reap()
+        deadline = time.monotonic() + 10
+        while len(ended_in) < 300 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        sys.setswitchinterval(interval)
+    assert set(ended_in) == {"checkpointless-reaper"}
+    assert len(ended_in) == 300
+
+
+def test_a_group_that_somebody_still_refers_to_stays() -> None:
+    class Group:
+        pass
+
+    kept = Group()
+    bury([kept])
+    reap()
+    references = sys.getrefcount(kept)
+    reap()
+    assert sys.getrefcount(kept) == references == 4
+    holder = [kept]
+    del kept
+    holder.clear()
+    reap()
