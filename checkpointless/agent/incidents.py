@@ -184,8 +184,8 @@ class History:
             return GiveUpDecision(reason, cause.traceback)
         if self.fallbacks >= NO_PROGRESS_LIMIT:
             reason = (
-                f"the job fell back to storage {self.fallbacks} times and never came further than step {self.best}; "
-                f"the last incident: {cause}"
+                f"the job fell back to storage {self.fallbacks} times and never came further than step "
+                f"{self.best}; the last incident: {cause}"
             )
             return GiveUpDecision(reason, cause.traceback)
         if self.max_incidents is not None and self.incidents > self.max_incidents:

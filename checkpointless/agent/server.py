@@ -15,8 +15,8 @@ from typing import cast
 from checkpointless.agent.board import NO_STEP
 from checkpointless.agent.hangs import Inquiry, judge, stalled
 from checkpointless.agent.incidents import (
-    Cause,
     STILLBORN_LIMIT,
+    Cause,
     CauseKind,
     History,
     attribute,

@@ -5,10 +5,10 @@ So the sockets that a process group opens are noted while it is made, and shut d
 else (loggers, data loaders) are never touched.
 
 They are shut for reading only, and kept open until all ranks have left their blocks, though gloo closes its own
-descriptor. What the peer had sent is then still read, and after it the end of the stream, which fails every pending
-operation; and what is written meanwhile, here or by the peer, goes nowhere but does not fail. For where a write fails
-(shut for writing, or closed by the peer) gloo puts the send into its transmit queue and forgets it when the end of the
-stream is read: whoever waits for it would not be told before the group's timeout, 30 minutes by default.
+descriptor. What the peer had sent is then still read, and after it the end of the stream, which fails every
+pending operation; and what is written meanwhile, here or by the peer, goes nowhere but does not fail. For where a
+write fails (shut for writing, or closed by the peer) gloo puts the send into its transmit queue and forgets it when
+the end of the stream is read: who waits for it is not told before the group's timeout, 30 minutes by default.
 """
 
 from __future__ import annotations

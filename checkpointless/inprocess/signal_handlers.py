@@ -1,11 +1,10 @@
-"""Signal handlers that a block leaves behind: they are held outside of Python's heap and hold what they belong to."""
+"""Signal handlers that a block leaves behind: held outside of Python's heap, they hold what they belong to."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from typing import Any
-
 
 _CATCHABLE = frozenset(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}
 
