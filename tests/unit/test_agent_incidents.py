@@ -119,6 +119,7 @@ def test_falling_back_again_and_again_without_coming_further_ends_the_job() -> N
         verdicts.append(verdict)
         history = history.fell_back(7, 5)
     assert verdicts[:-1] == [None] * NO_PROGRESS_LIMIT
+    assert verdicts[-1] is not None
     assert "fell back to storage 5 times and never came further than step 7" in verdicts[-1].reason
 
 
