@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
+from checkpointless.recovery.transfer import flip_a_bit
 from checkpointless.telemetry.events import RUN_DIR_ENV
 
 
@@ -54,10 +56,14 @@ class HPFaultInjectionCallback(Callback):
         injector = from_environment(int(os.environ.get("RANK", "0")))
         return cls(injector=injector) if injector is not None else None
 
-    def enter_phase(self, phase: str, step: int) -> None:
-        """Cause what is due at ``phase`` of ``step``."""
+    def enter_phase(self, phase: str, step: int, damage: Callable[[], None] | None = None) -> None:
+        """Cause what is due at ``phase`` of ``step``.
+
+        Args:
+            damage: flips a bit of what this phase works on; default: of this rank's share of the training state.
+        """
         call = active_call_wrapper()
-        self.injector.at(FaultPhase(phase), step, call.generation if call is not None else 0)
+        self.injector.at(FaultPhase(phase), step, call.generation if call is not None else 0, damage)
 
     @override
     def on_train_batch_start(
@@ -65,6 +71,9 @@ class HPFaultInjectionCallback(Callback):
     ) -> None:
         """A step begins. With a strategy that announces no phases, its batch is in hand already."""
         self._step = trainer.global_step + 1
+        if hasattr(trainer.strategy, "live_state"):
+            strategy = weakref.proxy(trainer.strategy)
+            self.injector.damage = lambda: flip_a_bit(next(iter(strategy.live_state().shard().values())))
         trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
         if self._backward_hook is None and trainable:
             self._backward_hook = trainable[-1].register_hook(lambda grad: self.enter_phase("backward", self._step))

@@ -83,6 +83,10 @@ class TrainerLiveState:
         """Apply the update whose final gradients are held."""
         self._tensors.apply_held_update()
 
+    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
+        """Use those of ``tensors`` themselves that can be used without a copy."""
+        return self._tensors.adopt(tensors)
+
     def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
         """Storage for ``entries``."""
         return self._tensors.room(entries)

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointless.faults.ledger import FaultLedger
@@ -34,9 +34,13 @@ class FaultInjector:
         specs: all faults of the job, in the order that all ranks share.
         rank: this rank.
         ledger: remembers what has been caused.
+
+    Attributes:
+        damage: flips a bit of this rank's training state; set by who knows where that is.
     """
 
     def __init__(self, specs: Sequence[FaultSpec], rank: int, ledger: FaultLedger) -> None:
+        self.damage: Callable[[], None] | None = None
         self.rank = rank
         self.ledger = ledger
         self._by_phase: dict[FaultPhase, list[tuple[int, FaultSpec]]] = {}
@@ -44,16 +48,18 @@ class FaultInjector:
             if spec.rank in (None, rank):
                 self._by_phase.setdefault(spec.phase, []).append((index, spec))
 
-    def at(self, phase: FaultPhase, step: int, generation: int) -> None:
+    def at(self, phase: FaultPhase, step: int, generation: int, damage: Callable[[], None] | None = None) -> None:
         """Cause what is due here; returns if nothing is, or if it is survived.
 
         Args:
             phase: where this rank is.
             step: the optimizer step being made, counted from 1; in a set-up phase the last one committed.
             generation: the generation that this rank is in. In generation 0 set-up phases cause nothing.
+            damage: flips a bit of what this phase works on; default: :attr:`damage`.
 
         Raises:
             InjectedFault: a fault of kind ``exception`` was due.
+            FaultSpecError: a bit is to be flipped and nobody has said where.
         """
         if phase in SETUP_PHASES and generation < 1:
             return
@@ -61,7 +67,7 @@ class FaultInjector:
             if spec.step in (None, step) and self._drawn(index, spec, step, generation):
                 about = {"rank": self.rank, "step": step, "generation": generation}
                 if self.ledger.claim(index, spec, **about):
-                    self._cause(spec, step, generation)
+                    self._cause(spec, step, generation, damage or self.damage)
 
     def _drawn(self, index: int, spec: FaultSpec, step: int, generation: int) -> bool:
         """Whether chance wants it: a draw of its own for each step, the same in whichever process it is made."""
@@ -70,7 +76,7 @@ class FaultInjector:
         draws = random.Random(f"{spec.seed}/{index}/{self.rank}/{step}/{generation}")
         return draws.random() < spec.prob
 
-    def _cause(self, spec: FaultSpec, step: int, generation: int) -> None:
+    def _cause(self, spec: FaultSpec, step: int, generation: int, damage: Callable[[], None] | None) -> None:
         text = spec.text or str(spec)
         event_log().emit(
             FAULT_INJECTED, "point", generation=generation, rank=self.rank, spec=text, step=step, phase=spec.phase
@@ -87,6 +93,10 @@ class FaultInjector:
         elif spec.kind is FaultKind.HANG:
             while True:
                 time.sleep(_HANG_S)
+        elif spec.kind is FaultKind.BITFLIP and damage is not None:
+            damage()
+        elif spec.kind is FaultKind.BITFLIP:
+            raise FaultSpecError(f"fault {text!r}: the strategy does not say where this rank's state is")
         else:
             raise FaultSpecError(f"fault {text!r}: kind {spec.kind.value!r} is not supported yet in this version")
 

@@ -50,7 +50,7 @@ class FaultPhase(enum.Enum):
 #: Phases that lie in the set-up of a generation after the first; ``step`` is the last one committed before.
 SETUP_PHASES = frozenset({FaultPhase.INIT, FaultPhase.TRANSFER, FaultPhase.RECOVERY})
 
-_PHASES_NOW = frozenset(FaultPhase) - {FaultPhase.SYNC, FaultPhase.TRANSFER}
+_PHASES_NOW = frozenset(FaultPhase) - {FaultPhase.SYNC}
 
 #: Which kinds can be caused in which phases in this version; a kind that is not here cannot be caused yet.
 SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
@@ -59,6 +59,7 @@ SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
     FaultKind.EXIT: _PHASES_NOW,
     FaultKind.SEGFAULT: _PHASES_NOW,
     FaultKind.HANG: _PHASES_NOW,
+    FaultKind.BITFLIP: _PHASES_NOW - {FaultPhase.INIT, FaultPhase.RECOVERY},
 }
 
 _KEYS = ("rank", "step", "times", "prob", "seed", "how")

@@ -161,7 +161,7 @@ class HPCallWrapper:
         self.making_step = -1
         self.making_loss: float | None = None
         self.restart_in_process = True
-        self.phase_hook: Callable[[str, int], None] | None = None
+        self.phase_hook: Callable[[str, int, Callable[[], None] | None], None] | None = None
         self._open_span: tuple[str, float] | None = None
         self.high_water = -1
         self.incident: str | None = None
@@ -289,6 +289,7 @@ class HPCallWrapper:
         """
         self._adopt_incident()
         self._open_span = None
+        self.phase_hook = None
         if not self.restart_in_process:
             self._replace("in-process recovery is switched off (CheckpointlessCallback(enable_inprocess=False))")
         try:
@@ -317,10 +318,14 @@ class HPCallWrapper:
         if self.board is not None:
             self.board.beat()
 
-    def enter_phase(self, phase: str, step: int) -> None:
-        """Training reaches ``phase`` of ``step`` (the words of fault specs)."""
+    def enter_phase(self, phase: str, step: int, damage: Callable[[], None] | None = None) -> None:
+        """Training reaches ``phase`` of ``step`` (the words of fault specs).
+
+        Args:
+            damage: damages what this phase works on, for a fault that wants that.
+        """
         if self.phase_hook is not None:
-            self.phase_hook(phase, step)
+            self.phase_hook(phase, step, damage)
 
     def begin_data(self) -> None:
         """The state is in place; the first batch is asked for."""

@@ -17,7 +17,10 @@ class LiveState(Protocol):
         """The global ranks that hold the same shard as this one, itself included."""
 
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """Every tensor of the state, in the same order on every holder; the live storage, not copies."""
+        """Every tensor of the state, in the same order on every holder; the live storage, not copies.
+
+        The tensors stay valid when the trainer that they belong to is dropped.
+        """
 
     def shard(self) -> dict[Key, torch.Tensor]:
         """The tensors that this rank's optimizer update owns: what replicas must agree on."""
@@ -30,6 +33,9 @@ class LiveState(Protocol):
 
     def apply_held_update(self) -> None:
         """Apply the optimizer update whose final gradients are held, without communication."""
+
+    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
+        """Put those of ``tensors`` in their place that can be there without a copy. Returns their keys."""
 
     def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
         """Storage for ``entries``: existing tensors, or new ones put in their place in the state."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,13 +14,23 @@ import torch.distributed as dist
 
 from checkpointless.agent.board import Board
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.memory import memory_status
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.checksum import MemoryChecksumManager
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
 from checkpointless.recovery.exchange import all_gather_json
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.rng import RngStates
-from checkpointless.recovery.transfer import Key, TensorEntry, TransferReport, receive_state, send_state
+from checkpointless.recovery.transfer import (
+    MEMORY_BUDGET_BYTES,
+    Fill,
+    Key,
+    TensorEntry,
+    TransferReport,
+    flip_a_bit,
+    receive_state,
+    send_state,
+)
 from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
@@ -30,20 +41,20 @@ class HeldState:
     """The state that a rank keeps hold of between two generations.
 
     Attributes:
-        live: the old trainer's state; its tensors are references, not copies.
         commit: which step it is of, and whether the next one's update can still be applied.
+        tensors: references to the old model's and optimizer's tensors, not copies. Each is replaced by its
+            successor as soon as that is filled, so that at every moment this is the whole state, and little of it
+            exists twice.
         objects: the non-tensor state after the committed step.
-        offloaded: host copies of the tensors that replaced the references, or None.
+        digest: digest of the rank's shard, where replicas are to be compared.
+        live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
     """
 
-    live: LiveState
     commit: CommitState
+    tensors: dict[Key, torch.Tensor]
     objects: dict[str, Any]
-    offloaded: dict[Key, torch.Tensor] | None = None
-
-    def tensors(self) -> dict[Key, torch.Tensor]:
-        """The held tensors by key."""
-        return self.live.tensors() if self.offloaded is None else self.offloaded
+    digest: str | None = None
+    live: LiveState | None = None
 
 
 class CheckpointManager:
@@ -57,9 +68,14 @@ class CheckpointManager:
     Args:
         enable_checksum: compare the replicas of every shard before a recovery. With three or more holders one that
             differs is refilled; with two the recovery is refused.
-        enable_offload: keep the held state in (pinned) host memory while everything is rebuilt.
+        enable_offload: keep the held state in pinned host memory while everything is rebuilt. (Nothing is moved if
+            it lies in host memory already, nor while an update can still be applied to it.)
         allow_restart_from_scratch: if neither memory nor storage holds the state, start over at step 0 instead of
             ending the job.
+        memory_budget_bytes: how much memory the buffers of a transfer may take on each rank that takes part.
+
+    Raises:
+        ValueError: ``memory_budget_bytes`` is not positive.
 
     Attributes:
         global_step: optimizer step of the held state, or None.
@@ -74,7 +90,11 @@ class CheckpointManager:
         enable_checksum: bool = False,
         enable_offload: bool = False,
         allow_restart_from_scratch: bool = False,
+        memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
     ) -> None:
+        if memory_budget_bytes < 1:
+            raise ValueError(f"memory_budget_bytes must be positive, not {memory_budget_bytes}")
+        self.memory_budget_bytes = memory_budget_bytes
         self.enable_offload = enable_offload
         self.allow_restart_from_scratch = allow_restart_from_scratch
         self.checksum_manager = MemoryChecksumManager(enable_checksum)
@@ -83,6 +103,7 @@ class CheckpointManager:
         self._fallback_lock = ParameterUpdateLock()
         self._held: HeldState | None = None
         self._attached: LiveState | None = None
+        self._arrived: Mapping[Key, torch.Tensor] = {}  # what a transfer that was interrupted had filled
         self._rng_to_restore: RngStates | None = None
         self._restored: dict[str, Any] | None = None
 
@@ -189,26 +210,31 @@ class CheckpointManager:
             objects = live.objects(commit.committed)
         else:
             objects = self._restored  # no step has begun since they were loaded
-        self._held = HeldState(live, commit, objects)
+        digest = None
+        if self.checksum_manager.enabled and not commit.torn and commit.committed >= 0:
+            digest = self.checksum_manager.digest_all(live.shard())
+        self._held = HeldState(commit, live.tensors(), objects, digest, live if commit.ready else None)
         self.maybe_offload_checkpoint()
 
     def maybe_offload_checkpoint(self) -> None:
-        """Move the held tensors to host memory (pinned where CUDA is), if ``enable_offload`` asks for it.
+        """Move the held tensors to pinned host memory, if ``enable_offload`` asks for it.
 
         Not while an update can still be applied to them: that needs the optimizer.
         """
         held = self._held
-        if not self.enable_offload or held is None or held.offloaded is not None or held.commit.ready:
+        if not self.enable_offload or held is None or held.live is not None:
             return
-        pin = torch.cuda.is_initialized()
-        held.offloaded = {
-            key: torch.empty_like(tensor, device="cpu", pin_memory=pin).copy_(tensor)
-            for key, tensor in held.live.tensors().items()
-        }
+        for key, tensor in held.tensors.items():
+            if tensor.device.type != "cpu":
+                host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                held.tensors[key] = host.copy_(tensor, non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def delete_checkpoint(self) -> None:
         """Drop the held state."""
         self._held = None
+        self._arrived = {}
 
     # --- when the block has been entered again ------------------------------------------------------------------
 
@@ -286,57 +312,93 @@ class CheckpointManager:
         if held is None or held.commit.committed < 0:
             return RankReport(dist.get_rank(), None, False, False, live.group())
         commit = held.commit
-        digest = None
-        if self.checksum_manager.enabled and not commit.torn:
-            digest = self.checksum_manager.digest_all(held.live.shard())
-        return RankReport(dist.get_rank(), commit.committed, commit.ready, commit.torn, live.group(), digest)
+        return RankReport(dist.get_rank(), commit.committed, commit.ready, commit.torn, live.group(), held.digest)
 
     def _restore(self, live: LiveState, decision: Decision, target: int) -> dict[str, Any]:
         rank = dist.get_rank()
         held = self._held
-        if rank in decision.redo and held is not None:
-            # Interrupted in the middle, the shard is of no step and is refilled; afterwards it is the target's.
-            held.commit = CommitState(target - 1, ready=False, torn=True)
-            held.live.apply_held_update()
-            held.objects = held.live.objects(target)
-            held.commit = CommitState(target, ready=False, torn=False)
+        if held is not None and held.live is not None:
+            if rank in decision.redo:
+                self._redo(held, held.live, target)
+            held.live = None  # and with it the old trainer
         sources = decision.refills.get(rank)
         with _span("transfer", refills=len(decision.refills)) as fields:
             if sources:
-                objects, report = receive_state(sources, live.room)
-                fields.update(asdict(report), bytes=report.nbytes)
+                objects, report = self._fill(live, sources)
+            elif held is not None:
+                objects = held.objects
+                self._serve(held, decision, rank, target)
+                report = self._take_back(live, held)
             else:
-                if held is None:
-                    raise RuntimeError(f"rank {rank} was decided to be healthy but holds no state")
-                tensors, objects = held.tensors(), held.objects
-                self._serve(tensors, objects, decision, rank)
-                report = self._take_back(live, tensors)
-                fields.update(asdict(report), bytes=report.nbytes)
-        with _span("verify", refilled=bool(sources)):
+                raise RuntimeError(f"rank {rank} was decided to be healthy but holds no state")
+            fields.update(asdict(report))
+        with _span("verify", refilled=bool(sources)) as fields:
             live.load_objects(objects)
             live.settle()
+            fields.update(memory_status())
         return objects
 
     @staticmethod
-    def _serve(tensors: dict[Key, torch.Tensor], objects: Any, decision: Decision, rank: int) -> None:
-        """Fill every rank of which this one is a source, in the order that all sources keep."""
-        for destination in sorted(decision.refills):
-            sources: Sequence[int] = decision.refills[destination]
-            if rank in sources:
-                send_state(tensors, objects, destination, place=sources.index(rank), places=len(sources))
+    def _redo(held: HeldState, live: LiveState, target: int) -> None:
+        """Apply the gradients of ``target`` that the old optimizer still holds."""
+        # Interrupted in the middle, the shard is of no step and is refilled; afterwards it is the target's.
+        held.commit = CommitState(target - 1, ready=False, torn=True)
+        live.apply_held_update()
+        held.tensors = live.tensors()
+        held.objects = live.objects(target)
+        held.commit = CommitState(target, ready=False, torn=False)
+
+    def _fill(self, live: LiveState, sources: Sequence[int]) -> tuple[Any, TransferReport]:
+        """Be filled by ``sources``, with what an interrupted transfer brought, or this rank still had, kept."""
+        known = {**(self._held.tensors if self._held is not None else {}), **self._arrived}
+
+        def room(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+            self._arrived = live.room(entries)
+            return self._arrived
+
+        filled = receive_state(sources, room, known=known, memory_budget_bytes=self.memory_budget_bytes)
+        self._arrived = {}
+        return filled
 
     @staticmethod
-    def _take_back(live: LiveState, tensors: dict[Key, torch.Tensor]) -> TransferReport:
-        """Put this rank's own held tensors into its new storage."""
-        entries = [
-            TensorEntry(key, tensor.dtype, tuple(tensor.shape), tensor.device.type, 0)
-            for key, tensor in tensors.items()
+    def _serve(held: HeldState, decision: Decision, rank: int, target: int) -> None:
+        """Fill every rank of which this one is a source."""
+        fills = [
+            Fill(destination, sources.index(rank), len(sources))
+            for destination, sources in sorted(decision.refills.items())
+            if rank in sources
         ]
-        room = live.room(entries)
+        if not fills:
+            return
+
+        def on_bucket(position: int, count: int, payload: torch.Tensor) -> torch.Tensor:
+            call = active_call_wrapper()
+            if call is None or position != count // 2:
+                return payload
+            damaged: list[torch.Tensor] = []
+
+            def damage() -> None:
+                damaged.append(payload.clone())
+                flip_a_bit(damaged[0])
+
+            call.enter_phase("transfer", target, damage)
+            return damaged[0] if damaged else payload
+
+        send_state(held.tensors, held.objects, fills, on_bucket=on_bucket)
+
+    @staticmethod
+    def _take_back(live: LiveState, held: HeldState) -> TransferReport:
+        """Put this rank's own held tensors in their new place: as they are where that is possible, else copied."""
+        began_s = time.monotonic()
+        adopted = live.adopt(held.tensors)
+        copied = [key for key in held.tensors if key not in adopted]
+        room = live.room([TensorEntry.of(key, held.tensors[key]) for key in copied])
         with torch.no_grad():
-            for key, tensor in tensors.items():
-                room[key].copy_(tensor)
-        return TransferReport(sum(entry.nbytes for entry in entries), (), 0.0, 0)
+            for key in copied:
+                room[key].copy_(held.tensors[key])
+                held.tensors[key] = room[key]
+        kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in held.tensors.values())
+        return TransferReport(kept=kept, seconds=time.monotonic() - began_s)
 
     def _set_rng_to_restore(self, target: int) -> None:
         """Have this rank's own streams put back when the loop resumes.

@@ -1,8 +1,15 @@
 """Move a shard from the ranks that hold it into the storage of a rank that lost it.
 
-One message of metadata (key, dtype, shape, digest) and the non-tensor state, then flat byte buckets, several in
-flight, striped over all holders. Every bucket is checked on arrival and fetched again, from the next holder, if its
-digest is wrong; every tensor is checked again where it ended up.
+All messages are point to point, in this order, between one rank to fill (D) and each of its holders (S0, S1, ...):
+
+1. D to each S: whether it wants a digest of every tensor, because it holds some of them already.
+2. S0 to D: the metadata (key, dtype, shape, device, digest if asked for) and the non-tensor state.
+3. D to each S: the tensors that it wants and the size of a bucket.
+4. Each S to D: its stripe of the buckets, several in flight, and then their digests.
+5. D to each S: the buckets that arrived damaged, which S is to send now, or that everything is there. Back to 4.
+
+A large tensor is sent from where it lies to where it belongs; small ones share a bucket. Every bucket is digested
+at the sender while it is under way, and at the receiver where its bytes ended up.
 """
 
 from __future__ import annotations
@@ -10,26 +17,29 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from checkpointless.recovery import state_tree
-from checkpointless.recovery.checksum import MemoryChecksumManager, digest_bytes
+from checkpointless.recovery.buckets import Bucket, Slice, plan_buckets, size_of, stripe
+from checkpointless.recovery.checksum import digest_bytes, digest_parts
 from checkpointless.recovery.exchange import receive_bytes, send_bytes, wire_device
 from checkpointless.recovery.state_tree import dtype_name, dtype_of, tensor_bytes
 
 logger = logging.getLogger(__name__)
 
-BUCKET_BYTES = 32 * 1024 * 1024
-IN_FLIGHT = 2
+MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
+IN_FLIGHT = 4
 MAX_ROUNDS = 4
-_DIGEST_BYTES = 8
 
 Key = tuple[str | int, ...]
+OnBucket = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 class TransferError(RuntimeError):
@@ -45,28 +55,42 @@ class TensorEntry:
         dtype: its dtype.
         shape: its shape.
         device: ``cpu`` or ``cuda``: the kind of device it lives on.
-        digest: digest of its bytes (xxh3-64).
+        digest: digest of its bytes, or None where nobody asked for it.
     """
 
     key: Key
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
-    digest: int
+    digest: int | None = None
+
+    @classmethod
+    def of(cls, key: Key, tensor: torch.Tensor, digest: int | None = None) -> TensorEntry:
+        """The entry of ``tensor``."""
+        return cls(key, tensor.dtype, tuple(tensor.shape), tensor.device.type, digest)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def fits(self, tensor: torch.Tensor | None) -> bool:
+        """Whether ``tensor`` has this dtype and shape."""
+        return tensor is not None and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
 
-@dataclass(frozen=True)
-class Slice:
-    """Bytes ``start`` to ``stop`` of the tensor with number ``index``."""
+    def to_json(self) -> list[Any]:
+        """As plain data."""
+        return [list(self.key), dtype_name(self.dtype), list(self.shape), self.device, self.digest]
 
-    index: int
-    start: int
-    stop: int
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> TensorEntry:
+        """What :meth:`to_json` made.
+
+        Raises:
+            ValueError: an unknown dtype.
+        """
+        key, dtype, shape, device, digest = data
+        return cls(tuple(key), dtype_of(dtype), tuple(shape), device, digest)
 
 
 @dataclass(frozen=True)
@@ -74,89 +98,113 @@ class TransferReport:
     """What a fill moved.
 
     Attributes:
-        nbytes: bytes of tensors.
+        bytes: bytes of tensors that arrived.
+        kept: bytes of tensors that were there already, from an earlier attempt or because they never change.
         sources: the ranks they came from.
         seconds: how long it took.
         fetched_again: buckets whose first copy was wrong.
+        digest: digest of the digests of all that arrived, hex ("" if nothing did).
     """
 
-    nbytes: int
-    sources: tuple[int, ...]
-    seconds: float
-    fetched_again: int
+    bytes: int = 0
+    kept: int = 0
+    sources: tuple[int, ...] = ()
+    seconds: float = 0.0
+    fetched_again: int = 0
+    digest: str = ""
 
 
-def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[tuple[Slice, ...]]:
-    """Cut tensors of ``sizes`` bytes into buckets of at most ``bucket_bytes``, in order; empty ones need none."""
-    buckets: list[tuple[Slice, ...]] = []
-    current: list[Slice] = []
-    room = bucket_bytes
-    for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            length = min(room, size - start)
-            current.append(Slice(index, start, start + length))
-            start += length
-            room -= length
-            if room == 0:
-                buckets.append(tuple(current))
-                current, room = [], bucket_bytes
-    if current:
-        buckets.append(tuple(current))
-    return buckets
+@dataclass(frozen=True)
+class Fill:
+    """One rank to fill, as one of its holders sees it.
+
+    Attributes:
+        destination: its global rank.
+        place: this holder's number among those that fill it.
+        places: how many those are.
+    """
+
+    destination: int
+    place: int
+    places: int
+
+
+@dataclass
+class _Order:
+    """What one destination still wants from this holder."""
+
+    destination: int
+    buckets: list[Bucket]
+    wanted: list[int]
+    digests: list[int] = field(default_factory=list)
+
+
+def bucket_bytes_of(memory_budget_bytes: int) -> int:
+    """The size of a bucket, so that those in flight keep within the budget."""
+    return max(1, memory_budget_bytes // IN_FLIGHT)
 
 
 def send_state(
-    tensors: Mapping[Key, torch.Tensor], objects: Any, destination: int, *, place: int, places: int
+    tensors: Mapping[Key, torch.Tensor],
+    objects: Any,
+    fills: Sequence[Fill],
+    *,
+    on_bucket: OnBucket | None = None,
 ) -> None:
-    """Be one of the holders that fill rank ``destination``.
+    """Be one of the holders that fill other ranks, all of them at once.
+
+    A bucket that several ranks want is packed and digested once.
 
     Args:
         tensors: the shard, in the order that every holder has it in.
         objects: the non-tensor state; only the first holder's is sent.
-        destination: global rank.
-        place: this holder's number among the ``places`` holders.
-        places: how many holders send.
+        fills: whom to fill.
+        on_bucket: given each bucket's number in the sequence, how many there are and its bytes, a flat uint8
+            tensor, just before it is sent; returns what to send (to cause a fault on the way on purpose).
 
     Raises:
         StateTreeError: an object cannot travel.
+        TransferError: a rank asks for what there is not.
     """
-    flats = [tensor_bytes(tensor) for tensor in tensors.values()]
-    if place == 0:
-        metadata = {
-            "entries": [
-                [list(key), dtype_name(tensor.dtype), list(tensor.shape), tensor.device.type, digest_bytes(flat)]
-                for (key, tensor), flat in zip(tensors.items(), flats)
-            ],
-            "bucket_bytes": BUCKET_BYTES,
-        }
-        send_bytes(json.dumps(metadata, separators=(",", ":")).encode(), destination)
-        send_bytes(state_tree.dumps(objects), destination)
-    buckets = plan_buckets([flat.numel() for flat in flats], BUCKET_BYTES)
-    wanted = [index for index in range(len(buckets)) if index % places == place]
-    while True:
-        window: list[tuple[Any, torch.Tensor]] = []
-        for index in wanted:
-            packed = _pack(flats, buckets[index])
-            window.append((dist.isend(packed, destination), packed))
-            if len(window) >= IN_FLIGHT:
-                window.pop(0)[0].wait()
-        for work, _ in window:
-            work.wait()
-        answer = json.loads(receive_bytes(destination))
-        if answer is None:  # everything has arrived
-            return
-        wanted = answer
+    asked = {fill: _receive_json(fill.destination)["digests"] for fill in fills}
+    packed_objects = state_tree.dumps(objects) if any(fill.place == 0 for fill in fills) else b""
+    for fill in fills:
+        if fill.place == 0:
+            entries = [
+                TensorEntry.of(key, tensor, digest_bytes(tensor_bytes(tensor)) if asked[fill] else None).to_json()
+                for key, tensor in tensors.items()
+            ]
+            _send_json(entries, fill.destination)
+            send_bytes(packed_objects, fill.destination)
+    ordered = list(tensors.values())
+    plans: dict[str, list[Bucket]] = {}
+    orders = [_hear_order(fill, ordered, plans) for fill in fills]
+    while orders:
+        _send_buckets(ordered, orders, on_bucket)
+        for order in orders:
+            _send_json(order.digests, order.destination)
+        waiting, orders = orders, []
+        for order in waiting:
+            again = _receive_json(order.destination)
+            if again is not None:
+                order.wanted, order.digests = _checked(again, len(order.buckets)), []
+                orders.append(order)
 
 
 def receive_state(
-    sources: Sequence[int], allocate: Callable[[Sequence[TensorEntry]], Mapping[Key, torch.Tensor]]
+    sources: Sequence[int],
+    allocate: Callable[[Sequence[TensorEntry]], Mapping[Key, torch.Tensor]],
+    *,
+    known: Mapping[Key, torch.Tensor] | None = None,
+    memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
 ) -> tuple[Any, TransferReport]:
     """Be filled by ``sources``.
 
     Args:
         sources: global ranks of the holders, in the order that they were given their places in.
         allocate: given the entries, returns the tensors to write into, by key, of the same dtype and shape.
+        known: tensors that this rank has by now; those that the holders have with the same digest are not sent.
+        memory_budget_bytes: how much memory the buckets in flight may take, here and at each holder.
 
     Returns:
         The non-tensor state, and what was moved.
@@ -164,123 +212,256 @@ def receive_state(
     Raises:
         TransferError: something arrived damaged and could not be mended.
     """
-    started_s = time.monotonic()
-    metadata = json.loads(receive_bytes(sources[0]))
-    entries = [
-        TensorEntry(tuple(key), dtype_of(dtype), tuple(shape), device, digest)
-        for key, dtype, shape, device, digest in metadata["entries"]
-    ]
+    began_s = time.monotonic()
+    for source in sources:
+        _send_json({"digests": bool(known)}, source)
+    entries = [TensorEntry.from_json(each) for each in _receive_json(sources[0])]
     objects = state_tree.loads(receive_bytes(sources[0]))
-    destination = allocate(entries)
+    room = allocate(entries)
     for entry in entries:
-        found = destination.get(entry.key)
-        if found is None or found.dtype != entry.dtype or tuple(found.shape) != entry.shape:
-            raise TransferError(f"{entry.key}: the sender holds {entry}, this rank has room for {_describe(found)}")
-    buckets = plan_buckets([entry.nbytes for entry in entries], metadata["bucket_bytes"])
-    again = _receive_buckets(sources, buckets, [destination[entry.key] for entry in entries])
-    _verify(entries, destination)
+        if not entry.fits(room.get(entry.key)):
+            raise TransferError(
+                f"{entry.key}: the sender holds {dtype_name(entry.dtype)} {entry.shape}, "
+                f"this rank has room for {_describe(room.get(entry.key))}"
+            )
+    missing = [index for index, entry in enumerate(entries) if not _keep(entry, known or {}, room)]
+    bucket_bytes = bucket_bytes_of(memory_budget_bytes)
+    for source in sources:
+        _send_json({"wanted": missing, "bucket_bytes": bucket_bytes}, source)
+    arriving = [entries[index] for index in missing]
+    buckets = plan_buckets([entry.nbytes for entry in arriving], bucket_bytes)
+    digests, again = _receive_buckets(sources, buckets, [room[entry.key] for entry in arriving])
+    received = sum(entry.nbytes for entry in arriving)
     return objects, TransferReport(
-        nbytes=sum(entry.nbytes for entry in entries),
+        bytes=received,
+        kept=sum(entry.nbytes for entry in entries) - received,
         sources=tuple(sources),
-        seconds=time.monotonic() - started_s,
+        seconds=time.monotonic() - began_s,
         fetched_again=again,
+        digest=xxhash.xxh3_64_hexdigest(json.dumps(digests).encode()) if digests else "",
     )
 
 
+def flip_a_bit(tensor: torch.Tensor) -> None:
+    """Flip the lowest bit of the byte in the middle of ``tensor``, not empty and contiguous."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    flat[flat.numel() // 2] ^= 1
+
+
+# --- the holder's side ------------------------------------------------------------------------------------------
+
+
+def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], plans: dict[str, list[Bucket]]) -> _Order:
+    """What a destination wants. Those who want the same share a plan, and by that their buckets."""
+    order = _receive_json(fill.destination)
+    name = json.dumps(order)
+    if name not in plans:
+        chosen = _checked(order["wanted"], len(tensors))
+        sizes = [tensors[index].numel() * tensors[index].dtype.itemsize for index in chosen]
+        plans[name] = [
+            tuple(Slice(chosen[part.index], part.start, part.stop) for part in bucket)
+            for bucket in plan_buckets(sizes, order["bucket_bytes"])
+        ]
+    buckets = plans[name]
+    return _Order(fill.destination, buckets, stripe(len(buckets), fill.place, fill.places))
+
+
+def _send_buckets(
+    tensors: Sequence[torch.Tensor],
+    orders: Sequence[_Order],
+    on_bucket: OnBucket | None,
+) -> None:
+    """Send every order's buckets, in ascending order to each destination, with several in flight."""
+    parcels: dict[tuple[int, int], list[_Order]] = {}
+    for order in orders:
+        for index in order.wanted:
+            parcels.setdefault((index, id(order.buckets)), []).append(order)
+    staging = _Staging(max((size_of(bucket) for order in orders for bucket in order.buckets), default=0))
+    window: deque[tuple[list[Any], torch.Tensor | None]] = deque()
+    for position, ((index, _), takers) in enumerate(sorted(parcels.items(), key=lambda item: item[0])):
+        if len(window) >= IN_FLIGHT:
+            _finish(window.popleft(), staging)
+        bucket = takers[0].buckets[index]
+        payload = _in_place(tensors, bucket)
+        slot = None
+        if payload is None:
+            slot = staging.take()
+            payload = _pack(tensors, bucket, slot)
+        digest_of = payload
+        if on_bucket is not None:
+            payload = on_bucket(position, len(parcels), payload)
+        window.append(([dist.isend(payload, order.destination) for order in takers], slot))
+        digest = digest_bytes(digest_of)
+        for order in takers:
+            order.digests.append(digest)
+    while window:
+        _finish(window.popleft(), staging)
+
+
+def _finish(sent: tuple[list[Any], torch.Tensor | None], staging: _Staging) -> None:
+    works, slot = sent
+    for work in works:
+        work.wait()
+    if slot is not None:
+        staging.give_back(slot)
+
+
+def _pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor) -> torch.Tensor:
+    """The bucket's bytes, one after the other, in ``slot``."""
+    offset = 0
+    for part in bucket:
+        slot[offset : offset + part.nbytes].copy_(tensor_bytes(tensors[part.index])[part.start : part.stop])
+        offset += part.nbytes
+    return slot[:offset]
+
+
+# --- the side of the rank to fill -------------------------------------------------------------------------------
+
+
+def _keep(entry: TensorEntry, known: Mapping[Key, torch.Tensor], room: Mapping[Key, torch.Tensor]) -> bool:
+    """Whether this rank has the tensor already; it is put in its place then."""
+    mine = known.get(entry.key)
+    if mine is None or entry.digest is None or not entry.fits(mine):
+        return False
+    if digest_bytes(tensor_bytes(mine)) != entry.digest:
+        return False
+    if room[entry.key] is not mine:
+        room[entry.key].detach().copy_(mine)
+    return True
+
+
 def _receive_buckets(
-    sources: Sequence[int], buckets: list[tuple[Slice, ...]], tensors: Sequence[torch.Tensor]
-) -> int:
-    """Receive every bucket, again from the next holder if it is wrong. Returns how many were fetched again."""
-    device = wire_device()
-    requests = {
-        place: [index for index in range(len(buckets)) if index % len(sources) == place]
-        for place in range(len(sources))
-    }
+    sources: Sequence[int], buckets: list[Bucket], tensors: Sequence[torch.Tensor]
+) -> tuple[list[int], int]:
+    """Receive every bucket, again from the next holder if it is wrong.
+
+    Returns:
+        The digests of all buckets, and how many were fetched again.
+    """
+    places = len(sources)
+    wanted = [stripe(len(buckets), place, places) for place in range(places)]
+    digests = [0] * len(buckets)
     fetched_again = 0
     for attempt in range(MAX_ROUNDS):
+        for index, digest in _receive_round(sources, wanted, buckets, tensors):
+            digests[index] = digest
         bad: list[int] = []
-        pending: list[tuple[int, Any, torch.Tensor]] = []
-        order = sorted(
-            (position, place, index) for place, wanted in requests.items() for position, index in enumerate(wanted)
-        )
-        for _, place, index in order:
-            buffer = torch.empty(_size(buckets[index]) + _DIGEST_BYTES, dtype=torch.uint8, device=device)
-            pending.append((index, dist.irecv(buffer, sources[place]), buffer))
-            if len(pending) >= IN_FLIGHT * len(sources):
-                bad += _unpack(buckets, tensors, pending.pop(0))
-        for waiting in pending:
-            bad += _unpack(buckets, tensors, waiting)
-        if bad:
-            logger.warning("%d buckets arrived damaged and are fetched again", len(bad))
-        fetched_again += len(bad)
-        places = len(sources)
-        requests = {
-            place: [each for each in bad if (each + attempt + 1) % places == place] for place in range(places)
-        }
         for place, source in enumerate(sources):
-            send_bytes(json.dumps(requests[place] if bad else None).encode(), source)
+            theirs = _receive_json(source)
+            if len(theirs) != len(wanted[place]):
+                raise TransferError(f"rank {source} sent {len(theirs)} digests for {len(wanted[place])} buckets")
+            bad += [index for index, digest in zip(wanted[place], theirs) if digests[index] != digest]
+        wanted = [sorted(each for each in bad if (each + attempt + 1) % places == place) for place in range(places)]
+        for place, source in enumerate(sources):
+            _send_json(wanted[place] if bad and attempt < MAX_ROUNDS - 1 else None, source)
         if not bad:
-            return fetched_again
+            return digests, fetched_again
+        fetched_again += len(bad)
+        logger.warning("%d of %d buckets arrived damaged and are fetched again", len(bad), len(buckets))
     raise TransferError(f"{len(bad)} buckets stayed damaged after {MAX_ROUNDS} tries")
 
 
-def _pack(flats: Sequence[torch.Tensor], bucket: tuple[Slice, ...]) -> torch.Tensor:
-    """The bucket's bytes on the wire's device, followed by their digest."""
-    size = _size(bucket)
-    packed = torch.empty(size + _DIGEST_BYTES, dtype=torch.uint8, device=wire_device())
+def _receive_round(
+    sources: Sequence[int],
+    wanted: Sequence[Sequence[int]],
+    buckets: Sequence[Bucket],
+    tensors: Sequence[torch.Tensor],
+) -> list[tuple[int, int]]:
+    """Receive the wanted buckets of every source, and digest each where its bytes ended up."""
+    incoming = sorted((index, place) for place, indices in enumerate(wanted) for index in indices)
+    staging = _Staging(max((size_of(buckets[index]) for index, _ in incoming), default=0))
+    window: deque[tuple[int, Any, torch.Tensor, torch.Tensor | None]] = deque()
+    done: list[tuple[int, int]] = []
+
+    def finish() -> None:
+        index, work, landed, slot = window.popleft()
+        work.wait()
+        if slot is None:
+            done.append((index, digest_bytes(landed)))
+        else:
+            done.append((index, _unpack(tensors, buckets[index], landed)))
+            staging.give_back(slot)
+
+    for index, place in incoming:
+        if len(window) >= IN_FLIGHT:
+            finish()
+        landing = _in_place(tensors, buckets[index])
+        slot = None
+        if landing is None:
+            slot = staging.take()
+            landing = slot[: size_of(buckets[index])]
+        window.append((index, dist.irecv(landing, sources[place]), landing, slot))
+    while window:
+        finish()
+    return done
+
+
+def _unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor) -> int:
+    """Put the bucket's bytes where they belong. Returns their digest (on the CPU: of the places)."""
     offset = 0
     for part in bucket:
-        length = part.stop - part.start
-        packed[offset : offset + length].copy_(flats[part.index][part.start : part.stop])
-        offset += length
-    packed[size:].copy_(_digest_tensor(packed[:size]))
-    return packed
-
-
-def _unpack(
-    buckets: list[tuple[Slice, ...]], tensors: Sequence[torch.Tensor], waiting: tuple[int, Any, torch.Tensor]
-) -> list[int]:
-    """Wait for one bucket and put its bytes where they belong. Returns its index in a list if it is wrong."""
-    index, work, buffer = waiting
-    work.wait()
-    body = buffer[:-_DIGEST_BYTES]
-    if not torch.equal(buffer[-_DIGEST_BYTES:].cpu(), _digest_tensor(body)):
-        return [index]
-    offset = 0
-    for part in buckets[index]:
-        length = part.stop - part.start
-        target = tensors[part.index]
+        target = tensors[part.index].detach()
+        body = landed[offset : offset + part.nbytes]
         if target.is_contiguous():
-            target.detach().reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(
-                body[offset : offset + length]
-            )
-        else:
-            _write_strided(target, part, body[offset : offset + length])
-        offset += length
-    return []
+            target.reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(body)
+        else:  # its storage has gaps: through a contiguous copy
+            whole = target.contiguous()
+            whole.reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(body)
+            target.copy_(whole)
+        offset += part.nbytes
+    if landed.device.type != "cpu":
+        return digest_bytes(landed)
+    return digest_parts(tensor_bytes(tensors[part.index])[part.start : part.stop] for part in bucket)
 
 
-def _write_strided(target: torch.Tensor, part: Slice, body: torch.Tensor) -> None:
-    """Write bytes into a tensor whose storage has gaps, through a contiguous copy of it."""
-    whole = target.detach().contiguous()
-    whole.reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(body)
-    target.detach().copy_(whole)
+# --- both sides -------------------------------------------------------------------------------------------------
 
 
-def _verify(entries: Sequence[TensorEntry], tensors: Mapping[Key, torch.Tensor]) -> None:
-    checksums = MemoryChecksumManager()
-    for entry in entries:
-        if checksums.digest(tensors[entry.key]) != entry.digest:
-            raise TransferError(f"{entry.key} is not what its sender holds")
+class _Staging:
+    """Buffers for buckets that cannot be sent from, or received into, where they belong. Each is made once."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        if self._free:
+            return self._free.pop()
+        return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=wire_device())
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._free.append(buffer)
 
 
-def _digest_tensor(body: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(bytearray(digest_bytes(body).to_bytes(_DIGEST_BYTES, "little")), dtype=torch.uint8)
+def _in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | None:
+    """The bucket's bytes where they lie, if they are one piece on the device that the wire reads and writes."""
+    if len(bucket) != 1:
+        return None
+    (part,) = bucket
+    tensor = tensors[part.index].detach()
+    if not tensor.is_contiguous() or tensor.device.type != wire_device().type:
+        return None
+    return tensor.reshape(-1).view(torch.uint8)[part.start : part.stop]
 
 
-def _size(bucket: tuple[Slice, ...]) -> int:
-    return sum(part.stop - part.start for part in bucket)
+def _checked(indices: Any, count: int) -> list[int]:
+    """``indices`` of a message, if they are numbers below ``count`` in ascending order."""
+    if (
+        not isinstance(indices, list)
+        or any(type(index) is not int or not 0 <= index < count for index in indices)
+        or indices != sorted(set(indices))
+    ):
+        raise TransferError(f"a rank asks for what there is not: {str(indices)[:100]}")
+    return indices
+
+
+def _send_json(message: Any, destination: int) -> None:
+    send_bytes(json.dumps(message, separators=(",", ":")).encode(), destination)
+
+
+def _receive_json(source: int) -> Any:
+    return json.loads(receive_bytes(source))
 
 
 def _describe(tensor: torch.Tensor | None) -> str:
-    return "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+    return "nothing" if tensor is None else f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.recovery.transfer import plan_buckets
+from checkpointless.recovery.buckets import plan_buckets, size_of, stripe
 
 
-@given(st.lists(st.integers(0, 50)), st.integers(1, 17))
+@given(st.lists(st.integers(0, 50)), st.integers(1, 40))
 def test_every_byte_once_and_in_order(sizes: list[int], bucket_bytes: int) -> None:
     buckets = plan_buckets(sizes, bucket_bytes)
     seen = [(part.index, byte) for bucket in buckets for part in bucket for byte in range(part.start, part.stop)]
-    assert seen == [(index, byte) for index, size in enumerate(sizes) for byte in range(size)]
-    lengths = [sum(part.stop - part.start for part in bucket) for bucket in buckets]
-    assert all(length == bucket_bytes for length in lengths[:-1])
-    assert all(0 < length <= bucket_bytes for length in lengths)
+    assert sorted(seen) == [(index, byte) for index, size in enumerate(sizes) for byte in range(size)]
+    for bucket in buckets:
+        assert 0 < size_of(bucket) <= bucket_bytes
+        places = [(part.index, part.start) for part in bucket]
+        assert places == sorted(places)
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 40))
+def test_large_tensors_have_buckets_of_their_own_and_small_ones_share(sizes: list[int], bucket_bytes: int) -> None:
+    buckets = plan_buckets(sizes, bucket_bytes)
+    for bucket in buckets:
+        if len(bucket) > 1:
+            assert all(sizes[part.index] * 8 < bucket_bytes for part in bucket)
+    shared = sum(size for size in sizes if size * 8 < bucket_bytes)
+    packed = [bucket for bucket in buckets if sizes[bucket[0].index] * 8 < bucket_bytes]
+    assert sum(size_of(bucket) for bucket in packed) == shared
+    assert len(packed) <= 2 * shared // bucket_bytes + 1  # every one but the last is more than half full
+
+
+@given(st.integers(0, 60), st.integers(1, 7))
+def test_stripes_are_a_partition(count: int, places: int) -> None:
+    stripes = [stripe(count, place, places) for place in range(places)]
+    assert sorted(index for part in stripes for index in part) == list(range(count))
+    assert max(map(len, stripes)) - min(map(len, stripes)) <= 1
+
+
+def test_a_bucket_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds nothing"):
+        plan_buckets([1], 0)

@@ -1,0 +1,68 @@
+"""How the bytes of a state are cut into messages: a pure plan that both ends make from the tensors' sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_WHOLE = 8  # a tensor of at least this part of a bucket is sent from where it lies, and not packed with others
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Bytes ``start`` to ``stop`` of the tensor with number ``index``."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in bytes."""
+        return self.stop - self.start
+
+
+Bucket = tuple[Slice, ...]
+
+
+def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
+    """Cut tensors into buckets of at most ``bucket_bytes``. Empty tensors need none.
+
+    A large tensor has buckets of its own, so that it can be sent and received without a copy; small ones share.
+
+    Args:
+        sizes: the tensors' sizes in bytes.
+        bucket_bytes: at least 1.
+
+    Raises:
+        ValueError: ``bucket_bytes`` is not positive.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
+    buckets: list[Bucket] = []
+    shared: list[Slice] = []
+    filled = 0
+    for index, size in enumerate(sizes):
+        if size * _WHOLE >= bucket_bytes:
+            buckets += [
+                (Slice(index, start, min(start + bucket_bytes, size)),) for start in range(0, size, bucket_bytes)
+            ]
+        elif size:
+            if filled + size > bucket_bytes:
+                buckets.append(tuple(shared))
+                shared, filled = [], 0
+            shared.append(Slice(index, 0, size))
+            filled += size
+    if shared:
+        buckets.append(tuple(shared))
+    return buckets
+
+
+def size_of(bucket: Bucket) -> int:
+    """The bucket's length in bytes."""
+    return sum(part.nbytes for part in bucket)
+
+
+def stripe(count: int, place: int, places: int) -> list[int]:
+    """The numbers of the buckets that the holder at ``place`` of ``places`` sends at first."""
+    return list(range(place, count, places))
