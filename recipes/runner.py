@@ -119,11 +119,13 @@ def train(config: DictConfig) -> "nl.Trainer":
         return fit(config)
     from checkpointless.inprocess import HPWrapper
     from checkpointless.recovery import CheckpointManager
+    from checkpointless.recovery.transfer import MEMORY_BUDGET_BYTES
 
     manager = CheckpointManager(
         enable_checksum=config.checkpointless.get("enable_checksum", False),
         enable_offload=config.checkpointless.get("enable_offload", False),
         allow_restart_from_scratch=config.checkpointless.get("allow_restart_from_scratch", False),
+        memory_budget_bytes=config.checkpointless.get("memory_budget_bytes", MEMORY_BUDGET_BYTES),
     )
     return HPWrapper(checkpoint_manager=manager)(fit)(config)
 
