@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ class Job:
             for path in sorted((self.run_dir / "logs").iterdir())
         )
         return "\n".join([f"exit code {self.code}", *self.said, logs])
+
+
+Disturb = Callable[..., Job]  # the fixture that runs a job with faults and compares it with one without
 
 
 def run_job(

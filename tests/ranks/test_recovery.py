@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from checkpointless.faults.ledger import fired
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import Outcome
 from checkpointless.telemetry.verify import Steps, compare
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Disturb, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
@@ -28,41 +27,6 @@ EP2 = (
 )
 DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
-
-Disturb = Callable[..., Job]
-
-
-@pytest.fixture(scope="session")
-def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
-    """The steps of a run without faults; each kind of run is made once."""
-    known: dict[tuple[int, tuple[str, ...]], Steps] = {}
-
-    def steps(nproc: int, args: tuple[str, ...]) -> Steps:
-        if (nproc, args) not in known:
-            job = run_job(nemo_zygote, tmp_path_factory.mktemp("undisturbed") / "run", nproc, args=args)
-            assert job.code == 0, job.story()
-            known[nproc, args] = job.steps
-        return known[nproc, args]
-
-    return steps
-
-
-@pytest.fixture
-def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Disturb:
-    """Run with faults, and require that every one happened and that nothing is different at the end."""
-
-    def run(nproc: int, steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
-        args = (f"trainer.max_steps={steps}", *args)
-        reference = undisturbed(nproc, args)
-        job = run_job(nemo_zygote, tmp_path / "run", nproc, args=args, faults=faults, **settings)
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
-        verdict = compare(reference, job.steps)
-        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == steps
-        return job
-
-    return run
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])

@@ -1,0 +1,92 @@
+"""State of every kind, and damage to it, in real NeMo jobs: precisions, optimizers, replicas, transfers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.incidents import Outcome
+from tests.ranks.jobs import Disturb, Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+
+BF16 = ("trainer.plugins={_target_: nemo.lightning.MegatronMixedPrecision, precision: bf16-mixed}",)
+ONE_INSTANCE = (
+    "optim.config.use_distributed_optimizer=false",
+    "strategy.ddp.use_distributed_optimizer=false",
+    "strategy.num_distributed_optimizer_instances=1",
+)
+THREE_HOLDERS = ("strategy.num_distributed_optimizer_instances=3", "data.global_batch_size=24")  # of 6 ranks
+SMALL_BUCKETS = ("checkpointless.memory_budget_bytes=262144",)
+CHECKSUM = ("checkpointless.enable_checksum=true",)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [BF16, (*BF16, *ONE_INSTANCE), ONE_INSTANCE],
+    ids=["bf16-distributed", "bf16-every-rank-whole", "fp32-every-rank-whole"],
+)
+@pytest.mark.parametrize("phase", ["backward", "optimizer", "after_optimizer"])
+def test_every_megatron_optimizer(disturb: Disturb, args: tuple[str, ...], phase: str) -> None:
+    job = disturb(4, 5, f"sigkill@{phase}:rank=1,step=2", f"exception@{phase}:rank=2,step=4", args=args)
+    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * 2
+
+
+def transfers(job: Job, rank: int) -> list[dict[str, object]]:
+    """What ``rank`` was filled with."""
+    return [
+        dict(event.fields)
+        for event in read_events(job.run_dir)
+        if event.stage == "transfer" and event.edge == "end" and event.rank == rank and event.fields["sources"]
+    ]
+
+
+def test_a_fill_says_what_came_from_where(disturb: Disturb) -> None:
+    job = disturb(6, 3, "sigkill@forward:rank=1,step=2", args=(*THREE_HOLDERS, *SMALL_BUCKETS))
+    (fill,) = transfers(job, 1)
+    assert fill["sources"] == [3, 5]
+    assert isinstance(fill["bytes"], int)
+    assert fill["bytes"] > 1_000_000
+    assert fill["digest"]
+    assert fill["seconds"]
+    assert fill["fetched_again"] == 0
+
+
+def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
+    faults = ("sigkill@between:rank=0,step=2", "sigkill@transfer:rank=2,step=2")
+    job = disturb(6, 4, *faults, args=(*THREE_HOLDERS, *SMALL_BUCKETS))
+    assert job.incidents[-1].outcome is Outcome.RESUMED
+    assert job.incidents[-1].target == 2
+
+
+@pytest.mark.parametrize("args", [(), ("strategy.tensor_model_parallel_size=2",)], ids=["dp4", "tp2"])
+def test_a_source_that_raises_in_the_middle_of_a_transfer(disturb: Disturb, args: tuple[str, ...]) -> None:
+    faults = ("sigkill@between:rank=0,step=2", "exception@transfer:rank=2,step=2")
+    job = disturb(4, 4, *faults, args=(*SMALL_BUCKETS, *args))
+    assert job.incidents[-1].target == 2
+
+
+def test_a_bucket_damaged_on_the_way_is_fetched_again(disturb: Disturb) -> None:
+    faults = ("sigkill@between:rank=0,step=2", "bitflip@transfer:rank=2,step=2")
+    job = disturb(4, 4, *faults, args=SMALL_BUCKETS)
+    (fill,) = transfers(job, 0)
+    assert fill["fetched_again"] == 1
+
+
+def test_a_bit_that_flipped_in_one_of_three_replicas_is_mended_before_it_spreads(disturb: Disturb) -> None:
+    faults = ("bitflip@between:rank=1,step=2", "exception@data:rank=0,step=3")
+    job = disturb(6, 4, *faults, args=(*THREE_HOLDERS, *CHECKSUM))
+    (fill,) = transfers(job, 1)
+    assert fill["sources"] == [3, 5]
+
+
+def test_a_bit_that_flipped_in_one_of_two_replicas_is_found_and_nobody_guesses(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    faults = ("bitflip@between:rank=1,step=2", "exception@data:rank=0,step=3")
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=4", *CHECKSUM), faults=faults)
+    assert job.code == 1
+    assert "the replicas of the shard of ranks 1, 3 differ at step 2" in job.said[-1]
