@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import xxhash
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.recovery.state_tree import tensor_bytes
-from checkpointless.telemetry.events import RUN_DIR_ENV
+from checkpointless.recovery.checksum import digest_parameters
 from checkpointless.telemetry.steps import StepLog
-
-RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"
 
 
 class StepRecorder(Callback):
@@ -27,18 +21,18 @@ class StepRecorder(Callback):
     resumes: its loss was kept with the rank's random streams, its parameters are in place.
 
     Args:
-        run_dir: where ``steps/rank-N.jsonl`` goes.
+        log: where they go.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._log = StepLog(run_dir, int(os.environ.get("RANK", "0")))
+    def __init__(self, log: StepLog) -> None:
+        self._log = log
         self._caught_up = False
 
     @classmethod
     def from_environment(cls) -> StepRecorder | None:
         """The recorder that ``--record-steps`` asks this process for, or None."""
-        run_dir = os.environ.get(RUN_DIR_ENV)
-        return cls(Path(run_dir)) if run_dir and os.environ.get(RECORD_STEPS_ENV) == "1" else None
+        log = StepLog.from_environment()
+        return cls(log) if log is not None else None
 
     @override
     def on_train_batch_start(
@@ -55,14 +49,16 @@ class StepRecorder(Callback):
             return
         states = manager.rng_of(step)
         if states is not None and states.loss is not None:
-            self._log.record(step, states.loss, digest_parameters(trainer))
+            self._log.record(step, states.loss, digest_parameters(filter(None, [trainer.strategy.model])))
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the step."""
-        self._log.record(trainer.global_step, loss_of(outputs), digest_parameters(trainer))
+        self._log.record(
+            trainer.global_step, loss_of(outputs), digest_parameters(filter(None, [trainer.strategy.model]))
+        )
 
 
 def loss_of(outputs: Any) -> float:
@@ -75,13 +71,3 @@ def loss_of(outputs: Any) -> float:
     if loss is None:
         raise ValueError("the training step returned no loss to record")
     return float(loss.item() if isinstance(loss, torch.Tensor) else loss)
-
-
-def digest_parameters(trainer: pl.Trainer) -> str:
-    """Digest of names and bytes of this rank's parameters (xxh3-128, hex)."""
-    digest = xxhash.xxh3_128()
-    model: Any = trainer.strategy.model
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(tensor_bytes(parameter).cpu().numpy().data)
-    return digest.hexdigest()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         RankShouldRestart,
         UnrecoverableError,
     )
-    from checkpointless.recovery import CheckpointManager, MemoryChecksumManager
+    from checkpointless.recovery import CheckpointManager, MemoryChecksumManager, PlainTraining
 
 __all__ = [
     "Abort",
@@ -55,6 +55,7 @@ __all__ = [
     "InternalError",
     "MemoryChecksumManager",
     "ParameterUpdateLock",
+    "PlainTraining",
     "RankShouldRestart",
     "UnrecoverableError",
     "wait_rank",
@@ -64,6 +65,7 @@ _ELSEWHERE = {
     "CheckpointManager": "recovery",
     "HPAgentK8sAPIFactory": "agent",
     "MemoryChecksumManager": "recovery",
+    "PlainTraining": "recovery",
     "wait_rank": "agent",
 }
 

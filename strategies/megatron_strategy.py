@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from typing_extensions import override
@@ -134,7 +133,6 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             step=lambda: call.making_step,
             ready=self._gradients_are_final,
             committed=call.committed,
-            vote=self._vote,
             phase=call.enter_phase,
         )
         callback = next(each for each in _callbacks(trainer) if isinstance(each, CheckpointlessCallback))
@@ -254,13 +252,6 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if self._manager is not None:
             self._manager.store_rng_states(step, loss=call.making_loss)
         call.parameter_update_lock.mark_ready(step)
-
-    @staticmethod
-    def _vote() -> None:
-        """Wait until every rank holds its final gradients."""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        dist.barrier()
 
 
 def _callbacks(trainer: Any) -> list[Any]:

@@ -1,14 +1,7 @@
-"""The guarded optimizer update: a vote, then the local change under the lock, then the parameter gather.
+"""Megatron's optimizer update, guarded: the local change under the lock, then the parameter gather.
 
-Megatron's ``step_with_ready_grads`` mixes the local update with the gather of parameters. Taken apart, every moment
-at which a fault can come has one answer:
-
-* before the vote, no rank has changed anything: all resume at the step before;
-* the vote is a barrier that a rank joins once its gradients are final and clipped. If any rank passed it, every
-  rank had joined it, so every rank that lives can apply the same update from the gradients that it still holds;
-* inside the lock, the fault thread lets the update finish; a rank that dies there is refilled, one whose update
-  raised is refilled too (its shard is torn);
-* after the lock the step is committed; a gather that did not finish is done again from the shards.
+Megatron's ``step_with_ready_grads`` mixes the two. Taken apart, the update is guarded like any other
+(:mod:`checkpointless.recovery.guard`), and a gather that did not finish is done again from the shards.
 """
 
 from __future__ import annotations
@@ -21,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock
+from checkpointless.recovery.guard import guarded_update
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
@@ -66,7 +60,6 @@ class GuardedUpdate:
         step: returns the optimizer step in the making.
         ready: called with the step when the gradients are final, before the vote.
         committed: called with the step when it is applied.
-        vote: returns once every rank has called it.
         phase: told ``optimizer`` inside the lock and ``after_optimizer`` behind it.
 
     Raises:
@@ -81,7 +74,6 @@ class GuardedUpdate:
         step: Callable[[], int],
         ready: Callable[[int], None],
         committed: Callable[[int], None],
-        vote: Callable[[], None],
         phase: Callable[[str, int], None],
     ) -> None:
         if getattr(optimizer.config, "overlap_param_gather_with_optimizer_step", False):
@@ -94,20 +86,19 @@ class GuardedUpdate:
         self._step = step
         self._ready = ready
         self._committed = committed
-        self._vote = vote
         self._phase = phase
         optimizer.step_with_ready_grads = self
 
     @torch.no_grad()
     def __call__(self) -> bool:
         """Vote, update, gather."""
-        step = self._step()
-        self._ready(step)
-        self._vote()
-        with self._lock.update(step):
-            self._phase("optimizer", step)
-            succeeded = update_locally(self._optimizers)
-        self._committed(step)
-        self._phase("after_optimizer", step)
+        succeeded = guarded_update(
+            self._step(),
+            lambda: update_locally(self._optimizers),
+            lock=self._lock,
+            ready=self._ready,
+            committed=self._committed,
+            phase=self._phase,
+        )
         gather_parameters(self._optimizers)
         return succeeded

@@ -2,5 +2,6 @@
 
 from checkpointless.recovery.checksum import MemoryChecksumManager
 from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.plain import PlainTraining
 
-__all__ = ["CheckpointManager", "MemoryChecksumManager"]
+__all__ = ["CheckpointManager", "MemoryChecksumManager", "PlainTraining"]

@@ -12,7 +12,9 @@ from checkpointless.recovery.state_tree import dtype_name, tensor_bytes
 _LANE_BYTES = 8
 _CHUNK_LANES = 1 << 22  # 32 MiB at a time: what the intermediate results of a digest on a GPU take, four times over
 _GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as a signed number
-_MIX = -4658895280553007687  # the first multiplier of splitmix64 (Steele, Lea, Flood 2014)
+# The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014): shifts and
+# multipliers, as signed numbers. A weaker mix lets the sign bits of two floats in two lanes cancel out.
+_FINALIZER = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
 _WORD = (1 << 64) - 1
 _weights: dict[torch.device, torch.Tensor] = {}
 
@@ -50,7 +52,7 @@ def digest_on_device(flat: torch.Tensor) -> int:
         padded[: tail.numel()] = tail
         total += _mixed_sum(padded.view(torch.int64), -1)
     if whole:
-        if body.data_ptr() % _LANE_BYTES:
+        if body.storage_offset() % _LANE_BYTES or body.data_ptr() % _LANE_BYTES:
             body = body.clone()
         lanes = body.view(torch.int64)
         for number, start in enumerate(range(0, lanes.numel(), _CHUNK_LANES)):
@@ -61,9 +63,9 @@ def digest_on_device(flat: torch.Tensor) -> int:
 def _mixed_sum(lanes: torch.Tensor, chunk: int) -> int:
     """The sum of the mixed lanes of one chunk, times an odd weight of the chunk's number."""
     mixed = lanes + _positions(lanes.device)[: lanes.numel()]
-    mixed = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
-    mixed = mixed * _MIX
-    mixed = mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
+    for shift, factor in _FINALIZER:
+        shifted = (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # without the sign
+        mixed = mixed.bitwise_xor_(shifted).mul_(factor)
     return int(mixed.sum().item()) * (2 * chunk + 5)
 
 
@@ -72,6 +74,16 @@ def _positions(device: torch.device) -> torch.Tensor:
     if device not in _weights:
         _weights[device] = torch.arange(1, _CHUNK_LANES + 1, dtype=torch.int64, device=device) * _GOLDEN
     return _weights[device]
+
+
+def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
+    """Digest of names and bytes of all parameters (xxh3-128, hex): what two runs are compared by."""
+    digest = xxhash.xxh3_128()
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            digest.update(name.encode())
+            digest.update(tensor_bytes(parameter).cpu().numpy().data)
+    return digest.hexdigest()
 
 
 class MemoryChecksumManager:

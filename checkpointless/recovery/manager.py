@@ -245,13 +245,23 @@ class CheckpointManager:
             trainer: freshly built, its strategy set up.
 
         Returns:
-            The non-tensor state for the trainer to load, its tensors being in place; None if there is nothing to
-            recover (first start) or if it is refused (:attr:`refusal` says why).
+            As for :meth:`recover`.
+        """
+        return self.recover(trainer.strategy.live_state())
+
+    def recover(self, live: LiveState) -> dict[str, Any] | None:
+        """Recover ``live`` from memory. Collective: every rank of the job calls it.
+
+        Args:
+            live: the state of a training that was built anew.
+
+        Returns:
+            The non-tensor state to load, the tensors being in place; None if there is nothing to recover (first
+            start) or if it is refused (:attr:`refusal` says why).
         """
         self.refusal = ""
         self._rng_to_restore = None
         self._restored = None
-        live: LiveState = trainer.strategy.live_state()
         decision = self._decide(live)
         if decision.verdict is Verdict.START:
             return None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointless.telemetry.events import append_line, read_lines
+from checkpointless.telemetry.events import RUN_DIR_ENV, append_line, read_lines
 
 STEPS_DIR = "steps"
+RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class StepLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _end_torn_line(self.path)
+
+    @classmethod
+    def from_environment(cls) -> StepLog | None:
+        """The log that ``--record-steps`` asks this process for, or None."""
+        run_dir = os.environ.get(RUN_DIR_ENV)
+        if not run_dir or os.environ.get(RECORD_STEPS_ENV) != "1":
+            return None
+        return cls(Path(run_dir), int(os.environ.get("RANK", "0")))
 
     def record(self, step: int, loss: float, params: str) -> None:
         """Append one step.

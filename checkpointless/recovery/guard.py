@@ -1,0 +1,67 @@
+"""The guarded optimizer update: a vote, then the local change under the lock.
+
+Every moment at which a fault can come has one answer:
+
+* before the vote, no rank has changed anything: all resume at the step before;
+* the vote is a barrier that a rank joins once its gradients are final. If any rank passed it, every rank had joined
+  it, so every rank that lives can apply the same update from the gradients that it still holds;
+* inside the lock, the fault thread lets the update finish; a rank that dies there is refilled, and so is one whose
+  update raised (its shard is torn);
+* after the lock the step is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.inprocess import ParameterUpdateLock
+
+_Result = TypeVar("_Result")
+
+
+def vote() -> None:
+    """Wait until every rank of the job holds its final gradients."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def guarded_update(
+    step: int,
+    update: Callable[[], _Result],
+    *,
+    lock: ParameterUpdateLock,
+    ready: Callable[[int], None],
+    committed: Callable[[int], None],
+    phase: Callable[[str, int], None],
+    vote: Callable[[], None] = vote,
+) -> _Result:
+    """Apply an optimizer update so that no fault leaves ranks on both sides of it.
+
+    Args:
+        step: the optimizer step in the making.
+        update: changes this rank's parameters from gradients that are final, without communication.
+        lock: brackets ``update``.
+        ready: called with ``step`` before the vote.
+        committed: called with ``step`` when it is applied.
+        phase: told ``optimizer`` inside the lock and ``after_optimizer`` behind it.
+        vote: returns once every rank has called it.
+
+    Returns:
+        What ``update`` returned.
+
+    Raises:
+        RankShouldRestart: a fault is being handled, so the update must not begin.
+    """
+    ready(step)
+    vote()
+    with lock.update(step):
+        phase("optimizer", step)
+        result = update()
+    committed(step)
+    phase("after_optimizer", step)
+    return result

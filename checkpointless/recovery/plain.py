@@ -1,0 +1,176 @@
+"""Recovery for a training loop of one's own: any modules, any ``torch.optim`` optimizer, no framework."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from checkpointless.faults.inject import from_environment
+from checkpointless.faults.spec import FaultPhase
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.recovery.checksum import digest_parameters
+from checkpointless.recovery.guard import guarded_update
+from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.tensors import TrainingTensors
+from checkpointless.recovery.transfer import flip_a_bit
+from checkpointless.telemetry.steps import StepLog
+
+logger = logging.getLogger(__name__)
+
+
+class PlainTraining(TrainingTensors):
+    """Modules, optimizers and schedulers of a training loop that is written by hand, for
+    :class:`~checkpointless.recovery.CheckpointManager`.
+
+    Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`::
+
+        training = PlainTraining(caller, [model], [optimizer])
+        for step in training.steps(1000):
+            loss = model(batch_of(step)).mean()
+            loss.backward()            # and the gradients' all-reduce
+            training.update()          # in place of optimizer.step() and optimizer.zero_grad()
+
+    What a batch is must follow from the step's number and the random streams, which are this rank's own again after
+    a fault. Gradients must be final (reduced and clipped) when :meth:`update` is called. Of the phases of fault
+    specs, ``before_optimizer`` to ``between`` and ``recovery`` are announced.
+
+    Args:
+        call: the running wrapper; its ``checkpoint_manager`` is used, or one is made.
+        modules: what is trained.
+        optimizers: their optimizers.
+        schedulers: learning-rate schedulers that step with every update.
+        group: the global ranks that hold the same modules and optimizers. Default: all (data parallel).
+    """
+
+    def __init__(
+        self,
+        call: HPCallWrapper,
+        modules: Iterable[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        schedulers: Sequence[Any] = (),
+        group: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(modules, optimizers)
+        self.step = 0
+        self._optimizers = list(optimizers)
+        self._schedulers = list(schedulers)
+        self._group = tuple(sorted(group)) if group is not None else tuple(range(dist.get_world_size()))
+        self._call = call
+        self._begun = False
+        if call.checkpoint_manager is None:
+            call.checkpoint_manager = CheckpointManager()
+        self._manager: CheckpointManager = call.checkpoint_manager
+        self._log = StepLog.from_environment()
+        injector = from_environment(dist.get_rank())
+        if injector is not None:
+            injector.damage = lambda: flip_a_bit(next(iter(self.shard().values())))
+            call.phase_hook = lambda phase, step, damage: injector.at(
+                FaultPhase(phase), step, call.generation, damage
+            )
+
+    def steps(self, last: int) -> Iterable[int]:
+        """The optimizer steps to make, from the first that is not committed to ``last``.
+
+        Before the first one the state is recovered, if this is a restart.
+
+        Raises:
+            UnrecoverableError: steps were committed and no rank holds them any more.
+        """
+        self._restore()
+        while self.step < last:
+            self._begun = True
+            self._call.begin_step(self.step + 1)
+            yield self.step + 1
+            if self.step < self._call.making_step:
+                raise RuntimeError(f"step {self._call.making_step} ended without a call of update()")
+            self._call.end_step()
+            self._call.enter_phase("between", self.step)
+
+    def update(self, loss: float | None = None) -> None:
+        """Apply the gradients, on all ranks or on none, and clear them.
+
+        Args:
+            loss: kept with the step, where somebody records it.
+        """
+        self._call.making_loss = loss
+        guarded_update(
+            self._call.making_step,
+            self.apply_held_update,
+            lock=self._call.parameter_update_lock,
+            ready=self._ready,
+            committed=self._call.committed,
+            phase=self._call.enter_phase,
+        )
+        self.step = self._call.making_step
+        self._record(loss)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _record(self, loss: float | None) -> None:
+        """Record the committed step, where that is asked for (``--record-steps``) and the loss is known."""
+        if self._log is not None and loss is not None:
+            self._log.record(self.step, loss, digest_parameters(self.modules))
+
+    def _ready(self, step: int) -> None:
+        self._call.enter_phase("before_optimizer", step)
+        self._manager.store_rng_states(step, loss=self._call.making_loss)
+        self._call.parameter_update_lock.mark_ready(step)
+
+    def _restore(self) -> None:
+        call, manager = self._call, self._manager
+        if call.generation > 0:
+            call.enter_phase("recovery", call.high_water)
+            objects = manager.recover(self)
+            if objects is None and call.high_water > 0:
+                reason = manager.refusal or "no rank holds the state in memory"
+                if not manager.allow_restart_from_scratch:
+                    raise UnrecoverableError(reason)
+                logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
+            self.step = objects["step"] if objects is not None else 0
+            states = manager.rng_of(self.step)
+            if self._log is not None and states is not None and (self._log.last_step() or 0) < self.step:
+                self._record(states.loss)  # committed, but the fault came before it was recorded
+        else:
+            manager.store_rng_states(0)
+        manager.restore_rng_at(batch_start=False)
+        manager.attach(self, self.step)
+        call.begin_data()
+
+    # --- what the manager asks for (checkpointless.recovery.live_state.LiveState) ---------------------------------
+
+    def group(self) -> tuple[int, ...]:
+        """The ranks that hold the same state."""
+        return self._group
+
+    @override
+    def objects(self, step: int | None = None) -> dict[str, Any]:
+        """The step, and the plain values of optimizers and schedulers."""
+        schedulers = [scheduler.state_dict() for scheduler in self._schedulers]
+        return {**super().objects(), "step": step, "schedulers": schedulers}
+
+    @override
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Put back what :meth:`objects` gave."""
+        super().load_objects(objects)
+        for scheduler, state in zip(self._schedulers, objects["schedulers"]):
+            scheduler.load_state_dict(dict(state))
+
+    def has_begun(self) -> bool:
+        """Whether a step has begun since the state was loaded."""
+        return self._begun
+
+    def apply_held_update(self) -> None:
+        """One step of every optimizer and scheduler."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def settle(self) -> None:
+        """Every rank of the group holds everything: nothing follows from other ranks' shards."""

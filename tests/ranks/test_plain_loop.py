@@ -1,0 +1,44 @@
+"""A training loop without Lightning or NeMo, with a plain torch optimizer, through faults around its commit."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.verify import compare
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+
+STEPS = 7
+
+
+def train(zygote: Zygote, run_dir: Path, *faults: str) -> Job:
+    return run_job(zygote, run_dir, 3, script=str(SCRIPTS / "plain_adamw.py"), args=(str(STEPS),), faults=faults)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    job = train(nemo_zygote, tmp_path_factory.mktemp("plain") / "run")
+    assert job.code == 0, job.story()
+    return job
+
+
+@pytest.mark.parametrize("phase", ["before_optimizer", "optimizer", "after_optimizer", "between"])
+def test_a_plain_adamw_is_protected(nemo_zygote: Zygote, tmp_path: Path, undisturbed: Job, phase: str) -> None:
+    faults = (f"exception@{phase}:rank=1,step=2", f"sigkill@{phase}:rank=0,step=5")
+    job = train(nemo_zygote, tmp_path / "run", *faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    verdict = compare(undisturbed.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == STEPS
+
+
+def test_nobody_left_ends_the_job_with_the_reason(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    faults = tuple(f"sigkill@before_optimizer:rank={rank},step=3" for rank in range(3))
+    job = train(nemo_zygote, tmp_path / "run", *faults)
+    assert job.code == 1
+    assert "no living rank holds the shard of ranks 0, 1, 2" in job.said[-1]

@@ -1,0 +1,255 @@
+"""Digests: the same bytes give the same, and whatever damage a tensor can take gives another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from checkpointless.recovery import checksum
+from checkpointless.recovery.checksum import MemoryChecksumManager, digest_bytes, digest_on_device, digest_parts
+from checkpointless.recovery.state_tree import tensor_bytes
+
+Digest = Callable[[torch.Tensor], int]
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 5), (2, 3, 4)]
+SIGN_OF_BOTH = -(2**63) + 2**31  # the signs of the two fp32 (or of the second and fourth bf16) of a lane
+each_digest = pytest.mark.parametrize("digest", [digest_bytes, digest_on_device])
+lanes = st.integers(-(2**63), 2**63 - 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_chunks() -> Iterator[None]:
+    """Chunks of 4 lanes, so that tensors of a few hundred bytes have several of them."""
+    with mock.patch.multiple(checksum, _CHUNK_LANES=4, _weights={}):
+        yield
+
+
+def flat(data: bytes) -> torch.Tensor:
+    """A flat uint8 tensor of its own."""
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Of random bytes, or of random truth."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    made = torch.empty(shape, dtype=dtype)
+    tensor_bytes(made).copy_(
+        torch.randint(0, 256, (made.numel() * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    )
+    return made
+
+
+@each_digest
+@given(st.binary(min_size=1, max_size=200), st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_flipped_bit_changes_it(digest: Digest, data: bytes, choice: st.DataObject) -> None:
+    bit = choice.draw(st.integers(0, 8 * len(data) - 1))
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    assert digest(flat(bytes(damaged))) != digest(flat(data))
+
+
+@each_digest
+def test_every_single_bit_of_several_chunks_counts(digest: Digest) -> None:
+    tensor = filled((77,), torch.uint8)
+    found = {digest(tensor)}
+    for index, bit in itertools.product(range(77), range(8)):
+        damaged = tensor.clone()
+        damaged[index] ^= 1 << bit
+        found.add(digest(damaged))
+    assert len(found) == 1 + 77 * 8
+
+
+@each_digest
+@given(st.lists(lanes, min_size=2, max_size=12), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_another_order_of_lanes_changes_it(digest: Digest, values: list[int], random: st.DrawFn) -> None:
+    shuffled = list(values)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assume(shuffled != values)
+    assert digest(tensor_bytes(torch.tensor(shuffled))) != digest(tensor_bytes(torch.tensor(values)))
+
+
+@each_digest
+def test_an_exchange_of_any_two_lanes_changes_it(digest: Digest) -> None:
+    tensor = torch.arange(13)  # as alike as lanes can be
+    found = [digest(tensor_bytes(tensor))]
+    for one, other in itertools.combinations(range(13), 2):
+        exchanged = tensor.clone()
+        exchanged[[one, other]] = tensor[[other, one]]
+        found.append(digest(tensor_bytes(exchanged)))
+    assert len(set(found)) == len(found)
+
+
+@each_digest
+def test_an_exchange_of_whole_chunks_changes_it(digest: Digest) -> None:
+    chunks = filled((3, 4), torch.int64)
+    found = {digest(tensor_bytes(chunks[list(order)])) for order in itertools.permutations(range(3))}
+    assert len(found) == 6
+
+
+@each_digest
+@given(st.binary(max_size=100), st.integers(1, 70))
+@settings(max_examples=200, deadline=None)
+def test_zeros_at_either_end_change_it(digest: Digest, data: bytes, zeros: int) -> None:
+    whole = digest(flat(data))
+    assert digest(flat(data + bytes(zeros))) != whole
+    assert digest(flat(bytes(zeros) + data)) != whole
+
+
+@each_digest
+def test_zeros_of_every_length_differ(digest: Digest) -> None:
+    assert len({digest(flat(bytes(length))) for length in range(200)}) == 200
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@each_digest
+def test_negating_several_elements_changes_it(digest: Digest, dtype: torch.dtype) -> None:
+    for seed in range(50):
+        tensor = filled((16,), dtype, seed)
+        whole = digest(tensor_bytes(tensor))
+        for start in range(0, 16, 4):
+            negated = tensor.clone()
+            negated[start : start + 4] *= -1
+            assert digest(tensor_bytes(negated)) != whole
+        assert digest(tensor_bytes(-tensor)) != whole
+
+
+@each_digest
+@pytest.mark.parametrize("mask", [SIGN_OF_BOTH, SIGN_OF_BOTH >> 1, -(2**63), 2**62, 2**31, 1])
+def test_the_same_bits_flipped_in_two_lanes_change_it(digest: Digest, mask: int) -> None:
+    """Changes that are alike do not make up for each other, where a digest is a sum."""
+    for seed in range(100):
+        tensor = filled((8,), torch.int64, seed)
+        whole = digest(tensor_bytes(tensor))
+        for one, other in itertools.combinations(range(8), 2):
+            damaged = tensor.clone()
+            damaged[[one, other]] ^= mask
+            assert digest(tensor_bytes(damaged)) != whole, (seed, one, other)
+
+
+@each_digest
+@given(st.integers(0, 2**32), st.integers(0, 63), st.sets(st.integers(0, 15), min_size=1))
+@settings(max_examples=200, deadline=None)
+def test_one_bit_flipped_in_several_lanes_changes_it(digest: Digest, seed: int, bit: int, where: set[int]) -> None:
+    tensor = filled((16,), torch.int64, seed)
+    damaged = tensor.clone()
+    damaged[sorted(where)] ^= -(2**63) if bit == 63 else 1 << bit
+    assert digest(tensor_bytes(damaged)) != digest(tensor_bytes(tensor))
+
+
+@each_digest
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_dtype_and_shape(digest: Digest, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = filled(shape, dtype)
+    found = digest(tensor_bytes(tensor))
+    assert 0 <= found < 2**64
+    assert digest(tensor_bytes(tensor.clone())) == found
+    if tensor.numel():
+        damaged = tensor.clone()
+        tensor_bytes(damaged)[-1] ^= 1
+        assert digest(tensor_bytes(damaged)) != found
+
+
+@each_digest
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_with_gaps_has_the_digest_of_its_contiguous_copy(digest: Digest, dtype: torch.dtype) -> None:
+    base = filled((6, 10), dtype)
+    for view in (base.t(), base[:, 3:], base[::2], base[1:, ::3], base[:1].expand(4, 10)):
+        assert digest(tensor_bytes(view)) == digest(tensor_bytes(view.contiguous().clone()))
+    assert digest(tensor_bytes(base.t())) != digest(tensor_bytes(base))
+
+
+@each_digest
+@given(st.binary(max_size=100), st.integers(0, 17))
+@settings(max_examples=100, deadline=None)
+def test_it_does_not_depend_on_where_the_bytes_lie(digest: Digest, data: bytes, before: int) -> None:
+    assert digest(flat(bytes(before) + data)[before:]) == digest(flat(data))
+
+
+@each_digest
+@pytest.mark.parametrize(("offset", "skipped"), [(offset, skipped) for offset in range(8) for skipped in range(8)])
+def test_nor_on_where_the_storage_begins(digest: Digest, offset: int, skipped: int) -> None:
+    data = bytearray(range(100))
+    view = torch.frombuffer(data, dtype=torch.uint8, offset=offset)[skipped : skipped + 40]
+    assert digest(view) == digest(flat(bytes(data[offset + skipped : offset + skipped + 40])))
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_parts_have_the_digest_of_the_whole(pieces: list[bytes]) -> None:
+    assert digest_parts(flat(piece) for piece in pieces) == digest_bytes(flat(b"".join(pieces)))
+
+
+def test_the_chunks_do_not_depend_on_each_other() -> None:
+    """Lanes of one chunk cannot stand in for those of another."""
+    tensor = torch.zeros(16, dtype=torch.int64)
+    found = set()
+    for index in range(16):
+        marked = tensor.clone()
+        marked[index] = 1
+        found.add(digest_on_device(tensor_bytes(marked)))
+    assert len(found) == 16
+
+
+def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
+    manager = MemoryChecksumManager()
+    tensor = filled((4, 4), torch.float32)
+    damaged = tensor.clone()
+    tensor_bytes(damaged)[0] ^= 1
+    shards = [
+        {("a",): tensor},
+        {("b",): tensor},
+        {("a", 0): tensor},
+        {("a",): tensor.view(torch.int32)},
+        {("a",): tensor.view(2, 8)},
+        {("a",): damaged},
+        {("a",): tensor, ("b",): tensor},
+        {("a",): tensor, ("b",): damaged},
+        {("a",): damaged, ("b",): tensor},
+        {("b",): tensor, ("a",): tensor},
+        {},
+    ]
+    found = [manager.digest_all(shard) for shard in shards]
+    assert len(set(found)) == len(found)
+    assert all(len(each) == 32 for each in found)
+    assert manager.digest_all({("a",): tensor.clone()}) == found[0]
+
+
+def test_each_tensor_has_its_own_digest() -> None:
+    manager = MemoryChecksumManager()
+    tensors = {("a",): filled((3,), torch.bfloat16), ("b", 1): filled((2, 2), torch.float32, seed=1)}
+    assert manager.digest_each(tensors) == {key: manager.digest(tensor) for key, tensor in tensors.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_digest_is_the_same_on_every_device() -> None:
+    for length in (0, 1, 7, 8, 9, 31, 32, 33, 1000):
+        tensor = filled((length,), torch.uint8)
+        assert digest_bytes(tensor.cuda()) == digest_on_device(tensor)
