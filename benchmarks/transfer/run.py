@@ -88,7 +88,10 @@ def table(entries: list[dict[str, Any]]) -> str:
         for side in SIDES
         if any(entry["side"] == side for entry in entries)
     }
-    lines = ["| side | GB/s: median (range) | of raw | extra memory, filled rank / holder, MiB |", "|---|---|---|---|"]
+    lines = [
+        "| side | GB/s: median (range) | of raw | extra memory, filled rank / holder, MiB |",
+        "| --- | --- | --- | --- |",
+    ]
     for side, speed in speeds.items():
         of_raw = f"{speed['median'] / speeds['raw']['median']:.0%}" if "raw" in speeds else ""
         extras = [entry["extra_bytes"] for entry in entries if entry["side"] == side]
@@ -124,7 +127,8 @@ def main() -> None:
     entries = measure(settings)
     print(table(entries))
     if options.json is not None:
-        options.json.write_text(json.dumps({"machine": about, "settings": settings, "transfers": entries}, indent=1))
+        results = {"machine": about, "settings": settings, "transfers": entries}
+        options.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import psutil
 import torch
+
+_PROC = Path("/proc/self")
+_RESET_PEAK = "5"  # see proc(5), clear_refs
+_before: dict[str, int] = {}  # what was held when the peak was last reset
 
 
 def memory_status() -> dict[str, int]:
@@ -18,3 +25,34 @@ def memory_status() -> dict[str, int]:
         status["cuda_allocated_bytes"] = torch.cuda.memory_allocated()
         status["cuda_reserved_bytes"] = torch.cuda.memory_reserved()
     return status
+
+
+def reset_peak() -> None:
+    """From now on :func:`peak_growth` counts. Does nothing where the kernel does not allow it."""
+    _before.clear()
+    with contextlib.suppress(OSError):
+        (_PROC / "clear_refs").write_text(_RESET_PEAK)
+        _before["rss"] = _resident_peak()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        _before["cuda"] = torch.cuda.memory_allocated()
+
+
+def peak_growth() -> dict[str, int]:
+    """How much more memory than at :func:`reset_peak` was held at the most since then, in bytes.
+
+    Empty where that was never called (a process that is new) or is not known.
+    """
+    grown: dict[str, int] = {}
+    if "rss" in _before:
+        grown["peak_growth_bytes"] = _resident_peak() - _before["rss"]
+    if "cuda" in _before:
+        grown["cuda_peak_growth_bytes"] = torch.cuda.max_memory_allocated() - _before["cuda"]
+    return grown
+
+
+def _resident_peak() -> int:
+    for line in (_PROC / "status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("this kernel does not tell the peak of resident memory")

@@ -28,7 +28,7 @@ from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
 from checkpointless.inprocess.gloo_wait import InterruptibleWait
 from checkpointless.inprocess.group_graveyard import reap
 from checkpointless.inprocess.health_check import CudaHealthCheck
-from checkpointless.inprocess.memory import memory_status
+from checkpointless.inprocess.memory import memory_status, reset_peak
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.profile import tracing
 from checkpointless.inprocess.signal_handlers import SignalHandlers
@@ -290,6 +290,7 @@ class HPCallWrapper:
         self._adopt_incident()
         self._open_span = None
         self.phase_hook = None
+        reset_peak()
         if not self.restart_in_process:
             self._replace("in-process recovery is switched off (CheckpointlessCallback(enable_inprocess=False))")
         try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from checkpointless.agent.board import Board
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError, active_call_wrapper
-from checkpointless.inprocess.memory import memory_status
+from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.checksum import MemoryChecksumManager
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
@@ -345,7 +345,7 @@ class CheckpointManager:
         with _span("verify", refilled=bool(sources)) as fields:
             live.load_objects(objects)
             live.settle()
-            fields.update(memory_status())
+            fields.update(peak_growth())
         return objects
 
     @staticmethod

@@ -43,6 +43,8 @@ class IncidentSummary:
         target: the step after which training resumes; None if nothing was decided, or nothing committed before.
         nbytes: bytes received by the ranks that were filled.
         sources: the ranks that they came from.
+        peak_growth_bytes: how much more host memory than at the fault a rank that lived through it held at the most
+            until its state was back; None if nobody said.
         respawned: the ranks that got a new process.
         outcome: how it ended.
         reason: why recovery was refused or broke off ("" if it was not).
@@ -60,6 +62,7 @@ class IncidentSummary:
     target: int | None = None
     nbytes: int = 0
     sources: tuple[int, ...] = ()
+    peak_growth_bytes: int | None = None
     respawned: tuple[int, ...] = ()
     outcome: Outcome = Outcome.FAILED
     reason: str = ""
@@ -170,7 +173,11 @@ def _summary(
         headline_s=None if end is None else _seconds(start, end),
         stages_s={stage: stages_s[stage] for stage in STAGES if stage in stages_s},
         target=next((target for target in targets if isinstance(target, int)), None),
-        nbytes=sum(_whole(event.fields.get("bytes", event.fields.get("nbytes"))) for event in fills),
+        nbytes=sum(_whole(event.fields.get("bytes")) for event in fills),
+        peak_growth_bytes=max(
+            (_whole(event.fields["peak_growth_bytes"]) for event in ends if "peak_growth_bytes" in event.fields),
+            default=None,
+        ),
         sources=tuple(sorted({rank for event in fills for rank in _ranks(event.fields["sources"])})),
         respawned=tuple(sorted({e.rank for e in events if e.stage == "respawn" and e.rank is not None})),
         outcome=outcome,

@@ -21,6 +21,7 @@ from checkpointless.inprocess import (
     RankShouldRestart,
 )
 from checkpointless.inprocess.fault_thread import MainThread
+from checkpointless.inprocess.memory import peak_growth, reset_peak
 from checkpointless.inprocess.signal_handlers import SignalHandlers
 from checkpointless.inprocess.wrap import is_victim
 
@@ -133,3 +134,13 @@ def test_handlers_that_a_block_leaves_are_taken_back() -> None:
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGUSR1, before[1])
+
+
+def test_the_peak_of_memory_counts_from_its_reset() -> None:
+    block = b"x" * 200_000_000
+    reset_peak()
+    assert peak_growth()["peak_growth_bytes"] < 50_000_000
+    more = b"y" * 100_000_000
+    del more
+    assert 90_000_000 < peak_growth()["peak_growth_bytes"] < 150_000_000
+    del block
