@@ -23,10 +23,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-NVRX_VERSION = "0.4.1"
-NVRX_TARGET = Path(__file__).resolve().parent / ".venvs" / f"nvrx-{NVRX_VERSION}"
-# It, and what it imports and checkpointless does not need; torch is the same for all.
-_NVRX_PACKAGES = (f"nvidia-resiliency-ext=={NVRX_VERSION}", "defusedxml", "nvidia-ml-py", "pynvml")
+TARGETS = Path(__file__).resolve().parent / ".venvs"
 BENCHMARK_ID_ENV = "CHECKPOINTLESS_BENCHMARK_ID"
 _POLL_S = 0.05
 _END_S = 5.0
@@ -142,13 +139,18 @@ class Job:
                 continue
 
 
-def install_nvrx() -> None:
-    """Put NVRx where only the benchmarks see it: one compares with it, and NeMo's checkpoints import it."""
-    if (NVRX_TARGET / "nvidia_resiliency_ext").is_dir():
+def install_beside(target: Path, *packages: str) -> None:
+    """Put what a benchmark compares with where only it sees it, without what it depends on.
+
+    Args:
+        target: a directory; nothing is done if it is there.
+        packages: for ``pip``.
+    """
+    if target.is_dir():
         return
-    progress(f"installing nvidia-resiliency-ext {NVRX_VERSION} into {NVRX_TARGET}")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(NVRX_TARGET)]
-    subprocess.run([*pip, *_NVRX_PACKAGES], check=True)
+    progress(f"installing {packages[0]} into {target}")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+    subprocess.run([*pip, *packages], check=True)
 
 
 def search_path(*before: Path) -> str:

@@ -19,10 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import (
-    NVRX_TARGET,
     Job,
     Mark,
-    install_nvrx,
     interruptible,
     machine,
     parser,
@@ -67,7 +65,7 @@ class Outcome:
 def job(side: str, fault: str, directory: Path) -> Job:
     """The processes of one side."""
     arguments = [str(HERE / "train.py"), side, str(directory), str(STEPS), FAULTS[fault]]
-    environment = {"PYTHONPATH": search_path(NVRX_TARGET), "OMP_NUM_THREADS": "1", "CHECKPOINTLESS_CPU": "1"}
+    environment = {"PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", "CHECKPOINTLESS_CPU": "1"}
     if side == "checkpointless":
         command = [sys.executable, "-m", "checkpointless", "run", "--cpu", "--nproc-per-node", str(NPROC)]
         command += ["--run-dir", str(directory / "run"), "--preload", PRELOAD]
@@ -118,7 +116,6 @@ def main() -> None:
     options.add_argument("--side", choices=SIDES, help="only this side")
     options.add_argument("--fault", choices=list(FAULTS), help="only this fault")
     args = options.parse_args()
-    install_nvrx()
     about = machine(["torch", "lightning", "nemo_toolkit", "megatron-core", "checkpointless"])
     outcomes: list[Outcome] = []
     with interruptible(), ExitStack() as stack:

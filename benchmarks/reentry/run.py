@@ -18,10 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from block import VICTIM, Fault, Peers
 from common import (
-    NVRX_TARGET,
-    NVRX_VERSION,
+    TARGETS,
     Job,
-    install_nvrx,
+    install_beside,
     interruptible,
     machine,
     parser,
@@ -36,6 +35,10 @@ from common import (
 HERE = Path(__file__).resolve().parent
 NPROC = 4
 START_LIMIT_S = 120.0
+NVRX_VERSION = "0.4.1"
+NVRX_TARGET = TARGETS / f"nvrx-{NVRX_VERSION}"
+# It, and what it imports and checkpointless does not need; torch is the same for all.
+NVRX_PACKAGES = (f"nvidia-resiliency-ext=={NVRX_VERSION}", "defusedxml", "nvidia-ml-py", "pynvml")
 OURS, NVRX, NVRX_IMPATIENT = "checkpointless", "nvrx", "nvrx-10s-collectives"
 # What a collective may take under NVRx: torch's default for gloo, and less than a real job could bear.
 COLLECTIVE_TIMEOUT_S = {NVRX: 1800.0, NVRX_IMPATIENT: 10.0}
@@ -126,7 +129,7 @@ def main() -> None:
     options.add_argument("--fault", choices=[each.value for each in Fault], help="only this fault")
     options.add_argument("--peers", choices=[each.value for each in Peers], help="only with peers like this")
     args = options.parse_args()
-    install_nvrx()
+    install_beside(NVRX_TARGET, *NVRX_PACKAGES)
     about = machine(["torch", "checkpointless"])
     about["versions"]["nvidia-resiliency-ext"] = NVRX_VERSION
     cases = [

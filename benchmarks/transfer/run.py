@@ -18,11 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import ROOT, machine, progress, search_path, spread
+from common import ROOT, TARGETS, install_beside, machine, progress, search_path, spread
 
 HERE = Path(__file__).resolve().parent
 TORCHFT_VERSION = "0.2.0"
-TORCHFT_TARGET = HERE.parent / ".venvs" / f"torchft-{TORCHFT_VERSION}"
+TORCHFT_TARGET = TARGETS / f"torchft-{TORCHFT_VERSION}"
 SIDES = ("raw", "ours_1", "ours_2", "torchft_http", "torchft_pg")
 LABELS = {
     "raw": "gloo, raw, 256 MiB a send",
@@ -31,15 +31,6 @@ LABELS = {
     "torchft_http": "torchft HTTPTransport, 10 chunks",
     "torchft_pg": "torchft PGTransport, in place",
 }
-
-
-def install_torchft() -> None:
-    """Put torchft where only this benchmark sees it."""
-    if (TORCHFT_TARGET / "torchft").is_dir():
-        return
-    progress(f"installing torchft {TORCHFT_VERSION} into {TORCHFT_TARGET}")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(TORCHFT_TARGET)]
-    subprocess.run([*pip, f"torchft=={TORCHFT_VERSION}"], check=True)
 
 
 def measure(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     sides = options.sides.split(",")
     if any(side.startswith("torchft") for side in sides):
-        install_torchft()
+        install_beside(TORCHFT_TARGET, f"torchft=={TORCHFT_VERSION}")
     settings = {
         "repeats": options.repeats,
         "small": options.small,
