@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+_NO_PARTITION = "the reported replica groups do not partition the ranks"
+
 
 class Verdict(Enum):
     """What a decision says."""
@@ -116,8 +118,7 @@ def _assign(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport], ta
                 sources.append(rank)
             else:
                 behind.append(rank)
-        for rank in behind:
-            refills[rank] = tuple(sources)
+        refills.update(dict.fromkeys(behind, tuple(sources)))
     return Decision(Verdict.RESUME, target, tuple(redo), refills)
 
 
@@ -125,11 +126,22 @@ def _groups(reports: Sequence[RankReport]) -> list[tuple[int, ...]]:
     ranks = {report.rank for report in reports}
     if len(ranks) != len(reports):
         raise ValueError("two reports come from one rank")
-    groups = sorted({report.group for report in reports})
-    members = [rank for group in groups for rank in group]
-    if sorted(members) != sorted(ranks) or any(report.rank not in report.group for report in reports):
-        raise ValueError("the reported replica groups do not partition the ranks")
-    return groups
+    group_of: dict[int, tuple[int, ...]] = {}
+    groups: list[tuple[int, ...]] = []
+    for report in reports:
+        known = group_of.get(report.rank)
+        if known is None:  # the first of its group; the others' are compared with it, which is cheaper than hashing
+            groups.append(report.group)
+            for rank in report.group:
+                if rank in group_of:
+                    raise ValueError(_NO_PARTITION)
+                group_of[rank] = report.group
+            known = group_of.get(report.rank)
+        if known is not report.group and known != report.group:
+            raise ValueError(_NO_PARTITION)
+    if group_of.keys() != ranks:
+        raise ValueError(_NO_PARTITION)
+    return sorted(groups)
 
 
 def _corrupt(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> tuple[list[int], str]:

@@ -287,13 +287,12 @@ def _send_buckets(
         if payload is None:
             slot = staging.take()
             payload = _pack(tensors, bucket, slot)
-        digest_of = payload
+        digest = digest_bytes(payload)  # before it is sent: what was read for this is in the cache for that
+        for order in takers:
+            order.digests.append(digest)
         if on_bucket is not None:
             payload = on_bucket(position, len(parcels), payload)
         window.append(([dist.isend(payload, order.destination) for order in takers], slot))
-        digest = digest_bytes(digest_of)
-        for order in takers:
-            order.digests.append(digest)
     while window:
         _finish(window.popleft(), staging)
 
