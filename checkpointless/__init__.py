@@ -32,7 +32,12 @@ if TYPE_CHECKING:
         RankShouldRestart,
         UnrecoverableError,
     )
-    from checkpointless.recovery import CheckpointManager, MemoryChecksumManager, PlainTraining
+    from checkpointless.recovery import (
+        CheckpointManager,
+        MemoryChecksumManager,
+        PEFTCheckpointManager,
+        PlainTraining,
+    )
 
 __all__ = [
     "Abort",
@@ -54,6 +59,7 @@ __all__ = [
     "HealthCheckError",
     "InternalError",
     "MemoryChecksumManager",
+    "PEFTCheckpointManager",
     "ParameterUpdateLock",
     "PlainTraining",
     "RankShouldRestart",
@@ -65,6 +71,7 @@ _ELSEWHERE = {
     "CheckpointManager": "recovery",
     "HPAgentK8sAPIFactory": "agent",
     "MemoryChecksumManager": "recovery",
+    "PEFTCheckpointManager": "recovery",
     "PlainTraining": "recovery",
     "wait_rank": "agent",
 }

@@ -2,6 +2,7 @@
 
 from checkpointless.recovery.checksum import MemoryChecksumManager
 from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.peft import PEFTCheckpointManager
 from checkpointless.recovery.plain import PlainTraining
 
-__all__ = ["CheckpointManager", "MemoryChecksumManager", "PlainTraining"]
+__all__ = ["CheckpointManager", "MemoryChecksumManager", "PEFTCheckpointManager", "PlainTraining"]

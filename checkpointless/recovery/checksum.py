@@ -45,28 +45,34 @@ def digest_on_device(flat: torch.Tensor) -> int:
     always changes it, and an exchange of two changes it unless they are equal or the mixes happen to collide.
     """
     whole = flat.numel() // _LANE_BYTES * _LANE_BYTES
-    total = flat.numel()
+    sums: list[tuple[int, torch.Tensor]] = []
     body, tail = flat[:whole], flat[whole:]
     if tail.numel():
         padded = torch.zeros(_LANE_BYTES, dtype=torch.uint8, device=flat.device)
         padded[: tail.numel()] = tail
-        total += _mixed_sum(padded.view(torch.int64), -1)
+        sums.append((-1, _mixed_sum(padded.view(torch.int64))))
     if whole:
         if body.storage_offset() % _LANE_BYTES or body.data_ptr() % _LANE_BYTES:
             body = body.clone()
         lanes = body.view(torch.int64)
         for number, start in enumerate(range(0, lanes.numel(), _CHUNK_LANES)):
-            total += _mixed_sum(lanes[start : start + _CHUNK_LANES], number)
-    return total & _WORD
+            sums.append((number, _mixed_sum(lanes[start : start + _CHUNK_LANES])))
+    if not sums:
+        return 0
+    values = torch.stack([value for _, value in sums]).tolist()  # the device is waited for here, once
+    weighed = sum((2 * number + 5) * value for (number, _), value in zip(sums, values))
+    return (flat.numel() + weighed) & _WORD
 
 
-def _mixed_sum(lanes: torch.Tensor, chunk: int) -> int:
-    """The sum of the mixed lanes of one chunk, times an odd weight of the chunk's number."""
+def _mixed_sum(lanes: torch.Tensor) -> torch.Tensor:
+    """The sum of the mixed lanes of one chunk, int64, shape ``()``."""
     mixed = lanes + _positions(lanes.device)[: lanes.numel()]
     for shift, factor in _FINALIZER:
         shifted = (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # without the sign
-        mixed = mixed.bitwise_xor_(shifted).mul_(factor)
-    return int(mixed.sum().item()) * (2 * chunk + 5)
+        mixed = mixed.bitwise_xor_(shifted)
+        if factor != 1:
+            mixed = mixed.mul_(factor)
+    return mixed.sum()
 
 
 def _positions(device: torch.device) -> torch.Tensor:

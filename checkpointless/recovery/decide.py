@@ -154,9 +154,9 @@ def _corrupt(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -
             if report is not None and report.committed is not None and report.digest is not None:
                 by_step[report.committed][rank] = report.digest
         for step, digests in by_step.items():
-            counts = Counter(digests.values()).most_common()
-            if len(counts) == 1:
+            if len(set(digests.values())) == 1:
                 continue
+            counts = Counter(digests.values()).most_common()
             if counts[0][1] == counts[1][1]:
                 return [], (
                     f"the replicas of the shard of ranks {_names(members)} differ at step {step} and no majority "

@@ -222,7 +222,7 @@ def test_the_digest_of_a_shard_is_of_keys_dtypes_shapes_and_bytes() -> None:
     tensor = filled((4, 4), torch.float32)
     damaged = tensor.clone()
     tensor_bytes(damaged)[0] ^= 1
-    shards = [
+    shards: list[dict[tuple, torch.Tensor]] = [
         {("a",): tensor},
         {("b",): tensor},
         {("a", 0): tensor},

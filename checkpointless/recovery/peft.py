@@ -1,0 +1,244 @@
+"""Restores fine-tuning with adapters: frozen base weights are kept and filled once, the adapters each time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from checkpointless.recovery.decide import Decision, Verdict
+from checkpointless.recovery.exchange import all_gather_json
+from checkpointless.recovery.live_state import LiveState
+from checkpointless.recovery.manager import CheckpointManager, HeldState, _span
+from checkpointless.recovery.transfer import Fill, Key, TensorEntry, TransferReport, receive_state, send_state
+
+_MODEL = "model"  # the first word of the key of a parameter or buffer
+
+
+class PEFTCheckpointManager(CheckpointManager):
+    """A :class:`CheckpointManager` for fine-tuning with adapters (LoRA and the like) on a frozen base model.
+
+    The base model's weights are held by reference from the first time on that they are whole, over all
+    generations, apart from what training changes. A process that lived through a fault keeps them through any
+    number of recoveries, also through one in which its own adapters have to be filled; a new process is given them
+    once, and keeps them if that recovery fails after they came. Adapters, optimizer and schedulers are restored
+    each time, as always.
+
+    What is frozen is known from :attr:`params_to_save`; while that is empty, nothing is, and this is a
+    ``CheckpointManager``.
+
+    Args:
+        *args: as for ``CheckpointManager``. With ``enable_checksum`` the base weights are compared between
+            replicas, too, and those of a rank that is refilled are compared with its sources'.
+        **kwargs: as for ``CheckpointManager``.
+
+    Attributes:
+        params_to_save: the names of all parameters and buffers that training may change; the strategy sets it when
+            the adapters have been added to the model.
+        base_model_weights: the frozen weights by key, references to the running model's own; None before they were
+            whole for the first time.
+        base_model_keys_to_extract: their keys, in the order in which they are sent; None as long as they are.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params_to_save: set[str] = set()
+        self.base_model_weights: dict[Key, torch.Tensor] | None = None
+        self.base_model_keys_to_extract: list[Key] | None = None
+        self._base_offloaded = False
+        self._base_arrived: dict[Key, torch.Tensor] = {}  # what an interrupted transfer had room for, filled or not
+
+    def is_adapter_key(self, key: str | tuple[Any, ...]) -> bool:
+        """Whether a tensor belongs to what training changes, and not to the base model.
+
+        Args:
+            key: its name; or its key in the state (:class:`~checkpointless.recovery.tensors.TrainingTensors`),
+                where all that belongs to an optimizer is an adapter's; or a tuple of its name and the parameter
+                itself, of which it counts whether it is trained.
+        """
+        if isinstance(key, tuple):
+            if len(key) > 1 and isinstance(key[1], torch.Tensor):
+                return key[1].requires_grad
+            return key[0] != _MODEL or self.is_adapter_key(str(key[-1]))
+        return key in self.params_to_save or ".adapter." in key or key.endswith(".adapters")
+
+    # --- keeping --------------------------------------------------------------------------------------------------
+
+    def maybe_save_base_model(self, trainer: Any) -> None:
+        """Keep references to the base model's weights, if they are not kept yet.
+
+        Args:
+            trainer: its weights are whole; its strategy has ``live_state()``.
+        """
+        if self.base_model_weights is None:
+            self._keep_base(trainer.strategy.live_state().tensors())
+
+    @override
+    def save_checkpoint(self, trainer: Any) -> None:
+        """Keep hold of the adapters' state of ``trainer`` as it is now, and of the base model if it is not yet.
+
+        Args:
+            trainer: a trainer whose strategy has ``live_state()``.
+        """
+        self.maybe_save_base_model(trainer)
+        super().save_checkpoint(trainer)
+
+    @override
+    def attach(self, live: LiveState, step: int) -> None:
+        """The rank's state is whole and lives in ``live`` from now on; so do the base model's weights.
+
+        Args:
+            live: the state.
+            step: the optimizer step that it is after.
+        """
+        self._keep_base(live.tensors())
+        super().attach(live, step)
+
+    @override
+    def maybe_offload_checkpoint(self) -> None:
+        """Move the base model's weights to pinned host memory, if ``enable_offload`` asks for it.
+
+        The adapters stay where they are: they are small.
+        """
+        held = self._held
+        base = self.base_model_weights
+        if not self.enable_offload or self._base_offloaded or base is None or held is None or held.live is not None:
+            return
+        host = {
+            key: torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            if tensor.device.type != "cpu"
+            else tensor
+            for key, tensor in base.items()
+        }
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.base_model_weights = host
+        self._base_offloaded = True
+
+    @override
+    def _hold(self, live: LiveState) -> None:
+        super()._hold(live)
+        held = self._held
+        if held is None:
+            return
+        self._separate(held)
+        if held.digest is not None and self.base_model_keys_to_extract:
+            tensors = live.tensors()  # and not what has been offloaded: elsewhere it may not have been
+            base = {key: tensors[key] for key in self.base_model_keys_to_extract}
+            held.digest += self.checksum_manager.digest_all(base)
+        self.maybe_offload_checkpoint()
+
+    def _separate(self, held: HeldState) -> None:
+        """Leave in ``held`` what is not kept as base weights."""
+        if self.base_model_weights is None:
+            self._keep_base(held.tensors)
+        base = self.base_model_weights or {}
+        held.tensors = {key: tensor for key, tensor in held.tensors.items() if key not in base}
+
+    def _keep_base(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        """Keep references to the base weights among ``tensors``."""
+        if not self.params_to_save:
+            return
+        self.base_model_keys_to_extract = [key for key in tensors if not self.is_adapter_key(key)]
+        self.base_model_weights = {key: tensors[key] for key in self.base_model_keys_to_extract}
+        self._base_offloaded = False
+
+    # --- restoring ------------------------------------------------------------------------------------------------
+
+    def try_base_model_checkpointless_load(self, trainer: Any) -> dict[str, Any] | None:
+        """Put the base model's weights of ``trainer`` in place, from this rank's memory or a peer's. Collective.
+
+        For those who want the weights early; :meth:`try_checkpointless_load` does it, too, if it was not done. What
+        is kept of the base model stays kept, whatever comes of the rest.
+
+        Args:
+            trainer: freshly built, its adapters added.
+
+        Returns:
+            ``{"state_dict": {key: tensor}}`` with the weights in their place; None if memory cannot give the state
+            (:attr:`refusal` says why; "": there is none yet).
+        """
+        self.refusal = ""
+        live: LiveState = trainer.strategy.live_state()
+        decision = self._decide(live)
+        if decision.verdict is not Verdict.RESUME:
+            self.refusal = decision.reason
+            return None
+        self._restore_base(live, decision)
+        return {"state_dict": dict(self.base_model_weights or {})}
+
+    @override
+    def _restore(self, live: LiveState, decision: Decision, target: int) -> dict[str, Any]:
+        held = self._held
+        if held is not None:
+            if held.live is not None and dist.get_rank() in decision.redo:
+                self._redo(held, held.live, target)
+            held.live = None
+            self._separate(held)
+        self._restore_base(live, decision)
+        return super()._restore(live, decision, target)
+
+    def _restore_base(self, live: LiveState, decision: Decision) -> None:
+        """Put the base weights in their place: this rank's own, or those of its sources if it has none."""
+        rank = dist.get_rank()
+        lacking = self._ranks_without_base(decision)
+        with _span("transfer", part="base model", refills=len(lacking)) as fields:
+            if rank in lacking:
+                report = self._fill_base(live, decision.refills[rank])
+            else:
+                self._serve_base(decision, lacking, rank)
+                report = self._take_base_back(live)
+            fields.update(asdict(report))
+
+    def _ranks_without_base(self, decision: Decision) -> set[int]:
+        """The ranks that must be given the base weights, as all know them."""
+        if not decision.refills:
+            return set()
+        has_base = self.base_model_weights is not None and not self.enable_checksum
+        return {rank for rank, has in enumerate(all_gather_json(has_base)) if not has and rank in decision.refills}
+
+    def _fill_base(self, live: LiveState, sources: Sequence[int]) -> TransferReport:
+        """Have the base weights filled by ``sources``, with what is right of those that are here already kept."""
+        known = {**(self.base_model_weights or {}), **self._base_arrived}
+        keys: list[Key] = []
+
+        def room(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+            keys.extend(entry.key for entry in entries)
+            live.adopt({key: known[key] for key in keys if key in known})
+            whole = live.room(entries)
+            self._base_arrived = {key: whole[key] for key in keys if key in whole}
+            return whole
+
+        _, report = receive_state(sources, room, known=known, memory_budget_bytes=self.memory_budget_bytes)
+        self._keep_base(self._base_arrived)
+        self._base_arrived = {}
+        return report
+
+    def _serve_base(self, decision: Decision, lacking: Iterable[int], rank: int) -> None:
+        """Fill every rank that lacks the base weights and has this one for a source."""
+        fills = [
+            Fill(destination, decision.refills[destination].index(rank), len(decision.refills[destination]))
+            for destination in sorted(lacking)
+            if rank in decision.refills[destination]
+        ]
+        if fills:
+            base = self.base_model_weights or {}
+            send_state({key: base[key] for key in self.base_model_keys_to_extract or ()}, {}, fills)
+
+    def _take_base_back(self, live: LiveState) -> TransferReport:
+        """Put the kept base weights in their new place: as they are where that is possible, else copied."""
+        began_s = time.monotonic()
+        base = self.base_model_weights or {}
+        adopted = live.adopt(base)
+        copied = [key for key in base if key not in adopted]
+        room = live.room([TensorEntry.of(key, base[key]) for key in copied])
+        with torch.no_grad():
+            for key in copied:
+                room[key].copy_(base[key])
+        kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in base.values())
+        return TransferReport(kept=kept, seconds=time.monotonic() - began_s)

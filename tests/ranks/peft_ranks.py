@@ -1,0 +1,126 @@
+"""What the ranks of test_peft_manager.py do: fine-tuning in torch alone, and recoveries of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.recovery import PEFTCheckpointManager
+from checkpointless.recovery.tensors import TrainingTensors
+from checkpointless.recovery.transfer import Key
+
+
+class FineTuning(TrainingTensors):
+    """A frozen layer and a trained one, the same on every rank: the whole job is one replica group.
+
+    Args:
+        seed: what the weights are made from.
+    """
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.base = torch.nn.Linear(64, 64).requires_grad_(False)
+        self.trained = torch.nn.Linear(64, 4)
+        self.optimizer = torch.optim.Adam(self.trained.parameters(), lr=0.1)
+        super().__init__([torch.nn.ModuleDict({"base": self.base, "trained": self.trained})], [self.optimizer])
+
+    def train(self) -> None:
+        """One optimizer step."""
+        self.trained(self.base(torch.ones(64))).sum().backward()
+        self.optimizer.step()
+
+    def group(self) -> tuple[int, ...]:
+        return tuple(range(dist.get_world_size()))
+
+    def objects(self, step: int | None = None) -> dict[str, Any]:
+        return {"step": step, **super().objects()}
+
+    def has_begun(self) -> bool:
+        return True
+
+    def apply_held_update(self) -> None:
+        self.optimizer.step()
+
+    def settle(self) -> None:
+        pass
+
+
+@dataclass
+class Strategy:
+    """What the manager asks of a strategy."""
+
+    state: FineTuning
+
+    def live_state(self) -> FineTuning:
+        return self.state
+
+
+@dataclass
+class Trainer:
+    """What the manager asks of a trainer."""
+
+    strategy: Strategy
+
+
+def recover(
+    lost: Sequence[Sequence[int]],
+    base_first: bool = False,
+    trained: Sequence[str] = ("trained.weight", "trained.bias"),
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Train a step, and recover from faults, in each of which the processes of the ranks in ``lost`` are new ones.
+
+    Args:
+        lost: for each fault, these ranks.
+        base_first: ask for the base model alone, before all the rest.
+        trained: what the manager is told of.
+        **settings: of the manager.
+
+    Returns:
+        For each fault, what became of this rank's state.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    manager = PEFTCheckpointManager(**settings)
+    manager.params_to_save = set(trained)
+    state = FineTuning(seed=0)
+    manager.attach(state, 0)
+    state.train()
+    outcomes = []
+    for generation, gone in enumerate(lost, 1):
+        expected = {key: tensor.clone() for key, tensor in state.tensors().items()}
+        weight = state.base.weight.data_ptr()
+        manager.hold()
+        if rank in gone:
+            manager = PEFTCheckpointManager(**settings)
+            manager.params_to_save = set(trained)
+        state = FineTuning(seed=generation)
+        trainer = Trainer(Strategy(state))
+        outcome: dict[str, Any] = {"held": sorted(_names(manager))}
+        if base_first:
+            loaded = manager.try_base_model_checkpointless_load(trainer)
+            assert loaded is not None
+            outcome["base_first"] = all(
+                torch.equal(expected[key], each) for key, each in loaded["state_dict"].items()
+            )
+            outcome["base_keys"] = sorted(str(key[-1]) for key in loaded["state_dict"])
+        assert manager.try_checkpointless_load(trainer) is not None
+        manager.attach(state, 0)
+        now = state.tensors()
+        outcome["equal"] = list(now) == list(expected) and all(torch.equal(expected[key], now[key]) for key in now)
+        outcome["base_is_the_same_memory"] = state.base.weight.data_ptr() == weight
+        outcomes.append(outcome)
+        dist.barrier()
+    return outcomes
+
+
+def _names(manager: PEFTCheckpointManager) -> set[str]:
+    """What a manager holds beside the base model."""
+    held = manager._held
+    keys: list[Key] = [] if held is None else list(held.tensors)
+    return {".".join(str(part) for part in key) for key in keys}

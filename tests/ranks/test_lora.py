@@ -1,0 +1,195 @@
+"""NeMo's LoRA through faults: the bits of every step compared with an undisturbed run, and what is moved for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.incidents import Outcome
+from checkpointless.telemetry.verify import Steps, compare
+from tests.ranks.jobs import Disturb, Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+
+RECIPE = "tiny_lora_cpu"
+TP2 = ("strategy.tensor_model_parallel_size=2",)
+PP2 = ("strategy.pipeline_model_parallel_size=2",)
+DROPOUT = (
+    "model.config.hidden_dropout=0.1",
+    "model.config.attention_dropout=0.1",
+    "peft.dropout=0.1",
+)
+
+
+def run_lora(zygote: Zygote, run_dir: Path, args: tuple[str, ...], **settings: Any) -> Job:
+    """Run the LoRA recipe on 4 ranks."""
+    return run_job(zygote, run_dir, 4, script_args=[RECIPE, *args], **settings)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
+    """The steps of a run without faults; each kind of run is made once."""
+    known: dict[tuple[str, ...], Steps] = {}
+
+    def steps(args: tuple[str, ...]) -> Steps:
+        if args not in known:
+            job = run_lora(nemo_zygote, tmp_path_factory.mktemp("undisturbed") / "run", args)
+            assert job.code == 0, job.story()
+            known[args] = job.steps
+        return known[args]
+
+    return steps
+
+
+@pytest.fixture
+def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Disturb:
+    """Run with faults, and require that every one happened and that nothing is different at the end."""
+
+    def run(steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
+        args = (f"trainer.max_steps={steps}", *args)
+        reference = undisturbed(args)
+        job = run_lora(nemo_zygote, tmp_path / "run", args, faults=faults, **settings)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+        verdict = compare(reference, job.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+        assert verdict.steps == steps
+        return job
+
+    return run
+
+
+def moved(job: Job, rank: int) -> list[tuple[int, int]]:
+    """Bytes that ``rank`` was given, recovery by recovery: of the base model, and of all else."""
+    parts = [
+        (event.fields.get("part"), int(event.fields["bytes"]))
+        for event in read_events(job.run_dir)
+        if event.rank == rank and event.stage == "transfer" and event.edge == "end" and "bytes" in event.fields
+    ]
+    base = [nbytes for part, nbytes in parts if part == "base model"]
+    rest = [nbytes for part, nbytes in parts if part != "base model"]
+    return list(zip(base, rest))
+
+
+def test_it_trains(undisturbed: Callable[..., Steps]) -> None:
+    steps = undisturbed(("trainer.max_steps=8",))
+    losses = [float.fromhex(record.loss) for record in steps[0]]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("layout", [(), (*TP2, *DROPOUT)], ids=["dp4", "tp2-dropout"])
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("phase", ["forward", "optimizer"])
+def test_faults(disturb: Disturb, layout: tuple[str, ...], kind: str, phase: str) -> None:
+    job = disturb(4, f"{kind}@{phase}:rank=1,step=3", args=layout)
+    (incident,) = job.incidents
+    assert incident.outcome is Outcome.RESUMED
+    assert incident.respawned == ((1,) if kind == "sigkill" else ())
+    if phase == "forward":
+        assert incident.target == 2
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_first_step(disturb: Disturb, kind: str) -> None:
+    job = disturb(3, f"{kind}@forward:rank=3,step=1")
+    assert job.incidents[0].target == 0
+
+
+def test_pipeline_stages_and_two_faults(disturb: Disturb) -> None:
+    disturb(5, "sigkill@backward:rank=3,step=2", "exception@between:rank=0,step=4", args=(*PP2, *DROPOUT))
+
+
+def test_a_new_process_is_given_the_base_model_once(disturb: Disturb) -> None:
+    job = disturb(5, "sigkill@forward:rank=1,step=2", "exception@optimizer:rank=1,step=4")
+    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED, Outcome.RESUMED]
+    (base, adapters), (base_again, adapters_again) = moved(job, 1)
+    assert base > 4 * adapters > 0, "the base model is the larger part"
+    assert base_again == 0, "its process lived through the second fault"
+    assert 0 < adapters_again <= adapters, "its update failed; what no update has changed yet is not sent again"
+    for rank in (0, 2, 3):
+        assert moved(job, rank) == [(0, 0), (0, 0)]
+
+
+def test_the_base_model_is_kept_when_the_rest_of_a_recovery_fails(disturb: Disturb) -> None:
+    job = disturb(4, "sigkill@between:rank=1,step=2", "exception@transfer:rank=3,step=2")
+    assert len(job.incidents) == 2
+    assert job.incidents[-1].target == 2
+    base = [
+        int(event.fields["bytes"])
+        for event in read_events(job.run_dir)
+        if event.rank == 1 and event.fields.get("part") == "base model" and "bytes" in event.fields
+    ]
+    assert len(base) == 2
+    assert base[0] > 0
+    assert base[1] == 0, "it came in the recovery before"
+
+
+def test_checksums_and_offload(disturb: Disturb) -> None:
+    args = ("checkpointless.enable_checksum=true", "checkpointless.enable_offload=true")
+    job = disturb(5, "sigkill@backward:rank=2,step=2", "exception@optimizer:rank=0,step=4", args=args)
+    assert moved(job, 0)[-1][0] == 0, "compared, and not sent again"
+
+
+def with_checkpoints(directory: Path, name: str) -> tuple[str, ...]:
+    """Overrides: NeMo's own checkpoint every 3 steps."""
+    return (
+        "trainer.enable_checkpointing=true",
+        "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, every_n_train_steps: 3, "
+        "save_last: true, save_top_k: -1, monitor: null, save_context_on_train_end: false}",
+        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{directory}', name: {name}}}",
+    )
+
+
+@pytest.fixture(scope="module")
+def pretrained(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NeMo's checkpoint of the model without adapters, after 3 steps."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    args = ("trainer.max_steps=3", *with_checkpoints(folder / "nemo", "tiny_gpt"))
+    job = run_job(nemo_zygote, folder / "run", 4, args=args)
+    assert job.code == 0, job.story()
+    (checkpoint,) = (folder / "nemo").rglob("*-last")
+    return checkpoint
+
+
+def resume(restore: Path | None = None, **more: Any) -> str:
+    """An override: NeMo's auto-resume, with the weights of ``restore`` where it finds nothing newer."""
+    fields = {"_target_": "nemo.lightning.AutoResume", **more}
+    if restore is not None:
+        fields["restore_config"] = {"_target_": "nemo.lightning.RestoreConfig", "path": str(restore)}
+    return f"resume={json.dumps(fields)}"
+
+
+def test_pretrained_weights_are_read_at_the_first_start_only(
+    disturb: Disturb, undisturbed: Callable[..., Steps], pretrained: Path
+) -> None:
+    args = (resume(pretrained),)
+    job = disturb(4, "sigkill@forward:rank=1,step=2", "exception@between:rank=0,step=3", args=args)
+    for rank in range(4):
+        assert job.log(rank).count("Doing selective restore") == 1
+    started = float.fromhex(job.steps[0][0].loss)
+    assert started < float.fromhex(undisturbed(("trainer.max_steps=8",))[0][0].loss)
+
+
+def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
+    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], pretrained: Path, tmp_path: Path
+) -> None:
+    faults = ("sigkill@forward:rank=0,step=5", "sigkill@forward:rank=2,step=5")
+    length = "trainer.max_steps=7"
+    args = (
+        length,
+        *with_checkpoints(tmp_path / "nemo", "tiny_lora"),
+        resume(pretrained, resume_if_exists=True, resume_ignore_no_checkpoint=True),
+    )
+    job = run_lora(nemo_zygote, tmp_path / "run", args, faults=faults)
+    assert job.code == 0, job.story()
+    verdict = compare(undisturbed((length, resume(pretrained))), job.steps)
+    assert verdict.difference is None, f"what was done again has other bits\n{job.story()}"
+    assert not verdict.missing
+    assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
