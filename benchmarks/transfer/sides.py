@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointless.inprocess.aside import Helper
 from checkpointless.inprocess.gloo_wait import InterruptibleWait
 from checkpointless.recovery.checksum import MemoryChecksumManager
 from checkpointless.recovery.transfer import Fill, Key, TransferReport, receive_state, send_state
@@ -76,21 +77,25 @@ class Rank:
         self._raw_buffer = torch.ones(RAW_BYTES, dtype=torch.uint8)
 
     def ours(self, holders: tuple[int, ...]) -> dict[str, Any]:
-        """``receive_state`` from ``holders``, waits interruptible as in a job."""
-        patch = InterruptibleWait()
+        """``receive_state`` from ``holders``, interruptible as in a job."""
+        patch, helper = InterruptibleWait(), Helper()
         patch.install()
         try:
             if self.rank == 0:
-                _, report = receive_state(
-                    holders, lambda entries: self.tensors, memory_budget_bytes=self.memory_budget_bytes
+                _, report = helper.run(
+                    lambda: receive_state(
+                        holders, lambda entries: self.tensors, memory_budget_bytes=self.memory_budget_bytes
+                    )
                 )
                 assert isinstance(report, TransferReport)
                 return {"bytes": report.bytes, "digest": report.digest}
             if self.rank in holders:
-                send_state(self.tensors, {}, [Fill(0, holders.index(self.rank), len(holders))])
+                fill = Fill(0, holders.index(self.rank), len(holders))
+                helper.run(lambda: send_state(self.tensors, {}, [fill]))
             return {}
         finally:
             patch.uninstall()
+            helper.end()
 
     def torchft_http(self) -> dict[str, Any]:
         """torchft's HTTPTransport with 10 chunks, as its own benchmark uses it."""

@@ -9,6 +9,7 @@ group would wait too: see :mod:`checkpointless.inprocess.group_graveyard`.)
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -44,6 +45,8 @@ class InterruptibleWait:
         def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
             if timeout > timedelta(0):
                 return bool(original(work, timeout))
+            if threading.current_thread() is not threading.main_thread():
+                return bool(original(work))  # nobody interrupts that one
             if work._get_op_type() in _IN_TURNS:
                 return _wait_in_turns(original, work)
             return self._wait_aside(lambda: bool(original(work)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_WHOLE = 8  # a tensor of at least this part of a bucket is sent from where it lies, and not packed with others
+PACKED_BYTES = 4 * 1024 * 1024  # of small tensors that share a bucket: less costs more messages, more leaves the caches
+_WHOLE = 2  # a tensor of at least this part of a shared bucket is sent from where it lies, and not packed
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,17 @@ def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """
     if bucket_bytes < 1:
         raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
+    room = min(PACKED_BYTES, bucket_bytes)
     buckets: list[Bucket] = []
     shared: list[Slice] = []
     filled = 0
     for index, size in enumerate(sizes):
-        if size * _WHOLE >= bucket_bytes:
+        if size * _WHOLE >= room:
             buckets += [
                 (Slice(index, start, min(start + bucket_bytes, size)),) for start in range(0, size, bucket_bytes)
             ]
         elif size:
-            if filled + size > bucket_bytes:
+            if filled + size > room:
                 buckets.append(tuple(shared))
                 shared, filled = [], 0
             shared.append(Slice(index, 0, size))

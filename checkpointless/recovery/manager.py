@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from checkpointless.agent.board import Board
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.aside import Helper
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.checksum import MemoryChecksumManager
@@ -34,6 +35,8 @@ from checkpointless.recovery.transfer import (
 from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -366,7 +369,9 @@ class CheckpointManager:
             self._arrived = live.room(entries)
             return self._arrived
 
-        filled = receive_state(sources, room, known=known, memory_budget_bytes=self.memory_budget_bytes)
+        filled = _aside(
+            lambda: receive_state(sources, room, known=known, memory_budget_bytes=self.memory_budget_bytes)
+        )
         self._arrived = {}
         return filled
 
@@ -394,7 +399,7 @@ class CheckpointManager:
             call.enter_phase("transfer", target, damage)
             return damaged[0] if damaged else payload
 
-        send_state(held.tensors, held.objects, fills, on_bucket=on_bucket)
+        _aside(lambda: send_state(held.tensors, held.objects, fills, on_bucket=on_bucket))
 
     @staticmethod
     def _take_back(live: LiveState, held: HeldState) -> TransferReport:
@@ -422,6 +427,25 @@ class CheckpointManager:
                 f"rank {dist.get_rank()} has no random streams of its own for step {target}: "
                 "its process is new and its board does not hold them"
             )
+
+
+def _aside(transfer: Callable[[], _Result]) -> _Result:
+    """Run a transfer in a thread of its own, which waits for each message without turns; wait for it interruptibly.
+
+    What an interruption leaves running ends when its connections do.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> _Result:
+        if device is not None:
+            torch.cuda.set_device(device)  # the current device is the thread's own
+        return transfer()
+
+    helper = Helper()
+    try:
+        return helper.run(run)
+    finally:
+        helper.end()
 
 
 def _board() -> Board | None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import xxhash
 
 from checkpointless.recovery import state_tree
-from checkpointless.recovery.buckets import Bucket, Slice, plan_buckets, size_of, stripe
+from checkpointless.recovery.buckets import PACKED_BYTES, Bucket, Slice, plan_buckets, size_of, stripe
 from checkpointless.recovery.checksum import digest_bytes, digest_parts
 from checkpointless.recovery.exchange import receive_bytes, send_bytes, wire_device
 from checkpointless.recovery.state_tree import dtype_name, dtype_of, tensor_bytes
@@ -35,7 +35,7 @@ from checkpointless.recovery.state_tree import dtype_name, dtype_of, tensor_byte
 logger = logging.getLogger(__name__)
 
 MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
-IN_FLIGHT = 4
+IN_FLIGHT = 8
 MAX_ROUNDS = 4
 
 Key = tuple[str | int, ...]
@@ -276,7 +276,7 @@ def _send_buckets(
     for order in orders:
         for index in order.wanted:
             parcels.setdefault((index, id(order.buckets)), []).append(order)
-    staging = _Staging(max((size_of(bucket) for order in orders for bucket in order.buckets), default=0))
+    staging = _Staging()
     window: deque[tuple[list[Any], torch.Tensor | None]] = deque()
     for position, ((index, _), takers) in enumerate(sorted(parcels.items(), key=lambda item: item[0])):
         if len(window) >= IN_FLIGHT:
@@ -285,7 +285,7 @@ def _send_buckets(
         payload = _in_place(tensors, bucket)
         slot = None
         if payload is None:
-            slot = staging.take()
+            slot = staging.take(size_of(bucket))
             payload = _pack(tensors, bucket, slot)
         digest = digest_bytes(payload)  # before it is sent: what was read for this is in the cache for that
         for order in takers:
@@ -368,7 +368,7 @@ def _receive_round(
 ) -> list[tuple[int, int]]:
     """Receive the wanted buckets of every source, and digest each where its bytes ended up."""
     incoming = sorted((index, place) for place, indices in enumerate(wanted) for index in indices)
-    staging = _Staging(max((size_of(buckets[index]) for index, _ in incoming), default=0))
+    staging = _Staging()
     window: deque[tuple[int, Any, torch.Tensor, torch.Tensor | None]] = deque()
     done: list[tuple[int, int]] = []
 
@@ -387,7 +387,7 @@ def _receive_round(
         landing = _in_place(tensors, buckets[index])
         slot = None
         if landing is None:
-            slot = staging.take()
+            slot = staging.take(size_of(buckets[index]))
             landing = slot[: size_of(buckets[index])]
         window.append((index, dist.irecv(landing, sources[place]), landing, slot))
     while window:
@@ -417,16 +417,17 @@ def _unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tenso
 
 
 class _Staging:
-    """Buffers for buckets that cannot be sent from, or received into, where they belong. Each is made once."""
+    """Buffers for buckets that cannot be sent from, or received into, where they belong; used again and again."""
 
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
-    def take(self) -> torch.Tensor:
-        if self._free:
-            return self._free.pop()
-        return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=wire_device())
+    def take(self, nbytes: int) -> torch.Tensor:
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= nbytes:
+                return self._free.pop(index)
+        self._free.clear()  # too small: those in flight are all there is, and stay within the budget
+        return torch.empty(max(nbytes, PACKED_BYTES), dtype=torch.uint8, device=wire_device())
 
     def give_back(self, buffer: torch.Tensor) -> None:
         self._free.append(buffer)

@@ -42,6 +42,7 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
         if args not in known:
             job = run_lora(nemo_zygote, tmp_path_factory.mktemp("undisturbed") / "run", args)
             assert job.code == 0, job.story()
+            assert "Adding lora to" in job.log(0), "else it is the whole model that is trained"
             known[args] = job.steps
         return known[args]
 

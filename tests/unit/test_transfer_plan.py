@@ -25,9 +25,9 @@ def test_large_tensors_have_buckets_of_their_own_and_small_ones_share(sizes: lis
     buckets = plan_buckets(sizes, bucket_bytes)
     for bucket in buckets:
         if len(bucket) > 1:
-            assert all(sizes[part.index] * 8 < bucket_bytes for part in bucket)
-    shared = sum(size for size in sizes if size * 8 < bucket_bytes)
-    packed = [bucket for bucket in buckets if sizes[bucket[0].index] * 8 < bucket_bytes]
+            assert all(sizes[part.index] * 2 < bucket_bytes for part in bucket)
+    shared = sum(size for size in sizes if size * 2 < bucket_bytes)
+    packed = [bucket for bucket in buckets if sizes[bucket[0].index] * 2 < bucket_bytes]
     assert sum(size_of(bucket) for bucket in packed) == shared
     assert len(packed) <= 2 * shared // bucket_bytes + 1  # every one but the last is more than half full
 
