@@ -67,6 +67,28 @@ class CheckpointlessCallback(Callback):
         if self.clean_lightning_module:
             register_cleanup("lightning module", lambda: _clean_lightning_module(trainer_ref()))
 
+    @staticmethod
+    def get_peft_callback(trainer: pl.Trainer) -> Any:
+        """NeMo's PEFT callback among those of ``trainer``, or None."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        return next((each for each in callbacks if hasattr(each, "set_params_to_save")), None)
+
+    def _try_adapter_checkpointless_restore(self, trainer: pl.Trainer, params_to_save: set[str]) -> None:
+        """The adapters of a PEFT run are in their place: the state can be kept from now on. Does it once.
+
+        After a fault the strategy had them added earlier, and memory has filled them already.
+
+        Args:
+            trainer: the trainer.
+            params_to_save: the names of what NeMo saves as adapters.
+        """
+        if self.tried_adapter_checkpointless:
+            return
+        self.tried_adapter_checkpointless = True
+        adapters_added = getattr(trainer.strategy, "adapters_added", None)
+        if adapters_added is not None:
+            adapters_added(params_to_save)
+
     @override
     def on_train_batch_start(
         self,
@@ -78,6 +100,9 @@ class CheckpointlessCallback(Callback):
         **kwargs: Any,
     ) -> None:
         """An optimizer step begins."""
+        peft = self.get_peft_callback(trainer)
+        if peft is not None:
+            self._try_adapter_checkpointless_restore(trainer, peft.params_to_save)
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None:
             wrapper.begin_step(trainer.global_step + 1)

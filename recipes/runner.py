@@ -5,6 +5,7 @@ Nothing is kept from one call of `train` to the next: with checkpointless on, ev
 same process after a fault.
 """
 
+import copy
 import os
 import sys
 from collections.abc import Sequence
@@ -89,6 +90,10 @@ def build(config: DictConfig) -> Job:
     model = _make(config, "model", tokenizer=data.tokenizer)
     callbacks = [_make(config, f"callbacks.{name}") for name in config.get("callbacks") or ()]
     trainer = _make(config, "trainer", strategy=_make(config, "strategy"), callbacks=callbacks)
+    peft = _make(config, "peft")
+    if peft is not None:
+        _set_with_io(model, "model_transform", peft)
+        trainer.callbacks.append(peft)
     return Job(model, data, _make(config, "optim"), trainer, _make(config, "log"), _make(config, "resume"))
 
 
@@ -100,6 +105,7 @@ def fit(config: DictConfig) -> "nl.Trainer":
     """
     prepare_process()
     job = build(config)
+    prepare_process()  # for what was imported since
     if job.log is not None:
         job.log.setup(job.trainer, resume_if_exists=getattr(job.resume, "resume_if_exists", False))
     if job.resume is not None:
@@ -118,10 +124,10 @@ def train(config: DictConfig) -> "nl.Trainer":
     if not checkpointless_enabled(config):
         return fit(config)
     from checkpointless.inprocess import HPWrapper
-    from checkpointless.recovery import CheckpointManager
+    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
     from checkpointless.recovery.transfer import MEMORY_BUDGET_BYTES
 
-    manager = CheckpointManager(
+    manager = (CheckpointManager if config.get("peft") is None else PEFTCheckpointManager)(
         enable_checksum=config.checkpointless.get("enable_checksum", False),
         enable_offload=config.checkpointless.get("enable_offload", False),
         allow_restart_from_scratch=config.checkpointless.get("allow_restart_from_scratch", False),
@@ -157,6 +163,13 @@ def _make(config: DictConfig, key: str, **objects: Any) -> Any:
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise RecipeError(f"{key}: {str(cause).strip().splitlines()[0]}") from error
+
+
+def _set_with_io(target: Any, attribute: str, value: Any) -> None:
+    """Set an attribute as if `target` had been made with it: checkpoints of NeMo describe how objects were made."""
+    setattr(target, attribute, value)
+    if hasattr(target, "__io__") and hasattr(value, "__io__"):
+        setattr(target.__io__, attribute, copy.deepcopy(value.__io__))
 
 
 def _check_layout(config: DictConfig, world_size: int) -> None:

@@ -46,8 +46,10 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         call = active_call_wrapper()
         manager = strategy.checkpoint_manager
         if call is None or manager is None or call.generation == 0:
-            super().resume_start(self._storage_path(checkpoint_path))
+            self._load(self._storage_path(checkpoint_path))
             return
+        if strategy.awaits_adapters and manager.checkpointless_recovery_feasible(self.trainer):
+            strategy.add_adapters()
         strategy.rebuilt()
         call.enter_phase("recovery", call.high_water)
         objects = manager.try_checkpointless_load(self.trainer)
@@ -81,8 +83,15 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
             reason=manager.refusal,
             storage=str(path) if path else None,
         )
-        super().resume_start(path)
+        self._load(path)
         manager.delete_checkpoint()
+
+    def _load(self, path: Any) -> None:
+        """Load the checkpoint at ``path``; without one, what NeMo's ``restore_config`` names."""
+        strategy: Any = self.trainer.strategy
+        if not path:
+            strategy.restore_from_storage()
+        super().resume_start(path)
 
     def _storage_path(self, checkpoint_path: str | Path | None) -> Any:
         """The checkpoint to load: the given one, or what the delayed auto-resume finds now."""

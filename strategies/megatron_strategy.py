@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from typing_extensions import override
 
@@ -17,10 +18,12 @@ from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.megatron.update import GuardedUpdate
-from checkpointless.recovery import CheckpointManager
+from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
+from checkpointless.recovery.guard import vote
 from checkpointless.strategies import cleanup
 from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.live_state import InMemoryCheckpoint, TrainerLiveState
+from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained_names
 from checkpointless.strategies.phases import PhasedIterator
 from checkpointless.strategies.progress import StepBoundary
 from checkpointless.telemetry.events import event_log
@@ -50,6 +53,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self.base_store: dist.Store | None = None
         self._call = active_call_wrapper()
         self._live: TrainerLiveState | None = None
+        self._awaits_adapters = False
+        self._put_off_restore = False
+        self._restored_without_adapters = False
         self._manager: CheckpointManager | None = None
         self._rebuild_began_s = 0.0
         self._fault_injection: HPFaultInjectionCallback | None = None
@@ -74,16 +80,21 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     def is_peft(self) -> bool:
         """Whether a PEFT callback is among the trainer's."""
-        from nemo.lightning.pytorch.callbacks import PEFT
+        return peft_of(self.trainer) is not None
 
-        return any(isinstance(callback, PEFT) for callback in _callbacks(self.trainer))
+    @property
+    def awaits_adapters(self) -> bool:
+        """Whether NeMo has still to add the adapters of a PEFT run; without them there is no optimizer either."""
+        return self._awaits_adapters
 
     def live_state(self) -> TrainerLiveState:
-        """The state of the running trainer.
+        """The state of the running trainer; before the adapters are added, that of the base model.
 
         Raises:
             RuntimeError: the strategy was not set up.
         """
+        if self._awaits_adapters:
+            return StateBeforeAdapters(self.trainer)
         if self._live is None:
             raise RuntimeError("the strategy has no state before setup()")
         return self._live
@@ -112,7 +123,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """
         super().setup(trainer)
         call = self._call
-        if call is None or not self.optimizers:
+        self._awaits_adapters = trainer.state.fn == TrainerFn.FITTING and not self.optimizers and self.is_peft()
+        if call is None or not (self.optimizers or self._awaits_adapters):
             return
         call.beat()
         self._add_callbacks(trainer)
@@ -126,23 +138,69 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
                 trainer.max_epochs,
             )
         trainer._checkpoint_connector = CheckpointlessCompatibleConnector.adopt(trainer._checkpoint_connector)
-        self._live = TrainerLiveState(trainer)
-        GuardedUpdate(
-            self.optimizers[0].mcore_optimizer,
-            lock=call.parameter_update_lock,
-            step=lambda: call.making_step,
-            ready=self._gradients_are_final,
-            committed=call.committed,
-            phase=call.enter_phase,
-        )
         callback = next(each for each in _callbacks(trainer) if isinstance(each, CheckpointlessCallback))
         call.restart_in_process = callback.enable_inprocess
         if callback.enable_checkpointless:
             if call.checkpoint_manager is None:
-                call.checkpoint_manager = CheckpointManager()
+                call.checkpoint_manager = PEFTCheckpointManager() if self._awaits_adapters else CheckpointManager()
             self._manager = call.checkpoint_manager
             if callback.enable_checksum:
                 self._manager.enable_checksum = True
+        if not self._awaits_adapters:
+            self._guard(trainer, call)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Set up the optimizers. In a PEFT run NeMo does it late, when it has added the adapters."""
+        super().setup_optimizers(trainer)
+        if self._awaits_adapters and self._call is not None:
+            self._awaits_adapters = False
+            self._guard(trainer, self._call)
+
+    @override
+    def selective_restore(self) -> None:
+        """Load what NeMo's ``restore_config`` asks for, the weights of a pretrained model for example.
+
+        After a fault memory is asked first; :meth:`restore_from_storage` is called if that was in vain.
+        """
+        call = self._call
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        self._put_off_restore = fitting and call is not None and call.generation > 0
+        if not self._put_off_restore:
+            super().selective_restore()
+
+    def restore_from_storage(self) -> None:
+        """Do what :meth:`selective_restore` put off."""
+        if self._put_off_restore:
+            self._put_off_restore = False
+            super().selective_restore()
+
+    def add_adapters(self) -> None:
+        """Have NeMo add the adapters of a PEFT run and set up the optimizer now, not when the first epoch begins.
+
+        For a restart from memory, which needs them in their place. Their initial values are overwritten then.
+        """
+        peft = peft_of(self.trainer)
+        if self._awaits_adapters and peft is not None:
+            peft.apply_transform(self.trainer)
+            self.adapters_added(peft.params_to_save)
+
+    def adapters_added(self, params_to_save: Iterable[str]) -> None:
+        """The adapters are in their place and have their values, unless memory is about to give them those.
+
+        Args:
+            params_to_save: the names of what NeMo saves as adapters.
+        """
+        manager = self._manager
+        if manager is None or self._live is None:
+            return
+        if isinstance(manager, PEFTCheckpointManager):
+            manager.params_to_save = {*params_to_save, *trained_names(self.megatron_parallel)}
+        if self._restored_without_adapters:
+            self._restored_without_adapters = False
+            manager.store_rng_states(self.trainer.global_step, at_batch_start=True)
+            vote()  # who is attached can be recovered from: by then every rank's streams are on its board
+            manager.attach(self._live, self.trainer.global_step)
 
     def rebuilt(self) -> None:
         """Everything is built anew and waits for its state."""
@@ -161,7 +219,10 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         call = self._call
         if call is None or self._manager is None:
             return
-        self._manager.attach(self.live_state(), self.trainer.global_step)
+        if self._awaits_adapters:
+            self._restored_without_adapters = True
+        else:
+            self._manager.attach(self.live_state(), self.trainer.global_step)
         call.begin_data()
 
     @override
@@ -229,6 +290,18 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
                 self.megatron_parallel.teardown_ddp()
             return
         super().teardown()
+
+    def _guard(self, trainer: pl.Trainer, call: HPCallWrapper) -> None:
+        """Model and optimizer are built: take hold of them, and guard the update."""
+        self._live = TrainerLiveState(trainer)
+        GuardedUpdate(
+            self.optimizers[0].mcore_optimizer,
+            lock=call.parameter_update_lock,
+            step=lambda: call.making_step,
+            ready=self._gradients_are_final,
+            committed=call.committed,
+            phase=call.enter_phase,
+        )
 
     def _add_callbacks(self, trainer: pl.Trainer) -> None:
         """Add the callbacks that are asked for by environment or missing; they missed their ``setup`` hook."""

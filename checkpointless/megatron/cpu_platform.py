@@ -49,6 +49,8 @@ _MEGATRON_CHECKPOINT = "megatron.core.dist_checkpointing.mapping"
 _MEGATRON_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 _GET_STATES, _SET_STATES = "_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"
 _NEMO_CHECKPOINT_IO = "nemo.lightning.io.pl"
+_NEMO_LORA = "nemo.collections.llm.peft.lora"
+_NEMO_PEFT_UTILS = "nemo.collections.llm.peft.utils"
 _ABSENT = object()
 
 _FACTORIES = (
@@ -104,7 +106,7 @@ def install() -> None:
 
     Imports parts of Megatron-core if it is installed (a few seconds, once per process or per zygote), because the
     tracker is part of the platform. NeMo is not imported; a call after NeMo was adds what NeMo needs to load a
-    checkpoint.
+    checkpoint and for LoRA.
 
     Raises:
         RuntimeError: CUDA is available or in use in this process.
@@ -209,12 +211,19 @@ def _table() -> list[Patch]:
 
 
 def _nemo_rows() -> list[Patch]:
-    """The replacements in NeMo that are still to be made, if it was imported: to import it takes ten seconds."""
+    """The replacements in NeMo that are still to be made, where it was imported: to import it takes ten seconds."""
+    rows: list[Patch] = []
     checkpoint_io = sys.modules.get(_NEMO_CHECKPOINT_IO)
-    if checkpoint_io is None or any(undo.target is checkpoint_io for undo in _applied):
-        return []
-    why = "it wants CUDA to be initialized, to move what was loaded to the current device"
-    return [Patch(checkpoint_io, "_fix_tensors_device", lambda _: _itself, why)]
+    if checkpoint_io is not None:
+        why = "it wants CUDA to be initialized, to move what was loaded to the current device"
+        rows.append(Patch(checkpoint_io, "_fix_tensors_device", lambda _: _itself, why))
+    lora = sys.modules.get(_NEMO_LORA)
+    if lora is not None and not getattr(lora, "HAVE_TE", True):
+        why = "it asks of every layer whether it is TransformerEngine's, which raises where that is not installed"
+        rows.append(Patch(lora, "te", lambda _: _NoTransformerEngine, why))
+        why = "it takes Megatron's names of TransformerEngine's layers for the layers, where they are None"
+        rows.append(Patch(sys.modules[_NEMO_PEFT_UTILS], "HAVE_TE", lambda _: False, why))
+    return [row for row in rows if not any(undo.target is row.target for undo in _applied)]
 
 
 def _is_importable(name: str) -> bool:
@@ -230,6 +239,12 @@ def _constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
 
 def _replaced_by(replacement: Any, _original: Any) -> Any:
     return replacement
+
+
+class _NoTransformerEngine:
+    """`transformer_engine.pytorch`, of whose layers there are none."""
+
+    Linear = type("Linear", (), {})
 
 
 class Stream:

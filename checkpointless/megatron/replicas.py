@@ -19,7 +19,16 @@ def replica_group(optimizers: Sequence[Any]) -> tuple[int, ...]:
     Args:
         optimizers: the Megatron optimizers of this rank.
     """
-    if any(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers):
+    return replicas(any(isinstance(optimizer, DistributedOptimizer) for optimizer in optimizers))
+
+
+def replicas(distributed_optimizer: bool) -> tuple[int, ...]:
+    """As :func:`replica_group`, where the optimizers are not made yet.
+
+    Args:
+        distributed_optimizer: whether they will be Megatron's distributed ones.
+    """
+    if distributed_optimizer:
         group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
         if group is None:
             return (dist.get_rank(),)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PACKED_BYTES = 4 * 1024 * 1024  # of small tensors that share a bucket: less costs more messages, more leaves the caches
+# Of a bucket that small tensors share: with less there are more messages, with more it leaves the caches.
+PACKED_BYTES = 4 * 1024 * 1024
 _WHOLE = 2  # a tensor of at least this part of a shared bucket is sent from where it lies, and not packed
 
 
