@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from checkpointless.agent.board import Board
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError, active_call_wrapper
-from checkpointless.inprocess.aside import Helper
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.checksum import MemoryChecksumManager
+from checkpointless.recovery.context import aside, own_board, span
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
 from checkpointless.recovery.exchange import all_gather_json
 from checkpointless.recovery.live_state import LiveState
@@ -32,11 +30,8 @@ from checkpointless.recovery.transfer import (
     receive_state,
     send_state,
 )
-from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -161,7 +156,7 @@ class CheckpointManager:
         states = RngStates.capture(loss, at_batch_start)
         before = {step - 1: self.rng_states[step - 1]} if step - 1 in self.rng_states else {}
         self.rng_states = {**before, step: states}  # one assignment: an interruption leaves the old or the new
-        board = _board()
+        board = own_board()
         if board is not None:
             board.put_snapshot(step, states.to_bytes(), series=int(at_batch_start))
 
@@ -181,7 +176,7 @@ class CheckpointManager:
         """This rank's streams after ``step``: from memory, or from the board if the process is new."""
         if step in self.rng_states:
             return self.rng_states[step]
-        board = _board()
+        board = own_board()
         snapshot = board.snapshot(step) if board is not None else None
         return RngStates.from_bytes(snapshot) if snapshot is not None else None
 
@@ -305,7 +300,7 @@ class CheckpointManager:
     def _decide(self, live: LiveState) -> Decision:
         call = active_call_wrapper()
         high_water = call.high_water if call is not None else -1
-        with _span("decide") as fields:
+        with span("decide") as fields:
             reports = [
                 RankReport(**{**each, "group": tuple(each["group"])})
                 for each in all_gather_json(asdict(self._report(live)))
@@ -335,7 +330,7 @@ class CheckpointManager:
                 self._redo(held, held.live, target)
             held.live = None  # and with it the old trainer
         sources = decision.refills.get(rank)
-        with _span("transfer", refills=len(decision.refills)) as fields:
+        with span("transfer", refills=len(decision.refills)) as fields:
             if sources:
                 objects, report = self._fill(live, sources)
             elif held is not None:
@@ -345,7 +340,7 @@ class CheckpointManager:
             else:
                 raise RuntimeError(f"rank {rank} was decided to be healthy but holds no state")
             fields.update(asdict(report))
-        with _span("verify", refilled=bool(sources)) as fields:
+        with span("verify", refilled=bool(sources)) as fields:
             live.load_objects(objects)
             live.settle()
             fields.update(peak_growth())
@@ -369,7 +364,7 @@ class CheckpointManager:
             self._arrived = live.room(entries)
             return self._arrived
 
-        filled = _aside(
+        filled = aside(
             lambda: receive_state(sources, room, known=known, memory_budget_bytes=self.memory_budget_bytes)
         )
         self._arrived = {}
@@ -399,7 +394,7 @@ class CheckpointManager:
             call.enter_phase("transfer", target, damage)
             return damaged[0] if damaged else payload
 
-        _aside(lambda: send_state(held.tensors, held.objects, fills, on_bucket=on_bucket))
+        aside(lambda: send_state(held.tensors, held.objects, fills, on_bucket=on_bucket))
 
     @staticmethod
     def _take_back(live: LiveState, held: HeldState) -> TransferReport:
@@ -427,33 +422,3 @@ class CheckpointManager:
                 f"rank {dist.get_rank()} has no random streams of its own for step {target}: "
                 "its process is new and its board does not hold them"
             )
-
-
-def _aside(transfer: Callable[[], _Result]) -> _Result:
-    """Run a transfer in a thread of its own, which waits for each message without turns; wait for it interruptibly.
-
-    What an interruption leaves running ends when its connections do.
-    """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def run() -> _Result:
-        if device is not None:
-            torch.cuda.set_device(device)  # the current device is the thread's own
-        return transfer()
-
-    helper = Helper()
-    try:
-        return helper.run(run)
-    finally:
-        helper.end()
-
-
-def _board() -> Board | None:
-    call = active_call_wrapper()
-    return call.board if call is not None else None
-
-
-def _span(stage: str, **fields: Any) -> Any:
-    call = active_call_wrapper()
-    generation = call.generation if call is not None else int(os.environ.get("JOB_RESTART_COUNT", "0"))
-    return event_log().span(stage, generation=generation, incident=call.incident if call else None, **fields)

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from checkpointless.recovery.context import aside, span
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.exchange import all_gather_json
 from checkpointless.recovery.live_state import LiveState
-from checkpointless.recovery.manager import CheckpointManager, HeldState, _span
+from checkpointless.recovery.manager import CheckpointManager, HeldState
 from checkpointless.recovery.transfer import Fill, Key, TensorEntry, TransferReport, receive_state, send_state
 
 _MODEL = "model"  # the first word of the key of a parameter or buffer
@@ -187,7 +188,7 @@ class PEFTCheckpointManager(CheckpointManager):
         """Put the base weights in their place: this rank's own, or those of its sources if it has none."""
         rank = dist.get_rank()
         lacking = self._ranks_without_base(decision)
-        with _span("transfer", part="base model", refills=len(lacking)) as fields:
+        with span("transfer", part="base model", refills=len(lacking)) as fields:
             if rank in lacking:
                 report = self._fill_base(live, decision.refills[rank])
             else:
@@ -214,7 +215,9 @@ class PEFTCheckpointManager(CheckpointManager):
             self._base_arrived = {key: whole[key] for key in keys if key in whole}
             return whole
 
-        _, report = receive_state(sources, room, known=known, memory_budget_bytes=self.memory_budget_bytes)
+        _, report = aside(
+            lambda: receive_state(sources, room, known=known, memory_budget_bytes=self.memory_budget_bytes)
+        )
         self._keep_base(self._base_arrived)
         self._base_arrived = {}
         return report
@@ -228,7 +231,8 @@ class PEFTCheckpointManager(CheckpointManager):
         ]
         if fills:
             base = self.base_model_weights or {}
-            send_state({key: base[key] for key in self.base_model_keys_to_extract or ()}, {}, fills)
+            frozen = {key: base[key] for key in self.base_model_keys_to_extract or ()}
+            aside(lambda: send_state(frozen, {}, fills))
 
     def _take_base_back(self, live: LiveState) -> TransferReport:
         """Put the kept base weights in their new place: as they are where that is possible, else copied."""

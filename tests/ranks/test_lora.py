@@ -181,7 +181,7 @@ def test_pretrained_weights_are_read_at_the_first_start_only(
 def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], pretrained: Path, tmp_path: Path
 ) -> None:
-    faults = ("sigkill@forward:rank=0,step=5", "sigkill@forward:rank=2,step=5")
+    faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")  # before it can give what it holds
     length = "trainer.max_steps=7"
     args = (
         length,

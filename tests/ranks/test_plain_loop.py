@@ -38,7 +38,10 @@ def test_a_plain_adamw_is_protected(nemo_zygote: Zygote, tmp_path: Path, undistu
 
 
 def test_nobody_left_ends_the_job_with_the_reason(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    faults = tuple(f"sigkill@before_optimizer:rank={rank},step=3" for rank in range(3))
+    faults = (
+        "sigkill@before_optimizer:rank=0,step=3",
+        *(f"sigkill@recovery:rank={rank},step=2" for rank in (1, 2)),
+    )
     job = train(nemo_zygote, tmp_path / "run", *faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 0, 1, 2" in job.said[-1]

@@ -98,7 +98,7 @@ def test_a_users_own_bug_ends_the_job(nemo_zygote: Zygote, tmp_path: Path) -> No
 
 
 def test_both_holders_gone_and_no_checkpoint_fails_with_the_reason(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    faults = ("sigkill@forward:rank=0,step=3", "sigkill@forward:rank=2,step=3")
+    faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")  # before it can give what it holds
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=4",), faults=faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 0, 2" in job.said[-1]
@@ -120,7 +120,7 @@ def with_checkpoints(directory: Path) -> tuple[str, ...]:
 def test_both_holders_gone_falls_back_to_the_checkpoint(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
 ) -> None:
-    faults = ("sigkill@forward:rank=0,step=5", "sigkill@forward:rank=2,step=5")
+    faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")  # before it can give what it holds
     args = ("trainer.max_steps=7", *with_checkpoints(tmp_path / "nemo"))
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
     assert job.code == 0, job.story()
