@@ -59,7 +59,7 @@ def incidents_table(incidents: Sequence[IncidentSummary]) -> Table:
         ("resumed after step", ["-" if each.target is None else str(each.target) for each in incidents]),
         ("new processes", [", ".join(f"rank {rank}" for rank in each.respawned) or "none" for each in incidents]),
         ("bytes moved", [f"{each.nbytes:,}" for each in incidents]),
-        ("memory peak, healthy rank", [_growth(each.peak_growth_bytes) for each in incidents]),
+        ("memory peak", [_growth(each.peak_growth_bytes) for each in incidents]),
     ]
     rows += [(stage, [_seconds(each.stages_s.get(stage)) for each in incidents]) for stage in stages]
     rows += [
