@@ -515,9 +515,7 @@ class AgentServer:
 
     def _look_at_boards(self) -> None:
         newest = max(worker.board.read().committed for worker in self.workers)
-        if (
-            newest < self._high_water
-        ):  # every rank's state is older than what was committed: storage brought it back
+        if newest < self._high_water:  # every rank is behind what was committed: storage brought that state back
             self._history = self._history.fell_back(self._high_water, newest)
         self._high_water = newest
 

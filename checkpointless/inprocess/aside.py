@@ -11,6 +11,13 @@ _TURN_S = 0.05
 
 T = TypeVar("T")
 
+_awaited: int | None = None  # the thread that the main thread waits for
+
+
+def awaited_thread() -> int | None:
+    """The identifier of the thread that works on behalf of the main thread just now, or None."""
+    return _awaited
+
 
 class Helper:
     """A thread that waits on behalf of another one."""
@@ -18,7 +25,8 @@ class Helper:
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done = threading.Event()
-        threading.Thread(target=self._serve, name="checkpointless-gloo-wait", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="checkpointless-gloo-wait", daemon=True)
+        self._thread.start()
 
     def run(self, blocking: Callable[[], T]) -> T:
         """Call ``blocking`` in the helper and wait for it, interruptibly."""
@@ -32,9 +40,14 @@ class Helper:
                 outcome.append(error)
             done.set()
 
-        self._calls.put(call)
-        while not done.wait(_TURN_S):
-            pass
+        global _awaited
+        before, _awaited = _awaited, self._thread.ident
+        try:
+            self._calls.put(call)
+            while not done.wait(_TURN_S):
+                pass
+        finally:
+            _awaited = before
         result = outcome[0]
         if isinstance(result, BaseException):
             raise result

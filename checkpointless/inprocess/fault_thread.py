@@ -10,7 +10,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 
+from checkpointless.inprocess.aside import awaited_thread
 from checkpointless.inprocess.exceptions import RankShouldRestart
 
 logger = logging.getLogger(__name__)
@@ -18,10 +20,9 @@ logger = logging.getLogger(__name__)
 _RAISE_AGAIN_S = 0.05
 _SLOW_S = 1.0
 _INNERMOST = 10  # frames that are looked at
-_COLLECTIVE_FILES = ("torch/distributed/", "torch/futures/")
+_COLLECTIVE_FILES = ("torch/distributed/", "torch/futures/", "inprocess/gloo_wait.py")
 _WAITING_FILES = (
     "/threading.py",
-    "inprocess/gloo_wait.py",
     "inprocess/aside.py",
     "inprocess/store_wait.py",
 )  # how a collective is waited for
@@ -116,9 +117,20 @@ class MainThread:
         if frame is None:
             return False, "the main thread has ended"
         stack = "".join(traceback.format_stack(frame))
-        while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITING_FILES):
-            frame = frame.f_back
-        return any(part in frame.f_code.co_filename for part in _COLLECTIVE_FILES), stack
+        if _is_in_collective(frame):
+            return True, stack
+        helper = sys._current_frames().get(awaited_thread() or 0)
+        if helper is None:
+            return False, stack
+        stack += "waiting for a thread that works on its behalf:\n" + "".join(traceback.format_stack(helper))
+        return _is_in_collective(helper), stack
+
+
+def _is_in_collective(frame: FrameType) -> bool:
+    """Whether a thread whose innermost frame this is waits for its peers."""
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITING_FILES):
+        frame = frame.f_back
+    return any(part in frame.f_code.co_filename for part in _COLLECTIVE_FILES)
 
 
 class FaultThread:

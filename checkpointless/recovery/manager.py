@@ -54,6 +54,11 @@ class HeldState:
     digest: str | None = None
     live: LiveState | None = None
 
+    def let_trainer_go(self) -> None:
+        """No update can be applied any more: say so, and drop the old trainer."""
+        self.commit = CommitState(self.commit.committed, ready=False, torn=self.commit.torn)
+        self.live = None
+
 
 class CheckpointManager:
     """Restores training from memory after a fault: keeps the state, decides, fills, verifies.
@@ -325,10 +330,10 @@ class CheckpointManager:
     def _restore(self, live: LiveState, decision: Decision, target: int) -> dict[str, Any]:
         rank = dist.get_rank()
         held = self._held
-        if held is not None and held.live is not None:
+        if held is not None:
             if rank in decision.redo:
-                self._redo(held, held.live, target)
-            held.live = None  # and with it the old trainer
+                self._redo(held, target)
+            held.let_trainer_go()
         sources = decision.refills.get(rank)
         with span("transfer", refills=len(decision.refills)) as fields:
             if sources:
@@ -347,8 +352,13 @@ class CheckpointManager:
         return objects
 
     @staticmethod
-    def _redo(held: HeldState, live: LiveState, target: int) -> None:
-        """Apply the gradients of ``target`` that the old optimizer still holds."""
+    def _redo(held: HeldState, target: int) -> None:
+        """Apply the gradients of ``target`` that the old optimizer still holds; nothing if that was done before."""
+        if held.commit.committed == target:
+            return
+        live = held.live
+        if live is None:
+            raise RuntimeError(f"step {target} is to be applied from gradients that this rank holds no longer")
         # Interrupted in the middle, the shard is of no step and is refilled; afterwards it is the target's.
         held.commit = CommitState(target - 1, ready=False, torn=True)
         live.apply_held_update()

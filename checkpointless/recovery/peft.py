@@ -177,9 +177,9 @@ class PEFTCheckpointManager(CheckpointManager):
     def _restore(self, live: LiveState, decision: Decision, target: int) -> dict[str, Any]:
         held = self._held
         if held is not None:
-            if held.live is not None and dist.get_rank() in decision.redo:
-                self._redo(held, held.live, target)
-            held.live = None
+            if dist.get_rank() in decision.redo:
+                self._redo(held, target)
+            held.let_trainer_go()
             self._separate(held)
         self._restore_base(live, decision)
         return super()._restore(live, decision, target)

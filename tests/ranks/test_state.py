@@ -90,3 +90,16 @@ def test_a_bit_that_flipped_in_one_of_two_replicas_is_found_and_nobody_guesses(
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=4", *CHECKSUM), faults=faults)
     assert job.code == 1
     assert "the replicas of the shard of ranks 1, 3 differ at step 2" in job.said[-1]
+
+
+def test_a_victim_that_waits_in_a_transfer_is_not_taken_for_the_culprit(disturb: Disturb) -> None:
+    faults = ("sigkill@between:rank=0,step=2", "hang@transfer:rank=2,step=2")
+    job = disturb(6, 4, *faults, args=(*THREE_HOLDERS, *SMALL_BUCKETS), heartbeat_timeout_s=4.0)
+    assert job.incidents[-1].culprit == 2
+    assert job.incidents[-1].respawned == (2,)
+
+
+def test_a_second_fault_after_the_gradients_were_let_go(disturb: Disturb) -> None:
+    faults = ("sigkill@before_optimizer:rank=1,step=3", "exception@transfer:rank=3,step=2")
+    job = disturb(4, 5, *faults, args=SMALL_BUCKETS)
+    assert job.incidents[-1].target == 2
