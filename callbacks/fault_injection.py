@@ -82,6 +82,12 @@ class HPFaultInjectionCallback(Callback):
             self.enter_phase("forward", self._step)
 
     @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The backward pass is over. (A strategy that announces phases says itself when gradients are reduced.)"""
+        if not hasattr(trainer.strategy, "live_state"):
+            self.enter_phase("sync", self._step)
+
+    @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """The gradients are there."""
         self.enter_phase("before_optimizer", self._step)

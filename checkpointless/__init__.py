@@ -34,9 +34,15 @@ if TYPE_CHECKING:
     )
     from checkpointless.recovery import (
         CheckpointManager,
+        CliqueReplicationStrategy,
+        LazyCliqueReplicationStrategy,
+        LocalCheckpointError,
+        LocalCheckpointManager,
         MemoryChecksumManager,
+        NoReplicasAvailableError,
         PEFTCheckpointManager,
         PlainTraining,
+        ReplicationStrategy,
     )
 
 __all__ = [
@@ -45,6 +51,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointlessAbortManager",
     "CheckpointlessFinalizeCleanup",
+    "CliqueReplicationStrategy",
     "Compose",
     "CudaHealthCheck",
     "Finalize",
@@ -58,21 +65,32 @@ __all__ = [
     "HealthCheck",
     "HealthCheckError",
     "InternalError",
+    "LazyCliqueReplicationStrategy",
+    "LocalCheckpointError",
+    "LocalCheckpointManager",
     "MemoryChecksumManager",
+    "NoReplicasAvailableError",
     "PEFTCheckpointManager",
     "ParameterUpdateLock",
     "PlainTraining",
     "RankShouldRestart",
+    "ReplicationStrategy",
     "UnrecoverableError",
     "wait_rank",
 ]
 
 _ELSEWHERE = {
     "CheckpointManager": "recovery",
+    "CliqueReplicationStrategy": "recovery",
     "HPAgentK8sAPIFactory": "agent",
+    "LazyCliqueReplicationStrategy": "recovery",
+    "LocalCheckpointError": "recovery",
+    "LocalCheckpointManager": "recovery",
     "MemoryChecksumManager": "recovery",
+    "NoReplicasAvailableError": "recovery",
     "PEFTCheckpointManager": "recovery",
     "PlainTraining": "recovery",
+    "ReplicationStrategy": "recovery",
     "wait_rank": "agent",
 }
 

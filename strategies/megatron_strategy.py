@@ -10,7 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from megatron.core.utils import get_model_config
 from nemo.lightning.pytorch.strategies import MegatronStrategy
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
@@ -24,8 +26,9 @@ from checkpointless.strategies import cleanup
 from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.live_state import InMemoryCheckpoint, TrainerLiveState
 from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained_names
-from checkpointless.strategies.phases import PhasedIterator
+from checkpointless.strategies.phases import PhasedIterator, announce_gradient_sync
 from checkpointless.strategies.progress import StepBoundary
+from checkpointless.strategies.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._rebuild_began_s = 0.0
         self._fault_injection: HPFaultInjectionCallback | None = None
         self._records_steps = False
+        self._worker_seed = WorkerSeed()
         if self._call is None:
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
@@ -219,11 +223,20 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         call = self._call
         if call is None or self._manager is None:
             return
+        self._worker_seed.agree(self._manager.rng_of(self.trainer.global_step))
         if self._awaits_adapters:
             self._restored_without_adapters = True
         else:
             self._manager.attach(self.live_state(), self.trainer.global_step)
         call.begin_data()
+
+    @override
+    def process_dataloader(self, dataloader: DataLoader) -> DataLoader:
+        """Deal the samples out to the ranks, and make what workers draw independent of faults."""
+        loader = super().process_dataloader(dataloader)
+        if self._worker_seed.value is not None:
+            repeat_worker_draws(loader, self._worker_seed.value, self.trainer)
+        return loader
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -244,6 +257,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     def on_train_start(self) -> None:
         """The loop starts: streams that were taken before the next batch was asked for are put back here."""
+        if self._call is not None:
+            announce_gradient_sync(get_model_config(self.megatron_parallel[0]), self._call)
         if self._manager is not None:
             self._manager.restore_rng_at(batch_start=False)
 

@@ -1,4 +1,4 @@
-"""Tells a running wrapper when a batch is being fetched and when the forward pass begins."""
+"""Tells a running wrapper which phase of a step begins, where neither Lightning nor Megatron has a hook for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from checkpointless.inprocess import HPCallWrapper
+
+
+def announce_gradient_sync(config: Any, call: HPCallWrapper) -> None:
+    """Have the phase ``sync`` announced before Megatron reduces the gradients, if anybody wants to know.
+
+    Args:
+        config: the model's; its ``finalize_model_grads_func`` is what reduces them.
+        call: the running wrapper.
+    """
+    finalize = config.finalize_model_grads_func
+    if call.phase_hook is None or finalize is None:
+        return
+
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        call.enter_phase("sync", call.making_step)
+        return finalize(*args, **kwargs)
+
+    config.finalize_model_grads_func = announced
 
 
 class PhasedIterator(Iterator[Any]):

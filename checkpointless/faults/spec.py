@@ -50,16 +50,16 @@ class FaultPhase(enum.Enum):
 #: Phases that lie in the set-up of a generation after the first; ``step`` is the last one committed before.
 SETUP_PHASES = frozenset({FaultPhase.INIT, FaultPhase.TRANSFER, FaultPhase.RECOVERY})
 
-_PHASES_NOW = frozenset(FaultPhase) - {FaultPhase.SYNC}
+_ALL_PHASES = frozenset(FaultPhase)
 
 #: Which kinds can be caused in which phases in this version; a kind that is not here cannot be caused yet.
 SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
-    FaultKind.EXCEPTION: _PHASES_NOW,
-    FaultKind.SIGKILL: _PHASES_NOW,
-    FaultKind.EXIT: _PHASES_NOW,
-    FaultKind.SEGFAULT: _PHASES_NOW,
-    FaultKind.HANG: _PHASES_NOW,
-    FaultKind.BITFLIP: _PHASES_NOW - {FaultPhase.INIT, FaultPhase.RECOVERY},
+    FaultKind.EXCEPTION: _ALL_PHASES,
+    FaultKind.SIGKILL: _ALL_PHASES,
+    FaultKind.EXIT: _ALL_PHASES,
+    FaultKind.SEGFAULT: _ALL_PHASES,
+    FaultKind.HANG: _ALL_PHASES,
+    FaultKind.BITFLIP: _ALL_PHASES - {FaultPhase.INIT, FaultPhase.RECOVERY},
 }
 
 _KEYS = ("rank", "step", "times", "prob", "seed", "how")

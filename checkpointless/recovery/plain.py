@@ -36,8 +36,11 @@ class PlainTraining(TrainingTensors):
             training.update()          # in place of optimizer.step() and optimizer.zero_grad()
 
     What a batch is must follow from the step's number and the random streams, which are this rank's own again after
-    a fault. Gradients must be final (reduced and clipped) when :meth:`update` is called. Of the phases of fault
-    specs, ``before_optimizer`` to ``between`` and ``recovery`` are announced.
+    a fault. If it comes from a ``DataLoader`` with workers that draw random numbers, hand the loader to
+    :func:`~checkpointless.recovery.seed_data_workers` and give it a ``generator`` of its own: an iterator takes a
+    number from the training's stream otherwise, and after a fault there is one iterator more. Gradients must be
+    final (reduced and clipped) when :meth:`update` is called. Of the phases of fault specs, ``before_optimizer`` to
+    ``between`` and ``recovery`` are announced.
 
     Args:
         call: the running wrapper; its ``checkpoint_manager`` is used, or one is made.

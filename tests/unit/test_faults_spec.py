@@ -74,7 +74,6 @@ def test_the_documented_examples() -> None:
         ("exception@forward:rank=0,step=1,seed=2", "goes with prob"),
         ("exception@forward:rank=0,step=1,how=loud", "no variants"),
         ("exception@forward:rank", "not key=value"),
-        ("exception@sync:rank=0,step=1", "not supported yet"),
         ("oom@forward:rank=0,step=1", "not supported yet"),
     ],
 )

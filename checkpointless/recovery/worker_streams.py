@@ -1,0 +1,176 @@
+"""Random numbers drawn in data-loader workers, made a function of the batch instead of the worker's history.
+
+A worker's streams begin with a seed that the training process draws when it starts the worker, and go on from batch
+to batch. After a fault the workers are new, and would draw something else than in a run without the fault. Here a
+worker's streams are set anew for every batch, from the seed of the job and from which batch it is. A batch is then
+made again, or made by another worker, with the same bits, however far the lost workers had read ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import pickle
+import random
+import sys
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, _DatasetKind, get_worker_info
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an iterator over a data loader begins.
+
+    Attributes:
+        epoch: how many passes over the data lie behind.
+        batch: how many batches of this pass lie behind.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+
+
+def seed_data_workers(
+    loader: Any, seed: int, *, rank: int = 0, stream: str = "", place: Callable[[], Place] = Place
+) -> None:
+    """Have random numbers that are drawn in the workers of ``loader`` depend on ``seed`` and the batch alone.
+
+    Before each batch the worker's streams (torch on the CPU, NumPy's global one, Python's ``random``) are set from
+    ``seed``, ``rank``, ``stream``, the epoch and the batch: the sampler's indices, or the number of the batch where
+    the dataset is iterable and has none. Generators that a dataset keeps for itself, and the ``seed`` of torch's
+    ``get_worker_info()``, are left alone. The loader's ``worker_init_fn`` is still called, after the streams were
+    set from the worker's number. Without workers nothing is changed.
+
+    Call it before the loader is iterated over; once is enough for all epochs. A dataset that is iterable must go on
+    after a fault exactly where ``place`` says.
+
+    Args:
+        loader: a ``torch.utils.data.DataLoader``; its ``worker_init_fn`` is replaced.
+        seed: the same before and after a fault.
+        rank: the data-parallel rank: ranks with equal indices draw different numbers.
+        stream: tells loaders of one job apart that share indices, training and validation for example.
+        place: where the next iterator begins; asked at the start of each worker. With persistent workers each
+            further iterator counts as one epoch more. Default: always at the beginning of epoch 0.
+
+    Raises:
+        TypeError: ``loader`` makes its workers in a way of its own.
+        ValueError: its persistent workers run already.
+    """
+    if getattr(loader, "num_workers", None) == 0:
+        return
+    if not isinstance(loader, DataLoader) or type(loader)._get_iterator is not DataLoader._get_iterator:
+        raise TypeError(f"{type(loader).__name__} is not torch's DataLoader, or has workers of its own making")
+    init: Any = loader.worker_init_fn
+    if isinstance(init, WorkerStreams):
+        init = init.init
+    elif loader._iterator is not None:
+        raise ValueError("the workers of this data loader run already: call this before the first iteration")
+    loader.worker_init_fn = WorkerStreams((seed, rank, stream), place, init)
+
+
+def is_iterable(loader: Any) -> bool:
+    """Whether the batches of ``loader`` are known by their number only, as its dataset has no indices."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+class WorkerStreams:
+    """The ``worker_init_fn`` that :func:`seed_data_workers` gives a loader: acts in the worker that calls it.
+
+    Args:
+        key: what the streams depend on beside epoch and batch.
+        place: where the iterator begins.
+        init: the loader's own ``worker_init_fn``.
+    """
+
+    def __init__(
+        self, key: tuple[int, int, str], place: Callable[[], Place], init: Callable[[int], None] | None
+    ) -> None:
+        self.key = key
+        self.place = place
+        self.init = init
+        self._home = os.getpid()
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare this worker.
+
+        Args:
+            worker_id: its number.
+        """
+        if os.getpid() == self._home:  # not in a process of its own: these streams are the training's
+            if self.init is not None:
+                self.init(worker_id)
+            return
+        place = self.place()
+        _set_streams(self.key, place.epoch, "worker", worker_id)
+        if self.init is not None:
+            self.init(worker_id)
+        self._seed_fetchers(worker_id, place)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that is spawned: where to begin, not the trainer that knows it."""
+        return {**vars(self), "place": _Known(self.place())}
+
+    def _seed_fetchers(self, worker_id: int, place: Place) -> None:
+        """Have every fetcher that torch makes in this process (one per pass) set the streams before each batch."""
+        info = get_worker_info()
+        step = info.num_workers if info is not None else 1
+        create = _DatasetKind.create_fetcher
+        epochs = itertools.count(place.epoch)
+
+        def create_seeded(kind: int, *args: Any) -> _SeededFetcher:
+            epoch = next(epochs)
+            first = worker_id + (place.batch if epoch == place.epoch else 0)
+            _set_streams(self.key, epoch, "pass", worker_id)  # an iterable dataset may draw when it is begun
+            numbers = itertools.count(first, step) if kind == _DatasetKind.Iterable else None
+            return _SeededFetcher(create(kind, *args), (*self.key, epoch), numbers)
+
+        _DatasetKind.create_fetcher = staticmethod(create_seeded)  # type: ignore[method-assign]
+
+
+class _SeededFetcher:
+    """Torch's fetcher of one pass, with the streams set before each batch.
+
+    Args:
+        inner: the fetcher.
+        key: what the streams depend on beside the batch.
+        numbers: the numbers of this worker's batches; None: they are known by their indices.
+    """
+
+    def __init__(self, inner: Any, key: tuple[Any, ...], numbers: itertools.count[int] | None) -> None:
+        self._inner = inner
+        self._key = key
+        self._numbers = numbers
+
+    def fetch(self, index: Any) -> Any:
+        """The batch of ``index``."""
+        # Bytes, as an index may be of any type, and not every type's text is the same in two processes.
+        batch = pickle.dumps(index, protocol=4) if self._numbers is None else next(self._numbers)
+        _set_streams(self._key, "batch", batch)
+        return self._inner.fetch(index)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A place that was asked for already."""
+
+    place: Place
+
+    def __call__(self) -> Place:
+        return self.place
+
+
+def _set_streams(*key: Any) -> None:
+    """Set the streams of torch (CPU), NumPy and Python from ``key``: numbers, text and bytes."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=32).digest()
+    # Not torch.manual_seed(): that seeds the devices, too, which a worker has no business with.
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    random.seed(digest[8:16])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(array("I", digest[16:]))

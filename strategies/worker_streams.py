@@ -1,0 +1,96 @@
+"""Which random numbers the data-loader workers of a NeMo training draw."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from megatron.core import parallel_state
+
+from checkpointless.recovery.exchange import all_gather_json
+from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
+from checkpointless.recovery.worker_streams import Place, is_iterable, seed_data_workers
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = "data_workers"
+
+
+class WorkerSeed:
+    """The seed of all data-loader workers of a job.
+
+    It is kept with the random streams of every rank, so that it outlives processes: what a script seeds with need
+    not be the same when it is entered again.
+
+    Attributes:
+        value: the seed; None before :meth:`agree`.
+    """
+
+    def __init__(self) -> None:
+        self.value: int | None = None
+        register_rng_source(_SOURCE, RngSource(lambda: self.value, lambda _: None))
+
+    def agree(self, states: RngStates | None) -> None:
+        """Find the seed. Collective.
+
+        All ranks use the same one, as ranks that share a model must get the same batch, whereas Megatron seeds
+        pipeline stages differently.
+
+        Args:
+            states: this rank's random streams at the step that is resumed; None: there are none.
+        """
+        kept = states.streams.get(f"source:{_SOURCE}") if states is not None else None
+        answers = all_gather_json({"kept": kept, "fresh": _seed_of_this_process()})
+        known = [answer["kept"] for answer in answers if answer["kept"] is not None]
+        self.value = known[0] if known else answers[0]["fresh"]
+
+
+def _seed_of_this_process() -> int:
+    """What ``seed_everything`` was given, or else what torch was seeded with last."""
+    given = os.environ.get("PL_GLOBAL_SEED", "")
+    return int(given) if given.isdecimal() else torch.initial_seed()
+
+
+def repeat_worker_draws(loader: Any, seed: int, trainer: pl.Trainer) -> None:
+    """Have the workers of ``loader`` draw after a fault what they would have drawn without it.
+
+    Where that is not possible, or not certain, a warning says so, once.
+
+    Args:
+        loader: as Lightning will iterate over it.
+        seed: of the job.
+        trainer: in the stage that ``loader`` is for.
+    """
+    training = trainer.training  # validation draws the same numbers every time, whichever step it comes after
+    try:
+        seed_data_workers(
+            loader,
+            seed,
+            rank=parallel_state.get_data_parallel_rank(),
+            stream="training" if training else "evaluation",
+            place=functools.partial(_place, trainer) if training else Place,
+        )
+    except (TypeError, ValueError) as error:
+        _warn_once(f"{error}: random numbers that its workers draw are others after a fault")
+        return
+    if is_iterable(loader) and loader.num_workers > 0:
+        _warn_once(
+            f"{type(loader.dataset).__name__} is iterable: random numbers that data-loader workers draw are the "
+            "same after a fault only if it goes on exactly behind the last batch that was trained on"
+        )
+
+
+def _place(trainer: pl.Trainer) -> Place:
+    """Where the training loop stands when it makes an iterator; the loop counts steps, the loader micro-batches."""
+    steps = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    sampler = getattr(trainer.strategy, "data_sampler", None)
+    return Place(trainer.current_epoch, steps * getattr(sampler, "num_microbatches", 1))
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

@@ -1,0 +1,225 @@
+"""What the ranks of test_local_checkpoint.py do: a list of calls of the manager, on simulated nodes."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.recovery import (
+    CliqueReplicationStrategy,
+    LazyCliqueReplicationStrategy,
+    LocalCheckpointManager,
+    NoReplicasAvailableError,
+    ReplicationStrategy,
+)
+from checkpointless.recovery.local import AsyncSave
+
+TOO_SMALL = 16 * 1024  # for a part of anybody's
+EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
+
+
+def state(rank: int, iteration: int) -> dict[Any, Any]:
+    """A state of all dtypes, shapes and keys, another one for each rank and iteration."""
+    generator = torch.Generator().manual_seed(1000 * iteration + rank)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "iteration": iteration,
+        "model": {"layers.0.weight": noise(100, 103), "strided": noise(16, 24).t(), "empty": torch.empty(0, 4)},
+        ("optimizer", rank): [{0: {"step": torch.tensor(float(iteration))}, "0": (noise(3), (noise(2), None))}],
+        "dtypes": {str(dtype): noise(7, 5).to(dtype) for dtype in EVERY_DTYPE},
+        "ragged": tuple(noise(index + rank) for index in range(3)),
+        "lr": 1e-3 * rank,
+        7: b"bytes",
+    }
+
+
+def bits(tree: Any) -> Any:
+    """``tree`` as something that is equal only to a tree of the same types, keys and bits."""
+    if isinstance(tree, torch.Tensor):
+        return str(tree.dtype), tuple(tree.shape), tree.contiguous().reshape(-1).view(torch.uint8).tolist()
+    if isinstance(tree, dict):
+        return "dict", [(type(key).__name__, key, bits(item)) for key, item in tree.items()]
+    if isinstance(tree, (list, tuple)):
+        return type(tree).__name__, [bits(item) for item in tree]
+    return type(tree).__name__, repr(tree)
+
+
+def play(
+    root: str,
+    calls: Sequence[Sequence[Any]],
+    jump: int | None = 0,
+    factor: int = 2,
+    node_size: int = 2,
+) -> list[dict[str, Any]]:
+    """Make calls of a manager, one after the other, with a barrier between two.
+
+    Args:
+        root: each node has a directory in it.
+        calls: names of methods of :class:`Player`, and their arguments.
+        jump: J of the cliques; None: without replication.
+        factor: F of the cliques.
+        node_size: ranks of a node.
+
+    Returns:
+        What each call returned, or the type and words of what it raised.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    strategy = None if jump is None else LazyCliqueReplicationStrategy(jump, factor)
+    player = Player(Path(root), Path(root) / f"node{dist.get_rank() // node_size}", strategy)
+    outcomes = []
+    for name, *arguments in calls:
+        call: Callable[..., Any] = getattr(player, name)
+        try:
+            outcomes.append({"returned": call(*arguments)})
+        except (RuntimeError, ValueError) as error:
+            outcomes.append({"raised": type(error).__name__, "words": str(error)})
+        dist.barrier()
+    return outcomes
+
+
+class Player:
+    """The calls.
+
+    Args:
+        root: where the nodes' directories are.
+        folder: this node's.
+        strategy: of the manager.
+    """
+
+    def __init__(self, root: Path, folder: Path, strategy: ReplicationStrategy | None) -> None:
+        self.root = root
+        self.folder = folder
+        self.strategy = strategy
+        self.rank = dist.get_rank()
+        self.manager = LocalCheckpointManager(folder, strategy)
+        self.work: AsyncSave | None = None
+
+    def save(self, *iterations: int) -> None:
+        for iteration in iterations:
+            self.manager.save(state(self.rank, iteration), iteration)
+
+    def save_different(self) -> None:
+        self.manager.save({}, 10 + self.rank)
+
+    def save_unsafe(self, iteration: int, rank: int) -> None:
+        """With something in the state of one rank that cannot be saved."""
+        self.manager.save({"callbacks": [object() if self.rank == rank else 0]}, iteration)
+
+    def save_async(self, iteration: int) -> None:
+        """Save, and train on at once."""
+        tree = state(self.rank, iteration)
+        self.work = self.manager.save(tree, iteration, is_async=True)
+        tree["model"]["layers.0.weight"].zero_()
+        tree["dtypes"].clear()
+
+    def wait(self) -> bool:
+        assert self.work is not None
+        self.work.wait(timedelta(seconds=20))
+        return self.work.done()
+
+    def find(self) -> int:
+        return self.manager.find_latest()
+
+    def load(self) -> dict[str, Any]:
+        loaded, part = self.manager.load()
+        iteration = loaded["iteration"]
+        return {
+            "iteration": iteration,
+            "equal": bits(loaded) == bits(state(self.rank, iteration)),
+            "own": f"part_{self.rank}" in part and f"iter_{iteration:010d}" in part,
+        }
+
+    def delete(self, pattern: str) -> int:
+        """Rank 0 deletes files of any node. Returns how many."""
+        dist.barrier()
+        paths = list(self.root.glob(pattern)) if self.rank == 0 else []
+        for path in paths:
+            path.unlink()
+        return len(paths)
+
+    def full_disk(self, rank: int) -> None:
+        """From now on, ``rank`` can write no file of more than a few kilobytes."""
+        if self.rank == rank:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (TOO_SMALL, hard))
+
+    def room_again(self) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    def renew(self, rank: int) -> None:
+        """``rank`` has a new process, which knows nothing."""
+        if self.rank == rank:
+            self.manager = LocalCheckpointManager(self.folder, self.strategy)
+
+    def regroup(self) -> None:
+        """All process groups are made anew, as after a fault."""
+        store, world_size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("again", store),
+            rank=self.rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=20),
+        )
+
+
+def strategy_alone(jump: int, factor: int) -> dict[str, Any]:
+    """Replicate, forget what rank 0 and 1 had, and retrieve it, without a manager."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    strategy = CliqueReplicationStrategy.from_replication_params(jump, factor)
+    states, ids = strategy.replicate(state(rank, 3), f"of-{rank}")
+    kept = {} if rank < 2 else dict(zip(ids, states))
+    available = {each: [] if each < 2 else [f"of-{peer}" for peer in range(world)] for each in range(world)}
+    wanted = [f"of-{rank}"] if rank < 2 else []
+    plan = strategy.retrieve_plan(available, wanted)
+    arrived = strategy.retrieve_execute(plan, kept)
+    try:
+        strategy.retrieve_plan(available, ["nobody's"])
+        refused = ""
+    except NoReplicasAvailableError as error:
+        refused = str(error)
+    return {
+        "peers": strategy.peers,
+        "ids": ids,
+        "replicas": [bits(each) == bits(state(peer, 3)) for peer, each in zip(strategy.peers, states)],
+        "arrived": sorted(arrived),
+        "equal": all(bits(each) == bits(state(rank, 3)) for each in arrived.values()),
+        "plan": [[transfer.id, transfer.receiver, list(transfer.holders)] for transfer in plan.transfers],
+        "refused": refused,
+        "timeout_s": strategy.local_group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+    }
+
+
+def one_cannot_replicate(jump: int, factor: int) -> str:
+    """Rank 1 has a state that cannot travel. Returns the words of what each rank raised."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    strategy = CliqueReplicationStrategy.from_replication_params(jump, factor)
+    tree: dict[str, Any] = {"hook": print} if dist.get_rank() == 1 else {}
+    try:
+        strategy.replicate(tree, "any")
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def cliques_asked_for(jumps: Sequence[int]) -> str:
+    """Each rank asks for cliques of its own. Returns the words of what it raised."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    try:
+        CliqueReplicationStrategy.from_replication_params(jumps[dist.get_rank()], 2)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"

@@ -1,0 +1,202 @@
+"""Random numbers drawn in data-loader workers are, after a recovery, those of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from checkpointless.faults.ledger import fired
+from checkpointless.recovery import Place, seed_data_workers
+from checkpointless.telemetry.verify import compare
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Disturb, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+
+STEPS = 5
+NOISY = ("data._target_=tests.ranks.noisy_text.NoisyTextDataModule", "data.num_workers=2")
+NOISY_TRAINING = ("callbacks.noise={_target_: tests.ranks.noisy_text.NoisyEmbedding}",)
+VALIDATION = ("trainer.limit_val_batches=2", "trainer.val_check_interval=2")
+TP2 = ("strategy.tensor_model_parallel_size=2",)
+PP2 = ("strategy.pipeline_model_parallel_size=2",)
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_augmentation_in_workers_is_repeated(disturb: Disturb, kind: str) -> None:
+    disturb(4, STEPS, f"{kind}@backward:rank=2,step=3", args=NOISY)
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        ((*TP2, "data.persistent_workers=true"), "sigkill@between:rank=1,step=2"),
+        (PP2, "sigkill@data:rank=3,step=3"),
+    ],
+    ids=["tp2-persistent", "pp2"],
+)
+def test_augmentation_is_repeated_in_every_layout(disturb: Disturb, layout: tuple[str, ...], fault: str) -> None:
+    disturb(4, STEPS, fault, args=(*NOISY, *layout))
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("fault", ["exception@forward:rank=0,step=4", "sigkill@between:rank=2,step=2"])
+def test_what_iterators_draw_does_not_move_the_training_streams(disturb: Disturb, fault: str) -> None:
+    """Each iterator takes its workers' seed from the training's stream, one more after a fault."""
+    disturb(4, STEPS, fault, args=(*NOISY, *NOISY_TRAINING, *VALIDATION))
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_the_seed_is_that_of_the_first_start(disturb: Disturb, kind: str) -> None:
+    args = ("data._target_=tests.ranks.noisy_text.ReseedingDataModule", "data.num_workers=2")
+    disturb(4, STEPS, f"{kind}@backward:rank=0,step=3", args=args)
+
+
+@pytest.mark.nemo
+def test_all_ranks_agree_on_a_seed_that_any_of_them_kept(nemo_zygote: Zygote) -> None:
+    agree = "tests.ranks.worker_stream_ranks:agree"
+    assert nemo_zygote.run(2, agree, {"keeps": [None, None]}) == [100, 100]
+    assert nemo_zygote.run(2, agree, {"keeps": [None, 2**63 + 5]}) == [2**63 + 5, 2**63 + 5]
+
+
+@pytest.mark.nemo
+def test_what_the_strategy_makes_of_a_loader(nemo_zygote: Zygote) -> None:
+    answers = nemo_zygote.run(2, "tests.ranks.worker_stream_ranks:loaders_of_a_trainer")
+    for rank, answer in enumerate(answers):
+        assert answer["training"] == [7, rank, "training", 2, 12]
+        assert answer["evaluation"] == [7, rank, "evaluation", 0, 0]
+        iterable, unknown = answer["said"]
+        assert "Lines is iterable" in iterable
+        assert "tuple_iterator" in unknown
+
+
+@pytest.mark.nemo
+def test_a_loop_of_ones_own(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    script, faults = (
+        str(SCRIPTS / "plain_loader.py"),
+        ("exception@before_optimizer:rank=1,step=2", "sigkill@between:rank=0,step=5"),
+    )
+    jobs = [
+        run_job(nemo_zygote, tmp_path / f"run{len(each)}", 2, script=script, args=("7",), faults=each)
+        for each in ((), faults)
+    ]
+    for job in jobs:
+        assert job.code == 0, job.story()
+    assert fired(jobs[1].run_dir) == dict.fromkeys(faults, 1)
+    verdict = compare(jobs[0].steps, jobs[1].steps)
+    assert verdict.equal, f"{verdict.sentence}\n{jobs[1].story()}"
+    assert verdict.steps == 7
+
+
+# --- torch's own loader and workers, without a job ----------------------------------------------------------------
+
+Draws = tuple[int, float, float, float]
+
+
+def draw(index: int) -> Draws:
+    return index, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Drawing:
+    """Each item is its index and a number from each stream."""
+
+    def __init__(self, length: int = 12) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Draws:
+        return draw(index)
+
+
+class DrawingLines(IterableDataset[Draws]):
+    """The same from ``first`` on, dealt out to the workers batch by batch."""
+
+    def __init__(self, first: int = 0, batch: int = 2, length: int = 12) -> None:
+        self.first, self.batch, self.length = first, batch, length
+
+    def __iter__(self) -> Iterator[Draws]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        for index in range(self.first, self.length):
+            if (index - self.first) // self.batch % workers == worker:
+                yield draw(index)
+
+
+def draw_init(worker_id: int) -> None:
+    """A user's ``worker_init_fn``: what it drew is seen at every later batch."""
+    global drawn_by_init
+    drawn_by_init = draw(worker_id)
+
+
+drawn_by_init: Draws = (-1, 0.0, 0.0, 0.0)
+
+
+def collate(items: list[Draws]) -> list[Draws]:
+    return [*items, draw(-1), drawn_by_init]
+
+
+START = Place()
+
+
+def loader(dataset: Any, place: Place = START, seed: int = 1, rank: int = 0, **settings: Any) -> DataLoader[Any]:
+    settings = {"num_workers": 2, "batch_size": 2, "collate_fn": list, **settings}
+    made: DataLoader[Any] = DataLoader(dataset, **settings)
+    seed_data_workers(made, seed, rank=rank, place=lambda: place)
+    return made
+
+
+def test_a_batch_depends_on_seed_rank_epoch_and_its_indices_alone() -> None:
+    batches = list(loader(Drawing()))
+    numbers = [number for batch in batches for _, *rest in batch for number in rest]
+    assert len(set(numbers)) == len(numbers), "no two draws are equal"
+    assert list(loader(Drawing(), num_workers=3)) == batches
+    resumed = loader(Drawing(), batch_size=1, sampler=None, batch_sampler=[[6, 7], [8, 9]])
+    assert list(resumed) == batches[3:5]
+    for other in (loader(Drawing(), seed=2), loader(Drawing(), rank=1), loader(Drawing(), Place(epoch=1))):
+        assert not {number for batch in other for _, *rest in batch for number in rest} & set(numbers)
+
+
+def test_persistent_workers_begin_a_new_epoch_with_every_pass() -> None:
+    persistent = loader(Drawing(), persistent_workers=True)
+    first, second = list(persistent), list(persistent)
+    assert first == list(loader(Drawing()))
+    assert second == list(loader(Drawing(), Place(epoch=1)))
+    assert second != first
+
+
+def test_collating_and_the_users_init_draw_from_the_same_streams() -> None:
+    before = torch.get_rng_state()
+    settings: dict[str, Any] = {"collate_fn": collate, "worker_init_fn": draw_init}
+    once = list(loader(Drawing(), **settings))
+    assert {batch[-1][0] for batch in once} == {0, 1}
+    assert list(loader(Drawing(), **settings)) == once
+    assert not torch.equal(torch.get_rng_state(), before), "torch drew a base seed, and it made no difference"
+
+
+def test_single_samples_are_known_by_their_index() -> None:
+    plain: dict[str, Any] = {"batch_size": None, "collate_fn": None}
+    samples = list(loader(Drawing(), **plain))
+    assert list(loader(Drawing(), sampler=range(5, 12), **plain)) == samples[5:]
+
+
+def test_spawned_workers_draw_the_same() -> None:
+    assert list(loader(Drawing(4), multiprocessing_context="spawn")) == list(loader(Drawing(4)))
+
+
+def test_batches_of_an_iterable_dataset_are_counted() -> None:
+    batches = list(loader(DrawingLines()))
+    assert [index for batch in batches for index, *_ in batch] == list(range(12))
+    assert list(loader(DrawingLines(first=6), Place(batch=3))) == batches[3:]
+    assert list(loader(DrawingLines(first=6), Place(batch=0))) != batches[3:]

@@ -1,0 +1,66 @@
+"""What ranks do in ``test_worker_streams.py``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.utils.data import DataLoader, IterableDataset
+
+from checkpointless.recovery.rng import RngStates
+from checkpointless.strategies import worker_streams
+from checkpointless.strategies.worker_streams import WorkerSeed, repeat_worker_draws
+
+
+class Lines(IterableDataset[int]):
+    """Iterable."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def agree(keeps: list[int | None]) -> int | None:
+    """Agree on a seed where rank ``r`` was seeded with ``100 + r`` and keeps ``keeps[r]`` from before a fault."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(100 + dist.get_rank())
+    seed = WorkerSeed()
+    seed.value = keeps[dist.get_rank()]
+    states = RngStates.from_bytes(RngStates.capture().to_bytes())
+    seed.agree(states)
+    return seed.value
+
+
+def loaders_of_a_trainer() -> dict[str, Any]:
+    """How loaders are prepared in the middle of an epoch, and what is said about those that cannot be."""
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    worker_streams.logger.addHandler(handler)
+    prepared = {}
+    for stage in ("training", "evaluation"):
+        loader: DataLoader[int] = DataLoader(range(4), num_workers=1)  # type: ignore[arg-type]
+        repeat_worker_draws(loader, 7, _trainer(stage == "training"))
+        streams: Any = loader.worker_init_fn
+        prepared[stage] = [*streams.key, streams.place().epoch, streams.place().batch]
+    for _ in range(2):
+        repeat_worker_draws(DataLoader(Lines(), num_workers=1), 7, _trainer(True))
+        repeat_worker_draws(DataLoader(Lines()), 7, _trainer(True))
+        repeat_worker_draws(iter(()), 7, _trainer(True))
+    return {**prepared, "said": said}
+
+
+def _trainer(training: bool) -> Any:
+    progress = SimpleNamespace(current=SimpleNamespace(ready=3))
+    return SimpleNamespace(
+        training=training,
+        current_epoch=2,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        strategy=SimpleNamespace(data_sampler=SimpleNamespace(num_microbatches=4)),
+    )
