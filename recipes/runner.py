@@ -132,6 +132,7 @@ def train(config: DictConfig) -> "nl.Trainer":
         enable_offload=config.checkpointless.get("enable_offload", False),
         allow_restart_from_scratch=config.checkpointless.get("allow_restart_from_scratch", False),
         memory_budget_bytes=config.checkpointless.get("memory_budget_bytes", MEMORY_BUDGET_BYTES),
+        rng_replication_jump=config.checkpointless.get("rng_replication_jump"),
     )
     return HPWrapper(checkpoint_manager=manager)(fit)(config)
 

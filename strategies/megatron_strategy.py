@@ -339,6 +339,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         call.enter_phase("before_optimizer", step)
         if self._manager is not None:
             self._manager.store_rng_states(step, loss=call.making_loss)
+            self._manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)
 
 

@@ -50,7 +50,7 @@ class Board:
     """
 
     SLOT_BYTES = 256 * 1024
-    SERIES = 2
+    SERIES = 3  # a rank's streams after a step, those at the start of the next batch, and another rank's
     SIZE = _SLOTS_OFFSET + 2 * SERIES * SLOT_BYTES
 
     def __init__(self, fd: int) -> None:
@@ -66,11 +66,10 @@ class Board:
         fd = os.memfd_create(f"checkpointless-board-{rank}", os.MFD_CLOEXEC)
         os.ftruncate(fd, cls.SIZE)
         header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0)
-        slot = _SLOT.pack(NO_STEP, 0, 0)
         os.pwrite(fd, header, 0)
-        for index in range(2 * cls.SERIES):
-            os.pwrite(fd, slot, _SLOTS_OFFSET + index * cls.SLOT_BYTES)
-        return cls(fd)
+        board = cls(fd)
+        board.clear_snapshots()
+        return board
 
     @classmethod
     def from_environment(cls) -> Board | None:
@@ -113,8 +112,7 @@ class Board:
         Args:
             step: the optimizer step.
             payload: at most 256 KiB.
-            series: 0 or 1: a later snapshot of the same step goes into series 1, so that a death while it is
-                written leaves the earlier one.
+            series: below :attr:`SERIES`; each has its own two newest snapshots.
 
         Raises:
             ValueError: the payload is larger than a slot.
@@ -127,13 +125,14 @@ class Board:
         self._memory[start : start + len(payload)] = payload
         _SLOT.pack_into(self._memory, offset, step, len(payload), zlib.crc32(payload))
 
-    def snapshot(self, step: int) -> bytes | None:
-        """The newest snapshot after ``step``, or None if none is (wholly) there."""
-        for series in reversed(range(self.SERIES)):
-            payload = self._read_slot(step, self._offset(step, series))
-            if payload is not None:
-                return payload
-        return None
+    def snapshot(self, step: int, series: int = 0) -> bytes | None:
+        """The snapshot after ``step``, or None if it is not (wholly) there."""
+        return self._read_slot(step, self._offset(step, series))
+
+    def clear_snapshots(self) -> None:
+        """Forget all snapshots."""
+        for index in range(2 * self.SERIES):
+            _SLOT.pack_into(self._memory, _SLOTS_OFFSET + index * self.SLOT_BYTES, NO_STEP, 0, 0)
 
     def _offset(self, step: int, series: int) -> int:
         return _SLOTS_OFFSET + (2 * series + step % 2) * self.SLOT_BYTES

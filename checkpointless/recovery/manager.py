@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.checksum import MemoryChecksumManager
@@ -19,7 +19,8 @@ from checkpointless.recovery.context import aside, own_board, span
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
 from checkpointless.recovery.exchange import all_gather_json
 from checkpointless.recovery.live_state import LiveState
-from checkpointless.recovery.rng import RngStates
+from checkpointless.recovery.rng import RngStates, from_board, put_on_board
+from checkpointless.recovery.rng_replicas import RngReplicas
 from checkpointless.recovery.transfer import (
     MEMORY_BUDGET_BYTES,
     Fill,
@@ -76,9 +77,11 @@ class CheckpointManager:
         allow_restart_from_scratch: if neither memory nor storage holds the state, start over at step 0 instead of
             ending the job.
         memory_budget_bytes: how much memory the buffers of a transfer may take on each rank that takes part.
+        rng_replication_jump: how many ranks further on a copy of a rank's random streams is kept, in case its node
+            is lost. None: on the next node, if there is more than one. 0: nowhere.
 
     Raises:
-        ValueError: ``memory_budget_bytes`` is not positive.
+        ValueError: ``memory_budget_bytes`` is not positive, or ``rng_replication_jump`` is negative.
 
     Attributes:
         global_step: optimizer step of the held state, or None.
@@ -94,6 +97,7 @@ class CheckpointManager:
         enable_offload: bool = False,
         allow_restart_from_scratch: bool = False,
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
+        rng_replication_jump: int | None = None,
     ) -> None:
         if memory_budget_bytes < 1:
             raise ValueError(f"memory_budget_bytes must be positive, not {memory_budget_bytes}")
@@ -102,6 +106,7 @@ class CheckpointManager:
         self.allow_restart_from_scratch = allow_restart_from_scratch
         self.checksum_manager = MemoryChecksumManager(enable_checksum)
         self.rng_states: dict[int, RngStates] = {}
+        self._rng_replicas = RngReplicas(rng_replication_jump)
         self.refusal = ""
         self._fallback_lock = ParameterUpdateLock()
         self._held: HeldState | None = None
@@ -158,12 +163,23 @@ class CheckpointManager:
         step = self.parameter_update_lock.committed if step is None else step
         if loss is None and step in self.rng_states:
             loss = self.rng_states[step].loss
-        states = RngStates.capture(loss, at_batch_start)
+        self._keep_rng_states(step, RngStates.capture(loss, at_batch_start))
+
+    def _keep_rng_states(self, step: int, states: RngStates) -> None:
+        after_the_step = self.rng_states.get(step)
         before = {step - 1: self.rng_states[step - 1]} if step - 1 in self.rng_states else {}
         self.rng_states = {**before, step: states}  # one assignment: an interruption leaves the old or the new
         board = own_board()
         if board is not None:
-            board.put_snapshot(step, states.to_bytes(), series=int(at_batch_start))
+            put_on_board(board, step, states, after_the_step)
+
+    def replicate_rng_states(self, step: int) -> None:
+        """Have this rank's random streams after ``step`` kept on another node, too, if there is one. Collective.
+
+        Args:
+            step: the optimizer step; its streams have been stored.
+        """
+        self._rng_replicas.exchange(step, lambda: self.rng_states[step].to_bytes())
 
     def load_rng_states(self, step: int | None = None) -> bool:
         """Put the streams after ``step`` back (default: the step that was resumed at).
@@ -182,8 +198,7 @@ class CheckpointManager:
         if step in self.rng_states:
             return self.rng_states[step]
         board = own_board()
-        snapshot = board.snapshot(step) if board is not None else None
-        return RngStates.from_bytes(snapshot) if snapshot is not None else None
+        return from_board(board, step) if board is not None else None
 
     # --- when a fault comes -----------------------------------------------------------------------------------
 
@@ -269,13 +284,23 @@ class CheckpointManager:
         if decision.verdict is Verdict.START:
             return None
         if decision.verdict is Verdict.REFUSE or decision.target is None:
-            self.refusal = decision.reason
-            logger.error("recovery from memory is not possible: %s", decision.reason)
+            self._refuse(decision.reason)
+            return None
+        lost = self._find_rng(decision.target)
+        if lost:
+            self._refuse(
+                f"the random streams of rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} after step "
+                f"{decision.target} are lost: neither a process, nor a board, nor another node has them"
+            )
             return None
         objects = self._restore(live, decision, decision.target)
         self._restored = objects
-        self._set_rng_to_restore(decision.target)
+        self._rng_to_restore = self.rng_of(decision.target)
         return objects
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        logger.error("recovery from memory is not possible: %s", reason)
 
     def checkpointless_recovery_feasible(self, trainer: Any, include_checksum_verification: bool = True) -> bool:
         """Whether the job could resume from memory now. Collective.
@@ -420,15 +445,19 @@ class CheckpointManager:
         kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in held.tensors.values())
         return TransferReport(kept=kept, seconds=time.monotonic() - began_s)
 
-    def _set_rng_to_restore(self, target: int) -> None:
-        """Have this rank's own streams put back when the loop resumes.
+    def _find_rng(self, target: int) -> list[int]:
+        """Have every rank's own streams after ``target`` at hand, for when the loop resumes. Collective.
 
-        Raises:
-            UnrecoverableError: steps were made and this rank's streams are nowhere: it would train on with others.
+        Returns:
+            The ranks whose streams are nowhere: they would train on with others. None at step 0, where they begin.
         """
-        self._rng_to_restore = self.rng_of(target)
-        if self._rng_to_restore is None and target > 0:
-            raise UnrecoverableError(
-                f"rank {dist.get_rank()} has no random streams of its own for step {target}: "
-                "its process is new and its board does not hold them"
-            )
+        if target == 0:
+            return []
+        own = self.rng_of(target)
+        given, lost = self._rng_replicas.find(target, own is not None)
+        if given is not None:
+            own = RngStates.from_bytes(given)
+            self._keep_rng_states(target, own)
+        if own is not None and not lost:  # so on all ranks or on none
+            self._rng_replicas.exchange(target, own.to_bytes)  # who keeps them may be new
+        return lost

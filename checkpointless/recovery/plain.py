@@ -123,6 +123,7 @@ class PlainTraining(TrainingTensors):
     def _ready(self, step: int) -> None:
         self._call.enter_phase("before_optimizer", step)
         self._manager.store_rng_states(step, loss=self._call.making_loss)
+        self._manager.replicate_rng_states(step)
         self._call.parameter_update_lock.mark_ready(step)
 
     def _restore(self) -> None:

@@ -11,6 +11,7 @@ import datetime
 import json
 import math
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -35,7 +36,11 @@ def dumps(tree: Any) -> bytes:
         StateTreeError: something else is in it.
     """
     blobs: list[bytes] = []
-    header = json.dumps(_encode(tree, "state", blobs), separators=(",", ":"), allow_nan=False).encode()
+    try:
+        encoded = _encode(tree, blobs)
+    except _Refused as refused:
+        raise StateTreeError(str(refused)) from None
+    header = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
     return b"".join([_LENGTH.pack(len(header)), header, *blobs])
 
 
@@ -74,24 +79,20 @@ class _Blobs:
             raise ValueError("a state tree has bytes that it does not refer to")
 
 
-def _encode(value: Any, path: str, blobs: list[bytes]) -> Any:
+def _encode(value: Any, blobs: list[bytes]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"t": "float", "v": value.hex() if value == value else "nan"}
     if kind is list:
-        return [_encode(item, f"{path}[{index}]", blobs) for index, item in enumerate(value)]
+        return _encode_items(value, blobs)
     if isinstance(value, dict):
-        pairs = [
-            [_encode(key, f"{path} key {key!r}", blobs), _encode(item, f"{path}[{key!r}]", blobs)]
-            for key, item in value.items()
-        ]
-        return {"t": "dict", "v": pairs}
+        return {"t": "dict", "v": _encode_pairs(value, blobs)}
     if isinstance(value, tuple):
-        return {"t": "tuple", "v": [_encode(item, f"{path}[{index}]", blobs) for index, item in enumerate(value)]}
+        return {"t": "tuple", "v": _encode_items(value, blobs)}
     if kind in (set, frozenset):
-        return {"t": "set", "v": [_encode(item, f"{path} member", blobs) for item in sorted(value, key=repr)]}
+        return {"t": "set", "v": _encode_items(sorted(value, key=repr), blobs)}
     if kind in (bytes, bytearray):
         blobs.append(bytes(value))
         return {"t": "bytes", "v": len(value)}
@@ -105,10 +106,48 @@ def _encode(value: Any, path: str, blobs: list[bytes]) -> Any:
     if isinstance(value, datetime.datetime):
         return {"t": "datetime", "v": value.isoformat()}
     if hasattr(value, "item") and getattr(value, "shape", None) == () and type(value).__module__ == "numpy":
-        return _encode(value.item(), path, blobs)
+        return _encode(value.item(), blobs)
     if isinstance(value, (int, float, str)):  # an enum or another subclass would come back as something else
-        raise StateTreeError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which would not come back as one")
-    raise StateTreeError(f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot travel safely")
+        raise _Refused(f"is a {kind.__module__}.{kind.__qualname__}, which would not come back as one")
+    raise _Refused(f"is a {kind.__module__}.{kind.__qualname__}, which cannot travel safely")
+
+
+class _Refused(Exception):
+    """A value cannot travel; on its way up it learns where it was found."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.path: list[str] = []
+
+    def __str__(self) -> str:
+        return f"state{''.join(reversed(self.path))} {self.why}"
+
+
+def _encode_items(items: Sequence[Any], blobs: list[bytes]) -> list[Any]:
+    encoded = []
+    for index, item in enumerate(items):
+        try:
+            encoded.append(_encode(item, blobs))
+        except _Refused as refused:
+            refused.path.append(f"[{index}]")
+            raise
+    return encoded
+
+
+def _encode_pairs(mapping: Mapping[Any, Any], blobs: list[bytes]) -> list[Any]:
+    encoded = []
+    for key, item in mapping.items():
+        try:
+            name = _encode(key, blobs)
+        except _Refused as refused:
+            refused.path.append(f" key {key!r}")
+            raise
+        try:
+            encoded.append([name, _encode(item, blobs)])
+        except _Refused as refused:
+            refused.path.append(f"[{key!r}]")
+            raise
+    return encoded
 
 
 def _decode(value: Any, blobs: _Blobs) -> Any:

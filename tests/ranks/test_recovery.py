@@ -26,7 +26,7 @@ EP2 = (
     "strategy.expert_model_parallel_size=2",
 )
 DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
-PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
+PHASES = ("data", "forward", "backward", "sync", "before_optimizer", "optimizer", "after_optimizer", "between")
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
@@ -37,7 +37,7 @@ def test_every_phase(disturb: Disturb, kind: str, phase: str) -> None:
     (incident,) = job.incidents
     assert incident.outcome is Outcome.RESUMED
     assert incident.respawned == ((rank,) if kind == "sigkill" else ())
-    if phase in ("data", "forward", "backward", "before_optimizer"):
+    if phase in ("data", "forward", "backward", "sync", "before_optimizer"):
         assert incident.target == 2
     if phase in ("after_optimizer", "between"):
         assert incident.target == 3

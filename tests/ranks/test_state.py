@@ -21,6 +21,17 @@ ONE_INSTANCE = (
 )
 THREE_HOLDERS = ("strategy.num_distributed_optimizer_instances=3", "data.global_batch_size=24")  # of 6 ranks
 SMALL_BUCKETS = ("checkpointless.memory_budget_bytes=262144",)
+LOST_BOARD = "callbacks.lost_board={{_target_: tests.ranks.lost_board.LostBoard, ranks: {ranks}, step: 4}}"
+JUMP = ("checkpointless.rng_replication_jump=2",)
+DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
+EP2 = (
+    "model.config.add_bias_linear=false",
+    "model.config.num_moe_experts=4",
+    "model.config.moe_grouped_gemm=false",
+    "model.config.moe_router_topk=2",
+    "strategy.expert_model_parallel_size=2",
+)
+EP2_FOUR_HOLDERS = (*EP2, "strategy.num_distributed_optimizer_instances=4")  # of 8 ranks
 CHECKSUM = ("checkpointless.enable_checksum=true",)
 
 
@@ -77,7 +88,7 @@ def test_a_bucket_damaged_on_the_way_is_fetched_again(disturb: Disturb) -> None:
 
 
 def test_a_bit_that_flipped_in_one_of_three_replicas_is_mended_before_it_spreads(disturb: Disturb) -> None:
-    faults = ("bitflip@between:rank=1,step=2", "exception@data:rank=0,step=3")
+    faults = ("bitflip@between:rank=1,step=2", "exception@before_optimizer:rank=0,step=3")
     job = disturb(6, 4, *faults, args=(*THREE_HOLDERS, *CHECKSUM))
     (fill,) = transfers(job, 1)
     assert fill["sources"] == [3, 5]
@@ -86,7 +97,7 @@ def test_a_bit_that_flipped_in_one_of_three_replicas_is_mended_before_it_spreads
 def test_a_bit_that_flipped_in_one_of_two_replicas_is_found_and_nobody_guesses(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
-    faults = ("bitflip@between:rank=1,step=2", "exception@data:rank=0,step=3")
+    faults = ("bitflip@between:rank=1,step=2", "exception@before_optimizer:rank=0,step=3")
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=4", *CHECKSUM), faults=faults)
     assert job.code == 1
     assert "the replicas of the shard of ranks 1, 3 differ at step 2" in job.said[-1]
@@ -103,3 +114,17 @@ def test_a_second_fault_after_the_gradients_were_let_go(disturb: Disturb) -> Non
     faults = ("sigkill@before_optimizer:rank=1,step=3", "exception@transfer:rank=3,step=2")
     job = disturb(4, 5, *faults, args=SMALL_BUCKETS)
     assert job.incidents[-1].target == 2
+
+
+@pytest.mark.parametrize("fault", ["sigkill@before_optimizer:rank=1,step=4", "exit@before_optimizer:rank=3,step=4"])
+def test_streams_lost_with_a_node_come_back_from_the_next(disturb: Disturb, fault: str) -> None:
+    args = (*DROPOUT, *JUMP, LOST_BOARD.format(ranks="[1,3]"))
+    job = disturb(4, 6, fault, args=args)
+    assert job.incidents[-1].target == 3
+
+
+def test_streams_that_are_nowhere_are_not_replaced_by_others(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    args = ("trainer.max_steps=6", *DROPOUT, LOST_BOARD.format(ranks="[1]"))
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=("sigkill@before_optimizer:rank=1,step=4",))
+    assert job.code == 1
+    assert "the random streams of rank 1 after step 3 are lost" in job.said[-1]

@@ -76,3 +76,16 @@ def test_the_board_of_the_environment(monkeypatch: pytest.MonkeyPatch, board: Bo
     found = Board.from_environment()
     assert found is not None
     assert found.read() == board.read()
+
+
+def test_each_series_has_its_own_snapshots(board: Board) -> None:
+    for series in range(Board.SERIES):
+        board.put_snapshot(8, bytes([series]), series=series)
+    assert [board.snapshot(8, series=series) for series in range(Board.SERIES)] == [b"\0", b"\1", b"\2"]
+
+
+def test_cleared_snapshots_are_gone(board: Board) -> None:
+    board.put_snapshot(9, b"", series=1)
+    assert board.snapshot(9, series=1) == b""
+    board.clear_snapshots()
+    assert board.snapshot(9, series=1) is None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
-from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
+from checkpointless.agent.board import Board
+from checkpointless.recovery.rng import RngSource, RngStates, from_board, put_on_board, register_rng_source
 
 
 def draw() -> tuple[float, float, float]:
@@ -35,3 +38,69 @@ def test_registered_sources_are_taken_too() -> None:
     own["state"] = torch.zeros(4, dtype=torch.uint8)
     states.restore()
     assert own["state"].tolist() == [0, 1, 2, 3]
+
+
+def move_gauss() -> None:
+    """Use up the second normal number: no word of the generator changes."""
+    np.random.standard_normal()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        random.random,
+        lambda: random.gauss(0, 1),
+        np.random.rand,
+        np.random.standard_normal,
+        move_gauss,
+        lambda: np.random.seed(5),
+        lambda: random.seed(5),
+        lambda: torch.rand(()),
+        lambda: None,
+    ],
+)
+def test_what_was_taken_before_is_never_taken_for_what_is(move: Callable[[], object]) -> None:
+    np.random.standard_normal()  # leaves a second one pending
+    before = RngStates.capture()
+    move()
+    states = RngStates.capture()
+    first = draw(), np.random.standard_normal(), random.gauss(0, 1)
+    states.restore()
+    assert (draw(), np.random.standard_normal(), random.gauss(0, 1)) == first
+    before.restore()
+    move()
+    assert (draw(), np.random.standard_normal(), random.gauss(0, 1)) == first
+
+
+def test_another_generator_of_numpys_is_taken_too() -> None:
+    usual = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.MT19937(7))
+        states = RngStates.capture()
+        first = np.random.rand()
+        states.restore()
+        assert np.random.rand() == first
+    finally:
+        np.random.set_bit_generator(usual)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_board_gives_the_newest_of_a_step(moves: bool) -> None:
+    board = Board.create(0)
+    after = RngStates.capture(loss=0.5)
+    put_on_board(board, 3, after, None)
+    found = from_board(board, 3)
+    assert found is not None
+    assert not found.at_batch_start
+    assert found.same_streams(after)
+    if moves:
+        torch.rand(())
+    start = RngStates.capture(loss=0.5, at_batch_start=True)
+    put_on_board(board, 3, start, after)
+    found = from_board(board, 3)
+    assert found is not None
+    assert (found.at_batch_start, found.loss) == (True, 0.5)
+    assert found.same_streams(start)
+    assert found.same_streams(after) is not moves
+    assert from_board(board, 4) is None
+    board.close()

@@ -1,0 +1,132 @@
+"""A copy of every rank's random streams on another node, for when a node is lost with its boards.
+
+No peer has a rank's streams by construction once they have been drawn from, and they cannot be made again from the
+model. So before each optimizer update every rank hands its streams to the rank ``jump`` places further on, which
+keeps those of the two newest steps in its memory and on its own board: 10 to 25 kB per rank and step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.recovery.context import own_board
+from checkpointless.recovery.exchange import (
+    MAX_BYTES,
+    all_gather_json,
+    receive_bytes,
+    send_bytes,
+    to_bytes,
+    to_tensor,
+    wire_device,
+)
+
+_SERIES = 2  # of the board: another rank's snapshots
+
+
+class RngReplicas:
+    """Keeps another rank's streams, and has this one's kept.
+
+    Args:
+        jump: how many ranks further on a rank's streams are kept. None: on the next node, as ``LOCAL_WORLD_SIZE``
+            says, and nowhere in a job on one node, whose boards are lost only with all of it. 0: nowhere.
+
+    Raises:
+        ValueError: ``jump`` is negative.
+    """
+
+    def __init__(self, jump: int | None = None) -> None:
+        if jump is not None and jump < 0:
+            raise ValueError(f"rng_replication_jump must not be negative, but is {jump}")
+        self._jump = jump
+        self._kept: dict[int, bytes] = {}
+
+    @property
+    def jump(self) -> int:
+        """How many ranks further on this job keeps them; 0: nowhere."""
+        world = dist.get_world_size()
+        jump = self._jump
+        if jump is None:
+            jump = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        return jump % world
+
+    def exchange(self, step: int, streams: Callable[[], bytes]) -> None:
+        """Hand this rank's streams after ``step`` on, and keep another's. Collective.
+
+        A rank that returns knows that its own are kept only when the others have returned, too: call it before the
+        vote on the step.
+
+        Args:
+            step: the optimizer step.
+            streams: makes the streams' bytes; not called where they are kept nowhere.
+
+        Raises:
+            ValueError: what is to be kept claims to be larger than 64 MiB.
+        """
+        jump = self.jump
+        if jump == 0:
+            return
+        payload = streams()
+        device = wire_device()
+        size = torch.zeros(1, dtype=torch.int64, device=device)
+        _pass_on(torch.tensor([len(payload)], dtype=torch.int64, device=device), size, jump)
+        length = int(size.item())
+        if not 0 <= length <= MAX_BYTES:
+            raise ValueError(f"random streams of {length} bytes are over {MAX_BYTES}")
+        theirs = torch.empty(length, dtype=torch.uint8, device=device)
+        _pass_on(to_tensor(payload, device), theirs, jump)
+        self._keep(step, to_bytes(theirs))
+
+    def find(self, step: int, own: bool) -> tuple[bytes | None, list[int]]:
+        """Have every rank that lacks its streams after ``step`` given them by the rank that keeps them. Collective.
+
+        Args:
+            step: the optimizer step.
+            own: whether this rank has its own.
+
+        Returns:
+            What this rank was given, if it lacked its own; and the ranks whose streams are nowhere.
+        """
+        rank, world, jump = dist.get_rank(), dist.get_world_size(), self.jump
+        kept = self._of(step)
+        answers = all_gather_json({"own": own, "keeps": jump > 0 and kept is not None})
+        lacking = [each for each in range(world) if not answers[each]["own"]]
+        lost = [each for each in lacking if not answers[(each + jump) % world]["keeps"]]
+        given: bytes | None = None
+        if not lost:
+            for each in lacking:  # in one order everywhere, so that a rank may both give and take
+                keeper = (each + jump) % world
+                if rank == keeper and kept is not None:
+                    send_bytes(kept, each)
+                elif rank == each:
+                    given = receive_bytes(keeper)
+        return given, lost
+
+    def _keep(self, step: int, payload: bytes) -> None:
+        before = {step - 1: self._kept[step - 1]} if step - 1 in self._kept else {}
+        self._kept = {**before, step: payload}  # one assignment: an interruption leaves the old or the new
+        board = own_board()
+        if board is not None:
+            board.put_snapshot(step, payload, series=_SERIES)
+
+    def _of(self, step: int) -> bytes | None:
+        """The other rank's streams after ``step``, if this rank keeps them."""
+        board = own_board()
+        return self._kept.get(step) or (board.snapshot(step, series=_SERIES) if board is not None else None)
+
+
+def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, jump: int) -> None:
+    """Send ``mine`` to the rank ``jump`` further on while ``theirs`` comes from the rank as far back."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    works: list[Any] = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, mine, (rank + jump) % world),
+            dist.P2POp(dist.irecv, theirs, (rank - jump) % world),
+        ]
+    )
+    for work in works:
+        work.wait()
