@@ -37,8 +37,8 @@ CHECKSUM = ("checkpointless.enable_checksum=true",)
 
 @pytest.mark.parametrize(
     "args",
-    [BF16, (*BF16, *ONE_INSTANCE), ONE_INSTANCE],
-    ids=["bf16-distributed", "bf16-every-rank-whole", "fp32-every-rank-whole"],
+    [BF16, (*BF16, *ONE_INSTANCE), ONE_INSTANCE, (*EP2, *DROPOUT), (*BF16, *EP2)],
+    ids=["bf16-distributed", "bf16-every-rank-whole", "fp32-every-rank-whole", "experts", "bf16-experts"],
 )
 @pytest.mark.parametrize("phase", ["backward", "optimizer", "after_optimizer"])
 def test_every_megatron_optimizer(disturb: Disturb, args: tuple[str, ...], phase: str) -> None:
@@ -73,25 +73,40 @@ def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
     assert job.incidents[-1].target == 2
 
 
-@pytest.mark.parametrize("args", [(), ("strategy.tensor_model_parallel_size=2",)], ids=["dp4", "tp2"])
+@pytest.mark.parametrize("args", [(), ("strategy.tensor_model_parallel_size=2",), EP2], ids=["dp4", "tp2", "ep2"])
 def test_a_source_that_raises_in_the_middle_of_a_transfer(disturb: Disturb, args: tuple[str, ...]) -> None:
     faults = ("sigkill@between:rank=0,step=2", "exception@transfer:rank=2,step=2")
     job = disturb(4, 4, *faults, args=(*SMALL_BUCKETS, *args))
     assert job.incidents[-1].target == 2
 
 
-def test_a_bucket_damaged_on_the_way_is_fetched_again(disturb: Disturb) -> None:
+@pytest.mark.parametrize("args", [(), EP2], ids=["dp4", "ep2"])
+def test_a_bucket_damaged_on_the_way_is_fetched_again(disturb: Disturb, args: tuple[str, ...]) -> None:
     faults = ("sigkill@between:rank=0,step=2", "bitflip@transfer:rank=2,step=2")
-    job = disturb(4, 4, *faults, args=SMALL_BUCKETS)
+    job = disturb(4, 4, *faults, args=(*SMALL_BUCKETS, *args))
     (fill,) = transfers(job, 0)
     assert fill["fetched_again"] == 1
 
 
-def test_a_bit_that_flipped_in_one_of_three_replicas_is_mended_before_it_spreads(disturb: Disturb) -> None:
+@pytest.mark.parametrize(
+    ("nproc", "args", "sources"),
+    [(6, THREE_HOLDERS, [3, 5]), (8, EP2_FOUR_HOLDERS, [3, 5, 7])],
+    ids=["three-holders", "experts-four-holders"],
+)
+def test_a_bit_that_flipped_in_one_of_many_replicas_is_mended_before_it_spreads(
+    disturb: Disturb, nproc: int, args: tuple[str, ...], sources: list[int]
+) -> None:
     faults = ("bitflip@between:rank=1,step=2", "exception@before_optimizer:rank=0,step=3")
-    job = disturb(6, 4, *faults, args=(*THREE_HOLDERS, *CHECKSUM))
+    job = disturb(nproc, 4, *faults, args=(*args, *CHECKSUM))
     (fill,) = transfers(job, 1)
-    assert fill["sources"] == [3, 5]
+    assert fill["sources"] == sources
+
+
+def test_a_source_of_experts_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
+    faults = ("sigkill@between:rank=0,step=2", "sigkill@transfer:rank=4,step=2")
+    job = disturb(8, 4, *faults, args=(*EP2_FOUR_HOLDERS, *SMALL_BUCKETS))
+    assert job.incidents[-1].outcome is Outcome.RESUMED
+    assert job.incidents[-1].target == 2
 
 
 def test_a_bit_that_flipped_in_one_of_two_replicas_is_found_and_nobody_guesses(
@@ -128,3 +143,14 @@ def test_streams_that_are_nowhere_are_not_replaced_by_others(nemo_zygote: Zygote
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=("sigkill@before_optimizer:rank=1,step=4",))
     assert job.code == 1
     assert "the random streams of rank 1 after step 3 are lost" in job.said[-1]
+
+
+@pytest.mark.parametrize("args", [(), BF16, EP2], ids=["fp32", "bf16", "ep2"])
+def test_a_healthy_rank_one_step_behind_is_filled_and_not_sent_back(disturb: Disturb, args: tuple[str, ...]) -> None:
+    behind = "callbacks.behind={_target_: tests.ranks.step_behind.StepBehind, rank: 1, step: 3}"
+    job = disturb(4, 5, "exception@between:rank=1,step=3", args=(*args, behind))
+    (incident,) = job.incidents
+    assert incident.target == 3
+    assert incident.respawned == ()
+    (fill,) = transfers(job, 1)
+    assert fill["sources"] == [3]
