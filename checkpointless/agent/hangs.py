@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ANSWER_TIMEOUT_S = 1.0
-_NEARLY = 0.9  # ranks that wait for a stalled one stopped about when it did
+NEARLY = 0.9  # ranks that wait for a stalled one stopped about when it did
 
 
 @dataclass
@@ -50,7 +50,7 @@ def stalled(ages_s: Mapping[int, float], timeout_s: float) -> tuple[int, ...]:
     """
     if not ages_s or max(ages_s.values()) < timeout_s:
         return ()
-    return tuple(sorted(rank for rank, age_s in ages_s.items() if age_s >= _NEARLY * timeout_s))
+    return tuple(sorted(rank for rank, age_s in ages_s.items() if age_s >= NEARLY * timeout_s))
 
 
 def judge(inquiry: Inquiry, beats: Mapping[int, int], ages_s: Mapping[int, float], timeout_s: float) -> Verdict:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import selectors
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -132,18 +133,33 @@ def _run(
     # These load torch, which takes seconds; the zygote does so at the same time.
     from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-    from checkpointless.agent.server import AgentServer, ServerSettings
+    from checkpointless.agent.coordinator import Coordinator, Limits
+    from checkpointless.agent.node import NodeAgent
+    from checkpointless.agent.rendezvous import LOOPBACK, Rendezvous
+    from checkpointless.agent.server import LocalLink, serve
 
-    workers = [Worker(rank, Board.create(rank), path) for rank, path in log_paths.items()]
-    server = AgentServer(
-        ServerSettings(config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents),
+    selector = selectors.DefaultSelector()
+    link = LocalLink()
+    coordinator = Coordinator(
+        Limits(config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents),
+        nnodes=1,
+        nproc=config.nproc_per_node,
+        rendezvous=Rendezvous(1, config.nproc_per_node),
+        events=events,
+        say=say,
+    )
+    agent = NodeAgent(
+        index=0,
+        address=LOOPBACK,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        report=link.report,
+        selector=selector,
         starter=starter,
         fresh_starter=lambda: FreshStarter(script, hooks),
-        workers=workers,
+        workers=[Worker(rank, Board.create(rank), path) for rank, path in log_paths.items()],
         rank_env=rank_env,
         events=events,
         say=say,
-        signals=signals,
     )
     tail = TailLog(
         "rank",
@@ -154,10 +170,10 @@ def _run(
     ).start()
     events.emit("job", "begin", generation=0, nproc=config.nproc_per_node, script=config.script)
     try:
-        outcome = server.run()
+        outcome = serve(agent, coordinator, link, selector, signals)
     finally:
         tail.stop()
-    events.emit("job", "end", generation=max(server.generation, 0), code=outcome.code, reason=outcome.last_words)
+    events.emit("job", "end", generation=max(agent.generation, 0), code=outcome.code, reason=outcome.last_words)
     for line in outcome.last_words:
         say(line)
     return outcome.code

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, ClassVar, get_type_hints
 
@@ -154,25 +153,66 @@ RankMessage = Hello | FaultReport | Barrier | Replace | Done | GiveUp | Answer
 AgentMessage = Go | FaultNotice | Inquire | Finish
 Message = RankMessage | AgentMessage
 
-_CLASSES: dict[Sender, dict[str, Any]] = {
-    Sender.RANK: {c.type: c for c in (Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer)},
-    Sender.AGENT: {c.type: c for c in (Go, FaultNotice, Inquire, Finish)},
-}
-_HINTS: dict[Any, dict[str, Any]] = {
-    cls: {field.name: get_type_hints(cls)[field.name] for field in dataclasses.fields(cls)}
-    for classes in _CLASSES.values()
-    for cls in classes.values()
+
+class Vocabulary:
+    """The messages that one side may send: dataclasses of plain values, each with a ``type``.
+
+    Args:
+        sender: whose they are, for what is said of a wrong one.
+        classes: the dataclasses.
+    """
+
+    def __init__(self, sender: str, *classes: Any) -> None:
+        self.sender = sender
+        self._classes = {cls.type: cls for cls in classes}
+        self._hints = {cls: {each.name: get_type_hints(cls)[each.name] for each in fields(cls)} for cls in classes}
+
+    def decode(self, line: bytes) -> Any:
+        """The message in ``line``, which may end in a newline.
+
+        Raises:
+            ProtocolError: malformed, oversized, of another version, or of a type unknown from this sender.
+        """
+        if len(line) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
+        try:
+            body = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"not a JSON line: {error}") from error
+        if not isinstance(body, dict):
+            raise ProtocolError("a message is a JSON object")
+        version, kind = body.pop("v", None), body.pop("type", None)
+        if type(version) is not int or version != PROTOCOL_VERSION:
+            raise ProtocolError(f"protocol version {version!r}; this side speaks {PROTOCOL_VERSION}")
+        cls = self._classes.get(kind) if isinstance(kind, str) else None
+        if cls is None:
+            raise ProtocolError(f"unknown message type {kind!r} from the {self.sender}")
+        hints = self._hints[cls]
+        if body.keys() != hints.keys():
+            raise ProtocolError(f"{kind!r} has the fields {sorted(body)}, expected {sorted(hints)}")
+        for name, value in body.items():
+            if not _fits(value, hints[name]):
+                raise ProtocolError(f"{kind!r}: field {name!r} is a {type(value).__name__}")
+        return cls(**body)
+
+
+_VOCABULARIES = {
+    Sender.RANK: Vocabulary("rank", Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer),
+    Sender.AGENT: Vocabulary("agent", Go, FaultNotice, Inquire, Finish),
 }
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Any) -> bytes:
     """One line, newline included. Texts too long for a message lose their middle.
+
+    Args:
+        message: a message of any vocabulary.
 
     Raises:
         ProtocolError: the message is too large although its texts were shortened.
     """
     body: dict[str, Any] = {"v": PROTOCOL_VERSION, "type": message.type}
-    body.update({name: getattr(message, name) for name in _HINTS[type(message)]})
+    body.update({each.name: getattr(message, each.name) for each in fields(message)})
     line = _dump(body)
     while len(line) > MAX_MESSAGE_BYTES:
         texts = {name: value for name, value in body.items() if isinstance(value, str)}
@@ -194,27 +234,7 @@ def decode(line: bytes, sender: Sender) -> Message:
     Raises:
         ProtocolError: malformed, oversized, of another version, or of a type unknown from this sender.
     """
-    if len(line) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
-    try:
-        body = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"not a JSON line: {error}") from error
-    if not isinstance(body, dict):
-        raise ProtocolError("a message is a JSON object")
-    version, kind = body.pop("v", None), body.pop("type", None)
-    if type(version) is not int or version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol version {version!r}; this side speaks {PROTOCOL_VERSION}")
-    cls = _CLASSES[sender].get(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise ProtocolError(f"unknown message type {kind!r} from the {sender.value}")
-    hints = _HINTS[cls]
-    if body.keys() != hints.keys():
-        raise ProtocolError(f"{kind!r} has the fields {sorted(body)}, expected {sorted(hints)}")
-    for name, value in body.items():
-        if not _fits(value, hints[name]):
-            raise ProtocolError(f"{kind!r}: field {name!r} is a {type(value).__name__}")
-    message: Message = cls(**body)
+    message: Message = _VOCABULARIES[sender].decode(line)
     return message
 
 
@@ -249,6 +269,12 @@ def _shorten(text: str, length: int) -> str:
 def _fits(value: object, hint: Any) -> bool:
     if hint == dict[str, str]:
         return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+    if hint == list[str]:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if hint == list[list[int]]:
+        return isinstance(value, list) and all(
+            isinstance(row, list) and all(type(item) is int for item in row) for row in value
+        )
     if hint == int | None:
         return value is None or type(value) is int
     if hint == str | None:

@@ -13,20 +13,22 @@ LOOPBACK = "127.0.0.1"
 class GenerationStore:
     """A c10d store that lives in the agent, for one generation.
 
-    It is bound to loopback on a free port. Closing it frees every rank that waits for a key in it.
+    It is bound to one address, on a free port. Closing it frees every rank that waits for a key in it.
 
     Args:
         generation: whose store it is.
+        address: of this node, as the others reach it.
     """
 
-    def __init__(self, generation: int) -> None:
+    def __init__(self, generation: int, address: str = LOOPBACK) -> None:
         self.generation = generation
-        listener = socket.socket()
-        listener.bind((LOOPBACK, 0))
+        family, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+        listener.bind(where)
         listener.listen(1024)
         self.port: int = listener.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
-            LOOPBACK,
+            address,
             self.port,
             is_master=True,
             wait_for_workers=False,
@@ -43,11 +45,15 @@ class Rendezvous:
     """The stores of a job, one per generation, and the environment of its ranks.
 
     Args:
-        world_size: how many ranks there are, all on this node.
+        nnodes: how many nodes there are.
+        nproc: how many ranks on each.
+        address: of the node that this runs on, as the others reach it.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, nnodes: int, nproc: int, address: str = LOOPBACK) -> None:
+        self.nnodes = nnodes
+        self.nproc = nproc
+        self.address = address
         self.run_id = uuid.uuid4().hex
         self._store: GenerationStore | None = None
 
@@ -55,7 +61,7 @@ class Rendezvous:
         """Have a store for ``generation``, a fresh one unless it is there already."""
         if self._store is None or self._store.generation != generation:
             self.close()
-            self._store = GenerationStore(generation)
+            self._store = GenerationStore(generation, self.address)
 
     def close(self) -> None:
         """Close the store that is open, if one is."""
@@ -68,26 +74,26 @@ class Rendezvous:
         self.open(generation)
         assert self._store is not None
         return {
-            "MASTER_ADDR": LOOPBACK,
+            "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_RESTART_COUNT": str(generation),
             "JOB_RESTART_COUNT": str(generation),
         }
 
-    def rank_env(self, rank: int, generation: int) -> dict[str, str]:
+    def rank_env(self, rank: int, node: int, generation: int) -> dict[str, str]:
         """All that a new rank needs to know to join ``generation``, as torchrun says it."""
-        world_size = str(self.world_size)
+        world_size = str(self.nnodes * self.nproc)
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank % self.nproc),
             "ROLE_RANK": str(rank),
             "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": str(self.nproc),
             "ROLE_WORLD_SIZE": world_size,
             "ROLE_NAME": "default",
-            "NODE_RANK": "0",
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            "NODE_RANK": str(node),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(self.nnodes),
             "TORCHELASTIC_RUN_ID": self.run_id,
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -39,6 +39,10 @@ class WorkerState(Enum):
     GONE = "gone"  # its process has ended
 
 
+IN_BLOCK = (WorkerState.RUNNING, WorkerState.DONE)
+COUNTED = (WorkerState.READY, *IN_BLOCK, WorkerState.LEAVING)  # its end is a fault
+
+
 @dataclass
 class Worker:
     """One rank, over all its processes.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.server import TERM_GRACE_S
+from checkpointless.agent.node import TERM_GRACE_S
 from tests.ranks.agent_job import Job, is_alive, wait_until
 
 pytestmark = pytest.mark.ranks

@@ -1,0 +1,495 @@
+"""The coordinator: decides for all nodes who belongs together, when a generation begins, and when the job is over.
+
+It hears the agents of the nodes and gives them commands; it knows no process and no rank's connection. It runs in
+the loop of an agent, or alone. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from checkpointless.agent.board import NO_STEP
+from checkpointless.agent.hangs import Inquiry, judge, stalled
+from checkpointless.agent.incidents import (
+    STILLBORN_LIMIT,
+    Cause,
+    CauseKind,
+    History,
+    attribute,
+    culprit,
+    exit_cause,
+)
+from checkpointless.agent.node_protocol import (
+    AllDone,
+    Answered,
+    Ask,
+    Begin,
+    Command,
+    End,
+    Interrupt,
+    JobOver,
+    Joined,
+    Kill,
+    NodeMessage,
+    Progress,
+    RankDone,
+    RankEnded,
+    RankReady,
+    Silent,
+    Spawn,
+    Trouble,
+)
+from checkpointless.agent.rendezvous import Rendezvous
+from checkpointless.agent.workers import COUNTED, IN_BLOCK, WorkerState
+from checkpointless.telemetry.events import Edge, EventLog
+
+logger = logging.getLogger(__name__)
+
+FAILED = 1  # as torchrun: whatever the reason
+_MOVED_ON = -1  # the beat of a rank that its node does not call silent
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the coordinator holds the ranks to.
+
+    Attributes:
+        heartbeat_timeout_s: how long a rank in its block may show no progress.
+        regroup_timeout_s: how long ranks may take to the barrier of an incident.
+        max_incidents: how many the job may recover from (None: any number).
+    """
+
+    heartbeat_timeout_s: float
+    regroup_timeout_s: float
+    max_incidents: int | None
+
+
+@dataclass
+class Node:
+    """A node of the job.
+
+    Attributes:
+        index: its number, from 0.
+        nproc: how many ranks it runs.
+        send: gives its agent a command.
+        joined: whether its agent can start processes.
+        silent: the ranks that its agent calls silent: beat, when that changed last by this process's clock, and the
+            step in the making.
+    """
+
+    index: int
+    nproc: int
+    send: Callable[[Command], None]
+    joined: bool = False
+    silent: dict[int, tuple[int, float, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Rank:
+    """A rank as the coordinator knows it.
+
+    Attributes:
+        state: as its node's agent sees it, or will when it has heard the last command.
+        incarnation: of the process that was asked for last.
+        committed: the last optimizer step that was read from its board.
+        making: the step in the making that was read from it.
+    """
+
+    number: int
+    node: Node
+    state: WorkerState = WorkerState.GONE
+    incarnation: int = -1
+    committed: int = NO_STEP
+    making: int = NO_STEP
+
+
+@dataclass
+class OpenIncident:
+    """An incident whose ranks are not together again."""
+
+    id: str
+    opened_at_s: float
+    causes: list[Cause] = field(default_factory=list)
+    said: Cause | None = None
+    killed_the_late: bool = False
+    stillborn: int = 0
+
+
+class Coordinator:
+    """Regroups the ranks of a job until it is over.
+
+    Args:
+        limits: what ranks are held to.
+        nnodes: how many nodes there are.
+        nproc: how many ranks on each.
+        rendezvous: the stores of the job's generations.
+        events: the job's event log.
+        say: takes lines for the terminal.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        nnodes: int,
+        nproc: int,
+        rendezvous: Rendezvous,
+        events: EventLog,
+        say: Callable[[str], None],
+    ) -> None:
+        self.limits = limits
+        self.generation = -1
+        self.outcome: End | None = None
+        self.nodes = [Node(index, nproc, _nowhere) for index in range(nnodes)]
+        self.ranks = [Rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc)]
+        self._rendezvous = rendezvous
+        self._events = events
+        self._say = say
+        self._running = False  # between a begin and the fault or end that ends it
+        self._incident: OpenIncident | None = None
+        self._incidents = 0
+        self._recovering: OpenIncident | None = None  # all ranks entered again; the lost step is being made
+        self._target = NO_STEP  # the step after which it is over
+        self._gather_by_s: float | None = None
+        self._history = History(limits.max_incidents)
+        self._high_water = NO_STEP
+        self._inquiry: Inquiry | None = None
+        self._next_inquiry_s = 0.0
+        self._inquiries = 0
+        self._progress: dict[int, Progress] = {}
+
+    # ---- what nodes say, and time
+
+    def connect(self, index: int, send: Callable[[Command], None]) -> Node:
+        """The agent of node ``index`` can be spoken to; it has to say that it joins, too."""
+        node = self.nodes[index]
+        node.send = send
+        return node
+
+    def hear(self, node: Node, message: NodeMessage) -> None:
+        """Act on what the agent of ``node`` says."""
+        if self.outcome is not None:
+            if isinstance(message, RankEnded):
+                self._rank_of(message.rank, node).state = WorkerState.GONE
+            return
+        if isinstance(message, Joined):
+            self._on_joined(node)
+        elif isinstance(message, JobOver):
+            self.end(FAILED, message.reason)
+        elif isinstance(message, Progress):
+            self._on_progress(node, message)
+        elif isinstance(message, Silent):
+            self._on_silent(node, message)
+        elif isinstance(message, Answered):
+            if self._inquiry is not None and message.id == self._inquiry.id:
+                self._inquiry.in_collective[message.rank] = message.in_collective
+                self._inquiry.stacks[message.rank] = message.stack
+        else:
+            self._on_rank(self._rank_of(message.rank, node), message)
+
+    def tick(self, now_s: float) -> None:
+        """Act on the time that has passed.
+
+        Args:
+            now_s: on the monotonic clock.
+        """
+        if self.outcome is not None:
+            return
+        if self._running:
+            self._watch_for_hangs(now_s)
+        elif self._gather_by_s is not None and now_s >= self._gather_by_s:
+            self._too_late(now_s)
+
+    def end(self, code: int, *last_words: str) -> None:
+        """The job is over."""
+        if self.outcome is None:
+            self.outcome = End(code, [line for line in last_words if line])
+            self._tell_nodes(self.outcome)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._rendezvous.close()
+
+    def _rank_of(self, number: int, node: Node) -> Rank:
+        if not 0 <= number < len(self.ranks) or self.ranks[number].node is not node:
+            raise ValueError(f"node {node.index} speaks of rank {number}, which it does not run")
+        return self.ranks[number]
+
+    def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
+        if not isinstance(message, RankDone):
+            rank.committed, rank.making = message.committed, message.making
+            self._high_water = max(self._high_water, message.committed)
+        if isinstance(message, RankReady):
+            if message.incarnation == rank.incarnation:
+                self._on_ready(rank)
+        elif isinstance(message, RankEnded):
+            if message.incarnation == rank.incarnation:
+                self._on_ended(rank, message)
+        elif message.generation != self.generation or rank.state not in (*IN_BLOCK, WorkerState.LEAVING):
+            logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
+        elif isinstance(message, Trouble):
+            self._fault(
+                Cause(
+                    CauseKind(message.kind),
+                    message.rank,
+                    message.how,
+                    message.what,
+                    message.step,
+                    message.detail,
+                    message.error,
+                    message.message,
+                    message.traceback,
+                )
+            )
+        elif rank.state is WorkerState.RUNNING:
+            rank.state = WorkerState.DONE
+            if all(each.state is WorkerState.DONE for each in self.ranks):
+                self._finish()
+
+    def _tell_nodes(self, command: Command) -> None:
+        for node in self.nodes:
+            node.send(command)
+
+    # ---- processes
+
+    def _on_joined(self, node: Node) -> None:
+        node.joined = True
+        if all(each.joined for each in self.nodes):
+            for rank in self.ranks:
+                self._spawn(rank)
+
+    def _spawn(self, rank: Rank) -> None:
+        rank.incarnation += 1
+        rank.state = WorkerState.STARTING
+        env = self._rendezvous.rank_env(rank.number, rank.node.index, self._coming())
+        rank.node.send(Spawn(rank.number, rank.incarnation, self._coming(), env))
+
+    def _on_ended(self, rank: Rank, ended: RankEnded) -> None:
+        was, rank.state = rank.state, WorkerState.GONE
+        entered = was in COUNTED
+        if not entered and (was is WorkerState.FINISHED or rank.incarnation == 0):
+            if ended.code != 0:
+                cause = exit_cause(rank.number, ended.code, NO_STEP)
+                self.end(FAILED, *ended.last_lines, f"{cause}; its log: {ended.log_path}")
+            self._check_end()
+            return
+        cause = exit_cause(rank.number, ended.code, ended.making)
+        if not entered:
+            cause = exit_cause(rank.number, ended.code, NO_STEP, "before it entered the block")
+        if not ended.forgiven:
+            self._fault(cause)
+        if not entered and self._incident is not None:
+            self._incident.stillborn += 1
+            if self._incident.stillborn >= STILLBORN_LIMIT:
+                many = (
+                    f"{self._incident.stillborn} successors ended before they entered the block; the last: {cause}"
+                )
+                self.end(FAILED, *ended.last_lines, many)
+        if self.outcome is None:
+            self._spawn(rank)
+
+    # ---- incidents
+
+    def _fault(self, cause: Cause) -> None:
+        """Open an incident, or add to the one that is open."""
+        if self._incident is None:
+            self._open_incident(cause)
+        else:
+            self._incident.causes.append(cause)
+        incident = self._incident
+        assert incident is not None
+        found = attribute(incident.causes)
+        if found.kind is not CauseKind.VICTIM and found is not incident.said:
+            self._tell(incident, found)
+        if cause.kind is CauseKind.LOSS:
+            _, verdict = self._history.after(cause, self._high_water)
+            if verdict is not None:
+                self.end(FAILED, verdict.reason)
+
+    def _open_incident(self, cause: Cause) -> None:
+        now_s = time.monotonic()
+        self._incidents += 1
+        incident = OpenIncident(str(self._incidents), now_s, [cause])
+        self._incident, self._recovering, self._inquiry = incident, None, None
+        if self._running:
+            self._running = False
+            blamed = culprit(cause)
+            self._tell_nodes(
+                Interrupt(self.generation, incident.id, str(cause), NO_STEP if blamed is None else blamed)
+            )
+            for rank in self.ranks:
+                if rank.state in IN_BLOCK:
+                    rank.state = WorkerState.LEAVING
+        self._gather_by_s = now_s + self.limits.regroup_timeout_s
+        self._rendezvous.open(self._coming())  # and close the old one, which frees who waits in it
+
+    def _tell(self, incident: OpenIncident, cause: Cause) -> None:
+        incident.said = cause
+        self._emit("detect", "point", cause=str(cause), culprit=culprit(cause), how=cause.how)
+        self._say(f"incident {incident.id}: {cause}; recovering")
+
+    def _on_ready(self, rank: Rank) -> None:
+        if self._running:
+            left = Cause(CauseKind.EXCEPTION, rank.number, "exit", "left the block", NO_STEP)
+            self._fault(left)
+        rank.state = WorkerState.READY
+        if self._gather_by_s is None:
+            self._gather_by_s = time.monotonic() + self.limits.heartbeat_timeout_s
+        if all(each.state is WorkerState.READY for each in self.ranks):
+            self._begin()
+        self._check_end()
+
+    def _too_late(self, now_s: float) -> None:
+        late = [rank for rank in self.ranks if rank.state is not WorkerState.READY]
+        names = "rank " + ", ".join(str(rank.number) for rank in late)
+        if self._incident is None:
+            limit_s = self.limits.heartbeat_timeout_s
+            self.end(FAILED, f"{names} did not enter the block within {limit_s:g} s after the first rank did")
+        elif self._incident.killed_the_late:
+            limit_s = self.limits.regroup_timeout_s
+            self.end(FAILED, f"{names} did not come back within {limit_s:g} s, also not as a new process")
+        else:
+            self._incident.killed_the_late = True
+            self._gather_by_s = now_s + self.limits.regroup_timeout_s
+            self._say(f"incident {self._incident.id}: {names} did not come back in time and is replaced")
+            self._kill(late)
+
+    def _kill(self, ranks: Iterable[Rank]) -> None:
+        for rank in ranks:
+            rank.node.send(Kill(rank.number, rank.incarnation))
+
+    def _begin(self) -> None:
+        """All ranks are at the barrier."""
+        self._look_back()
+        incident = self._incident
+        if incident is not None:
+            found = attribute(incident.causes)
+            if found is not incident.said:
+                self._tell(incident, found)
+            self._history, verdict = self._history.after(found, self._high_water)
+            if verdict is not None:
+                self.end(FAILED, verdict.reason, verdict.last_words.rstrip())
+                return
+        self.generation = self._coming()
+        self._running = True
+        self._gather_by_s = None
+        env = self._rendezvous.go_env(self.generation)
+        for rank in self.ranks:
+            rank.state = WorkerState.RUNNING
+        for node in self.nodes:
+            node.silent = {}
+        self._progress = {}
+        self._tell_nodes(
+            Begin(self.generation, incident.id if incident else "", env, self._high_water, self._target)
+        )
+        self._emit("go", "point", high_water=self._high_water)
+        self._incident, self._recovering = None, incident
+
+    def _look_back(self) -> None:
+        """All boards have been read: which steps are behind the job, and which is to be made next?"""
+        newest = max(rank.committed for rank in self.ranks)
+        self._resumed_at(newest)
+        making = max(rank.making for rank in self.ranks)
+        self._target = max(making, newest + 1) if making != NO_STEP else NO_STEP
+
+    def _resumed_at(self, newest: int) -> None:
+        """No rank's board shows a step after ``newest``."""
+        if newest < self._high_water:  # every rank is behind what was committed: storage brought that state back
+            self._history = self._history.fell_back(self._high_water, newest)
+        self._high_water = newest
+
+    def _on_progress(self, node: Node, message: Progress) -> None:
+        self._progress[node.index] = message
+        self._high_water = max(self._high_water, message.newest)
+        if not self._running or len(self._progress) < len(self.nodes):
+            return
+        self._resumed_at(max(progress.newest for progress in self._progress.values()))
+        if self._recovering is not None and min(p.oldest for p in self._progress.values()) >= self._target:
+            self._recovered(self._recovering)
+
+    def _recovered(self, incident: OpenIncident) -> None:
+        self._recovering = None
+        self._say(f"incident {incident.id}: recovered in {time.monotonic() - incident.opened_at_s:.2f} s")
+
+    def _coming(self) -> int:
+        return self.generation + 1
+
+    # ---- hangs
+
+    def _on_silent(self, node: Node, message: Silent) -> None:
+        now_s = time.monotonic()
+        node.silent = {}
+        for number, beat, age_ms, making in message.ranks:
+            self._rank_of(number, node)
+            node.silent[number] = (beat, now_s - age_ms / 1000, making)
+
+    def _watch_for_hangs(self, now_s: float) -> None:
+        limit_s = self.limits.heartbeat_timeout_s
+        running = [rank for rank in self.ranks if rank.state is WorkerState.RUNNING]
+        silent = {number: found for node in self.nodes for number, found in node.silent.items()}
+        ages_s = {r.number: now_s - silent[r.number][1] if r.number in silent else 0.0 for r in running}
+        beats = {r.number: silent[r.number][0] if r.number in silent else _MOVED_ON for r in running}
+        if self._inquiry is None:
+            suspects = stalled(ages_s, limit_s)
+            if suspects and now_s >= self._next_inquiry_s:
+                self._inquire({number: beats[number] for number in suspects}, now_s)
+        elif self._inquiry.is_over(now_s):
+            inquiry, self._inquiry = self._inquiry, None
+            verdict = judge(inquiry, beats, ages_s, limit_s)
+            self._next_inquiry_s = now_s + max(1.0, limit_s / 10)
+            what = f"made no progress for {limit_s:g} s"
+            for number in verdict.culprits:
+                self._emit("stack", "point", rank=number, stack=inquiry.stacks.get(number, "no answer"))
+                self._fault(Cause(CauseKind.LOSS, number, "hang", what, silent[number][2]))
+                self._kill([self.ranks[number]])
+            if verdict.everybody_waits:
+                step = max(making for _, _, making in silent.values())
+                what = f"waited for each other with no progress for {limit_s:g} s"
+                self._fault(Cause(CauseKind.LOSS, None, "hang", what, step))
+
+    def _inquire(self, suspects: dict[int, int], now_s: float) -> None:
+        self._inquiries += 1
+        self._inquiry = Inquiry(self._inquiries, now_s, suspects)
+        for node in self.nodes:
+            asked = [[number] for number in suspects if self.ranks[number].node is node]
+            if asked:
+                node.send(Ask(self._inquiries, asked))
+
+    # ---- the end
+
+    def _finish(self) -> None:
+        self._running = False
+        if self._recovering is not None:
+            self._recovered(self._recovering)
+        for rank in self.ranks:
+            rank.state = WorkerState.FINISHED
+        self._tell_nodes(AllDone())
+
+    def _check_end(self) -> None:
+        gone = [rank for rank in self.ranks if rank.state is WorkerState.GONE]
+        waiting = [rank for rank in self.ranks if rank.state is WorkerState.READY]
+        if len(gone) == len(self.ranks):
+            self.end(0)
+        elif gone and waiting:
+            self.end(
+                FAILED,
+                f"rank {gone[0].number} ended without entering the block that rank {waiting[0].number} waits in",
+            )
+
+    def _emit(self, stage: str, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
+        incident = self._incident or self._recovering
+        self._events.emit(
+            stage,
+            edge,
+            generation=max(self.generation, 0),
+            incident=incident.id if incident else None,
+            rank=rank,
+            **fields,
+        )
+
+
+def _nowhere(command: Command) -> None:
+    raise RuntimeError(f"{command.type!r} for a node that has not connected")

@@ -1,0 +1,488 @@
+"""A node's agent: one loop that starts the ranks of the node, hears them and does what the coordinator says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from checkpointless.agent.board import NO_STEP, BoardReading
+from checkpointless.agent.hangs import NEARLY
+from checkpointless.agent.incidents import Cause, CauseKind, exception_cause, signal_name
+from checkpointless.agent.node_protocol import (
+    AllDone,
+    Answered,
+    Ask,
+    Begin,
+    Command,
+    End,
+    Interrupt,
+    JobOver,
+    Joined,
+    Kill,
+    NodeMessage,
+    Progress,
+    RankDone,
+    RankEnded,
+    RankReady,
+    Silent,
+    Spawn,
+    Trouble,
+)
+from checkpointless.agent.protocol import (
+    Answer,
+    Barrier,
+    Done,
+    FaultNotice,
+    FaultReport,
+    Finish,
+    GiveUp,
+    Go,
+    Hello,
+    Inquire,
+    LineBuffer,
+    ProtocolError,
+    RankMessage,
+    Replace,
+    Sender,
+    decode,
+)
+from checkpointless.agent.workers import (
+    COUNTED,
+    IN_BLOCK,
+    Descriptors,
+    Exited,
+    Order,
+    Ready,
+    Started,
+    Starter,
+    StarterLostError,
+    Worker,
+    WorkerState,
+)
+from checkpointless.telemetry.events import Edge, EventLog
+
+logger = logging.getLogger(__name__)
+
+TERM_GRACE_S = 5.0
+EXIT_GRACE_S = 1.0  # for a process that hung up, or that said it would exit, to be gone
+_PROGRESS_EVERY_S = 0.25
+_SILENT_EVERY_S = 0.2
+_FAILED = 1
+
+
+class NodeAgent:
+    """Runs the ranks of one node until the job is over.
+
+    Args:
+        index: the node's number.
+        address: where other nodes reach this one.
+        heartbeat_timeout_s: how long a rank in its block may show no progress.
+        report: tells the coordinator something; what it answers comes to :meth:`obey`, and not before ``report``
+            has returned.
+        selector: of the loop that this agent runs in.
+        starter: starts the processes.
+        fresh_starter: makes the starter to be used if the zygote must not be forked.
+        workers: the ranks, in order, none of them started.
+        rank_env: what every rank's environment gets besides what the coordinator says.
+        events: the job's event log.
+        say: takes lines for the terminal.
+
+    Attributes:
+        index: the node's number.
+        generation: the one that began last.
+        outcome: how the job ended; None as long as it has not.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        address: str,
+        heartbeat_timeout_s: float,
+        report: Callable[[NodeMessage], None],
+        selector: selectors.BaseSelector,
+        starter: Starter,
+        fresh_starter: Callable[[], Starter],
+        workers: Sequence[Worker],
+        rank_env: dict[str, str],
+        events: EventLog,
+        say: Callable[[str], None],
+    ) -> None:
+        self.workers = {worker.rank: worker for worker in workers}
+        self.generation = -1
+        self.outcome: End | None = None
+        self.index = index
+        self._address = address
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._report = report
+        self._selector = selector
+        self._starter = starter
+        self._starter_lost = False
+        self._fresh_starter = fresh_starter
+        self._rank_env = rank_env
+        self._events = events
+        self._say = say
+        self._incident: str | None = None
+        self._target = NO_STEP
+        self._told_progress: Progress | None = None
+        self._tell_progress_at_s = 0.0
+        self._told_silent = False
+        self._tell_silent_at_s = 0.0
+        self._kill_all_at_s = float("inf")
+        if starter.readable is not None:
+            self._selector.register(starter.readable, selectors.EVENT_READ, self._hear_starter)
+
+    # ---- the loop
+
+    def tick(self, now_s: float) -> None:
+        """Act on the time that has passed.
+
+        Args:
+            now_s: on the monotonic clock.
+        """
+        self._hear_starter()
+        for worker in self.workers.values():
+            if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
+                self._kill(worker)
+        if self.outcome is not None:
+            if now_s >= self._kill_all_at_s:
+                for worker in self.alive():
+                    self._kill(worker)
+            return
+        readings = {worker.rank: worker.board.read() for worker in self.workers.values()}
+        self._tell_progress(readings, now_s)
+        self._tell_silent(readings, now_s)
+
+    def alive(self) -> list[Worker]:
+        """The ranks whose processes have not ended."""
+        return [worker for worker in self.workers.values() if worker.state is not WorkerState.GONE]
+
+    def interrupted(self, number: int) -> None:
+        """This process got a signal: end the job, and at the second SIGINT at once."""
+        if self.outcome is None:
+            self._give_up(f"stopped by {signal_name(number)}")
+        elif number == signal.SIGINT:
+            self._kill_all_at_s = time.monotonic()
+
+    def end(self, outcome: End) -> None:
+        """The job is over: ask the ranks that are left to end, and see to it that they do."""
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        self._kill_all_at_s = time.monotonic() + TERM_GRACE_S
+        for worker in self.alive():
+            if worker.pid is not None:
+                self._starter.signal(worker.pid, signal.SIGTERM)
+
+    def close(self) -> None:
+        """Kill and reap what is left, and let go of everything."""
+        self._starter.close()
+        for worker in self.workers.values():
+            if worker.connection is not None:
+                worker.connection.close()
+            worker.board.close()
+
+    def _give_up(self, reason: str) -> None:
+        self._report(JobOver(reason))
+        self.end(End(_FAILED, [reason]))
+
+    # ---- what the coordinator says
+
+    def obey(self, command: Command) -> None:
+        """Do what the coordinator says.
+
+        Raises:
+            ValueError: it speaks of a rank that this node does not run.
+        """
+        if self.outcome is not None:
+            return
+        if isinstance(command, Spawn):
+            self._spawn(self._worker(command.rank), command)
+        elif isinstance(command, Begin):
+            self._begin(command)
+        elif isinstance(command, Interrupt):
+            self._interrupt(command)
+        elif isinstance(command, Ask):
+            for (rank,) in command.ranks:
+                self._worker(rank).send(Inquire(command.id))
+        elif isinstance(command, Kill):
+            worker = self._worker(command.rank)
+            if worker.incarnation == command.incarnation:
+                worker.forgiven = True
+                self._kill(worker)
+        elif isinstance(command, AllDone):
+            for worker in self.workers.values():
+                worker.state = WorkerState.FINISHED
+                worker.send(Finish())
+        else:
+            self.end(command)
+
+    def _worker(self, rank: int) -> Worker:
+        if rank not in self.workers:
+            raise ValueError(f"the coordinator speaks of rank {rank}, which this node does not run")
+        return self.workers[rank]
+
+    def _begin(self, begin: Begin) -> None:
+        self.generation, self._target = begin.generation, begin.target
+        self._incident = begin.incident or None
+        self._told_progress, self._tell_progress_at_s, self._told_silent = None, 0.0, False
+        go = Go(begin.generation, self._incident, begin.env, begin.high_water)
+        now_s = time.monotonic()
+        for worker in self.workers.values():
+            if worker.state is not WorkerState.READY:
+                continue  # it has ended since; the coordinator hears of it
+            worker.state = WorkerState.RUNNING
+            worker.beat_at_s = now_s
+            if not worker.send(go):
+                worker.kill_at_s = now_s + EXIT_GRACE_S
+
+    def _interrupt(self, interrupt: Interrupt) -> None:
+        now_s = time.monotonic()
+        self._incident = interrupt.incident
+        culprit = interrupt.culprit if interrupt.culprit >= 0 else None
+        notice = FaultNotice(interrupt.generation, interrupt.incident, interrupt.cause, culprit)
+        told = [worker for worker in self.workers.values() if worker.state in IN_BLOCK]
+        self._emit("notify", "begin")
+        for worker in told:
+            worker.state = WorkerState.LEAVING
+            if not worker.send(notice):
+                worker.kill_at_s = now_s + EXIT_GRACE_S
+        seconds = time.monotonic() - now_s
+        self._emit("notify", "end", seconds=seconds, ranks=[worker.rank for worker in told])
+
+    # ---- what the coordinator is told of the boards
+
+    def _tell_progress(self, readings: dict[int, BoardReading], now_s: float) -> None:
+        progress = Progress(
+            min(reading.committed for reading in readings.values()),
+            max(reading.committed for reading in readings.values()),
+            max(reading.making for reading in readings.values()),
+        )
+        told = self._told_progress
+        if progress == told or self.generation < 0:
+            return
+        reached = progress.oldest >= self._target and (told is None or told.oldest < self._target)
+        if reached or now_s >= self._tell_progress_at_s:
+            self._told_progress, self._tell_progress_at_s = progress, now_s + _PROGRESS_EVERY_S
+            self._report(progress)
+
+    def _tell_silent(self, readings: dict[int, BoardReading], now_s: float) -> None:
+        running = [worker for worker in self.workers.values() if worker.state is WorkerState.RUNNING]
+        for worker in running:
+            beat = readings[worker.rank].beat
+            if beat != worker.beat:
+                worker.beat, worker.beat_at_s = beat, now_s
+        if all(reading.making == NO_STEP for reading in readings.values()):
+            return  # nobody shows progress in this job (yet): silence means nothing
+        silent = [w for w in running if now_s - w.beat_at_s >= NEARLY * self._heartbeat_timeout_s]
+        if (silent or self._told_silent) and now_s >= self._tell_silent_at_s:
+            self._told_silent, self._tell_silent_at_s = bool(silent), now_s + _SILENT_EVERY_S
+            ages_ms = {worker.rank: int((now_s - worker.beat_at_s) * 1000) for worker in silent}
+            self._report(Silent([[w.rank, w.beat, ages_ms[w.rank], readings[w.rank].making] for w in silent]))
+
+    # ---- processes
+
+    def _unwatch_starter(self) -> None:
+        if self._starter.readable is not None:
+            self._selector.unregister(self._starter.readable)
+
+    def _hear_starter(self) -> None:
+        if self._starter_lost:
+            return
+        try:
+            news = self._starter.news()
+        except StarterLostError as error:
+            self._starter_lost = True
+            self._unwatch_starter()
+            for worker in self.workers.values():  # they died with it
+                self._disconnect(worker)
+                worker.state = WorkerState.GONE
+            self._give_up(str(error))
+            return
+        for item in news:
+            if isinstance(item, Ready):
+                self._on_starter_ready(item)
+                continue
+            worker = self.workers[item.rank]
+            if item.incarnation != worker.incarnation:
+                continue
+            if isinstance(item, Started):
+                worker.pid = item.pid
+                if self.outcome is not None:
+                    self._kill(worker)
+            elif isinstance(item, Exited):
+                self._on_exit(worker, item.code)
+
+    def _on_starter_ready(self, ready: Ready) -> None:
+        self._events.emit("preload", "point", generation=0, seconds=ready.seconds, failed=ready.failed)
+        if self.outcome is not None:
+            return
+        if not ready.can_fork:
+            self._say("a preloaded module has set CUDA up, so ranks are started one by one instead of forked")
+            self._unwatch_starter()
+            self._starter.close()
+            self._starter = self._fresh_starter()
+        self._report(Joined(self._address, len(self.workers)))
+
+    def _spawn(self, worker: Worker, spawn: Spawn) -> None:
+        if worker.state is not WorkerState.GONE:
+            raise ValueError(f"rank {worker.rank} is to be started, but its process has not ended")
+        worker.incarnation = spawn.incarnation
+        ours, theirs = socket.socketpair()
+        log = os.open(worker.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        env = {**self._rank_env, **spawn.env, "CHECKPOINTLESS_INCARNATION": str(worker.incarnation)}
+        order = Order(worker.rank, worker.incarnation, env)
+        if worker.incarnation > 0:
+            self._emit("respawn", "begin", rank=worker.rank, incarnation=worker.incarnation)
+        self._starter.start(order, Descriptors(log, theirs.fileno(), worker.board.fd))
+        theirs.close()
+        os.close(log)
+        ours.setblocking(False)
+        worker.connection = ours
+        worker.lines = LineBuffer()
+        worker.state = WorkerState.STARTING
+        worker.started_at_s = time.monotonic()
+        worker.pid = worker.kill_at_s = None
+        worker.said_hello = worker.forgiven = False
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(worker))
+
+    def _kill(self, worker: Worker) -> None:
+        worker.kill_at_s = None
+        if worker.state is WorkerState.GONE:
+            return
+        if worker.pid is None:
+            worker.kill_at_s = time.monotonic()  # again when its pid is known
+        else:
+            self._starter.signal(worker.pid, signal.SIGKILL)
+
+    def _on_exit(self, worker: Worker, code: int) -> None:
+        self._hear(worker)  # what it said before it ended
+        self._disconnect(worker)
+        worker.state, worker.kill_at_s = WorkerState.GONE, None
+        reading = worker.board.read()
+        self._report(
+            RankEnded(
+                worker.rank,
+                worker.incarnation,
+                code,
+                worker.forgiven,
+                reading.committed,
+                reading.making,
+                str(worker.log_path),
+                worker.last_lines() if code != 0 else [],
+            )
+        )
+
+    # ---- what ranks say
+
+    def _hear(self, worker: Worker) -> None:
+        while worker.connection is not None:
+            try:
+                data = worker.connection.recv(64 * 1024)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.info("rank %d hung up: %s", worker.rank, error)
+                data = b""
+            if not data:
+                self._disconnect(worker)
+                if worker.state in COUNTED:
+                    worker.kill_at_s = time.monotonic() + EXIT_GRACE_S
+                return
+            try:
+                messages = [decode(line, Sender.RANK) for line in worker.lines.feed(data)]
+            except ProtocolError as error:
+                self._say(f"rank {worker.rank} does not keep to the protocol and is replaced: {error}")
+                self._disconnect(worker)
+                self._kill(worker)
+                return
+            for message in messages:
+                if self.outcome is None:
+                    self._on_message(worker, cast(RankMessage, message))
+
+    def _on_message(self, worker: Worker, message: RankMessage) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(worker)
+        elif isinstance(message, Answer):
+            self._report(Answered(message.id, worker.rank, message.in_collective, message.stack))
+        elif isinstance(message, GiveUp):
+            self._give_up(message.reason)
+        elif isinstance(message, Replace):
+            worker.forgiven = True
+            worker.kill_at_s = time.monotonic() + EXIT_GRACE_S
+            if worker.state in IN_BLOCK:
+                step = worker.board.read().making
+                what = "asked to be replaced"
+                self._trouble(worker, Cause(CauseKind.LOSS, worker.rank, "replace", what, step, message.reason))
+        elif message.generation != self.generation or worker.state not in (*IN_BLOCK, WorkerState.LEAVING):
+            logger.info("rank %d: %s of generation %d is stale", worker.rank, message.type, message.generation)
+        elif isinstance(message, FaultReport):
+            self._trouble(
+                worker,
+                exception_cause(
+                    worker.rank,
+                    message.error,
+                    message.message,
+                    message.traceback,
+                    message.step,
+                    message.victim,
+                ),
+            )
+        elif isinstance(message, Barrier):
+            self._is_ready(worker)
+        elif isinstance(message, Done) and worker.state is WorkerState.RUNNING:
+            worker.state = WorkerState.DONE
+            self._report(RankDone(worker.rank, message.generation))
+
+    def _on_hello(self, worker: Worker) -> None:
+        if worker.state not in (WorkerState.STARTING, WorkerState.FINISHED):
+            logger.warning("rank %d said hello in the state %s", worker.rank, worker.state.value)
+            return
+        if worker.incarnation > 0 and not worker.said_hello:
+            seconds = time.monotonic() - worker.started_at_s
+            self._emit("respawn", "end", rank=worker.rank, seconds=seconds, incarnation=worker.incarnation)
+        worker.said_hello = True
+        self._is_ready(worker)
+
+    def _is_ready(self, worker: Worker) -> None:
+        worker.state = WorkerState.READY
+        reading = worker.board.read()
+        self._report(
+            RankReady(worker.rank, worker.incarnation, worker.pid or -1, reading.committed, reading.making)
+        )
+
+    def _trouble(self, worker: Worker, cause: Cause) -> None:
+        reading = worker.board.read()
+        self._report(
+            Trouble(
+                self.generation,
+                worker.rank,
+                int(cause.kind),
+                cause.how,
+                cause.what,
+                cause.step,
+                cause.detail,
+                cause.error,
+                cause.message,
+                cause.traceback,
+                reading.committed,
+                reading.making,
+            )
+        )
+
+    def _disconnect(self, worker: Worker) -> None:
+        if worker.connection is not None:
+            self._selector.unregister(worker.connection)
+            worker.connection.close()
+            worker.connection = None
+
+    def _emit(self, stage: str, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
+        self._events.emit(
+            stage, edge, generation=max(self.generation, 0), incident=self._incident, rank=rank, **fields
+        )

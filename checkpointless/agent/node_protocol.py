@@ -1,0 +1,247 @@
+"""The messages between the agent of a node and the coordinator of the job: plain data, as between rank and agent.
+
+The coordinator decides: who belongs together, when a generation begins and ends, who is replaced, when the job is
+over. A node's agent starts and ends processes, passes on what its ranks say, and looks after their boards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from checkpointless.agent.protocol import Vocabulary
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The node can start processes now.
+
+    Attributes:
+        address: where the other nodes reach this one.
+        nproc: how many ranks it has room for.
+    """
+
+    type: ClassVar[str] = "joined"
+    address: str
+    nproc: int
+
+
+@dataclass(frozen=True)
+class RankReady:
+    """A rank is at the barrier.
+
+    Attributes:
+        incarnation: of its process.
+        pid: of its process.
+        committed: the last optimizer step on its board (-1: none).
+        making: the step in the making on its board (-1: none).
+    """
+
+    type: ClassVar[str] = "ready"
+    rank: int
+    incarnation: int
+    pid: int
+    committed: int
+    making: int
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something went wrong with a rank in ``generation``: a :class:`~checkpointless.agent.incidents.Cause`.
+
+    Attributes:
+        kind: the number of its ``CauseKind``.
+        committed: the last optimizer step on the rank's board.
+        making: the step in the making on its board.
+    """
+
+    type: ClassVar[str] = "trouble"
+    generation: int
+    rank: int
+    kind: int
+    how: str
+    what: str
+    step: int
+    detail: str
+    error: str
+    message: str
+    traceback: str
+    committed: int
+    making: int
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    """A rank's process has ended.
+
+    Attributes:
+        code: its exit code, or minus the number of the signal that killed it.
+        forgiven: whether its end follows from what is known already.
+        committed: the last optimizer step on its board.
+        making: the step in the making on its board.
+        log_path: of the rank.
+        last_lines: the end of that log.
+    """
+
+    type: ClassVar[str] = "ended"
+    rank: int
+    incarnation: int
+    code: int
+    forgiven: bool
+    committed: int
+    making: int
+    log_path: str
+    last_lines: list[str]
+
+
+@dataclass(frozen=True)
+class RankDone:
+    """The block of a rank returned in ``generation``."""
+
+    type: ClassVar[str] = "rank-done"
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A rank answered the inquiry ``id``."""
+
+    type: ClassVar[str] = "answered"
+    id: int
+    rank: int
+    in_collective: bool
+    stack: str
+
+
+@dataclass(frozen=True)
+class Silent:
+    """The ranks of the node that have shown no progress for (nearly) the limit; nobody, when that is over.
+
+    Attributes:
+        ranks: for each its number, its beat, the milliseconds since it changed, and the step in the making.
+    """
+
+    type: ClassVar[str] = "silent"
+    ranks: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the ranks of the node stand.
+
+    Attributes:
+        oldest: the smallest committed optimizer step on their boards.
+        newest: the largest.
+        making: the largest step in the making.
+    """
+
+    type: ClassVar[str] = "progress"
+    oldest: int
+    newest: int
+    making: int
+
+
+@dataclass(frozen=True)
+class JobOver:
+    """The job cannot go on: a rank gave up, the agent was told to stop, or it cannot start processes any more."""
+
+    type: ClassVar[str] = "over"
+    reason: str
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Start a process for ``rank``.
+
+    Attributes:
+        incarnation: 0 for its first process, +1 at each respawn.
+        generation: the one that it will join.
+        env: what it gets besides what all ranks of the node get.
+    """
+
+    type: ClassVar[str] = "spawn"
+    rank: int
+    incarnation: int
+    generation: int
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Begin:
+    """All ranks are present: let those of the node enter their block.
+
+    Attributes:
+        incident: the incident that led here ("" at the first start).
+        env: to be put into the ranks' environment.
+        high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+        target: the step that was in the making: progress to it is to be told at once (-1: none).
+    """
+
+    type: ClassVar[str] = "begin"
+    generation: int
+    incident: str
+    env: dict[str, str]
+    high_water: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """``generation`` is over: tell every rank that is in it.
+
+    Attributes:
+        culprit: the rank to blame (-1: not known).
+    """
+
+    type: ClassVar[str] = "interrupt"
+    generation: int
+    incident: str
+    cause: str
+    culprit: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask these ranks where their main threads stand."""
+
+    type: ClassVar[str] = "ask"
+    id: int
+    ranks: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End the process of ``rank``; that is no fault by itself."""
+
+    type: ClassVar[str] = "kill"
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class AllDone:
+    """Every rank's block returned."""
+
+    type: ClassVar[str] = "all-done"
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over.
+
+    Attributes:
+        code: for the agent to exit with.
+        last_words: to be said at the end.
+    """
+
+    type: ClassVar[str] = "end"
+    code: int
+    last_words: list[str]
+
+
+NodeMessage = Joined | RankReady | Trouble | RankEnded | RankDone | Answered | Silent | Progress | JobOver
+Command = Spawn | Begin | Interrupt | Ask | Kill | AllDone | End
+
+FROM_NODE = Vocabulary("node", Joined, RankReady, Trouble, RankEnded, RankDone, Answered, Silent, Progress, JobOver)
+FROM_COORDINATOR = Vocabulary("coordinator", Spawn, Begin, Interrupt, Ask, Kill, AllDone, End)
