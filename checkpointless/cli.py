@@ -47,6 +47,7 @@ examples:
   checkpointless run --nproc-per-node 8 --preload nemo.collections.llm train.py
   checkpointless run --nproc-per-node 4 --cpu -m my_package.train --steps 20
   checkpointless run --nproc-per-node 4 --record-steps --fault sigkill@backward:rank=1,step=5 train.py
+  checkpointless run --nproc-per-node 8 --nnodes 4 --node-rank 2 --rdzv-endpoint node0:29400 train.py
 
 What follows the script is the script's own. A rank that fails is recovered in place or replaced, while the others
 keep their state; that needs `@HPWrapper()` on the script's main function.
@@ -173,10 +174,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N", help="ranks (default: 1)")
+    add("--nnodes", type=_positive, default=1, metavar="M", help="nodes of the job (default: 1)")
+    add("--node-rank", "--node_rank", type=_count, default=0, metavar="I", help="this node's number, from 0")
+    add("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="H[:P]", help="node 0, as all nodes reach it")
+    add("--spares", type=_count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
     add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
     add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
     add("--max-incidents", type=_count, metavar="K", help="give up after so many incidents")
     add("--heartbeat-timeout", type=_seconds, metavar="S", help="seconds after which a silent rank counts as hung")
+    add("--node-timeout", type=_seconds, metavar="S", help="seconds after which a silent node counts as lost")
     add("--regroup-timeout", type=_seconds, metavar="S", help="seconds within which all ranks must meet again")
     add("--record-steps", action="store_true", help="record each step's loss and parameter digest, for `verify`")
     add("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
@@ -188,7 +194,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     _check_importable(options.preload or ())
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
-    specs = _specs(options.faults, options.nproc_per_node, max_steps=None)
+    specs = _specs(options.faults, options.nproc_per_node * options.nnodes, max_steps=None)
     job = {"script": options.script, "script_args": tuple(options.script_args), "module": options.module}
     return _launch(options, name, specs, preload=options.preload, **job)
 
@@ -206,7 +212,9 @@ def _train(options: argparse.Namespace) -> int:
     if config.trainer.get("accelerator") == "cpu" and not options.cpu:
         raise UsageError(f"{options.recipe} trains on the CPU (trainer.accelerator=cpu): add --cpu")
     max_steps = config.trainer.get("max_steps")
-    specs = _specs(options.faults, options.nproc_per_node, max_steps if isinstance(max_steps, int) else None)
+    specs = _specs(
+        options.faults, options.nproc_per_node * options.nnodes, max_steps if isinstance(max_steps, int) else None
+    )
     return _launch(
         options,
         Path(options.recipe).stem,
@@ -219,6 +227,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], **job: Any) -> int:
+    from checkpointless.agent.handshake import TOKEN_ENV
     from checkpointless.agent.launch import LaunchConfig, launch
     from checkpointless.faults.ledger import fired
 
@@ -226,11 +235,17 @@ def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], 
         "max_incidents": options.max_incidents,
         "heartbeat_timeout_s": options.heartbeat_timeout,
         "regroup_timeout_s": options.regroup_timeout,
+        "node_timeout_s": options.node_timeout,
     }
     run_dir = _run_dir(options.run_dir, name)
     try:
         config = LaunchConfig(
             nproc_per_node=options.nproc_per_node,
+            nnodes=options.nnodes,
+            node_rank=options.node_rank,
+            spares=options.spares,
+            rdzv_endpoint=options.rdzv_endpoint,
+            token=os.environ.pop(TOKEN_ENV, ""),  # not for the ranks
             run_dir=run_dir,
             cpu=options.cpu,
             faults=tuple(options.faults),
@@ -244,7 +259,8 @@ def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], 
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
-    _say(f"{config.nproc_per_node} ranks of {name}; events in {run_dir}")
+    where = "" if config.is_alone else f" on node {config.node_rank} of {config.nnodes}"
+    _say(f"{config.nproc_per_node} ranks of {name}{where}; events in {run_dir}")
     if options.faults:
         _say(f"faults will be caused on purpose: {' '.join(options.faults)}")
     status = launch(config, _say)

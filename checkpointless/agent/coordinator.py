@@ -23,6 +23,7 @@ from checkpointless.agent.incidents import (
     exit_cause,
 )
 from checkpointless.agent.node_protocol import (
+    Alive,
     AllDone,
     Answered,
     Ask,
@@ -49,6 +50,7 @@ from checkpointless.telemetry.events import Edge, EventLog
 logger = logging.getLogger(__name__)
 
 FAILED = 1  # as torchrun: whatever the reason
+_NOT_YET = "it has not joined yet"
 _MOVED_ON = -1  # the beat of a rank that its node does not call silent
 
 
@@ -76,6 +78,7 @@ class Node:
         nproc: how many ranks it runs.
         send: gives its agent a command.
         joined: whether its agent can start processes.
+        lost: why its agent cannot be reached any more ("" if it can).
         silent: the ranks that its agent calls silent: beat, when that changed last by this process's clock, and the
             step in the making.
     """
@@ -84,6 +87,7 @@ class Node:
     nproc: int
     send: Callable[[Command], None]
     joined: bool = False
+    lost: str = ""
     silent: dict[int, tuple[int, float, int]] = field(default_factory=dict)
 
 
@@ -143,7 +147,8 @@ class Coordinator:
         self.limits = limits
         self.generation = -1
         self.outcome: End | None = None
-        self.nodes = [Node(index, nproc, _nowhere) for index in range(nnodes)]
+        self.nodes = [Node(index, nproc, _nowhere, lost=_NOT_YET) for index in range(nnodes)]
+        self.spares: list[Node] = []
         self.ranks = [Rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc)]
         self._rendezvous = rendezvous
         self._events = events
@@ -163,17 +168,85 @@ class Coordinator:
 
     # ---- what nodes say, and time
 
-    def connect(self, index: int, send: Callable[[Command], None]) -> Node:
-        """The agent of node ``index`` can be spoken to; it has to say that it joins, too."""
-        node = self.nodes[index]
-        node.send = send
+    def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
+        """Let the agent of a node in; it has to say that it has joined, too, when it can start processes.
+
+        Args:
+            index: the node's number; -1 for a spare, which is given one when a node is lost.
+            nproc: how many ranks it runs.
+            send: gives it a command; must not call back.
+
+        Returns:
+            What :meth:`hear` and :meth:`lose` know it by.
+
+        Raises:
+            ValueError: the job has no place for it; the message says why.
+        """
+        wanted = self.nodes[0].nproc
+        if nproc != wanted:
+            raise ValueError(f"it runs {nproc} ranks, and the nodes of this job run {wanted}")
+        if index >= len(self.nodes):
+            raise ValueError(f"there is no node {index} in a job of {len(self.nodes)}")
+        if self.outcome is not None:
+            raise ValueError("the job is over")
+        node = Node(index, nproc, send)
+        if index < 0:
+            self.spares.append(node)
+        elif not self.nodes[index].lost:
+            raise ValueError(f"node {index} is here already")
+        else:
+            self._put_in_place(node, index)
         return node
+
+    def lose(self, node: Node, reason: str) -> None:
+        """The agent of ``node`` cannot be reached any more, and its ranks are taken for dead."""
+        node.send, node.lost, node.joined = _drop, reason, False
+        if node in self.spares:
+            self.spares.remove(node)
+        if self.outcome is not None or node not in self.nodes:
+            return
+        self._progress.pop(node.index, None)
+        mine = [rank for rank in self.ranks if rank.node is node]
+        started = any(rank.incarnation >= 0 for rank in mine)
+        finished = started and all(rank.state in (WorkerState.FINISHED, WorkerState.GONE) for rank in mine)
+        for rank in mine:
+            rank.state = WorkerState.GONE
+        if finished:
+            self._check_end()
+            return
+        if not started:
+            self._say(f"node {node.index} was lost before the job began ({reason}); waiting for it to come back")
+            return
+        making = max(rank.making for rank in mine)
+        self._fault(Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}"))
+        if self.outcome is None:
+            self._replace(node)
+
+    def _replace(self, lost: Node) -> None:
+        """Have a spare take the place of a node, if there is one that is ready."""
+        spare = next((each for each in self.spares if each.joined), None)
+        if spare is None:
+            limit_s = self.limits.regroup_timeout_s
+            self._say(f"no spare is ready: waiting up to {limit_s:g} s for another node {lost.index}")
+            return
+        self.spares.remove(spare)
+        self._say(f"a spare takes the place of node {lost.index}")
+        self._put_in_place(spare, lost.index)
+        self._on_joined(spare)
+
+    def _put_in_place(self, node: Node, index: int) -> None:
+        node.index = index
+        self.nodes[index] = node
+        for rank in self.ranks[index * node.nproc : (index + 1) * node.nproc]:
+            rank.node = node
 
     def hear(self, node: Node, message: NodeMessage) -> None:
         """Act on what the agent of ``node`` says."""
         if self.outcome is not None:
             if isinstance(message, RankEnded):
                 self._rank_of(message.rank, node).state = WorkerState.GONE
+            return
+        if isinstance(message, Alive):
             return
         if isinstance(message, Joined):
             self._on_joined(node)
@@ -250,16 +323,22 @@ class Coordinator:
                 self._finish()
 
     def _tell_nodes(self, command: Command) -> None:
-        for node in self.nodes:
-            node.send(command)
+        for node in (*self.nodes, *self.spares) if isinstance(command, End) else self.nodes:
+            if node.lost != _NOT_YET:
+                node.send(command)
 
     # ---- processes
 
     def _on_joined(self, node: Node) -> None:
         node.joined = True
-        if all(each.joined for each in self.nodes):
+        if node in self.spares:
+            vacant = next((each for each in self.nodes if each.lost and each.lost != _NOT_YET), None)
+            if vacant is not None:
+                self._replace(vacant)
+        elif all(each.joined for each in self.nodes):
             for rank in self.ranks:
-                self._spawn(rank)
+                if rank.state is WorkerState.GONE:
+                    self._spawn(rank)
 
     def _spawn(self, rank: Rank) -> None:
         rank.incarnation += 1
@@ -344,6 +423,12 @@ class Coordinator:
 
     def _too_late(self, now_s: float) -> None:
         late = [rank for rank in self.ranks if rank.state is not WorkerState.READY]
+        empty = [node for node in self.nodes if node.lost]
+        if empty:
+            limit_s = self.limits.regroup_timeout_s
+            lost = f"node {empty[0].index} was lost ({empty[0].lost})"
+            self.end(FAILED, f"{lost} and no other took its place within {limit_s:g} s")
+            return
         names = "rank " + ", ".join(str(rank.number) for rank in late)
         if self._incident is None:
             limit_s = self.limits.heartbeat_timeout_s
@@ -469,9 +554,9 @@ class Coordinator:
         self._tell_nodes(AllDone())
 
     def _check_end(self) -> None:
-        gone = [rank for rank in self.ranks if rank.state is WorkerState.GONE]
+        gone = [rank for rank in self.ranks if rank.state is WorkerState.GONE and not rank.node.lost]
         waiting = [rank for rank in self.ranks if rank.state is WorkerState.READY]
-        if len(gone) == len(self.ranks):
+        if all(rank.state is WorkerState.GONE for rank in self.ranks) and gone:
             self.end(0)
         elif gone and waiting:
             self.end(
@@ -492,4 +577,8 @@ class Coordinator:
 
 
 def _nowhere(command: Command) -> None:
-    raise RuntimeError(f"{command.type!r} for a node that has not connected")
+    raise RuntimeError(f"{command.type!r} for a node that has not joined")
+
+
+def _drop(command: Command) -> None:
+    logger.info("%r is for a node that is lost", command.type)

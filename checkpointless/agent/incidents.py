@@ -33,6 +33,7 @@ class Cause:
         error: name of the exception's type, where there was one.
         message: its text.
         traceback: its traceback.
+        who: whose fault it is, where that is no rank.
     """
 
     kind: CauseKind
@@ -44,9 +45,10 @@ class Cause:
     error: str = ""
     message: str = ""
     traceback: str = ""
+    who: str = ""
 
     def __str__(self) -> str:
-        who = "ranks" if self.rank is None else f"rank {self.rank}"
+        who = self.who or ("ranks" if self.rank is None else f"rank {self.rank}")
         at = f" at step {self.step}" if self.step >= 0 else ""
         return f"{who} {self.what}{at}" + (f": {self.detail}" if self.detail else "")
 

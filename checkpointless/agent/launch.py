@@ -1,4 +1,4 @@
-"""Run a job on one node: the agent, its zygote and the ranks, from start to exit code."""
+"""Run a node's part of a job: the agent, its zygote and the ranks, from start to exit code."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from checkpointless.agent.board import Board
+from checkpointless.agent.handshake import MIN_TOKEN_CHARACTERS, SPARE, TOKEN_ENV
 from checkpointless.agent.preload import preloads_of
 from checkpointless.agent.rank_process import Script
 from checkpointless.agent.workers import FreshStarter, Worker, ZygoteStarter
 from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
 
+if TYPE_CHECKING:
+    from checkpointless.agent.server import Link
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_HEARTBEAT_TIMEOUT_S = 600.0
 DEFAULT_REGROUP_TIMEOUT_S = 120.0
+DEFAULT_NODE_TIMEOUT_S = 10.0
+DEFAULT_JOIN_TIMEOUT_S = 600.0
+DEFAULT_PORT = 29400  # as torchrun
 _CPU_HOOK = "checkpointless.megatron.cpu_platform:install"
 
 
@@ -48,6 +56,13 @@ class LaunchConfig:
             an interpreter; only in a process with one thread and no CUDA context.
         stream_logs: copy the ranks' output to stdout as it comes.
         extra_env: what the ranks' environment gets besides.
+        nnodes: how many nodes train.
+        node_rank: this one's number, from 0; that of a spare is ``nnodes`` or more. Node 0's agent coordinates.
+        spares: how many nodes wait to take a lost one's place.
+        rdzv_endpoint: ``HOST[:PORT]`` of node 0, as all nodes reach it; needed if there are several.
+        token: known to the agents of this job alone; likewise.
+        node_timeout_s: after how many seconds without a word a node is lost.
+        join_timeout_s: how long to try to reach node 0.
 
     Raises:
         ValueError: a value is out of range, or the script is not there.
@@ -68,11 +83,44 @@ class LaunchConfig:
     stream_logs: bool = True
     fork_here: bool = False
     extra_env: Mapping[str, str] = field(default_factory=dict)
+    nnodes: int = 1
+    node_rank: int = 0
+    spares: int = 0
+    rdzv_endpoint: str = ""
+    token: str = field(default="", repr=False)
+    node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S
+    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the job's only node."""
+        return self.nnodes + self.spares == 1
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Address and port of the coordinator.
+
+        Raises:
+            ValueError: ``rdzv_endpoint`` is not ``HOST[:PORT]``.
+        """
+        host, colon, port = self.rdzv_endpoint.rpartition(":")
+        if not colon:
+            host, port = port, str(DEFAULT_PORT)
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"the rendezvous endpoint must be HOST[:PORT], not {self.rdzv_endpoint!r}")
+        return host.strip("[]"), int(port)
 
     def __post_init__(self) -> None:
         if self.nproc_per_node < 1:
             raise ValueError(f"the number of processes must be at least 1, not {self.nproc_per_node}")
-        for name in ("heartbeat_timeout_s", "regroup_timeout_s"):
+        if self.nnodes < 1 or self.spares < 0:
+            raise ValueError(f"there must be at least 1 node and 0 spares, not {self.nnodes} and {self.spares}")
+        if not 0 <= self.node_rank < self.nnodes + self.spares:
+            last = self.nnodes + self.spares - 1
+            raise ValueError(f"the node rank must be from 0 to {last} (spares included), not {self.node_rank}")
+        if not self.is_alone:
+            self._check_meeting()
+        for name in ("heartbeat_timeout_s", "regroup_timeout_s", "node_timeout_s", "join_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be a positive number of seconds, not {getattr(self, name)}")
         if self.max_incidents is not None and self.max_incidents < 0:
@@ -83,12 +131,22 @@ class LaunchConfig:
         elif not Path(self.script).is_file():
             raise ValueError(f"there is no script {self.script!r}")
 
+    def _check_meeting(self) -> None:
+        if not self.rdzv_endpoint:
+            raise ValueError("several nodes need --rdzv-endpoint HOST[:PORT], where HOST is node 0 for all of them")
+        _ = self.endpoint
+        if len(self.token) < MIN_TOKEN_CHARACTERS:
+            raise ValueError(
+                f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
+                "the same on all of them (openssl rand -hex 32 makes one)"
+            )
+
 
 def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
-    """Run the job and wait for its end. Must be called in the main thread, since it handles signals.
+    """Run this node's part of the job and wait for its end. Must be called in the main thread: it handles signals.
 
-    The ranks' output goes to ``<run dir>/logs/rank-N.log`` and, each line with its rank in front, to stdout.
-    When this returns, no process, socket or file is left but the run directory.
+    The ranks' output goes to ``<run dir>/logs/rank-N.log`` and, each line with its rank in front, to stdout (not on
+    a spare). When this returns, no process, socket or file is left but the run directory.
 
     Args:
         say: takes lines for the terminal: incidents, and why a job failed.
@@ -99,22 +157,21 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
         them 5 s; a second Ctrl-C kills them at once.
 
     Raises:
-        OSError: the run directory cannot be made or written to.
+        OSError: the run directory cannot be made or written to, or the endpoint cannot be listened on.
     """
     logs = config.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    log_paths = {rank: logs / f"rank-{rank}.log" for rank in range(config.nproc_per_node)}
-    for path in log_paths.values():
-        path.write_bytes(b"")
-    events = EventLog(config.run_dir / EVENTS_FILE)
+    first = config.node_rank * config.nproc_per_node
+    own = range(first, first + config.nproc_per_node) if config.node_rank < config.nnodes else range(0)
+    events = EventLog(config.run_dir / EVENTS_FILE, node=config.node_rank)
     signals: list[int] = []
     with _handling(signals.append):
-        return _run(config, log_paths, events, signals, say)
+        return _run(config, own, events, signals, say)
 
 
 def _run(
     config: LaunchConfig,
-    log_paths: dict[int, Path],
+    own: range,
     events: EventLog,
     signals: list[int],
     say: Callable[[str], None],
@@ -122,61 +179,113 @@ def _run(
     script = Script(config.script, tuple(config.script_args), config.module)
     hooks = (_CPU_HOOK,) if config.cpu else ()
     rank_env = _rank_env(config)
+    zygote_log = "zygote.log" if config.is_alone else f"zygote-{config.node_rank}.log"
     starter = ZygoteStarter(
         script,
         preload=preloads_of(script) if config.preload is None else config.preload,
         after_preload=hooks,
         env=rank_env,
-        log_path=config.run_dir / "logs" / "zygote.log",
+        log_path=config.run_dir / "logs" / zygote_log,
         fork_here=config.fork_here,
     )
     # These load torch, which takes seconds; the zygote does so at the same time.
     from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-    from checkpointless.agent.coordinator import Coordinator, Limits
+    from checkpointless.agent.joining import JoinError
     from checkpointless.agent.node import NodeAgent
-    from checkpointless.agent.rendezvous import LOOPBACK, Rendezvous
-    from checkpointless.agent.server import LocalLink, serve
+    from checkpointless.agent.server import serve
 
     selector = selectors.DefaultSelector()
-    link = LocalLink()
-    coordinator = Coordinator(
-        Limits(config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents),
-        nnodes=1,
-        nproc=config.nproc_per_node,
-        rendezvous=Rendezvous(1, config.nproc_per_node),
-        events=events,
-        say=say,
-    )
+    try:
+        link = _link(config, selector, events, signals, say)
+    except (JoinError, OSError) as error:
+        starter.close()
+        say(str(error))
+        return 1
+    for rank in own:  # and not before: an agent that is not let in has no business with them
+        _log_path(config, rank).write_bytes(b"")
     agent = NodeAgent(
-        index=0,
-        address=LOOPBACK,
+        index=config.node_rank,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
         report=link.report,
         selector=selector,
         starter=starter,
         fresh_starter=lambda: FreshStarter(script, hooks),
-        workers=[Worker(rank, Board.create(rank), path) for rank, path in log_paths.items()],
+        make_worker=lambda rank: Worker(rank, Board.create(rank), _log_path(config, rank)),
         rank_env=rank_env,
         events=events,
         say=say,
     )
     tail = TailLog(
         "rank",
-        {rank: str(path) for rank, path in log_paths.items()} if config.stream_logs else {},
+        {rank: str(_log_path(config, rank)) for rank in own} if config.stream_logs else {},
         sys.stdout,
-        log_line_prefixes={rank: f"[rank {rank}] " for rank in log_paths},
+        log_line_prefixes={rank: f"[rank {rank}] " for rank in own},
         interval_sec=0.05,
     ).start()
-    events.emit("job", "begin", generation=0, nproc=config.nproc_per_node, script=config.script)
+    nproc, nnodes = config.nproc_per_node, config.nnodes
+    events.emit("job", "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
     try:
-        outcome = serve(agent, coordinator, link, selector, signals)
+        outcome = serve(agent, link, selector, signals)
     finally:
         tail.stop()
     events.emit("job", "end", generation=max(agent.generation, 0), code=outcome.code, reason=outcome.last_words)
     for line in outcome.last_words:
         say(line)
     return outcome.code
+
+
+def _link(
+    config: LaunchConfig,
+    selector: selectors.BaseSelector,
+    events: EventLog,
+    signals: list[int],
+    say: Callable[[str], None],
+) -> Link:
+    """What connects this node with the coordinator, which lives in node 0's agent."""
+    from checkpointless.agent.coordinator import Coordinator, Limits
+    from checkpointless.agent.joining import Joining
+    from checkpointless.agent.port import CoordinatorPort
+    from checkpointless.agent.rendezvous import LOOPBACK, Rendezvous
+    from checkpointless.agent.server import GuestLink, HostLink
+
+    address, port = (LOOPBACK, 0) if config.is_alone else config.endpoint
+    nnodes, nproc = config.nnodes, config.nproc_per_node
+    if config.node_rank > 0:
+        say(f"node {config.node_rank}: joining the job at {address}:{port}")
+        joining = Joining(
+            address,
+            port,
+            token=config.token,
+            node=config.node_rank if config.node_rank < nnodes else SPARE,
+            nproc=nproc,
+            timeout_s=config.join_timeout_s,
+            stopped=lambda: bool(signals),
+        )
+        return GuestLink(joining, selector, config.node_timeout_s)
+    coordinator = Coordinator(
+        Limits(config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents),
+        nnodes=nnodes,
+        nproc=nproc,
+        rendezvous=Rendezvous(nnodes, nproc, address),
+        events=events,
+        say=say,
+    )
+    if config.is_alone:
+        return HostLink(coordinator, None)
+    door = CoordinatorPort(
+        address,
+        port,
+        token=config.token,
+        coordinator=coordinator,
+        selector=selector,
+        silence_s=config.node_timeout_s,
+    )
+    return HostLink(coordinator, door)
+
+
+def _log_path(config: LaunchConfig, rank: int) -> Path:
+    return config.run_dir / "logs" / f"rank-{rank}.log"
 
 
 def _rank_env(config: LaunchConfig) -> dict[str, str]:

@@ -8,7 +8,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 from checkpointless.agent.board import NO_STEP, BoardReading
@@ -81,14 +81,13 @@ class NodeAgent:
 
     Args:
         index: the node's number.
-        address: where other nodes reach this one.
         heartbeat_timeout_s: how long a rank in its block may show no progress.
         report: tells the coordinator something; what it answers comes to :meth:`obey`, and not before ``report``
             has returned.
         selector: of the loop that this agent runs in.
         starter: starts the processes.
         fresh_starter: makes the starter to be used if the zygote must not be forked.
-        workers: the ranks, in order, none of them started.
+        make_worker: makes what a rank needs, given its number, when its first process is to be started.
         rank_env: what every rank's environment gets besides what the coordinator says.
         events: the job's event log.
         say: takes lines for the terminal.
@@ -103,24 +102,23 @@ class NodeAgent:
         self,
         *,
         index: int,
-        address: str,
         heartbeat_timeout_s: float,
         report: Callable[[NodeMessage], None],
         selector: selectors.BaseSelector,
         starter: Starter,
         fresh_starter: Callable[[], Starter],
-        workers: Sequence[Worker],
+        make_worker: Callable[[int], Worker],
         rank_env: dict[str, str],
         events: EventLog,
         say: Callable[[str], None],
     ) -> None:
-        self.workers = {worker.rank: worker for worker in workers}
+        self.workers: dict[int, Worker] = {}
         self.generation = -1
         self.outcome: End | None = None
         self.index = index
-        self._address = address
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._report = report
+        self._make_worker = make_worker
         self._selector = selector
         self._starter = starter
         self._starter_lost = False
@@ -154,6 +152,8 @@ class NodeAgent:
             if now_s >= self._kill_all_at_s:
                 for worker in self.alive():
                     self._kill(worker)
+            return
+        if not self.workers:
             return
         readings = {worker.rank: worker.board.read() for worker in self.workers.values()}
         self._tell_progress(readings, now_s)
@@ -203,7 +203,9 @@ class NodeAgent:
         if self.outcome is not None:
             return
         if isinstance(command, Spawn):
-            self._spawn(self._worker(command.rank), command)
+            if command.rank not in self.workers:
+                self.workers[command.rank] = self._make_worker(command.rank)
+            self._spawn(self.workers[command.rank], command)
         elif isinstance(command, Begin):
             self._begin(command)
         elif isinstance(command, Interrupt):
@@ -220,7 +222,7 @@ class NodeAgent:
             for worker in self.workers.values():
                 worker.state = WorkerState.FINISHED
                 worker.send(Finish())
-        else:
+        elif isinstance(command, End):
             self.end(command)
 
     def _worker(self, rank: int) -> Worker:
@@ -328,7 +330,7 @@ class NodeAgent:
             self._unwatch_starter()
             self._starter.close()
             self._starter = self._fresh_starter()
-        self._report(Joined(self._address, len(self.workers)))
+        self._report(Joined())
 
     def _spawn(self, worker: Worker, spawn: Spawn) -> None:
         if worker.state is not WorkerState.GONE:

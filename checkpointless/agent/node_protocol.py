@@ -14,16 +14,9 @@ from checkpointless.agent.protocol import Vocabulary
 
 @dataclass(frozen=True)
 class Joined:
-    """The node can start processes now.
-
-    Attributes:
-        address: where the other nodes reach this one.
-        nproc: how many ranks it has room for.
-    """
+    """The node can start processes now."""
 
     type: ClassVar[str] = "joined"
-    address: str
-    nproc: int
 
 
 @dataclass(frozen=True)
@@ -143,6 +136,13 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """Nothing to say: this side of the connection is still there."""
+
+    type: ClassVar[str] = "alive"
+
+
+@dataclass(frozen=True)
 class JobOver:
     """The job cannot go on: a rank gave up, the agent was told to stop, or it cannot start processes any more."""
 
@@ -240,8 +240,10 @@ class End:
     last_words: list[str]
 
 
-NodeMessage = Joined | RankReady | Trouble | RankEnded | RankDone | Answered | Silent | Progress | JobOver
-Command = Spawn | Begin | Interrupt | Ask | Kill | AllDone | End
+NodeMessage = Joined | RankReady | Trouble | RankEnded | RankDone | Answered | Silent | Progress | JobOver | Alive
+Command = Spawn | Begin | Interrupt | Ask | Kill | AllDone | End | Alive
 
-FROM_NODE = Vocabulary("node", Joined, RankReady, Trouble, RankEnded, RankDone, Answered, Silent, Progress, JobOver)
-FROM_COORDINATOR = Vocabulary("coordinator", Spawn, Begin, Interrupt, Ask, Kill, AllDone, End)
+FROM_NODE = Vocabulary(
+    "node", Joined, RankReady, Trouble, RankEnded, RankDone, Answered, Silent, Progress, JobOver, Alive
+)
+FROM_COORDINATOR = Vocabulary("coordinator", Spawn, Begin, Interrupt, Ask, Kill, AllDone, End, Alive)

@@ -1,76 +1,170 @@
-"""The loop of ``checkpointless run``: the agent of this node, and the coordinator where it lives here."""
+"""The loop of ``checkpointless run``: the agent of this node, and what connects it with the coordinator."""
 
 from __future__ import annotations
 
+import abc
 import selectors
 import time
 from collections import deque
 
-from checkpointless.agent.coordinator import Coordinator
+from checkpointless.agent.coordinator import FAILED, Coordinator
+from checkpointless.agent.joining import Joining
 from checkpointless.agent.node import NodeAgent
-from checkpointless.agent.node_protocol import Command, End, NodeMessage
+from checkpointless.agent.node_protocol import Alive, Command, End, NodeMessage
+from checkpointless.agent.port import CoordinatorPort
 
 TICK_S = 0.05
+FAREWELL_S = 10.0  # for the other nodes' agents to hear of the end
 
 
-class LocalLink:
-    """Connects the agent of a node with a coordinator in the same loop: by messages, as a connection would."""
+class Link(abc.ABC):
+    """Between the agent of this node and the coordinator; messages wait until they are delivered."""
 
     def __init__(self) -> None:
+        self.commands: deque[Command] = deque()
+
+    @abc.abstractmethod
+    def report(self, message: NodeMessage) -> None:
+        """Take what the agent tells the coordinator."""
+
+    @abc.abstractmethod
+    def deliver(self, agent: NodeAgent, now_s: float) -> None:
+        """Hand over all that waits, and let time pass for the other side.
+
+        Args:
+            agent: of this node.
+            now_s: on the monotonic clock.
+        """
+
+    @abc.abstractmethod
+    def is_needed(self, now_s: float) -> bool:
+        """Whether this process has to stay although its own agent has ended."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of every descriptor."""
+
+
+class HostLink(Link):
+    """To a coordinator in this very loop, which other nodes may reach through a port.
+
+    Args:
+        coordinator: of the job.
+        port: None if there is only this node.
+    """
+
+    def __init__(self, coordinator: Coordinator, port: CoordinatorPort | None) -> None:
+        super().__init__()
         self._reports: deque[NodeMessage] = deque()
-        self._commands: deque[Command] = deque()
+        self._coordinator = coordinator
+        self._port = port
+        self._node = coordinator.admit(0, coordinator.nodes[0].nproc, self.commands.append)
+        self._until_s: float | None = None
 
     def report(self, message: NodeMessage) -> None:
         """Take what the agent tells the coordinator."""
         self._reports.append(message)
 
-    def command(self, command: Command) -> None:
-        """Take what the coordinator tells the agent."""
-        self._commands.append(command)
-
-    def deliver(self, agent: NodeAgent, coordinator: Coordinator) -> None:
+    def deliver(self, agent: NodeAgent, now_s: float) -> None:
         """Hand over all that waits, and what comes of it, until nothing does."""
-        node = coordinator.nodes[agent.index]
-        while self._reports or self._commands:
+        self._exchange(agent)
+        if self._port is not None:
+            self._port.tick(now_s)
+        self._coordinator.tick(now_s)
+        self._exchange(agent)
+
+    def is_needed(self, now_s: float) -> bool:
+        """While an agent is connected, for a while."""
+        if self._until_s is None:
+            self._until_s = now_s + FAREWELL_S
+        return self._port is not None and self._port.has_guests() and now_s < self._until_s
+
+    def close(self) -> None:
+        """Close the port and the store."""
+        if self._port is not None:
+            self._port.close()
+        self._coordinator.close()
+
+    def _exchange(self, agent: NodeAgent) -> None:
+        while self._reports or self.commands:
             while self._reports:
-                coordinator.hear(node, self._reports.popleft())
-            while self._commands:
-                agent.obey(self._commands.popleft())
+                self._coordinator.hear(self._node, self._reports.popleft())
+            while self.commands:
+                agent.obey(self.commands.popleft())
 
 
-def serve(
-    agent: NodeAgent,
-    coordinator: Coordinator,
-    link: LocalLink,
-    selector: selectors.BaseSelector,
-    signals: list[int],
-) -> End:
-    """Run a job on one node until every rank's process has ended.
+class GuestLink(Link):
+    """To a coordinator in another process.
 
     Args:
-        agent: of the node.
-        coordinator: of the job.
-        link: between the two.
-        selector: which the agent registers its descriptors with; the data of each is called when it is readable.
+        joining: the connection, made and proved.
+        silence_s: after how many seconds without a word the coordinator is lost.
+    """
+
+    def __init__(self, joining: Joining, selector: selectors.BaseSelector, silence_s: float) -> None:
+        super().__init__()
+        self._where = joining.where
+        self._silence_s = silence_s
+        self._lost = ""
+        self._heard = 0
+        self._heard_at_s = time.monotonic()
+        self._next_alive_s = 0.0
+        self._channel = joining.open(selector, self.commands.append, self._on_close)
+
+    def report(self, message: NodeMessage) -> None:
+        """Take what the agent tells the coordinator."""
+        self._channel.send(message)
+
+    def deliver(self, agent: NodeAgent, now_s: float) -> None:
+        """Hand over what has come; end the job here if nothing more can come."""
+        if now_s >= self._next_alive_s:
+            self._next_alive_s = now_s + self._silence_s / 5
+            self._channel.send(Alive())
+        if self._channel.bytes_heard != self._heard:
+            self._heard, self._heard_at_s = self._channel.bytes_heard, now_s
+        elif now_s >= self._heard_at_s + self._silence_s and not self._lost:
+            self._channel.close()
+            self._lost = f"no word from it for {self._silence_s:g} s"
+        while self.commands:
+            agent.obey(self.commands.popleft())
+        if self._lost:
+            agent.end(End(FAILED, [f"the coordinator at {self._where} was lost: {self._lost}"]))
+
+    def is_needed(self, now_s: float) -> bool:
+        """Never: the coordinator hears of the end by the connection's."""
+        return False
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def _on_close(self, reason: str) -> None:
+        self._lost = reason
+
+
+def serve(agent: NodeAgent, link: Link, selector: selectors.BaseSelector, signals: list[int]) -> End:
+    """Run a node's part of a job until every rank's process has ended.
+
+    Args:
+        agent: of this node.
+        link: to the coordinator.
+        selector: which both register their descriptors with; the data of each is called when it is ready.
         signals: the signals that this process got; a handler appends to it.
 
     Returns:
         How the job ended.
     """
-    coordinator.connect(agent.index, link.command)
     try:
-        while agent.outcome is None or agent.alive():
+        while agent.outcome is None or agent.alive() or link.is_needed(time.monotonic()):
             for key, _ in selector.select(TICK_S):
                 key.data()
             now_s = time.monotonic()
             while signals:
                 agent.interrupted(signals.pop(0))
             agent.tick(now_s)
-            link.deliver(agent, coordinator)
-            coordinator.tick(now_s)
-            link.deliver(agent, coordinator)
+            link.deliver(agent, now_s)
         return agent.outcome
     finally:
-        selector.close()
         agent.close()
-        coordinator.close()
+        link.close()
+        selector.close()

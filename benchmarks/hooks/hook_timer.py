@@ -1,0 +1,272 @@
+"""A callback that times, on the living objects of a training, what checkpointless adds to a step."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from lightning.pytorch.callbacks import Callback
+
+SEPARATOR = " > "
+_AFTERWARDS = 110
+_WARM_UP = 10
+
+
+class Part(Enum):
+    """Of what a step does, what checkpointless adds."""
+
+    STREAMS = "random streams, taken and put on the board (twice a step)"
+    REPLICATION = "random streams, to another rank"
+    REST = "the rest: step boundary, callback, guard, lock, board"
+    VOTE = "vote: waiting for the slowest rank"
+    WAITS = "waits for gloo in turns (only without CUDA)"
+    NOTHING = "the stopwatch itself, for a call of nothing"
+
+
+# What is timed. Time in a call of the last group belongs to the training: it would be spent without checkpointless.
+PART_OF: dict[str, Part | None] = {
+    "CheckpointlessCallback.on_train_batch_start": Part.REST,
+    "CheckpointlessCallback.on_train_batch_end": Part.REST,
+    "strategy.on_train_batch_start": Part.REST,
+    "StepBoundary.take": Part.REST,
+    "strategy.training_step": Part.REST,
+    "strategy.optimizer_step": Part.REST,
+    "GuardedUpdate": Part.REST,
+    "ready": Part.REST,
+    "lock.mark_ready": Part.REST,
+    "lock.update, in": Part.REST,
+    "lock.update, out": Part.REST,
+    "committed": Part.REST,
+    "store_rng_states": Part.STREAMS,
+    "capture": Part.STREAMS,
+    "capture: Python": Part.STREAMS,
+    "capture: NumPy": Part.STREAMS,
+    "capture: sources": Part.STREAMS,
+    "put_on_board": Part.STREAMS,
+    "same_streams": Part.STREAMS,
+    "to_bytes": Part.STREAMS,
+    "put_snapshot": Part.STREAMS,
+    "replicate_rng_states": Part.REPLICATION,
+    "vote": Part.VOTE,
+    "Work.wait": Part.WAITS,
+    "nothing": Part.NOTHING,
+    "torch's Work.wait": None,
+    "MegatronStrategy.on_train_batch_start": None,
+    "MegatronStrategy.training_step": None,
+    "MegatronStrategy.optimizer_step": None,
+    "update_locally": None,
+    "gather_parameters": None,
+}
+
+
+class Stopwatch:
+    """Nanoseconds of the main thread in each call, without those in the calls inside it that are timed too.
+
+    Attributes:
+        running: False makes it call through.
+        spent: by the path of names from the outermost timed call, since :meth:`lap`.
+    """
+
+    def __init__(self) -> None:
+        self.running = False
+        self.spent: dict[str, int] = defaultdict(int)
+        self._open: list[tuple[str, list[int]]] = []  # path, and what was spent in calls inside
+        self._in_whole = False
+        self._main = threading.main_thread()
+
+    def around(self, name: str, function: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+        """``function``, timed.
+
+        Args:
+            name: under which.
+            whole: with everything inside it.
+        """
+        now = time.perf_counter_ns
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            entered = now()
+            if not self.running or self._in_whole:
+                return function(*args, **kwargs)
+            if threading.current_thread() is not self._main:
+                try:
+                    return function(*args, **kwargs)
+                finally:  # the main thread waits for this one
+                    if self._open:
+                        self._open[-1][1][0] += now() - entered
+            path = self._open[-1][0] + SEPARATOR + name if self._open else name
+            inside = [0]
+            self._open.append((path, inside))
+            self._in_whole = whole
+            began = now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                ended = now()
+                self._in_whole = False
+                self._open.pop()
+                self.spent[path] += ended - began - inside[0]
+                if self._open:
+                    self._open[-1][1][0] += now() - entered
+
+        return timed
+
+    def replace(self, owner: Any, attribute: str, name: str, whole: bool = False) -> None:
+        """Time an attribute of an object, a class or a module."""
+        setattr(owner, attribute, self.around(name, getattr(owner, attribute), whole))
+
+    def lap(self) -> dict[str, int]:
+        """What was spent since the last lap."""
+        spent, self.spent = self.spent, defaultdict(int)
+        return dict(spent)
+
+
+class _TimedUpdate(AbstractContextManager[None]):
+    """``with lock.update(step)``, timed without its body."""
+
+    def __init__(self, watch: Stopwatch, update: Callable[[int], Any], step: int) -> None:
+        self._watch = watch
+        self._enter = lambda: self._begin(update, step)
+        self._inner: Any = None
+
+    def _begin(self, update: Callable[[int], Any], step: int) -> None:
+        self._inner = update(step)
+        self._inner.__enter__()
+
+    def __enter__(self) -> None:
+        self._watch.around("lock.update, in", self._enter)()
+
+    def __exit__(self, *exc_info: Any) -> Any:
+        return self._watch.around("lock.update, out", self._inner.__exit__)(*exc_info)
+
+
+class HookTimer(Callback):
+    """Writes down what each step spent where, one JSON file per rank.
+
+    Args:
+        directory: where the files go.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+        self._watch: Stopwatch | None = None
+        self._nothing: Callable[[], None] = lambda: None
+        self._began_ns = 0
+        self._steps: list[dict[str, Any]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the stopwatch around everything."""
+        self._watch = Stopwatch()
+        self._nothing = self._watch.around("nothing", self._nothing)
+        install(self._watch, trainer)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        """A step begins (this callback stands before checkpointless's), and the one before is over."""
+        if self._watch is not None:
+            spent, ended_ns = self._watch.lap(), time.perf_counter_ns()
+            if self._watch.running:
+                self._steps.append({"whole": ended_ns - self._began_ns, "spent": spent})
+            self._watch.running = True
+            self._began_ns = time.perf_counter_ns()
+            self._nothing()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Time, between the same ranks, what to compare with; write everything down."""
+        strategy: Any = trainer.strategy
+        manager, step = strategy.checkpoint_manager, trainer.global_step
+        if self._watch is None:
+            return
+        self._watch.running = False
+        number = torch.zeros(1)
+        result = {
+            "rank": dist.get_rank(),
+            "steps": self._steps,
+            "at_once": {
+                "4-byte all_reduce, nobody late": over_and_over_ns(lambda: dist.all_reduce(number)),
+                "barrier (the vote), nobody late": over_and_over_ns(dist.barrier),
+                "random streams (both calls), over and over": over_and_over_ns(
+                    lambda: _take_streams(manager, step)
+                ),
+            },
+        }
+        (self._directory / f"hooks-{dist.get_rank()}.json").write_text(json.dumps(result))
+
+
+def install(watch: Stopwatch, trainer: Any) -> None:
+    """Time what checkpointless adds to the steps of ``trainer``."""
+    from nemo.lightning.pytorch.strategies import MegatronStrategy
+
+    from checkpointless.callbacks import CheckpointlessCallback
+    from checkpointless.inprocess import active_call_wrapper
+    from checkpointless.inprocess.gloo_wait import InterruptibleWait
+    from checkpointless.megatron import update
+    from checkpointless.recovery import guard, manager, rng
+    from checkpointless.strategies import megatron_strategy
+
+    call = active_call_wrapper()
+    strategy = trainer.strategy
+    if call is None or call.board is None or strategy.checkpoint_manager is None:
+        raise RuntimeError("there is nothing to time: checkpointless is off, or no agent runs")
+    for callback in trainer.callbacks:
+        if isinstance(callback, CheckpointlessCallback):
+            for hook in ("on_train_batch_start", "on_train_batch_end"):
+                watch.replace(callback, hook, f"CheckpointlessCallback.{hook}")
+    for hook in ("on_train_batch_start", "training_step", "optimizer_step"):
+        watch.replace(strategy, hook, f"strategy.{hook}")
+        watch.replace(MegatronStrategy, hook, f"MegatronStrategy.{hook}")
+    watch.replace(megatron_strategy.StepBoundary, "take", "StepBoundary.take")
+    watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
+    watch.replace(strategy.checkpoint_manager, "replicate_rng_states", "replicate_rng_states", whole=True)
+    watch.replace(manager, "put_on_board", "put_on_board")
+    for method in ("capture", "same_streams", "to_bytes"):
+        watch.replace(rng.RngStates, method, method)
+    watch.replace(rng._python, "take", "capture: Python")
+    watch.replace(rng._numpy, "take", "capture: NumPy")
+    for name, source in rng._sources.items():  # Megatron's and the workers' seed
+        rng._sources[name] = rng.RngSource(watch.around("capture: sources", source.get), source.set)
+    watch.replace(call.board, "put_snapshot", "put_snapshot")
+    optimizer = strategy.optimizers[0].mcore_optimizer
+    guarded = optimizer.step_with_ready_grads
+    watch.replace(optimizer, "step_with_ready_grads", "GuardedUpdate")
+    watch.replace(guarded, "_ready", "ready")
+    watch.replace(guarded, "_committed", "committed")
+    watch.replace(update, "update_locally", "update_locally")
+    watch.replace(update, "gather_parameters", "gather_parameters")
+    defaults: Any = guard.guarded_update.__kwdefaults__
+    defaults["vote"] = watch.around("vote", defaults["vote"], whole=True)
+    lock: Any = call.parameter_update_lock
+    watch.replace(lock, "mark_ready", "lock.mark_ready")
+    lock_update = lock.update
+    lock.update = lambda step: _TimedUpdate(watch, lock_update, step)
+    for patch in call._torch_patches:
+        if isinstance(patch, InterruptibleWait) and patch._original is not None:
+            patch.uninstall()
+            watch.replace(c10d.Work, "wait", "torch's Work.wait")
+            patch.install()
+            watch.replace(c10d.Work, "wait", "Work.wait")
+
+
+def _take_streams(manager: Any, step: int) -> None:
+    """What a step does with the random streams, when training is over."""
+    manager.store_rng_states(step, at_batch_start=True)
+    manager.store_rng_states(step + 1)
+
+
+def over_and_over_ns(call: Callable[[], Any]) -> list[int]:
+    """How long a call takes that follows on itself; a collective, to which all ranks come together then."""
+    taken = []
+    for _ in range(_AFTERWARDS):
+        began_ns = time.perf_counter_ns()
+        call()
+        taken.append(time.perf_counter_ns() - began_ns)
+    return taken[_WARM_UP:]

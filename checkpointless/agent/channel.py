@@ -1,0 +1,119 @@
+"""A connection that carries messages, in a loop that must never block: lines of JSON, bounded both ways."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from checkpointless.agent.protocol import LineBuffer, ProtocolError, Vocabulary, encode
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # of messages that the other side does not take
+_RECEIVE_BYTES = 256 * 1024
+
+
+class Channel:
+    """One end of a connection between two agents.
+
+    Args:
+        connection: the channel owns it from now on.
+        selector: of the loop; the data of a key is called when something can be read or written.
+        hears: the messages that may come.
+        on_message: called with each message.
+        on_close: called once with the reason when the connection is over, unless :meth:`close` ended it.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        selector: selectors.BaseSelector,
+        *,
+        hears: Vocabulary,
+        on_message: Callable[[Any], None],
+        on_close: Callable[[str], None],
+    ) -> None:
+        connection.setblocking(False)
+        self.hears = hears
+        self.on_message = on_message
+        self.on_close = on_close
+        self.bytes_heard = 0
+        self._connection: socket.socket | None = connection
+        self._selector = selector
+        self._lines = LineBuffer()
+        self._waiting = bytearray()
+        selector.register(connection, selectors.EVENT_READ, self._on_event)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can still be sent."""
+        return self._connection is not None
+
+    def send(self, message: Any) -> None:
+        """Send ``message``, now or as soon as the other side takes it; dropped if the connection is over."""
+        if self._connection is None:
+            return
+        self._waiting += encode(message)
+        if len(self._waiting) > MAX_WAITING_BYTES:
+            self._lose(f"it has not taken {len(self._waiting)} bytes of messages")
+        else:
+            self._flush()
+
+    def close(self) -> None:
+        """Let go of the connection, after an attempt to send what still waits."""
+        if self._connection is not None:
+            self._flush()
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
+
+    def _lose(self, reason: str) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
+            self.on_close(reason)
+
+    def _on_event(self) -> None:
+        if self._waiting:
+            self._flush()
+        self._hear()
+
+    def _flush(self) -> None:
+        assert self._connection is not None
+        try:
+            while self._waiting:
+                del self._waiting[: self._connection.send(self._waiting)]
+        except BlockingIOError:
+            logger.debug("%d bytes wait to be taken", len(self._waiting))
+        except OSError as error:
+            self._lose(str(error))
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._waiting else 0)
+        self._selector.modify(self._connection, events, self._on_event)
+
+    def _hear(self) -> None:
+        """Read once: a side that sends without end must not keep the loop."""
+        if self._connection is None:
+            return
+        try:
+            data = self._connection.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(str(error))
+            return
+        if not data:
+            self._lose("it closed the connection")
+            return
+        self.bytes_heard += len(data)
+        try:
+            for line in self._lines.feed(data):
+                if self._connection is not None:
+                    self.on_message(self.hears.decode(line))
+        except (ProtocolError, ValueError) as error:
+            self._lose(f"it does not keep to the protocol: {error}")

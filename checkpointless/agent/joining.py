@@ -1,0 +1,126 @@
+"""An agent's way into a job that is coordinated elsewhere: connect, prove the token, be let in."""
+
+from __future__ import annotations
+
+import select
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from checkpointless.agent.channel import Channel
+from checkpointless.agent.handshake import BEFORE_WELCOME, Challenge, Refused, Welcome, is_welcome, prove
+from checkpointless.agent.node_protocol import FROM_COORDINATOR
+from checkpointless.agent.protocol import LineBuffer, ProtocolError, encode
+
+RETRY_S = 0.5
+ANSWER_TIMEOUT_S = 10.0
+
+
+class JoinError(RuntimeError):
+    """This agent cannot take part in the job; the message says why."""
+
+
+class Joining:
+    """A connection to the coordinator that both sides have proved themselves on.
+
+    Args:
+        address: of the coordinator.
+        port: its port.
+        token: of the job.
+        node: this node's number, or :data:`~checkpointless.agent.handshake.SPARE`.
+        nproc: how many ranks it runs.
+        timeout_s: how long to try to reach the coordinator.
+        stopped: asked in between; True ends the attempt.
+
+    Raises:
+        JoinError: it was not reached in time, does not know the token, or has no place for this node; or
+            ``stopped`` said so.
+
+    Attributes:
+        where: the coordinator, for people.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        *,
+        token: str,
+        node: int,
+        nproc: int,
+        timeout_s: float,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self.where = f"{address}:{port}"
+        self._lines = LineBuffer()
+        self._stopped = stopped
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._connection = self._connect(address, port)
+                self._prove(token, node, nproc)
+                return
+            except (OSError, ProtocolError) as error:  # the coordinator may not be there yet, or is just ending
+                if time.monotonic() >= deadline_s:
+                    raise JoinError(
+                        f"the coordinator at {self.where} was not reached within {timeout_s:g} s: {error}"
+                    ) from error
+            self._pause(RETRY_S)
+
+    def open(
+        self,
+        selector: selectors.BaseSelector,
+        on_message: Callable[[Any], None],
+        on_close: Callable[[str], None],
+    ) -> Channel:
+        """The connection as a channel in the loop of ``selector``."""
+        return Channel(self._connection, selector, hears=FROM_COORDINATOR, on_message=on_message, on_close=on_close)
+
+    def _connect(self, address: str, port: int) -> socket.socket:
+        return socket.create_connection((address, port), timeout=2.0)
+
+    def _prove(self, token: str, node: int, nproc: int) -> None:
+        try:
+            challenge = self._hear()
+            if not isinstance(challenge, Challenge):
+                raise ProtocolError(f"it began with {challenge.type!r}")
+            proof = prove(token, challenge, node, nproc)
+            self._connection.sendall(encode(proof))
+            try:
+                answer = self._hear()
+            except ConnectionError as error:
+                raise JoinError(f"the coordinator at {self.where} does not accept this job's token") from error
+            if isinstance(answer, Refused):
+                raise JoinError(f"the coordinator at {self.where} has no place for this node: {answer.reason}")
+            if not isinstance(answer, Welcome) or not is_welcome(token, challenge, proof, answer):
+                raise JoinError(f"what listens at {self.where} does not know this job's token")
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _hear(self) -> Any:
+        """One message; byte by byte, so that none that follows it is swallowed."""
+        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            self._pause(0.0)
+            if not select.select([self._connection], [], [], 0.1)[0]:
+                continue
+            byte = self._connection.recv(1)
+            if not byte:
+                raise ConnectionResetError("it closed the connection")
+            lines = self._lines.feed(byte)
+            if lines:
+                return BEFORE_WELCOME.decode(lines[0])
+        raise TimeoutError(f"it said nothing for {ANSWER_TIMEOUT_S:g} s")
+
+    def _pause(self, seconds: float) -> None:
+        deadline_s = time.monotonic() + seconds
+        while True:
+            if self._stopped():
+                raise JoinError("stopped while waiting for the coordinator")
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(left_s, 0.1))

@@ -1,0 +1,184 @@
+"""Several agents as several nodes of one job, on one machine, each with processes and a port of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.agent_job import Ended, Job, wait_until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+TOKEN = "a secret of the tests that is long enough"
+NPROC = 2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Nodes:
+    """A job of several nodes, node 0 first, then those of spares.
+
+    Args:
+        run_dir: shared by all.
+        nnodes: how many train.
+        faults: arguments of ``steps.py``.
+        spares: how many wait.
+        options: further fields of ``LaunchConfig``.
+    """
+
+    def __init__(self, run_dir: Path, nnodes: int, *faults: str, spares: int = 0, **options: Any) -> None:
+        self.run_dir, self.nnodes, self.faults = run_dir, nnodes, faults
+        self.port = free_port()
+        self.options = {"spares": spares, "node_timeout_s": 3.0, "regroup_timeout_s": 20.0, **options}
+        self.agents = [self.start(node) for node in range(nnodes + spares)]
+
+    def start(self, node: int, **options: Any) -> Job:
+        """Start an agent."""
+        settings = {
+            **self.options,
+            "nnodes": self.nnodes,
+            "node_rank": node,
+            "rdzv_endpoint": f"127.0.0.1:{self.port}",
+            "token": TOKEN,
+            **options,
+        }
+        return Job(self.run_dir, "steps.py", *self.faults, nproc=NPROC, **settings)
+
+    def end(self) -> list[Ended]:
+        return [agent.end() for agent in self.agents]
+
+    def notes(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
+        return self.agents[0].notes(kind, rank)
+
+    def committed(self, rank: int, step: int) -> bool:
+        return any(note["step"] == step for note in self.notes("step", rank))
+
+    def kill(self, node: int) -> None:
+        """SIGKILL an agent; its ranks die with it."""
+        self.agents[node].process.send_signal(signal.SIGKILL)
+
+
+def goes(nodes: Nodes, generation: int) -> dict[int, dict[str, Any]]:
+    return {note["rank"]: note for note in nodes.notes("go") if note["generation"] == generation}
+
+
+def test_ranks_of_three_nodes_meet_and_end(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    assert [ended.code for ended in nodes.end()] == [0, 0, 0]
+    assert sorted(goes(nodes, 0)) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("rank", [0, 3, 5])
+def test_a_worker_killed_on_any_node_is_respawned_alone(tmp_path: Path, rank: int) -> None:
+    nodes = Nodes(tmp_path, 3, f"{rank}:4:0:SIGKILL")
+    first, *others = nodes.end()
+    assert [first.code, *(ended.code for ended in others)] == [0, 0, 0]
+    assert f"incident 1: rank {rank} killed by SIGKILL at step 4; recovering" in first.err
+    assert "incident 1: recovered in" in first.err
+    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {
+        r: int(r == rank) for r in range(6)
+    }
+    heard = nodes.notes("notice")
+    assert {note["rank"] for note in heard} == set(range(6)) - {rank}
+
+
+def test_workers_of_two_nodes_fail_at_once(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3, "2:4:0:SIGKILL", "5:4:0:SIGKILL")
+    assert [ended.code for ended in nodes.end()] == [0, 0, 0]
+    last = max(note["generation"] for note in nodes.notes("go"))
+    assert {r: note["incarnation"] for r, note in goes(nodes, last).items()} == {
+        r: int(r in (2, 5)) for r in range(6)
+    }
+
+
+def test_a_hanging_worker_of_another_node_is_found_and_replaced(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "3:4:0:SIGSTOP", heartbeat_timeout_s=2.0)
+    first, second = nodes.end()
+    assert (first.code, second.code) == (0, 0)
+    assert "rank 3 made no progress for 2 s at step 4" in first.err
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", spares=1)
+    wait_until(lambda: nodes.notes("fault", 2))
+    nodes.kill(1)
+    nodes.agents[1].process.communicate()
+    first, spare = nodes.agents[0].end(), nodes.agents[2].end()
+    assert (first.code, spare.code) == (0, 0), first.err + spare.err
+    assert "node 1 was lost" in first.err
+    assert "a spare takes the place of node 1" in first.err
+    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {0: 0, 1: 0, 2: 1, 3: 1}
+    wait_until(lambda: nodes.agents[1].left() == [])
+
+
+def test_a_lost_node_may_come_back_later(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep")
+    wait_until(lambda: nodes.notes("fault", 2))
+    nodes.kill(1)
+    nodes.agents[1].process.communicate()
+    time.sleep(2.0)
+    again = nodes.start(1)
+    first, second = nodes.agents[0].end(), again.end()
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "waiting up to 20 s for another node 1" in first.err
+    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def test_without_another_node_the_job_ends_with_the_reason(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", regroup_timeout_s=2.0)
+    wait_until(lambda: nodes.notes("fault", 2))
+    nodes.kill(1)
+    nodes.agents[1].process.communicate()
+    first = nodes.agents[0].end()
+    assert first.code == 1
+    assert "and no other took its place within 2 s" in first.err
+
+
+def test_a_stopped_agent_is_lost_by_its_silence_and_never_comes_back(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", spares=1)
+    wait_until(lambda: nodes.notes("fault", 2))
+    nodes.agents[1].process.send_signal(signal.SIGSTOP)
+    try:
+        first, spare = nodes.agents[0].end(), nodes.agents[2].end()
+    finally:
+        nodes.agents[1].process.send_signal(signal.SIGCONT)
+    assert (first.code, spare.code) == (0, 0), first.err + spare.err
+    assert "node 1 was lost: no word from it for 3 s" in first.err.replace("at step 5", "").replace("  ", " ")
+    partitioned = nodes.agents[1].end()
+    assert partitioned.code == 1
+    assert "was lost" in partitioned.err
+
+
+def test_node_0_gone_ends_the_others_within_a_bound(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep")
+    wait_until(lambda: nodes.notes("fault", 2))
+    nodes.kill(0)
+    nodes.agents[0].process.communicate()
+    second = nodes.agents[1].end()
+    assert second.code == 1
+    assert "the coordinator at 127.0.0.1" in second.err
+
+
+def test_an_agent_without_the_token_is_told_so_and_nobody_else_notices(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep")
+    wait_until(lambda: nodes.notes("fault", 2))
+    stranger = nodes.start(1, token="not the secret of this job")
+    ended = stranger.end()
+    assert ended.code == 1
+    assert "does not accept this job's token" in ended.err
+    twin = nodes.start(1)
+    ended = twin.end()
+    assert ended.code == 1
+    assert "node 1 is here already" in ended.err
+    nodes.kill(0)
+    nodes.agents[0].process.communicate()
+    nodes.agents[1].end()
