@@ -194,7 +194,7 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     _check_importable(options.preload or ())
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
-    specs = _specs(options.faults, options.nproc_per_node * options.nnodes, max_steps=None)
+    specs = _specs(options.faults, options.nproc_per_node * options.nnodes, None, options.nnodes)
     job = {"script": options.script, "script_args": tuple(options.script_args), "module": options.module}
     return _launch(options, name, specs, preload=options.preload, **job)
 
@@ -359,13 +359,17 @@ def _faults(_options: argparse.Namespace) -> int:
 # --- checking and saying ------------------------------------------------------------------------------------------
 
 
-def _specs(texts: Sequence[str], world_size: int, max_steps: int | None) -> tuple[FaultSpec, ...]:
-    from checkpointless.faults.spec import FaultSpecError, parse_all
+def _specs(texts: Sequence[str], world_size: int, max_steps: int | None, nnodes: int = 1) -> tuple[FaultSpec, ...]:
+    from checkpointless.faults.spec import FaultKind, FaultSpecError, parse_all
 
     try:
-        return parse_all(texts, world_size, max_steps)
+        specs = parse_all(texts, world_size, max_steps)
     except FaultSpecError as error:
         raise UsageError(str(error)) from error
+    for spec in specs:
+        if spec.kind is FaultKind.NODE and nnodes == 1:
+            raise UsageError(f"fault {spec.text!r}: a node can only be lost in a job of several (--nnodes)")
+    return specs
 
 
 def _check_importable(modules: Sequence[str]) -> None:

@@ -344,7 +344,8 @@ class Coordinator:
         rank.incarnation += 1
         rank.state = WorkerState.STARTING
         env = self._rendezvous.rank_env(rank.number, rank.node.index, self._coming())
-        rank.node.send(Spawn(rank.number, rank.incarnation, self._coming(), env))
+        incident = self._incident.id if self._incident is not None else ""
+        rank.node.send(Spawn(rank.number, rank.incarnation, self._coming(), incident, env))
 
     def _on_ended(self, rank: Rank, ended: RankEnded) -> None:
         was, rank.state = rank.state, WorkerState.GONE

@@ -20,6 +20,7 @@ from checkpointless.agent.handshake import MIN_TOKEN_CHARACTERS, SPARE, TOKEN_EN
 from checkpointless.agent.preload import preloads_of
 from checkpointless.agent.rank_process import Script
 from checkpointless.agent.workers import FreshStarter, Worker, ZygoteStarter
+from checkpointless.faults.inject import AGENT_PID_ENV
 from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
 
 if TYPE_CHECKING:
@@ -296,6 +297,8 @@ def _rank_env(config: LaunchConfig) -> dict[str, str]:
         env["CHECKPOINTLESS_CPU"] = "1"
     if config.faults:
         env["CHECKPOINTLESS_FAULTS"] = json.dumps(list(config.faults))
+    if not config.is_alone:
+        env[AGENT_PID_ENV] = str(os.getpid())
     if config.record_steps:
         env["CHECKPOINTLESS_RECORD_STEPS"] = "1"
     return {**env, **config.extra_env}

@@ -336,6 +336,8 @@ class NodeAgent:
         if worker.state is not WorkerState.GONE:
             raise ValueError(f"rank {worker.rank} is to be started, but its process has not ended")
         worker.incarnation = spawn.incarnation
+        self.generation = max(self.generation, spawn.generation - 1)  # a spare's agent has seen none yet
+        self._incident = spawn.incident or None
         ours, theirs = socket.socketpair()
         log = os.open(worker.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         env = {**self._rank_env, **spawn.env, "CHECKPOINTLESS_INCARNATION": str(worker.incarnation)}

@@ -157,6 +157,7 @@ class Spawn:
     Attributes:
         incarnation: 0 for its first process, +1 at each respawn.
         generation: the one that it will join.
+        incident: the incident that it belongs to ("" at the first start).
         env: what it gets besides what all ranks of the node get.
     """
 
@@ -164,6 +165,7 @@ class Spawn:
     rank: int
     incarnation: int
     generation: int
+    incident: str
     env: dict[str, str]
 
 

@@ -19,6 +19,7 @@ from checkpointless.telemetry.events import FAULT_INJECTED, RUN_DIR_ENV, event_l
 logger = logging.getLogger(__name__)
 
 FAULTS_ENV = "CHECKPOINTLESS_FAULTS"
+AGENT_PID_ENV = "CHECKPOINTLESS_AGENT_PID"
 INJECTED_EXIT_CODE = 17
 _HANG_S = 3600.0
 
@@ -93,6 +94,12 @@ class FaultInjector:
         elif spec.kind is FaultKind.HANG:
             while True:
                 time.sleep(_HANG_S)
+        elif spec.kind is FaultKind.NODE:
+            agent = os.environ.get(AGENT_PID_ENV)
+            if agent is None:
+                raise FaultSpecError(f"fault {text!r}: a node can only be lost in a job of several nodes")
+            os.kill(int(agent), signal.SIGKILL)  # its ranks die with it
+            time.sleep(_HANG_S)
         elif spec.kind is FaultKind.BITFLIP and damage is not None:
             damage()
         elif spec.kind is FaultKind.BITFLIP:

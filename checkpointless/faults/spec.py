@@ -59,6 +59,7 @@ SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
     FaultKind.EXIT: _ALL_PHASES,
     FaultKind.SEGFAULT: _ALL_PHASES,
     FaultKind.HANG: _ALL_PHASES,
+    FaultKind.NODE: _ALL_PHASES,
     FaultKind.BITFLIP: _ALL_PHASES - {FaultPhase.INIT, FaultPhase.RECOVERY},
 }
 

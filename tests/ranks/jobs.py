@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +17,7 @@ from checkpointless.telemetry.verify import Steps
 from tests.ranks.nemo_zygote import Zygote
 
 RUNNER = "checkpointless.recipes.runner"
+TOKEN = "a secret of the tests that is long enough"
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,40 @@ def run_job(
         limit_s: the test fails if it takes longer.
         **settings: further fields of ``LaunchConfig``.
     """
+    settings = {"limit_s": limit_s, **settings}
+    (job,) = run_nodes(zygote, run_dir, 1, nproc, script=script, args=args, faults=faults, **settings)
+    assert job is not None
+    return job
+
+
+def run_nodes(
+    zygote: Zygote,
+    run_dir: Path,
+    nnodes: int,
+    nproc: int,
+    *,
+    script: str = RUNNER,
+    args: tuple[str, ...] = (),
+    faults: tuple[str, ...] = (),
+    limit_s: float = 90.0,
+    spares: int = 0,
+    late: float | None = None,
+    lost: tuple[int, ...] = (),
+    **settings: Any,
+) -> list[Job | None]:
+    """Run a job of several nodes to its end, each under an agent of its own, on this machine.
+
+    Args:
+        nnodes: how many train.
+        nproc: ranks of each.
+        spares: agents that wait to take the place of a lost one.
+        late: start one more agent so many seconds after the others, as the last node once more.
+        lost: the nodes that will be killed.
+
+    Returns:
+        What each agent says, by node; None for one that was killed.
+    """
+    agents = nnodes + spares + (late is not None)
     arguments = {
         "nproc_per_node": nproc,
         "script": script,
@@ -88,14 +126,33 @@ def run_job(
         "heartbeat_timeout_s": 20.0,
         **settings,
     }
-    (answer,) = zygote.run(1, "tests.ranks.jobs:launch_here", {"settings": arguments}, limit_s=limit_s)
-    return Job(answer["code"], tuple(answer["said"]), run_dir)
+    if agents > 1:
+        arguments |= {"nnodes": nnodes, "spares": spares, "token": TOKEN, "rdzv_endpoint": f"127.0.0.1:{_port()}"}
+    answers = zygote.run(
+        agents,
+        "tests.ranks.jobs:launch_here",
+        {"settings": arguments, "late": late},
+        limit_s=limit_s,
+        expendable=lost,
+    )
+    return [Job(each["code"], tuple(each["said"]), run_dir) if each is not None else None for each in answers]
 
 
-def launch_here(settings: dict[str, Any]) -> dict[str, Any]:
-    """In the forked process: be the agent."""
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch_here(settings: dict[str, Any], late: float | None = None) -> dict[str, Any]:
+    """In the forked process: be the agent of the node that this process was given the number of."""
     from checkpointless.agent.launch import LaunchConfig, launch
 
+    node = int(os.environ["RANK"])
+    if node == settings.get("nnodes", 1) and late is not None:
+        time.sleep(late)
+        node -= 1
+    settings = {**settings, "node_rank": node}
     said: list[str] = []
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     settings["run_dir"] = Path(settings["run_dir"])

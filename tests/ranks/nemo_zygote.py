@@ -60,8 +60,12 @@ class Zygote:
         arguments: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
         limit_s: float = 60.0,
+        expendable: tuple[int, ...] = (),
     ) -> list[Any]:
         """Run `function` ("module:name") with `arguments` in `world_size` forked ranks.
+
+        Args:
+            expendable: ranks that may die; what they return is None then.
 
         Returns:
             What each rank returned, by rank.
@@ -75,6 +79,7 @@ class Zygote:
             "arguments": arguments or {},
             "env": env or {},
             "limit_s": limit_s,
+            "expendable": list(expendable),
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -133,13 +138,17 @@ def _run_ranks(request: dict[str, Any]) -> dict[str, Any]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="checkpointless-ranks-") as folder:
         pids = {_fork_rank(request, rank, port, Path(folder)): rank for rank in range(world_size)}
-        failed = _wait(pids, time.monotonic() + request["limit_s"])
+        failed = _wait(pids, time.monotonic() + request["limit_s"], request["expendable"])
         if failed:
             logs = [
                 f"--- rank {rank}: {why}\n{_tail(Path(folder) / f'{rank}.log')}" for rank, why in failed.items()
             ]
             return {"failure": "\n".join(logs)}
-        return {"results": [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]}
+        return {"results": [_result(Path(folder) / f"{rank}.json") for rank in range(world_size)]}
+
+
+def _result(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _fork_rank(request: dict[str, Any], rank: int, port: int, folder: Path) -> int:
@@ -179,7 +188,7 @@ def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, st
     }
 
 
-def _wait(pids: dict[int, int], deadline: float) -> dict[int, str]:
+def _wait(pids: dict[int, int], deadline: float, expendable: list[int]) -> dict[int, str]:
     """Reap the ranks; those that failed, and why. The first failure ends the others a second later."""
     failed: dict[int, str] = {}
     waiting = dict(pids)
@@ -189,7 +198,7 @@ def _wait(pids: dict[int, int], deadline: float) -> dict[int, str]:
             time.sleep(0.01)
             continue
         rank = waiting.pop(pid)
-        if status:
+        if status and rank not in expendable:
             failed[rank] = f"exit code {os.waitstatus_to_exitcode(status)}"
             deadline = min(deadline, time.monotonic() + 1.0)
     for pid, rank in waiting.items():

@@ -84,9 +84,7 @@ def test_a_worker_killed_on_any_node_is_respawned_alone(tmp_path: Path, rank: in
     assert [first.code, *(ended.code for ended in others)] == [0, 0, 0]
     assert f"incident 1: rank {rank} killed by SIGKILL at step 4; recovering" in first.err
     assert "incident 1: recovered in" in first.err
-    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {
-        r: int(r == rank) for r in range(6)
-    }
+    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {r: int(r == rank) for r in range(6)}
     heard = nodes.notes("notice")
     assert {note["rank"] for note in heard} == set(range(6)) - {rank}
 

@@ -1,0 +1,69 @@
+"""Real NeMo jobs on several nodes (agents on one machine), bit-identical to a run on one node without a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.verify import Steps, compare
+from tests.ranks.jobs import Job, run_nodes
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+
+STEPS = 6
+DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
+TP2 = ("strategy.tensor_model_parallel_size=2",)
+
+Run = Callable[..., Job]
+
+
+@pytest.fixture
+def disturb_nodes(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Run:
+    """Run 2 nodes of 2 ranks with faults, and require that nothing is different from 4 ranks on one node."""
+
+    def run(*faults: str, args: tuple[str, ...] = DROPOUT, **settings: Any) -> Job:
+        args = (f"trainer.max_steps={STEPS}", *args)
+        reference = undisturbed(4, args)
+        settings = {"node_timeout_s": 4.0, **settings}
+        first, *others = run_nodes(nemo_zygote, tmp_path / "run", 2, 2, args=args, faults=faults, **settings)
+        assert first is not None
+        assert first.code == 0, first.story()
+        assert all(job.code == 0 for job in others if job is not None), first.story()
+        assert fired(first.run_dir) == dict.fromkeys(faults, 1)
+        verdict = compare(reference, first.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{first.story()}"
+        assert verdict.steps == STEPS
+        return first
+
+    return run
+
+
+def test_two_nodes_train_as_one_does(disturb_nodes: Run) -> None:
+    assert disturb_nodes().incidents == []
+
+
+@pytest.mark.parametrize("args", [DROPOUT, (*TP2, *DROPOUT)], ids=["dp4", "tp2"])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_worker_killed_on_each_node(disturb_nodes: Run, rank: int, args: tuple[str, ...]) -> None:
+    job = disturb_nodes(f"sigkill@backward:rank={rank},step=3", "exception@optimizer:rank=3,step=5", args=args)
+    assert [incident.respawned for incident in job.incidents] == [(rank,), ()]
+
+
+@pytest.mark.parametrize("phase", ["backward", "optimizer", "between"])
+def test_a_whole_node_killed_with_a_spare(disturb_nodes: Run, phase: str) -> None:
+    job = disturb_nodes(f"node@{phase}:rank=2,step=3", spares=1, lost=(1,))
+    (incident,) = job.incidents
+    assert incident.respawned == (2, 3)
+    assert any("a spare takes the place of node 1" in line for line in job.said)
+
+
+def test_a_whole_node_killed_and_replaced_five_seconds_later(disturb_nodes: Run) -> None:
+    job = disturb_nodes("node@before_optimizer:rank=3,step=3", late=8.0, lost=(1,))
+    (incident,) = job.incidents
+    assert incident.respawned == (2, 3)
+    assert any("waiting up to" in line for line in job.said)
