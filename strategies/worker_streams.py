@@ -43,7 +43,7 @@ class WorkerSeed:
         Args:
             states: this rank's random streams at the step that is resumed; None: there are none.
         """
-        kept = states.streams.get(f"source:{_SOURCE}") if states is not None else None
+        kept = states.of_source(_SOURCE) if states is not None else None
         answers = all_gather_json({"kept": kept, "fresh": _seed_of_this_process()})
         known = [answer["kept"] for answer in answers if answer["kept"] is not None]
         self.value = known[0] if known else answers[0]["fresh"]

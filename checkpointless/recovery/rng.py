@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from array import array
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import torch
 from checkpointless.agent.board import Board
 from checkpointless.recovery import state_tree
 
+_PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
+_NUMPY = struct.Struct("<16si?d")  # generator, position, and likewise; then the words
 _MT19937_BYTES = 624 * 4 + 4  # of NumPy's mt19937_state: the words and the position
 _AS_AFTER_THE_STEP = b""  # a snapshot at the start of a batch, before which nothing was drawn since the step
 
@@ -48,52 +51,54 @@ class RngStates:
     """All streams of one rank at one moment.
 
     Attributes:
-        streams: name -> state, a tree of plain data and uint8 tensors.
+        streams: name -> state, as bytes.
         loss: the loss of the step that these streams end, where it is known.
         at_batch_start: taken when the next batch was in hand, just before its training step; else right at the end
             of the optimizer step, before validation or the next batch drew anything.
     """
 
-    streams: dict[str, Any] = field(default_factory=dict)
+    streams: dict[str, bytes] = field(default_factory=dict)
     loss: float | None = None
     at_batch_start: bool = False
 
     @classmethod
     def capture(cls, loss: float | None = None, at_batch_start: bool = False) -> RngStates:
         """Take the state of every stream of this process."""
-        streams: dict[str, Any] = {"python": _python.take(), "torch": torch.get_rng_state()}
+        streams = {"python": _python.take(), "torch": torch.get_rng_state().numpy().tobytes()}
         numpy = _numpy_random()
         if numpy is not None:
             streams["numpy"] = _numpy.take(numpy)
         if torch.cuda.is_initialized():
-            streams["cuda"] = torch.cuda.get_rng_state()
+            streams["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
         for name, source in _sources.items():
-            streams[f"source:{name}"] = source.get()
+            streams[f"source:{name}"] = state_tree.dumps(source.get())
         return cls(streams, loss, at_batch_start)
 
     def restore(self) -> None:
         """Put every stream back."""
-        version, words, gauss = self.streams["python"]
-        random.setstate((version, tuple(array("I", words)), gauss))
-        torch.set_rng_state(self.streams["torch"])
+        _python.put_back(self.streams["python"])
+        torch.set_rng_state(_tensor(self.streams["torch"]))
         numpy = _numpy_random()
         if numpy is not None and "numpy" in self.streams:
-            name, keys, position, has_gauss, cached = self.streams["numpy"]
-            words = array("I", keys)
-            numpy.set_state((name, words, position, has_gauss, cached))
+            _numpy.put_back(self.streams["numpy"], numpy)
         if "cuda" in self.streams:
-            torch.cuda.set_rng_state(self.streams["cuda"])
+            torch.cuda.set_rng_state(_tensor(self.streams["cuda"]))
         for name, source in _sources.items():
             if f"source:{name}" in self.streams:
-                source.set(self.streams[f"source:{name}"])
+                source.set(self.of_source(name))
+
+    def of_source(self, name: str) -> Any:
+        """The state of the registered source ``name``; None if it was not taken."""
+        taken = self.streams.get(f"source:{name}")
+        return state_tree.loads(taken) if taken is not None else None
 
     def same_streams(self, other: RngStates) -> bool:
         """Whether no stream moved between the two."""
-        return _equal(self.streams, other.streams)
+        return self.streams == other.streams
 
     def to_bytes(self) -> bytes:
         """As plain data (about 10 kB, with Megatron's tracker on the CPU 25 kB)."""
-        return state_tree.dumps(vars(self))
+        return state_tree.dumps((self.streams, self.loss, self.at_batch_start))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RngStates:
@@ -102,7 +107,8 @@ class RngStates:
         Raises:
             ValueError: ``data`` is not that.
         """
-        return cls(**state_tree.loads(data))
+        streams, loss, at_batch_start = state_tree.loads(data)
+        return cls(streams, loss, at_batch_start)
 
 
 def put_on_board(board: Board, step: int, states: RngStates, after_the_step: RngStates | None) -> None:
@@ -138,11 +144,15 @@ class _PythonStream:
         self._words: tuple[int, ...] = ()
         self._packed = b""
 
-    def take(self) -> tuple[Any, ...]:
+    def take(self) -> bytes:
         version, words, gauss = random.getstate()
         if words != self._words:
             self._words, self._packed = words, array("I", words).tobytes()
-        return version, self._packed, gauss
+        return _PYTHON.pack(version, gauss is not None, gauss or 0.0) + self._packed
+
+    def put_back(self, state: bytes) -> None:
+        version, has_gauss, gauss = _PYTHON.unpack_from(state)
+        random.setstate((version, tuple(array("I", state[_PYTHON.size :])), gauss if has_gauss else None))
 
 
 class _NumpyStream:
@@ -150,16 +160,21 @@ class _NumpyStream:
 
     def __init__(self) -> None:
         self._seen = b""
-        self._state: tuple[Any, ...] = ()
+        self._state = b""
+        self._pending = False  # a second normal number, which can be used up without a word being drawn
 
-    def take(self, numpy_random: Any) -> tuple[Any, ...]:
+    def take(self, numpy_random: Any) -> bytes:
         seen = self._look(numpy_random)
-        # A second normal number that is pending can be used up without a word being drawn.
-        if not seen or seen != self._seen or self._state[3]:
+        if not seen or seen != self._seen or self._pending:
             name, keys, position, has_gauss, cached = numpy_random.get_state()
-            self._state = (name, keys.tobytes(), int(position), int(has_gauss), float(cached))
-            self._seen = seen
+            self._state = _NUMPY.pack(name.encode(), int(position), bool(has_gauss), float(cached)) + keys.tobytes()
+            self._seen, self._pending = seen, bool(has_gauss)
         return self._state
+
+    def put_back(self, state: bytes, numpy_random: Any) -> None:
+        name, position, has_gauss, cached = _NUMPY.unpack_from(state)
+        keys = array("I", state[_NUMPY.size :])
+        numpy_random.set_state((name.rstrip(b"\0").decode(), keys, position, int(has_gauss), cached))
 
     @staticmethod
     def _look(numpy_random: Any) -> bytes:
@@ -175,15 +190,8 @@ _python = _PythonStream()
 _numpy = _NumpyStream()
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two trees of plain data and tensors are the same."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _numpy_random() -> Any:

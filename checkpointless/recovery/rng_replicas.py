@@ -42,17 +42,18 @@ class RngReplicas:
     def __init__(self, jump: int | None = None) -> None:
         if jump is not None and jump < 0:
             raise ValueError(f"rng_replication_jump must not be negative, but is {jump}")
-        self._jump = jump
+        self._asked = jump
+        self._jump: int | None = None
         self._kept: dict[int, bytes] = {}
 
     @property
     def jump(self) -> int:
         """How many ranks further on this job keeps them; 0: nowhere."""
-        world = dist.get_world_size()
-        jump = self._jump
-        if jump is None:
-            jump = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        return jump % world
+        if self._jump is None:  # asked for at every step, and always the same in a job
+            world = dist.get_world_size()
+            jump = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if self._asked is None else self._asked
+            self._jump = jump % world
+        return self._jump
 
     def exchange(self, step: int, streams: Callable[[], bytes]) -> None:
         """Hand this rank's streams after ``step`` on, and keep another's. Collective.
