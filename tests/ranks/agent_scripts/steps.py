@@ -35,5 +35,5 @@ def work(step: int, generation: int) -> None:
 if INCARNATION > 0 and any(what == "stillborn" for *_, what in FAULTS):
     sys.exit(7)
 print(f"incarnation {INCARNATION} begins")
-run_block(10, work)
+run_block(int(os.environ.get("STEPS", "10")), work)
 print("done")

@@ -1,0 +1,99 @@
+"""Strangers at the coordinator's port while a job trains: nothing is let in, and nobody else notices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import socket
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpointless.agent.handshake import Challenge, prove
+from checkpointless.agent.protocol import encode
+from tests.ranks.agent_job import wait_until
+from tests.ranks.test_agent_nodes import Nodes, goes
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
+
+VISITS = 1000
+Visit = Callable[[socket.socket, random.Random], None]
+
+
+def says_nothing(connection: socket.socket, draws: random.Random) -> None:
+    """Connects and goes."""
+
+
+def noise(connection: socket.socket, draws: random.Random) -> None:
+    connection.sendall(draws.randbytes(draws.randint(1, 4096)))
+
+
+def endless_line(connection: socket.socket, draws: random.Random) -> None:
+    connection.sendall(b"x" * (512 * 1024))
+
+
+def a_browser(connection: socket.socket, draws: random.Random) -> None:
+    connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: node0\r\n\r\n")
+
+
+def wrong_messages(connection: socket.socket, draws: random.Random) -> None:
+    lines = [b"{}", b"[]", b'{"v":1,"type":"joined"}', b'{"v":99,"type":"proof"}', b"[" * 5000, b"\xff\xfe"]
+    connection.sendall(b"\n".join(draws.sample(lines, 3)) + b"\n")
+
+
+def commands(connection: socket.socket, draws: random.Random) -> None:
+    """Speaks as a node or as the coordinator, without having proved anything."""
+    over = {"v": 1, "type": "over", "reason": "because I say so"}
+    end = {"v": 1, "type": "end", "code": 0, "last_words": []}
+    connection.sendall("".join(json.dumps(each) + "\n" for each in (over, end)).encode())
+
+
+def wrong_token(connection: socket.socket, draws: random.Random) -> None:
+    answers = connection.makefile()
+    proof = prove("a token that somebody has guessed", Challenge(json.loads(answers.readline())["nonce"]), 1, 2)
+    connection.sendall(encode(proof))
+    assert answers.read() == "", "the coordinator closes the connection and says no more"
+
+
+KINDS: tuple[Visit, ...] = (
+    says_nothing,
+    noise,
+    endless_line,
+    a_browser,
+    wrong_messages,
+    commands,
+    wrong_token,
+)
+
+
+def test_a_thousand_strangers_while_training(tmp_path: Path) -> None:
+    faults = ("3:120:0:SIGKILL",)
+    nodes = Nodes(tmp_path, 2, *faults, extra_env={"STEPS": "250"})
+    wait_until(lambda: nodes.committed(0, 10))
+    draws = random.Random(0)
+    held = []
+    for number in range(VISITS):
+        connection = socket.create_connection(("127.0.0.1", nodes.port), timeout=10)
+        try:
+            KINDS[number % len(KINDS)](connection, draws)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # turned away already
+        if number % 10 == 0:
+            held.append(connection)  # and says no more
+        else:
+            connection.close()
+    assert not nodes.committed(0, 250), "the strangers came while it trained"
+    first, second = nodes.end()
+    for connection in held:
+        connection.close()
+    assert (first.code, second.code) == (0, 0), first.err
+    assert "incident 1: rank 3 killed by SIGKILL at step 120" in first.err
+    assert "incident 2" not in first.err
+    assert {rank: note["incarnation"] for rank, note in goes(nodes, 1).items()} == {0: 0, 1: 0, 2: 0, 3: 1}
+    times = [note["mono"] for note in nodes.notes("step", 0)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    print(f"steps: median {statistics.median(gaps) * 1e3:.1f} ms, longest {max(gaps) * 1e3:.0f} ms")
+    assert max(gaps) < 5.0, "somebody kept the job waiting"
