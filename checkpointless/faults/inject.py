@@ -91,6 +91,12 @@ class FaultInjector:
             os._exit(INJECTED_EXIT_CODE)
         elif spec.kind is FaultKind.SEGFAULT:
             ctypes.string_at(0)
+        elif spec.kind is FaultKind.ABORT:
+            os.abort()
+        elif spec.kind is FaultKind.SIGSTOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif spec.kind is FaultKind.GIL:
+            ctypes.PyDLL(None).sleep(int(_HANG_S))  # unlike CDLL, without letting the interpreter go
         elif spec.kind is FaultKind.HANG:
             while True:
                 time.sleep(_HANG_S)

@@ -58,7 +58,10 @@ SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
     FaultKind.SIGKILL: _ALL_PHASES,
     FaultKind.EXIT: _ALL_PHASES,
     FaultKind.SEGFAULT: _ALL_PHASES,
+    FaultKind.ABORT: _ALL_PHASES,
     FaultKind.HANG: _ALL_PHASES,
+    FaultKind.SIGSTOP: _ALL_PHASES,
+    FaultKind.GIL: _ALL_PHASES,
     FaultKind.NODE: _ALL_PHASES,
     FaultKind.BITFLIP: _ALL_PHASES - {FaultPhase.INIT, FaultPhase.RECOVERY},
 }

@@ -67,3 +67,22 @@ def test_a_whole_node_killed_and_replaced_five_seconds_later(disturb_nodes: Run)
     (incident,) = job.incidents
     assert incident.respawned == (2, 3)
     assert any("waiting up to" in line for line in job.said)
+
+
+@pytest.mark.parametrize("kind", ["hang", "gil", "sigstop"])
+def test_a_hang_on_another_node_is_found_and_replaced(disturb_nodes: Run, kind: str) -> None:
+    job = disturb_nodes(f"{kind}@backward:rank=2,step=4", heartbeat_timeout_s=4.0)
+    (incident,) = job.incidents
+    assert incident.culprit == 2
+    assert incident.respawned == (2,)
+
+
+def test_workers_of_two_nodes_lost_one_after_the_other(disturb_nodes: Run) -> None:
+    job = disturb_nodes("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=3,step=3")
+    assert job.incidents[-1].target == 3
+
+
+def test_a_node_lost_while_another_fault_is_handled(disturb_nodes: Run) -> None:
+    job = disturb_nodes("exception@forward:rank=0,step=4", "node@recovery:rank=2,step=3", spares=1, lost=(1,))
+    assert job.incidents[-1].target == 3
+    assert job.incidents[-1].respawned == (2, 3)

@@ -58,14 +58,15 @@ def test_every_layout(disturb: Disturb, nproc: int, args: tuple[str, ...], fault
     disturb(nproc, 5, *faults, args=args)
 
 
-@pytest.mark.parametrize("kind", ["exit", "segfault"])
+@pytest.mark.parametrize("kind", ["exit", "segfault", "abort"])
 def test_other_deaths(disturb: Disturb, kind: str) -> None:
     job = disturb(4, 4, f"{kind}@backward:rank=1,step=2")
     assert job.incidents[0].respawned == (1,)
 
 
-def test_a_hanging_rank_is_replaced_and_its_victims_are_not(disturb: Disturb) -> None:
-    job = disturb(4, 4, "hang@forward:rank=2,step=3", heartbeat_timeout_s=4.0)
+@pytest.mark.parametrize("kind", ["hang", "gil", "sigstop"])
+def test_a_hanging_rank_is_replaced_and_its_victims_are_not(disturb: Disturb, kind: str) -> None:
+    job = disturb(4, 4, f"{kind}@forward:rank=2,step=3", heartbeat_timeout_s=4.0)
     (incident,) = job.incidents
     assert incident.culprit == 2
     assert incident.respawned == (2,)
