@@ -30,7 +30,10 @@ def install() -> None:
     if cpu_platform.installed():
         register_rng_source(
             "cpu_platform",
-            RngSource(lambda: torch.cuda.get_rng_state(), lambda state: torch.cuda.set_rng_state(state)),
+            RngSource(
+                lambda: torch.cuda.get_rng_state().numpy().tobytes(),
+                lambda state: torch.cuda.set_rng_state(_state(state)),
+            ),
         )
 
 
@@ -67,9 +70,14 @@ def _weak_hooks(maker: Callable[[Any, torch.nn.Parameter], Callable[..., None]])
     return weak
 
 
-def _tracker_states() -> dict[str, Any]:
-    return dict(get_cuda_rng_tracker().get_states())
+def _tracker_states() -> dict[str, bytes]:
+    """As bytes, which are cheaper to write down than tensors."""
+    return {name: state.numpy().tobytes() for name, state in get_cuda_rng_tracker().get_states().items()}
 
 
-def _set_tracker_states(states: dict[str, Any]) -> None:
-    get_cuda_rng_tracker().set_states(dict(states))  # the tracker changes the mapping that it is given
+def _set_tracker_states(states: dict[str, bytes]) -> None:
+    get_cuda_rng_tracker().set_states({name: _state(state) for name, state in states.items()})
+
+
+def _state(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
