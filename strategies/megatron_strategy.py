@@ -291,6 +291,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if call is not None and self._manager is not None:
             lock = call.parameter_update_lock
             if lock.committed < call.making_step:
+                self._manager.store_rng_states(call.making_step, loss=call.making_loss)
+                self._manager.replicate_rng_states(call.making_step)
                 with lock.update(call.making_step):
                     pass
                 call.committed(call.making_step)

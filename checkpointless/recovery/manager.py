@@ -312,7 +312,10 @@ class CheckpointManager:
         enabled = self.checksum_manager.enabled
         self.checksum_manager.enabled = enabled and include_checksum_verification
         try:
-            return self._decide(trainer.strategy.live_state()).verdict is Verdict.RESUME
+            decision = self._decide(trainer.strategy.live_state())
+            if decision.verdict is not Verdict.RESUME or decision.target is None:
+                return False
+            return not self._find_rng(decision.target)
         finally:
             self.checksum_manager.enabled = enabled
 

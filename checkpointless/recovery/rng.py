@@ -120,7 +120,12 @@ def put_on_board(board: Board, step: int, states: RngStates, after_the_step: Rng
         states: its streams.
         after_the_step: where ``states`` are those of the next batch's start: what was kept before for this step.
     """
-    unmoved = states.at_batch_start and after_the_step is not None and states.same_streams(after_the_step)
+    unmoved = (
+        states.at_batch_start
+        and after_the_step is not None
+        and not after_the_step.at_batch_start  # only those right after the step are on the board under that name
+        and states.same_streams(after_the_step)
+    )
     payload = _AS_AFTER_THE_STEP if unmoved else states.to_bytes()
     board.put_snapshot(step, payload, series=int(states.at_batch_start))
 
@@ -174,6 +179,7 @@ class _NumpyStream:
     def put_back(self, state: bytes, numpy_random: Any) -> None:
         name, position, has_gauss, cached = _NUMPY.unpack_from(state)
         keys = array("I", state[_NUMPY.size :])
+        self._seen = b""
         numpy_random.set_state((name.rstrip(b"\0").decode(), keys, position, int(has_gauss), cached))
 
     @staticmethod

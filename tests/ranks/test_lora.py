@@ -99,7 +99,7 @@ def test_faults(disturb: Disturb, layout: tuple[str, ...], kind: str, phase: str
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_first_step(disturb: Disturb, kind: str) -> None:
-    job = disturb(3, f"{kind}@forward:rank=3,step=1")
+    job = disturb(3, f"{kind}@forward:rank=3,step=1", args=DROPOUT)
     assert job.incidents[0].target == 0
 
 

@@ -104,3 +104,38 @@ def test_the_board_gives_the_newest_of_a_step(moves: bool) -> None:
     assert found.same_streams(after) is not moves
     assert from_board(board, 4) is None
     board.close()
+
+
+def test_the_start_of_a_batch_that_is_begun_twice_is_not_taken_for_the_end_of_the_step() -> None:
+    board = Board.create(0)
+    after = RngStates.capture()
+    put_on_board(board, 3, after, None)
+    torch.rand(())
+    start = RngStates.capture(at_batch_start=True)
+    put_on_board(board, 3, start, after)
+    put_on_board(board, 3, start, start)  # the step is made again after a fault
+    found = from_board(board, 3)
+    assert found is not None
+    assert found.same_streams(start)
+    board.close()
+
+
+def test_the_first_snapshot_of_a_step_may_be_that_of_a_batchs_start() -> None:
+    board = Board.create(0)
+    start = RngStates.capture(at_batch_start=True)
+    put_on_board(board, 0, start, None)
+    put_on_board(board, 0, start, start)
+    found = from_board(board, 0)
+    assert found is not None
+    assert found.same_streams(start)
+    board.close()
+
+
+def test_numpys_stream_is_looked_at_anew_after_it_was_put_back() -> None:
+    np.random.seed(3)
+    np.random.standard_normal()
+    before = RngStates.capture()
+    np.random.standard_normal()  # uses the pending one up: no word changes
+    RngStates.capture()
+    before.restore()
+    assert RngStates.capture().same_streams(before)
