@@ -184,6 +184,8 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--heartbeat-timeout", type=_seconds, metavar="S", help="seconds after which a silent rank counts as hung")
     add("--node-timeout", type=_seconds, metavar="S", help="seconds after which a silent node counts as lost")
     add("--regroup-timeout", type=_seconds, metavar="S", help="seconds within which all ranks must meet again")
+    add("--http-port", type=_port, metavar="P", help="serve health and metrics over HTTP (0: on any free port)")
+    add("--http-host", metavar="H", help="address to serve them on (default: 127.0.0.1, this machine only)")
     add("--record-steps", action="store_true", help="record each step's loss and parameter digest, for `verify`")
     add("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
 
@@ -231,12 +233,16 @@ def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], 
     from checkpointless.agent.launch import LaunchConfig, launch
     from checkpointless.faults.ledger import fired
 
-    limits = {
+    limits: dict[str, Any] = {
         "max_incidents": options.max_incidents,
         "heartbeat_timeout_s": options.heartbeat_timeout,
         "regroup_timeout_s": options.regroup_timeout,
         "node_timeout_s": options.node_timeout,
+        "http_port": options.http_port,
+        "http_host": options.http_host,
     }
+    if options.http_host is not None and options.http_port is None:
+        raise UsageError("--http-host is where health and metrics are served if there is --http-port: add it")
     run_dir = _run_dir(options.run_dir, name)
     try:
         config = LaunchConfig(
@@ -406,6 +412,13 @@ def _positive(text: str) -> int:
 
 def _count(text: str) -> int:
     return _at_least(text, 0)
+
+
+def _port(text: str) -> int:
+    port = _count(text)
+    if port > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
+    return port
 
 
 def _at_least(text: str, minimum: int) -> int:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from checkpointless.agent.protocol import LineBuffer, ProtocolError, Vocabulary, encode
+from checkpointless.agent.protocol import LineBuffer, Vocabulary, encode
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ class Channel:
         selector: of the loop; the data of a key is called when something can be read or written.
         hears: the messages that may come.
         on_message: called with each message.
-        on_close: called once with the reason when the connection is over, unless :meth:`close` ended it.
+        on_close: called once with the reason when the connection is over, unless :meth:`close` ended it; from the
+            loop and never from inside :meth:`send`, whose caller may be in the middle of something.
     """
 
     def __init__(
@@ -45,43 +46,53 @@ class Channel:
         self._selector = selector
         self._lines = LineBuffer()
         self._waiting = bytearray()
+        self._failure = ""
         selector.register(connection, selectors.EVENT_READ, self._on_event)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether messages can still be sent."""
-        return self._connection is not None
 
     def send(self, message: Any) -> None:
         """Send ``message``, now or as soon as the other side takes it; dropped if the connection is over."""
-        if self._connection is None:
+        if self._connection is None or self._failure:
             return
         self._waiting += encode(message)
         if len(self._waiting) > MAX_WAITING_BYTES:
-            self._lose(f"it has not taken {len(self._waiting)} bytes of messages")
+            self._fail(f"it has not taken {len(self._waiting)} bytes of messages")
         else:
             self._flush()
 
     def close(self) -> None:
-        """Let go of the connection, after an attempt to send what still waits."""
-        if self._connection is not None:
+        """Let go of the connection, after an attempt to send what still waits. Nobody is told."""
+        if self._connection is not None and not self._failure:
             self._flush()
-        if self._connection is not None:
-            self._selector.unregister(self._connection)
-            self._connection.close()
-            self._connection = None
+        self._drop()
 
-    def _lose(self, reason: str) -> None:
+    def _drop(self) -> None:
         if self._connection is not None:
             self._selector.unregister(self._connection)
             self._connection.close()
             self._connection = None
-            self.on_close(reason)
+            self._waiting.clear()
+
+    def _fail(self, reason: str) -> None:
+        """Note that the connection is over; the shutdown makes the loop call :meth:`_on_event`, which says so."""
+        self._failure = reason
+        self._waiting.clear()
+        if self._connection is not None:
+            try:
+                self._connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                logger.debug("the connection was closed already")
+            self._selector.modify(self._connection, selectors.EVENT_READ | selectors.EVENT_WRITE, self._on_event)
 
     def _on_event(self) -> None:
+        if self._connection is None:  # closed in the same turn of the loop, by what another event led to
+            return
         if self._waiting:
             self._flush()
-        self._hear()
+        if not self._failure:
+            self._hear()
+        if self._failure and self._connection is not None:
+            self._drop()
+            self.on_close(self._failure)
 
     def _flush(self) -> None:
         assert self._connection is not None
@@ -91,29 +102,28 @@ class Channel:
         except BlockingIOError:
             logger.debug("%d bytes wait to be taken", len(self._waiting))
         except OSError as error:
-            self._lose(str(error))
+            self._fail(str(error))
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._waiting else 0)
         self._selector.modify(self._connection, events, self._on_event)
 
     def _hear(self) -> None:
         """Read once: a side that sends without end must not keep the loop."""
-        if self._connection is None:
-            return
+        assert self._connection is not None
         try:
             data = self._connection.recv(_RECEIVE_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(str(error))
+            self._failure = str(error)
             return
         if not data:
-            self._lose("it closed the connection")
+            self._failure = "it closed the connection"
             return
         self.bytes_heard += len(data)
         try:
             for line in self._lines.feed(data):
                 if self._connection is not None:
                     self.on_message(self.hears.decode(line))
-        except (ProtocolError, ValueError) as error:
-            self._lose(f"it does not keep to the protocol: {error}")
+        except ValueError as error:
+            self._failure = f"it does not keep to the protocol: {error}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ from checkpointless.agent.node_protocol import (
     JobOver,
     Joined,
     Kill,
+    Leaving,
     NodeMessage,
     Progress,
     RankDone,
@@ -62,11 +64,13 @@ class Limits:
         heartbeat_timeout_s: how long a rank in its block may show no progress.
         regroup_timeout_s: how long ranks may take to the barrier of an incident.
         max_incidents: how many the job may recover from (None: any number).
+        join_timeout_s: how long nodes may take to the first meeting.
     """
 
     heartbeat_timeout_s: float
     regroup_timeout_s: float
     max_incidents: int | None
+    join_timeout_s: float = 600.0
 
 
 @dataclass
@@ -96,7 +100,8 @@ class Rank:
     """A rank as the coordinator knows it.
 
     Attributes:
-        state: as its node's agent sees it, or will when it has heard the last command.
+        state: as its node's agent sees it, or will when it has heard the last command. Only ``Coordinator._move``
+            changes it.
         incarnation: of the process that was asked for last.
         committed: the last optimizer step that was read from its board.
         making: the step in the making that was read from it.
@@ -112,14 +117,59 @@ class Rank:
 
 @dataclass
 class OpenIncident:
-    """An incident whose ranks are not together again."""
+    """An incident whose ranks are not together again.
+
+    Attributes:
+        cause: the one that explains all that are known so far.
+        said: the one that the terminal was told.
+        stillborn: how many successors ended before they entered the block.
+    """
 
     id: str
     opened_at_s: float
-    causes: list[Cause] = field(default_factory=list)
+    cause: Cause
     said: Cause | None = None
     killed_the_late: bool = False
     stillborn: int = 0
+
+
+class Standings:
+    """What the nodes said last of where their ranks stand.
+
+    The nodes of a job are a step or two apart, so of all they say there are only few different steps to look at.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[int, Progress] = {}
+        self._oldest: Counter[int] = Counter()
+        self._newest: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    @property
+    def oldest(self) -> int:
+        """The smallest committed step on any node."""
+        return min(self._oldest)
+
+    @property
+    def newest(self) -> int:
+        """The largest committed step on any node."""
+        return max(self._newest)
+
+    def put(self, node: int, progress: Progress) -> None:
+        """A node says where its ranks stand now."""
+        self.drop(node)
+        self._said[node] = progress
+        self._oldest[progress.oldest] += 1
+        self._newest[progress.newest] += 1
+
+    def drop(self, node: int) -> None:
+        """Forget what a node said, if it said anything."""
+        before = self._said.pop(node, None)
+        if before is not None:
+            _take_one(self._oldest, before.oldest)
+            _take_one(self._newest, before.newest)
 
 
 class Coordinator:
@@ -150,6 +200,11 @@ class Coordinator:
         self.nodes = [Node(index, nproc, _nowhere, lost=_NOT_YET) for index in range(nnodes)]
         self.spares: list[Node] = []
         self.ranks = [Rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc)]
+        # So that no message makes anyone look at all ranks or nodes: how many ranks are in each state, and at which
+        # indexes a node is lost, or has not joined. The ranks of a lost node are GONE.
+        self._in_state = Counter({WorkerState.GONE: len(self.ranks)})
+        self._lost = set(range(nnodes))
+        self._not_joined = set(range(nnodes))
         self._rendezvous = rendezvous
         self._events = events
         self._say = say
@@ -158,13 +213,15 @@ class Coordinator:
         self._incidents = 0
         self._recovering: OpenIncident | None = None  # all ranks entered again; the lost step is being made
         self._target = NO_STEP  # the step after which it is over
-        self._gather_by_s: float | None = None
+        self._gather_by_s: float | None = time.monotonic() + limits.join_timeout_s
+        self._has_started = False  # processes have been asked for
+        self._finishing = False  # every rank's block has returned
         self._history = History(limits.max_incidents)
         self._high_water = NO_STEP
         self._inquiry: Inquiry | None = None
         self._next_inquiry_s = 0.0
         self._inquiries = 0
-        self._progress: dict[int, Progress] = {}
+        self._standings = Standings()
 
     # ---- what nodes say, and time
 
@@ -203,22 +260,26 @@ class Coordinator:
         node.send, node.lost, node.joined = _drop, reason, False
         if node in self.spares:
             self.spares.remove(node)
-        if self.outcome is not None or node not in self.nodes:
+        if self.outcome is not None or not self._is_in_place(node):
             return
-        self._progress.pop(node.index, None)
-        mine = [rank for rank in self.ranks if rank.node is node]
-        started = any(rank.incarnation >= 0 for rank in mine)
-        finished = started and all(rank.state in (WorkerState.FINISHED, WorkerState.GONE) for rank in mine)
+        self._lost.add(node.index)
+        self._not_joined.add(node.index)
+        self._standings.drop(node.index)
+        mine = self._ranks_of(node)
+        states = {rank.state for rank in mine}
+        making = max(rank.making for rank in mine)
         for rank in mine:
-            rank.state = WorkerState.GONE
-        if finished:
+            self._move(rank, WorkerState.GONE)
+        if self._finishing:
+            if states != {WorkerState.GONE}:
+                self.end(FAILED, f"node {node.index} was lost before its ranks had ended ({reason})")
             self._check_end()
             return
-        if not started:
-            self._say(f"node {node.index} was lost before the job began ({reason}); waiting for it to come back")
-            return
-        making = max(rank.making for rank in mine)
-        self._fault(Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}"))
+        if self.generation < 0 and self._incident is None and not self._has_started:
+            self._say(f"node {node.index} was lost before the job began ({reason})")
+        else:
+            self._fault(Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}"))
+            self._gather_by_s = time.monotonic() + self.limits.regroup_timeout_s
         if self.outcome is None:
             self._replace(node)
 
@@ -226,8 +287,8 @@ class Coordinator:
         """Have a spare take the place of a node, if there is one that is ready."""
         spare = next((each for each in self.spares if each.joined), None)
         if spare is None:
-            limit_s = self.limits.regroup_timeout_s
-            self._say(f"no spare is ready: waiting up to {limit_s:g} s for another node {lost.index}")
+            left_s = (self._gather_by_s or 0.0) - time.monotonic()
+            self._say(f"no spare is ready: waiting up to {max(left_s, 0):.0f} s for another node {lost.index}")
             return
         self.spares.remove(spare)
         self._say(f"a spare takes the place of node {lost.index}")
@@ -237,14 +298,23 @@ class Coordinator:
     def _put_in_place(self, node: Node, index: int) -> None:
         node.index = index
         self.nodes[index] = node
-        for rank in self.ranks[index * node.nproc : (index + 1) * node.nproc]:
+        self._lost.discard(index)
+        for rank in self._ranks_of(node):
             rank.node = node
+
+    def _is_in_place(self, node: Node) -> bool:
+        """Whether it is one of the job's nodes: no spare, and not replaced."""
+        return node.index >= 0 and self.nodes[node.index] is node
+
+    def _ranks_of(self, node: Node) -> list[Rank]:
+        """The ranks of a node that is in place."""
+        return self.ranks[node.index * node.nproc : (node.index + 1) * node.nproc]
 
     def hear(self, node: Node, message: NodeMessage) -> None:
         """Act on what the agent of ``node`` says."""
         if self.outcome is not None:
             if isinstance(message, RankEnded):
-                self._rank_of(message.rank, node).state = WorkerState.GONE
+                self._move(self._rank_of(message.rank, node), WorkerState.GONE)
             return
         if isinstance(message, Alive):
             return
@@ -252,12 +322,18 @@ class Coordinator:
             self._on_joined(node)
         elif isinstance(message, JobOver):
             self.end(FAILED, message.reason)
+        elif isinstance(message, Leaving):
+            if node is self.nodes[0]:  # with which this coordinator goes
+                self.end(FAILED, message.reason)
+            else:
+                self.lose(node, message.reason)
         elif isinstance(message, Progress):
             self._on_progress(node, message)
         elif isinstance(message, Silent):
             self._on_silent(node, message)
         elif isinstance(message, Answered):
             if self._inquiry is not None and message.id == self._inquiry.id:
+                self._rank_of(message.rank, node)
                 self._inquiry.in_collective[message.rank] = message.in_collective
                 self._inquiry.stacks[message.rank] = message.stack
         else:
@@ -291,6 +367,15 @@ class Coordinator:
             raise ValueError(f"node {node.index} speaks of rank {number}, which it does not run")
         return self.ranks[number]
 
+    def _move(self, rank: Rank, state: WorkerState) -> None:
+        """A rank is in another state; nothing else sets it, so the count is right."""
+        self._in_state[rank.state] -= 1
+        self._in_state[state] += 1
+        rank.state = state
+
+    def _all_are(self, state: WorkerState) -> bool:
+        return self._in_state[state] == len(self.ranks)
+
     def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
         if not isinstance(message, RankDone):
             rank.committed, rank.making = message.committed, message.making
@@ -318,8 +403,8 @@ class Coordinator:
                 )
             )
         elif rank.state is WorkerState.RUNNING:
-            rank.state = WorkerState.DONE
-            if all(each.state is WorkerState.DONE for each in self.ranks):
+            self._move(rank, WorkerState.DONE)
+            if self._all_are(WorkerState.DONE):
                 self._finish()
 
     def _tell_nodes(self, command: Command) -> None:
@@ -331,24 +416,29 @@ class Coordinator:
 
     def _on_joined(self, node: Node) -> None:
         node.joined = True
-        if node in self.spares:
+        if not self._is_in_place(node):
             vacant = next((each for each in self.nodes if each.lost and each.lost != _NOT_YET), None)
             if vacant is not None:
                 self._replace(vacant)
-        elif all(each.joined for each in self.nodes):
+            return
+        self._not_joined.discard(node.index)
+        if not self._not_joined:
+            if not self._has_started:
+                self._has_started, self._gather_by_s = True, None
             for rank in self.ranks:
                 if rank.state is WorkerState.GONE:
                     self._spawn(rank)
 
     def _spawn(self, rank: Rank) -> None:
         rank.incarnation += 1
-        rank.state = WorkerState.STARTING
+        self._move(rank, WorkerState.STARTING)
         env = self._rendezvous.rank_env(rank.number, rank.node.index, self._coming())
         incident = self._incident.id if self._incident is not None else ""
         rank.node.send(Spawn(rank.number, rank.incarnation, self._coming(), incident, env))
 
     def _on_ended(self, rank: Rank, ended: RankEnded) -> None:
-        was, rank.state = rank.state, WorkerState.GONE
+        was = rank.state
+        self._move(rank, WorkerState.GONE)
         entered = was in COUNTED
         if not entered and (was is WorkerState.FINISHED or rank.incarnation == 0):
             if ended.code != 0:
@@ -359,7 +449,7 @@ class Coordinator:
         cause = exit_cause(rank.number, ended.code, ended.making)
         if not entered:
             cause = exit_cause(rank.number, ended.code, NO_STEP, "before it entered the block")
-        if not ended.forgiven:
+        if not ended.forgiven or self._running:
             self._fault(cause)
         if not entered and self._incident is not None:
             self._incident.stillborn += 1
@@ -375,13 +465,12 @@ class Coordinator:
 
     def _fault(self, cause: Cause) -> None:
         """Open an incident, or add to the one that is open."""
-        if self._incident is None:
-            self._open_incident(cause)
-        else:
-            self._incident.causes.append(cause)
         incident = self._incident
-        assert incident is not None
-        found = attribute(incident.causes)
+        if incident is None:
+            incident = self._open_incident(cause)
+        else:
+            incident.cause = attribute([incident.cause, cause])
+        found = incident.cause
         if found.kind is not CauseKind.VICTIM and found is not incident.said:
             self._tell(incident, found)
         if cause.kind is CauseKind.LOSS:
@@ -389,10 +478,10 @@ class Coordinator:
             if verdict is not None:
                 self.end(FAILED, verdict.reason)
 
-    def _open_incident(self, cause: Cause) -> None:
+    def _open_incident(self, cause: Cause) -> OpenIncident:
         now_s = time.monotonic()
         self._incidents += 1
-        incident = OpenIncident(str(self._incidents), now_s, [cause])
+        incident = OpenIncident(str(self._incidents), now_s, cause)
         self._incident, self._recovering, self._inquiry = incident, None, None
         if self._running:
             self._running = False
@@ -402,9 +491,13 @@ class Coordinator:
             )
             for rank in self.ranks:
                 if rank.state in IN_BLOCK:
-                    rank.state = WorkerState.LEAVING
+                    self._move(rank, WorkerState.LEAVING)
         self._gather_by_s = now_s + self.limits.regroup_timeout_s
-        self._rendezvous.open(self._coming())  # and close the old one, which frees who waits in it
+        try:
+            self._rendezvous.open(self._coming())  # and close the old one, which frees who waits in it
+        except (OSError, RuntimeError) as error:
+            self.end(FAILED, f"no store can be opened for generation {self._coming()}: {error}")
+        return incident
 
     def _tell(self, incident: OpenIncident, cause: Cause) -> None:
         incident.said = cause
@@ -415,20 +508,24 @@ class Coordinator:
         if self._running:
             left = Cause(CauseKind.EXCEPTION, rank.number, "exit", "left the block", NO_STEP)
             self._fault(left)
-        rank.state = WorkerState.READY
+        self._move(rank, WorkerState.READY)
         if self._gather_by_s is None:
             self._gather_by_s = time.monotonic() + self.limits.heartbeat_timeout_s
-        if all(each.state is WorkerState.READY for each in self.ranks):
+        if self._all_are(WorkerState.READY):
             self._begin()
         self._check_end()
 
     def _too_late(self, now_s: float) -> None:
         late = [rank for rank in self.ranks if rank.state is not WorkerState.READY]
-        empty = [node for node in self.nodes if node.lost]
-        if empty:
+        lost = [self.nodes[index] for index in sorted(self._lost)]
+        if not self._has_started:
+            missing = ", ".join(str(index) for index in sorted(self._not_joined))
+            self.end(FAILED, f"node {missing} did not join the job within {self.limits.join_timeout_s:g} s")
+            return
+        if lost:
             limit_s = self.limits.regroup_timeout_s
-            lost = f"node {empty[0].index} was lost ({empty[0].lost})"
-            self.end(FAILED, f"{lost} and no other took its place within {limit_s:g} s")
+            what = f"node {lost[0].index} was lost ({lost[0].lost})"
+            self.end(FAILED, f"{what} and no other took its place within {limit_s:g} s")
             return
         names = "rank " + ", ".join(str(rank.number) for rank in late)
         if self._incident is None:
@@ -445,29 +542,29 @@ class Coordinator:
 
     def _kill(self, ranks: Iterable[Rank]) -> None:
         for rank in ranks:
-            rank.node.send(Kill(rank.number, rank.incarnation))
+            if rank.state is not WorkerState.GONE:
+                rank.node.send(Kill(rank.number, rank.incarnation, self.generation))
 
     def _begin(self) -> None:
         """All ranks are at the barrier."""
         self._look_back()
         incident = self._incident
         if incident is not None:
-            found = attribute(incident.causes)
-            if found is not incident.said:
-                self._tell(incident, found)
-            self._history, verdict = self._history.after(found, self._high_water)
+            if incident.cause is not incident.said:
+                self._tell(incident, incident.cause)
+            self._history, verdict = self._history.after(incident.cause, self._high_water)
             if verdict is not None:
                 self.end(FAILED, verdict.reason, verdict.last_words.rstrip())
                 return
         self.generation = self._coming()
-        self._running = True
+        self._running, self._finishing = True, False
         self._gather_by_s = None
         env = self._rendezvous.go_env(self.generation)
         for rank in self.ranks:
-            rank.state = WorkerState.RUNNING
+            self._move(rank, WorkerState.RUNNING)
         for node in self.nodes:
             node.silent = {}
-        self._progress = {}
+        self._standings = Standings()
         self._tell_nodes(
             Begin(self.generation, incident.id if incident else "", env, self._high_water, self._target)
         )
@@ -488,12 +585,12 @@ class Coordinator:
         self._high_water = newest
 
     def _on_progress(self, node: Node, message: Progress) -> None:
-        self._progress[node.index] = message
+        self._standings.put(node.index, message)
         self._high_water = max(self._high_water, message.newest)
-        if not self._running or len(self._progress) < len(self.nodes):
+        if not self._running or len(self._standings) < len(self.nodes):
             return
-        self._resumed_at(max(progress.newest for progress in self._progress.values()))
-        if self._recovering is not None and min(p.oldest for p in self._progress.values()) >= self._target:
+        self._resumed_at(self._standings.newest)
+        if self._recovering is not None and self._standings.oldest >= self._target:
             self._recovered(self._recovering)
 
     def _recovered(self, incident: OpenIncident) -> None:
@@ -514,8 +611,10 @@ class Coordinator:
 
     def _watch_for_hangs(self, now_s: float) -> None:
         limit_s = self.limits.heartbeat_timeout_s
-        running = [rank for rank in self.ranks if rank.state is WorkerState.RUNNING]
         silent = {number: found for node in self.nodes for number, found in node.silent.items()}
+        if not silent and self._inquiry is None:
+            return
+        running = [rank for rank in self.ranks if rank.state is WorkerState.RUNNING]
         ages_s = {r.number: now_s - silent[r.number][1] if r.number in silent else 0.0 for r in running}
         beats = {r.number: silent[r.number][0] if r.number in silent else _MOVED_ON for r in running}
         if self._inquiry is None:
@@ -539,30 +638,32 @@ class Coordinator:
     def _inquire(self, suspects: dict[int, int], now_s: float) -> None:
         self._inquiries += 1
         self._inquiry = Inquiry(self._inquiries, now_s, suspects)
-        for node in self.nodes:
-            asked = [[number] for number in suspects if self.ranks[number].node is node]
-            if asked:
-                node.send(Ask(self._inquiries, asked))
+        asked: defaultdict[int, list[list[int]]] = defaultdict(list)
+        for number in suspects:
+            asked[self.ranks[number].node.index].append([number])
+        for index, numbers in asked.items():
+            self.nodes[index].send(Ask(self._inquiries, numbers))
 
     # ---- the end
 
     def _finish(self) -> None:
-        self._running = False
+        self._running, self._finishing = False, True
         if self._recovering is not None:
             self._recovered(self._recovering)
         for rank in self.ranks:
-            rank.state = WorkerState.FINISHED
+            self._move(rank, WorkerState.FINISHED)
         self._tell_nodes(AllDone())
 
     def _check_end(self) -> None:
-        gone = [rank for rank in self.ranks if rank.state is WorkerState.GONE and not rank.node.lost]
-        waiting = [rank for rank in self.ranks if rank.state is WorkerState.READY]
-        if all(rank.state is WorkerState.GONE for rank in self.ranks) and gone:
+        if self._in_state[WorkerState.GONE] <= len(self._not_joined) * self.nodes[0].nproc:
+            return  # nobody but the ranks of nodes that are lost, or not ready yet
+        if self._all_are(WorkerState.GONE):
             self.end(0)
-        elif gone and waiting:
+        elif self._in_state[WorkerState.READY]:
+            gone = next(rank for rank in self.ranks if rank.state is WorkerState.GONE and rank.node.joined)
+            waiting = next(rank for rank in self.ranks if rank.state is WorkerState.READY)
             self.end(
-                FAILED,
-                f"rank {gone[0].number} ended without entering the block that rank {waiting[0].number} waits in",
+                FAILED, f"rank {gone.number} ended without entering the block that rank {waiting.number} waits in"
             )
 
     def _emit(self, stage: str, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
@@ -575,6 +676,12 @@ class Coordinator:
             rank=rank,
             **fields,
         )
+
+
+def _take_one(counts: Counter[int], value: int) -> None:
+    counts[value] -= 1
+    if not counts[value]:
+        del counts[value]
 
 
 def _nowhere(command: Command) -> None:

@@ -16,6 +16,7 @@ from checkpointless.agent.protocol import LineBuffer, ProtocolError, encode
 
 RETRY_S = 0.5
 ANSWER_TIMEOUT_S = 10.0
+REFUSALS = 4  # in a row; what is refused so often is refused for good
 
 
 class JoinError(RuntimeError):
@@ -54,14 +55,18 @@ class Joining:
         stopped: Callable[[], bool],
     ) -> None:
         self.where = f"{address}:{port}"
-        self._lines = LineBuffer()
         self._stopped = stopped
         deadline_s = time.monotonic() + timeout_s
+        refusals = 0
         while True:
             try:
                 self._connection = self._connect(address, port)
                 self._prove(token, node, nproc)
                 return
+            except JoinError:
+                refusals += 1  # once may be chance: it was busy, or has not noticed yet that this node was lost
+                if refusals >= REFUSALS or self._stopped():
+                    raise
             except (OSError, ProtocolError) as error:  # the coordinator may not be there yet, or is just ending
                 if time.monotonic() >= deadline_s:
                     raise JoinError(
@@ -79,6 +84,7 @@ class Joining:
         return Channel(self._connection, selector, hears=FROM_COORDINATOR, on_message=on_message, on_close=on_close)
 
     def _connect(self, address: str, port: int) -> socket.socket:
+        self._lines = LineBuffer()
         return socket.create_connection((address, port), timeout=2.0)
 
     def _prove(self, token: str, node: int, nproc: int) -> None:

@@ -24,6 +24,7 @@ from checkpointless.faults.inject import AGENT_PID_ENV
 from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
 
 if TYPE_CHECKING:
+    from checkpointless.agent.http_status import HttpStatus
     from checkpointless.agent.server import Link
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ DEFAULT_REGROUP_TIMEOUT_S = 120.0
 DEFAULT_NODE_TIMEOUT_S = 10.0
 DEFAULT_JOIN_TIMEOUT_S = 600.0
 DEFAULT_PORT = 29400  # as torchrun
+DEFAULT_HTTP_HOST = "127.0.0.1"
 _CPU_HOOK = "checkpointless.megatron.cpu_platform:install"
 
 
@@ -64,6 +66,8 @@ class LaunchConfig:
         token: known to the agents of this job alone; likewise.
         node_timeout_s: after how many seconds without a word a node is lost.
         join_timeout_s: how long to try to reach node 0.
+        http_port: where health, status and metrics are served over HTTP (0: any free port; None: nowhere).
+        http_host: address that is bound to for it.
 
     Raises:
         ValueError: a value is out of range, or the script is not there.
@@ -91,6 +95,8 @@ class LaunchConfig:
     token: str = field(default="", repr=False)
     node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    http_port: int | None = None
+    http_host: str = DEFAULT_HTTP_HOST
 
     @property
     def is_alone(self) -> bool:
@@ -126,6 +132,8 @@ class LaunchConfig:
                 raise ValueError(f"{name} must be a positive number of seconds, not {getattr(self, name)}")
         if self.max_incidents is not None and self.max_incidents < 0:
             raise ValueError(f"max_incidents must be 0 or more, not {self.max_incidents}")
+        if self.http_port is not None and not 0 <= self.http_port < 65536:
+            raise ValueError(f"the HTTP port must be from 0 to 65535, not {self.http_port}")
         if self.module:
             if not _module_exists(self.script):
                 raise ValueError(f"there is no module {self.script!r}")
@@ -164,10 +172,18 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     first = config.node_rank * config.nproc_per_node
     own = range(first, first + config.nproc_per_node) if config.node_rank < config.nnodes else range(0)
-    events = EventLog(config.run_dir / EVENTS_FILE, node=config.node_rank)
+    events_path = config.run_dir / EVENTS_FILE
     signals: list[int] = []
-    with _handling(signals.append):
-        return _run(config, own, events, signals, say)
+    if config.http_port is None:
+        with _handling(signals.append):
+            return _run(config, own, EventLog(events_path, node=config.node_rank), signals, say)
+    from checkpointless.agent.http_status import HttpStatus
+    from checkpointless.agent.status import Watch
+
+    watch = Watch(config.node_rank)
+    http = HttpStatus(config.http_host, config.http_port, watch)
+    with _handling(signals.append), http:
+        return _run(config, own, watch.log(events_path), signals, watch.hear(say), http)
 
 
 def _run(
@@ -176,6 +192,7 @@ def _run(
     events: EventLog,
     signals: list[int],
     say: Callable[[str], None],
+    http: HttpStatus | None = None,
 ) -> int:
     script = Script(config.script, tuple(config.script_args), config.module)
     hooks = (_CPU_HOOK,) if config.cpu else ()
@@ -198,6 +215,8 @@ def _run(
 
     selector = selectors.DefaultSelector()
     try:
+        if http is not None:
+            http.open(say)  # and not before: the zygote may have been forked from here
         link = _link(config, selector, events, signals, say)
     except (JoinError, OSError) as error:
         starter.close()
@@ -227,7 +246,7 @@ def _run(
     nproc, nnodes = config.nproc_per_node, config.nnodes
     events.emit("job", "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
     try:
-        outcome = serve(agent, link, selector, signals)
+        outcome = serve(agent, link, selector, signals, None if http is None else http.watch)
     finally:
         tail.stop()
     events.emit("job", "end", generation=max(agent.generation, 0), code=outcome.code, reason=outcome.last_words)
@@ -264,16 +283,19 @@ def _link(
             stopped=lambda: bool(signals),
         )
         return GuestLink(joining, selector, config.node_timeout_s)
+    rendezvous = Rendezvous(nnodes, nproc, address)
     coordinator = Coordinator(
-        Limits(config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents),
+        Limits(config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents, config.join_timeout_s),
         nnodes=nnodes,
         nproc=nproc,
-        rendezvous=Rendezvous(nnodes, nproc, address),
+        rendezvous=rendezvous,
         events=events,
         say=say,
     )
     if config.is_alone:
         return HostLink(coordinator, None)
+    if rendezvous.address.startswith("127.") and not address.startswith(("127.", "localhost")):
+        say(f"{address} is {rendezvous.address} on this node, which others cannot reach: use an address of its own")
     door = CoordinatorPort(
         address,
         port,

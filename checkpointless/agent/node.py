@@ -25,6 +25,7 @@ from checkpointless.agent.node_protocol import (
     JobOver,
     Joined,
     Kill,
+    Leaving,
     NodeMessage,
     Progress,
     RankDone,
@@ -96,6 +97,7 @@ class NodeAgent:
         index: the node's number.
         generation: the one that began last.
         outcome: how the job ended; None as long as it has not.
+        began_after: the highest step that was known to be committed when the generation began.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class NodeAgent:
         self.generation = -1
         self.outcome: End | None = None
         self.index = index
+        self.began_after = NO_STEP
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._report = report
         self._make_worker = make_worker
@@ -163,19 +166,30 @@ class NodeAgent:
         """The ranks whose processes have not ended."""
         return [worker for worker in self.workers.values() if worker.state is not WorkerState.GONE]
 
+    @property
+    def incident(self) -> str | None:
+        """The incident that the ranks are being brought together for; None while they train."""
+        together = any(worker.state in (*IN_BLOCK, WorkerState.FINISHED) for worker in self.workers.values())
+        return None if together or self.outcome is not None else self._incident
+
     def interrupted(self, number: int) -> None:
         """This process got a signal: end the job, and at the second SIGINT at once."""
         if self.outcome is None:
-            self._give_up(f"stopped by {signal_name(number)}")
+            self._leave(f"stopped by {signal_name(number)}")
         elif number == signal.SIGINT:
             self._kill_all_at_s = time.monotonic()
 
-    def end(self, outcome: End) -> None:
-        """The job is over: ask the ranks that are left to end, and see to it that they do."""
+    def end(self, outcome: End, grace_s: float = TERM_GRACE_S) -> None:
+        """The job is over: ask the ranks that are left to end, and see to it that they do.
+
+        Args:
+            outcome: how it ended.
+            grace_s: how long they may take.
+        """
         if self.outcome is not None:
             return
         self.outcome = outcome
-        self._kill_all_at_s = time.monotonic() + TERM_GRACE_S
+        self._kill_all_at_s = time.monotonic() + grace_s
         for worker in self.alive():
             if worker.pid is not None:
                 self._starter.signal(worker.pid, signal.SIGTERM)
@@ -188,8 +202,9 @@ class NodeAgent:
                 worker.connection.close()
             worker.board.close()
 
-    def _give_up(self, reason: str) -> None:
-        self._report(JobOver(reason))
+    def _leave(self, reason: str) -> None:
+        """This node can take part no longer."""
+        self._report(Leaving(reason))
         self.end(End(_FAILED, [reason]))
 
     # ---- what the coordinator says
@@ -215,11 +230,11 @@ class NodeAgent:
                 self._worker(rank).send(Inquire(command.id))
         elif isinstance(command, Kill):
             worker = self._worker(command.rank)
-            if worker.incarnation == command.incarnation:
+            if (worker.incarnation, self.generation) == (command.incarnation, command.generation):
                 worker.forgiven = True
                 self._kill(worker)
         elif isinstance(command, AllDone):
-            for worker in self.workers.values():
+            for worker in self.alive():
                 worker.state = WorkerState.FINISHED
                 worker.send(Finish())
         elif isinstance(command, End):
@@ -231,7 +246,7 @@ class NodeAgent:
         return self.workers[rank]
 
     def _begin(self, begin: Begin) -> None:
-        self.generation, self._target = begin.generation, begin.target
+        self.generation, self._target, self.began_after = begin.generation, begin.target, begin.high_water
         self._incident = begin.incident or None
         self._told_progress, self._tell_progress_at_s, self._told_silent = None, 0.0, False
         go = Go(begin.generation, self._incident, begin.env, begin.high_water)
@@ -249,10 +264,12 @@ class NodeAgent:
         self._incident = interrupt.incident
         culprit = interrupt.culprit if interrupt.culprit >= 0 else None
         notice = FaultNotice(interrupt.generation, interrupt.incident, interrupt.cause, culprit)
-        told = [worker for worker in self.workers.values() if worker.state in IN_BLOCK]
+        # A rank that failed by itself may be at the barrier before this comes; a successor ignores what is over.
+        told = [worker for worker in self.workers.values() if worker.state in (*IN_BLOCK, WorkerState.READY)]
         self._emit("notify", "begin")
         for worker in told:
-            worker.state = WorkerState.LEAVING
+            if worker.state in IN_BLOCK:
+                worker.state = WorkerState.LEAVING
             if not worker.send(notice):
                 worker.kill_at_s = now_s + EXIT_GRACE_S
         seconds = time.monotonic() - now_s
@@ -305,7 +322,7 @@ class NodeAgent:
             for worker in self.workers.values():  # they died with it
                 self._disconnect(worker)
                 worker.state = WorkerState.GONE
-            self._give_up(str(error))
+            self._leave(str(error))
             return
         for item in news:
             if isinstance(item, Ready):
@@ -416,7 +433,7 @@ class NodeAgent:
         elif isinstance(message, Answer):
             self._report(Answered(message.id, worker.rank, message.in_collective, message.stack))
         elif isinstance(message, GiveUp):
-            self._give_up(message.reason)
+            self._report(JobOver(message.reason))
         elif isinstance(message, Replace):
             worker.forgiven = True
             worker.kill_at_s = time.monotonic() + EXIT_GRACE_S

@@ -144,9 +144,17 @@ class Alive:
 
 @dataclass(frozen=True)
 class JobOver:
-    """The job cannot go on: a rank gave up, the agent was told to stop, or it cannot start processes any more."""
+    """The job cannot go on: a rank gave it up."""
 
     type: ClassVar[str] = "over"
+    reason: str
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The node takes part no longer: its agent was told to stop, or cannot start processes any more."""
+
+    type: ClassVar[str] = "leaving"
     reason: str
 
 
@@ -214,11 +222,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Kill:
-    """End the process of ``rank``; that is no fault by itself."""
+    """End the process of ``rank``, if no generation after ``generation`` has begun; that is no fault by itself."""
 
     type: ClassVar[str] = "kill"
     rank: int
     incarnation: int
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -242,10 +251,12 @@ class End:
     last_words: list[str]
 
 
-NodeMessage = Joined | RankReady | Trouble | RankEnded | RankDone | Answered | Silent | Progress | JobOver | Alive
+NodeMessage = (
+    Joined | RankReady | Trouble | RankEnded | RankDone | Answered | Silent | Progress | JobOver | Leaving | Alive
+)
 Command = Spawn | Begin | Interrupt | Ask | Kill | AllDone | End | Alive
 
 FROM_NODE = Vocabulary(
-    "node", Joined, RankReady, Trouble, RankEnded, RankDone, Answered, Silent, Progress, JobOver, Alive
+    "node", Joined, RankReady, Trouble, RankEnded, RankDone, Answered, Silent, Progress, JobOver, Leaving, Alive
 )
 FROM_COORDINATOR = Vocabulary("coordinator", Spawn, Begin, Interrupt, Ask, Kill, AllDone, End, Alive)

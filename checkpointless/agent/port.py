@@ -157,6 +157,7 @@ class CoordinatorPort:
             self._coordinator.lose(guest.node, reason)
 
     def _show_out(self, guest: _Guest) -> None:
-        self._guests.remove(guest)
+        if guest in self._guests:
+            self._guests.remove(guest)
         if guest.channel is not None:
             guest.channel.close()

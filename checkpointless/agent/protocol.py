@@ -272,11 +272,16 @@ def _fits(value: object, hint: Any) -> bool:
     if hint == list[str]:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     if hint == list[list[int]]:
-        return isinstance(value, list) and all(
-            isinstance(row, list) and all(type(item) is int for item in row) for row in value
-        )
+        return isinstance(value, list) and all(isinstance(row, list) and all(map(_is_small, row)) for row in value)
     if hint == int | None:
-        return value is None or type(value) is int
+        return value is None or _is_small(value)
     if hint == str | None:
         return value is None or isinstance(value, str)
+    if hint is int:
+        return _is_small(value)
     return type(value) is hint
+
+
+def _is_small(value: object) -> bool:
+    """Whether ``value`` is a whole number of at most 64 bits: nothing here is larger, and floats cannot be."""
+    return type(value) is int and -(1 << 63) <= value < 1 << 63

@@ -17,14 +17,13 @@ class GenerationStore:
 
     Args:
         generation: whose store it is.
-        address: of this node, as the others reach it.
+        address: of this node, a number, as the others reach it.
     """
 
     def __init__(self, generation: int, address: str = LOOPBACK) -> None:
         self.generation = generation
-        family, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family)
-        listener.bind(where)
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener.bind((address, 0))
         listener.listen(1024)
         self.port: int = listener.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
@@ -47,13 +46,16 @@ class Rendezvous:
     Args:
         nnodes: how many nodes there are.
         nproc: how many ranks on each.
-        address: of the node that this runs on, as the others reach it.
+        address: of the node that this runs on, as the others reach it; a name is looked up once, here.
+
+    Raises:
+        OSError: it cannot be looked up.
     """
 
     def __init__(self, nnodes: int, nproc: int, address: str = LOOPBACK) -> None:
         self.nnodes = nnodes
         self.nproc = nproc
-        self.address = address
+        self.address = str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
         self.run_id = uuid.uuid4().hex
         self._store: GenerationStore | None = None
 

@@ -12,16 +12,23 @@ from checkpointless.agent.joining import Joining
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.node_protocol import Alive, Command, End, NodeMessage
 from checkpointless.agent.port import CoordinatorPort
+from checkpointless.agent.status import Watch
 
 TICK_S = 0.05
 FAREWELL_S = 10.0  # for the other nodes' agents to hear of the end
 
 
 class Link(abc.ABC):
-    """Between the agent of this node and the coordinator; messages wait until they are delivered."""
+    """Between the agent of this node and the coordinator; messages wait until they are delivered.
+
+    Attributes:
+        commands: for the agent.
+        coordinator: of the job, where it lives in this loop.
+    """
 
     def __init__(self) -> None:
         self.commands: deque[Command] = deque()
+        self.coordinator: Coordinator | None = None
 
     @abc.abstractmethod
     def report(self, message: NodeMessage) -> None:
@@ -56,7 +63,7 @@ class HostLink(Link):
     def __init__(self, coordinator: Coordinator, port: CoordinatorPort | None) -> None:
         super().__init__()
         self._reports: deque[NodeMessage] = deque()
-        self._coordinator = coordinator
+        self.coordinator = self._coordinator = coordinator
         self._port = port
         self._node = coordinator.admit(0, coordinator.nodes[0].nproc, self.commands.append)
         self._until_s: float | None = None
@@ -125,10 +132,13 @@ class GuestLink(Link):
         elif now_s >= self._heard_at_s + self._silence_s and not self._lost:
             self._channel.close()
             self._lost = f"no word from it for {self._silence_s:g} s"
-        while self.commands:
-            agent.obey(self.commands.popleft())
-        if self._lost:
-            agent.end(End(FAILED, [f"the coordinator at {self._where} was lost: {self._lost}"]))
+        try:
+            while self.commands:
+                agent.obey(self.commands.popleft())
+        except ValueError as error:
+            self._lost = f"it does not keep to the protocol: {error}"
+        if self._lost:  # at once: the job may go on elsewhere, with these ranks
+            agent.end(End(FAILED, [f"the coordinator at {self._where} was lost: {self._lost}"]), grace_s=0.0)
 
     def is_needed(self, now_s: float) -> bool:
         """Never: the coordinator hears of the end by the connection's."""
@@ -142,7 +152,13 @@ class GuestLink(Link):
         self._lost = reason
 
 
-def serve(agent: NodeAgent, link: Link, selector: selectors.BaseSelector, signals: list[int]) -> End:
+def serve(
+    agent: NodeAgent,
+    link: Link,
+    selector: selectors.BaseSelector,
+    signals: list[int],
+    watch: Watch | None = None,
+) -> End:
     """Run a node's part of a job until every rank's process has ended.
 
     Args:
@@ -150,6 +166,7 @@ def serve(agent: NodeAgent, link: Link, selector: selectors.BaseSelector, signal
         link: to the coordinator.
         selector: which both register their descriptors with; the data of each is called when it is ready.
         signals: the signals that this process got; a handler appends to it.
+        watch: looks at the job in every turn.
 
     Returns:
         How the job ended.
@@ -163,6 +180,8 @@ def serve(agent: NodeAgent, link: Link, selector: selectors.BaseSelector, signal
                 agent.interrupted(signals.pop(0))
             agent.tick(now_s)
             link.deliver(agent, now_s)
+            if watch is not None:
+                watch.look(agent, link.coordinator, now_s)
         return agent.outcome
     finally:
         agent.close()

@@ -17,6 +17,8 @@ from checkpointless.agent.rank_process import Script
         ({"heartbeat_timeout_s": 0.0}, "heartbeat_timeout_s"),
         ({"regroup_timeout_s": float("nan")}, "regroup_timeout_s"),
         ({"max_incidents": -1}, "max_incidents"),
+        ({"http_port": -1}, "HTTP port"),
+        ({"http_port": 65536}, "HTTP port"),
         ({"script": "nowhere.py"}, "no script 'nowhere.py'"),
         ({"script": "nowhere.at.all", "module": True}, "no module 'nowhere.at.all'"),
     ],

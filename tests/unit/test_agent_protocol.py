@@ -29,6 +29,7 @@ from checkpointless.agent.protocol import (
     encode,
 )
 
+st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
 FROM_RANK = st.one_of(*(st.from_type(c) for c in (Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer)))
 FROM_AGENT = st.one_of(*(st.from_type(c) for c in (Go, FaultNotice, Inquire, Finish)))
 ANY_JSON = st.recursive(
@@ -140,3 +141,10 @@ def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
     assert buffer.feed(b"x" * MAX_MESSAGE_BYTES) == []
     with pytest.raises(ProtocolError):
         buffer.feed(b"x")
+
+
+@pytest.mark.parametrize("number", [1 << 63, -(1 << 63) - 1, 10**400, 1.0, True])
+def test_a_number_that_is_none_of_64_bits_is_refused(number: object) -> None:
+    body = json.loads(encode(Barrier(3)))
+    with pytest.raises(ProtocolError, match="generation"):
+        decode(json.dumps({**body, "generation": number}).encode(), Sender.RANK)

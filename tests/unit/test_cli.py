@@ -54,6 +54,9 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["run", "--nproc-per-node", "two", "train.py"], "at least 1"),
         (["run", "--heartbeat-timeout", "-1", "train.py"], "above 0"),
         (["run", "--max-incidents", "-1", "train.py"], "at least 0"),
+        (["run", "--http-port", "65536", "train.py"], "not a port"),
+        (["run", "--http-port", "http", "train.py"], "at least 0"),
+        (["run", "--http-host", "0.0.0.0", "train.py"], "--http-port"),
         (["run", "--no-such-option", "train.py"], "--no-such-option"),
         (["run", "--preload", "no_such_module_anywhere", "train.py"], "no_such_module_anywhere"),
         (["run", "--run-dir", "train.py", "train.py"], "train.py"),
@@ -109,6 +112,14 @@ def test_nothing_is_injected_or_recorded_unless_asked_for(launched: list[LaunchC
     assert (config.faults, config.record_steps, config.cpu) == ((), False, False)
     assert config.run_dir.parent.name == "runs"
     assert config.run_dir.name.endswith("-train")
+
+
+def test_health_and_metrics_are_served_where_it_was_asked_for(launched: list[LaunchConfig]) -> None:
+    assert main(["run", "--run-dir", "a", "train.py"]) == 7
+    assert main(["run", "--run-dir", "b", "--http-port", "9400", "train.py"]) == 7
+    assert main(["run", "--run-dir", "c", "--http-port", "0", "--http-host", "::1", "train.py"]) == 7
+    found = [(config.http_port, config.http_host) for config in launched]
+    assert found == [(None, "127.0.0.1"), (9400, "127.0.0.1"), (0, "::1")]
 
 
 def test_a_run_that_injects_says_so_before_and_names_what_did_not_happen(

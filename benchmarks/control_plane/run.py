@@ -1,0 +1,508 @@
+"""What coordinating costs, by the number of ranks: `python benchmarks/control_plane/run.py --json results.json`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import random
+import selectors
+import socket
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import interruptible, machine, progress, spread
+
+from checkpointless.agent import coordinator as measured
+from checkpointless.agent.channel import Channel
+from checkpointless.agent.coordinator import Coordinator, Limits, Node
+from checkpointless.agent.incidents import CauseKind
+from checkpointless.agent.node_protocol import (
+    FROM_COORDINATOR,
+    FROM_NODE,
+    Answered,
+    Ask,
+    Begin,
+    Interrupt,
+    Joined,
+    Kill,
+    Progress,
+    RankEnded,
+    RankReady,
+    Silent,
+    Spawn,
+    Trouble,
+)
+from checkpointless.agent.protocol import LineBuffer, encode
+from checkpointless.agent.rendezvous import Rendezvous
+from checkpointless.agent.server import TICK_S
+from checkpointless.telemetry.events import EventLog
+
+RANKS = (64, 1_024, 16_384)
+NPROC = 8
+LIMIT_S = 1.0
+HEARTBEAT_S = 60.0
+PROGRESS_PER_S = 4
+STEADY_S = 1.0  # of the job's time
+LOST, SIGKILL = 1, -9  # the node that is lost; how a process ends
+TRACEBACK = "".join(
+    f'  File "/srv/train/model.py", line {n}, in layer_{n}\n    x = self.layer(x)\n' for n in range(20)
+)
+LOG = [f"line {number} of the rank's log, as long as such lines are, more or less" for number in range(10)]
+
+
+class Case(Enum):
+    """What happens to the job, in this order."""
+
+    START = "start"
+    STEADY = "one second of training"
+    RAISES = "one rank raises"
+    STORM = "one rank raises, all others a broken collective"
+    DIES = "one rank's process dies"
+    HANGS = "one rank hangs, all others wait for it"
+    NODE = "one node lost, a spare takes its place"
+
+
+@dataclass
+class Measurement:
+    """What one case took.
+
+    Attributes:
+        heard: messages to the coordinator.
+        heard_bytes: likewise.
+        sent: messages from it.
+        sent_bytes: likewise.
+        by_type: messages of each type, both ways.
+        cpu_s: of the coordinator: decode, hear, encode.
+        told_s: of its clock, from what told of the fault to the last node's interrupt (None: no fault).
+        regrouped_s: from there to the last node's begin (None: the generation goes on).
+    """
+
+    case: str
+    ranks: int
+    heard: int = 0
+    heard_bytes: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+    by_type: dict[str, int] = field(default_factory=dict)
+    cpu_s: float = 0.0
+    told_s: float | None = None
+    regrouped_s: float | None = None
+
+    def count(self, message: Any) -> None:
+        """One more of this type."""
+        self.by_type[message.type] = self.by_type.get(message.type, 0) + 1
+
+
+class NoStore(Rendezvous):
+    """A rendezvous whose stores are not there; the environments of the ranks are the real ones."""
+
+    def open(self, generation: int) -> None:
+        """Nothing."""
+
+    def go_env(self, generation: int) -> dict[str, str]:
+        """As the real one's."""
+        count = str(generation)
+        return {
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": "29501",
+            "TORCHELASTIC_RESTART_COUNT": count,
+            "JOB_RESTART_COUNT": count,
+        }
+
+
+class SimulatedNode:
+    """A node whose ranks do at once what they are told.
+
+    Attributes:
+        wire: the commands that were sent to it and that it has not read.
+        lines: what its connection with the coordinator uses.
+        incarnations: of its ranks' processes.
+        said: its messages that the coordinator has not read.
+        place: what the coordinator knows it by.
+    """
+
+    def __init__(self) -> None:
+        self.wire: deque[bytes] = deque()
+        self.said: deque[bytes] = deque()
+        self.lines = LineBuffer()
+        self.place: Node
+        self.incarnations: dict[int, int] = {}
+
+    def say(self, *messages: Any) -> None:
+        """Tell the coordinator."""
+        self.said.extend(map(encode, messages))
+
+    def ready(self, rank: int, step: int) -> None:
+        """A rank is at the barrier."""
+        self.say(RankReady(rank, self.incarnations[rank], 10_000 + rank, step, step + 1))
+
+
+class World:
+    """A job: the real coordinator, simulated nodes, and a clock that runs only while the coordinator works.
+
+    Args:
+        ranks: how many.
+        seed: of the order in which the nodes are heard.
+    """
+
+    def __init__(self, ranks: int, seed: int) -> None:
+        nnodes = ranks // NPROC
+        self.ranks = ranks
+        self.step = 100
+        self.measurement = Measurement("", ranks)
+        self.coordinator = Coordinator(
+            Limits(HEARTBEAT_S, HEARTBEAT_S, None),
+            nnodes=nnodes,
+            nproc=NPROC,
+            rendezvous=NoStore(nnodes, NPROC),
+            events=EventLog(None),
+            say=lambda line: None,
+        )
+        self.nodes = [SimulatedNode() for _ in range(nnodes)]
+        self.spare = SimulatedNode()
+        self._random = random.Random(seed)
+        self._clock_s = 0.0  # the coordinator's, without what the nodes take
+        self._working_since_s = 0.0
+        self._last: dict[type, float] = {}  # by kind of command, when the last of it was sent
+        self._victims: set[int] = set()  # ranks that report a broken collective before they leave
+        self._not_leaving: set[int] = set()  # ranks that cannot be told
+
+    # ---- the coordinator's side
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        cpu_s, self._working_since_s = time.thread_time(), time.perf_counter()
+        yield
+        self._clock_s += time.perf_counter() - self._working_since_s
+        self.measurement.cpu_s += time.thread_time() - cpu_s
+
+    def _send(self, node: SimulatedNode, command: Any) -> None:
+        """As a channel does, up to the socket."""
+        line = encode(command)
+        node.wire.append(line)
+        self._last[type(command)] = self._clock_s + time.perf_counter() - self._working_since_s
+        self.measurement.sent += 1
+        self.measurement.sent_bytes += len(line)
+        self.measurement.count(command)
+
+    def _hear_all(self) -> None:
+        """Hear everything that the nodes have said, node after node."""
+        nodes = [node for node in (*self.nodes, self.spare) if node.said]
+        self._random.shuffle(nodes)
+        heard = self.measurement
+        for node in nodes:
+            data, count = b"".join(node.said), len(node.said)
+            node.said.clear()
+            heard.heard += count
+            heard.heard_bytes += len(data)
+            with self._working():
+                for line in node.lines.feed(data):
+                    message = FROM_NODE.decode(line)
+                    heard.count(message)
+                    self.coordinator.hear(node.place, message)
+
+    # ---- the nodes' side
+
+    def _obey_all(self) -> None:
+        """Every node reads its commands and answers."""
+        for node in (*self.nodes, self.spare):
+            while node.wire:
+                self._obey(node, FROM_COORDINATOR.decode(node.wire.popleft()))
+
+    def _obey(self, node: SimulatedNode, command: Any) -> None:
+        if isinstance(command, Spawn):
+            node.incarnations[command.rank] = command.incarnation
+            node.ready(command.rank, -1)
+        elif isinstance(command, Interrupt):
+            for rank in sorted(set(node.incarnations) - self._not_leaving):
+                if rank in self._victims:
+                    node.say(self._trouble(rank, CauseKind.VICTIM, "DistBackendError", "Connection closed by peer"))
+                node.ready(rank, self.step)
+        elif isinstance(command, Kill):
+            node.say(self._death(command.rank, forgiven=True))
+        elif isinstance(command, Ask):
+            for (rank,) in command.ranks:
+                node.say(Answered(command.id, rank, rank != self.culprit, TRACEBACK))
+
+    def _trouble(self, rank: int, kind: CauseKind, error: str, message: str) -> Trouble:
+        return Trouble(
+            generation=self.coordinator.generation,
+            rank=rank,
+            kind=int(kind),
+            how="exception",
+            what=f"raised {error}",
+            step=self.step + 1,
+            detail=message,
+            error=error,
+            message=message,
+            traceback=TRACEBACK,
+            committed=self.step,
+            making=self.step + 1,
+        )
+
+    def _death(self, rank: int, *, forgiven: bool = False) -> RankEnded:
+        return RankEnded(
+            rank=rank,
+            incarnation=self.nodes[rank // NPROC].incarnations[rank],
+            code=SIGKILL,
+            forgiven=forgiven,
+            committed=self.step,
+            making=self.step + 1,
+            log_path=f"/run/rank-{rank}.log",
+            last_lines=LOG,
+        )
+
+    # ---- what happens
+
+    @property
+    def culprit(self) -> int:
+        """The rank that something happens to: one in the middle."""
+        return self.ranks // 2 + 3
+
+    def run(self, case: Case) -> Measurement:
+        """Let it happen.
+
+        Raises:
+            RuntimeError: it did not come to what it must come to.
+        """
+        gc.collect()
+        self.measurement = Measurement(case.value, self.ranks)
+        self._last = {}
+        self._victims, self._not_leaving = set(), set()
+        began_s, generation = self._clock_s, self.coordinator.generation
+        node = self.nodes[self.culprit // NPROC]
+        if case is Case.START:
+            self._start()
+        elif case is Case.STEADY:
+            self._train()
+        elif case in (Case.RAISES, Case.STORM):
+            if case is Case.STORM:
+                self._victims = set(range(self.ranks)) - {self.culprit}
+            node.say(self._trouble(self.culprit, CauseKind.EXCEPTION, "ValueError", "a bug"))
+        elif case is Case.DIES:
+            self._not_leaving = {self.culprit}
+            node.say(self._death(self.culprit))
+        elif case is Case.HANGS:
+            self._hang()
+        elif case is Case.NODE:
+            self._lose_node()
+        self._hear_all()
+        self._obey_all()
+        while any(each.said for each in (*self.nodes, self.spare)):
+            self._hear_all()
+            self._obey_all()
+        self._check(case, generation)
+        if Interrupt in self._last:
+            self.measurement.told_s = self._last[Interrupt] - began_s
+        if Begin in self._last:
+            self.measurement.regrouped_s = self._last[Begin] - self._last.get(Interrupt, began_s)
+        done, self.measurement = self.measurement, Measurement("", self.ranks)
+        self._train()  # so that the incident is over, and the next one comes after some progress
+        return done
+
+    def _start(self) -> None:
+        for index, node in enumerate([*self.nodes, self.spare]):
+            number = index if index < len(self.nodes) else -1
+            with self._working():
+                node.place = self.coordinator.admit(number, NPROC, functools.partial(self._send, node))
+            node.say(Joined())
+        self._hear_all()
+        self._obey_all()
+
+    def _train(self) -> None:
+        """The job trains for a while: every node tells of its progress, and the coordinator's clock ticks."""
+        turns = int(STEADY_S * PROGRESS_PER_S)
+        for _ in range(turns):
+            self.step += 1
+            for node in self.nodes:
+                behind = self._random.randrange(2)
+                node.say(Progress(self.step - 1 - behind, self.step - behind, self.step + 1))
+            self._hear_all()
+            for _ in range(round(STEADY_S / TICK_S / turns)):
+                with self._working():
+                    self.coordinator.tick(time.monotonic())
+        self.step += 1
+
+    def _hang(self) -> None:
+        """All ranks fall silent, are asked, and one does not wait in a collective."""
+        self._not_leaving = {self.culprit}
+        for index, node in enumerate(self.nodes):
+            numbers = range(index * NPROC, (index + 1) * NPROC)
+            node.say(Silent([[number, 7, int(HEARTBEAT_S * 1000) + 10, self.step + 1] for number in numbers]))
+        for _ in range(2):  # the inquiry and, when all have answered, the verdict
+            self._hear_all()
+            with self._working():
+                self.coordinator.tick(time.monotonic())
+            self._obey_all()
+
+    def _lose_node(self) -> None:
+        lost = self.nodes[LOST]
+        self.nodes[LOST], self.spare = self.spare, SimulatedNode()
+        lost.wire.clear()
+        with self._working():
+            self.coordinator.lose(lost.place, "it closed the connection")
+
+    def _check(self, case: Case, before: int) -> None:
+        coordinator = self.coordinator
+        by_type = self.measurement.by_type
+        begins = 0 if case is Case.STEADY else len(self.nodes)
+        interrupts = 0 if case in (Case.START, Case.STEADY) else len(self.nodes) - (case is Case.NODE)
+        found = (
+            coordinator.outcome,
+            coordinator.generation - before,
+            by_type.get("begin", 0),
+            by_type.get("interrupt", 0),
+        )
+        if found != (None, int(case is not Case.STEADY), begins, interrupts):
+            raise RuntimeError(f"{case.value}, {self.ranks} ranks: it came to {found}")
+
+
+def over_a_socket(messages: int = 5_000) -> dict[str, float]:
+    """Microseconds of processor time per message: by itself, and through a real channel with its system calls."""
+    interrupt = Interrupt(7, "8", "rank 9 raised ValueError at step 10: a bug", 9)
+    selector = selectors.DefaultSelector()
+    ours, theirs = socket.socketpair()
+    heard: list[Any] = []
+    channel = Channel(ours, selector, hears=FROM_NODE, on_message=heard.append, on_close=progress)
+    line, taken = encode(RankReady(9, 0, 99, 10, 11)), dict.fromkeys(("encode", "send", "decode", "receive"), 0.0)
+    with theirs:
+        for _ in range(messages):
+            began_s = time.thread_time()
+            encode(interrupt)
+            encoded_s = time.thread_time()
+            channel.send(interrupt)
+            sent_s = time.thread_time()
+            theirs.recv(4096)
+            theirs.send(line)
+            written_s = time.thread_time()
+            FROM_NODE.decode(line)
+            decoded_s = time.thread_time()
+            for key, _ in selector.select():
+                key.data()
+            taken["encode"] += encoded_s - began_s
+            taken["send"] += sent_s - encoded_s
+            taken["decode"] += decoded_s - written_s
+            taken["receive"] += time.thread_time() - decoded_s
+    channel.close()
+    selector.close()
+    if len(heard) != messages:
+        raise RuntimeError(f"{len(heard)} of {messages} messages came")
+    return {name: 1e6 * seconds / messages for name, seconds in taken.items()}
+
+
+def main() -> None:
+    """Let everything happen at every size, the sizes in turn, and show the tables."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    options.add_argument("--repeats", type=int, default=5, metavar="N", help="per case and size (default: 5)")
+    options.add_argument("--json", type=Path, metavar="FILE", help="where the results go (default: only shown)")
+    options.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=RANKS,
+        metavar="N",
+        help=f"sizes of the job (default: {' '.join(map(str, RANKS))})",
+    )
+    options.add_argument(
+        "--case", nargs="+", choices=[case.value for case in Case], metavar="CASE", help="only these, and the start"
+    )
+    args = options.parse_args()
+    cases = [case for case in Case if args.case is None or case in (Case.START, *map(Case, args.case))]
+    for ranks in args.ranks:
+        if ranks < 2 * NPROC or ranks % NPROC:
+            options.error(f"{ranks} ranks: at least {2 * NPROC}, and a multiple of {NPROC}")
+    about = machine(["checkpointless"])
+    progress(f"measuring {measured.__file__}")
+    measurements: list[Measurement] = []
+    sockets: list[dict[str, float]] = []
+    with interruptible():
+        for repeat in range(args.repeats):
+            sockets.append(over_a_socket())
+            for ranks in args.ranks:
+                world = World(ranks, seed=repeat)
+                measurements += [world.run(case) for case in cases]
+                progress(f"repeat {repeat + 1}, {ranks:,} ranks")
+    socket_us = {name: spread([each[name] for each in sockets]) for name in sockets[0]}
+    _report(measurements, socket_us, about, args.json)
+
+
+def _report(
+    measurements: list[Measurement],
+    socket_us: dict[str, dict[str, float]],
+    about: dict[str, Any],
+    path: Path | None,
+) -> None:
+    groups: dict[tuple[str, int], list[Measurement]] = defaultdict(list)
+    for measurement in measurements:
+        groups[measurement.case, measurement.ranks].append(measurement)
+    sizes = sorted({ranks for _, ranks in groups})
+    cpu = {key: spread([each.cpu_s for each in made]) for key, made in groups.items()}
+    heads = ["case", "ranks", "messages in / out", "KB in / out", "processor, ms: median (to most)"]
+    heads += [
+        "processor per rank, us",
+        "known everywhere, ms: median (to most)",
+        "then begun, ms: median (to most)",
+    ]
+    print("\n| " + " | ".join(heads) + " |")
+    print("| " + " | ".join(["---"] * len(heads)) + " |")
+    summary = []
+    for (case, ranks), made in sorted(groups.items(), key=lambda item: [c.value for c in Case].index(item[0][0])):
+        first = made[0]
+        told = _spread([each.told_s for each in made])
+        regrouped = _spread([each.regrouped_s for each in made])
+        cells = [
+            case,
+            f"{ranks:,}",
+            f"{first.heard:,} / {first.sent:,}",
+            f"{first.heard_bytes / 1e3:,.0f} / {first.sent_bytes / 1e3:,.0f}",
+            _ms(cpu[case, ranks]),
+            f"{1e6 * cpu[case, ranks]['median'] / ranks:.1f}",
+            _ms(told),
+            _ms(regrouped),
+        ]
+        print("| " + " | ".join(cells) + " |")
+        ratios = {
+            f"{ranks}:{earlier}": cpu[case, ranks]["median"] / ranks / (cpu[case, earlier]["median"] / earlier)
+            for earlier, later in pairwise(sizes)
+            if later == ranks
+        }
+        entry: dict[str, Any] = {"case": case, "ranks": ranks, "per_rank_ratio": ratios}
+        summary.append({**entry, "cpu_s": cpu[case, ranks], "told_s": told, "regrouped_s": regrouped})
+    shown = ", ".join(f"{name} {figures['median']:.1f}" for name, figures in socket_us.items())
+    print(f"\none message, us of processor time (send and receive: a channel's, with the system calls): {shown}")
+    faults = [(each.told_s, each) for each in measurements if each.told_s is not None]
+    if faults:
+        slowest_s, slowest = max(faults, key=lambda fault: fault[0])
+        print(
+            f"\nslowest to be known everywhere: {slowest_s:.3f} s, {slowest.ranks:,} ranks, {slowest.case}; "
+            f"the limit of {LIMIT_S:g} s is {'kept' if slowest_s < LIMIT_S else 'BROKEN'}"
+        )
+    if path is not None:
+        runs = [asdict(each) for each in measurements]
+        results = {"machine": about, "summary": summary, "socket_us": socket_us, "runs": runs}
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _spread(values: list[float | None]) -> dict[str, float] | None:
+    there = [value for value in values if value is not None]
+    return spread(there) if there else None
+
+
+def _ms(figures: dict[str, float] | None) -> str:
+    return f"{1e3 * figures['median']:.1f} ({1e3 * figures['max']:.1f})" if figures is not None else "-"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""What the agent's loop tells other threads: an immutable snapshot that it replaces a few times per second.
+
+The loop alone calls :class:`Watch`; others only read its ``snapshot``, so nobody ever waits for anybody.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpointless.agent.board import NO_STEP
+from checkpointless.agent.workers import WorkerState
+from checkpointless.telemetry.events import Edge, EventLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from checkpointless.agent.coordinator import Coordinator, Node
+    from checkpointless.agent.node import NodeAgent
+
+BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+STALE_S = 5.0  # a loop that has not turned for so long does not turn
+_EVERY_S = 0.25
+_SHARE = 50  # looking takes less than a fiftieth of the loop's time, however many ranks there are
+_BEATING = (WorkerState.RUNNING, WorkerState.LEAVING)
+_RECOVERED = re.compile(r"incident \S+: recovered in (\d+(?:\.\d+)?) s")
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """A rank of this node.
+
+    Attributes:
+        committed: the last optimizer step that its board shows (None: none yet).
+        making: the step in the making (likewise).
+        beat_age_s: seconds since it showed progress last; None while it is in no block.
+    """
+
+    rank: int
+    state: str
+    pid: int | None
+    incarnation: int
+    committed: int | None
+    making: int | None
+    beat_age_s: float | None
+
+
+@dataclass(frozen=True)
+class JobNode:
+    """A node, as the coordinator knows it.
+
+    Attributes:
+        state: ``joined``, ``loading`` (its agent is here and cannot start ranks yet) or ``absent``.
+        why: it is absent.
+    """
+
+    node: int
+    state: str
+    why: str
+
+
+@dataclass(frozen=True)
+class JobRank:
+    """A rank of any node, as the coordinator knows it."""
+
+    rank: int
+    node: int
+    state: str
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Recoveries:
+    """How long recoveries took: from the fault until the lost step was made.
+
+    Attributes:
+        seconds: of all together.
+        counts: how many took no longer than each of :data:`BUCKETS_S`, and the number of all at the end.
+    """
+
+    seconds: float = 0.0
+    counts: tuple[int, ...] = (0,) * (len(BUCKETS_S) + 1)
+
+    def and_one_of(self, seconds: float) -> Recoveries:
+        """These and one more."""
+        more = (*(int(seconds <= bound_s) for bound_s in BUCKETS_S), 1)
+        return Recoveries(self.seconds + seconds, tuple(map(sum, zip(self.counts, more))))
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """The whole job, which only the coordinator's node knows.
+
+    Attributes:
+        spares: nodes that wait to take a lost one's place.
+        incidents: how many there were, with the one in progress.
+        cause: how the cause of the one in progress came about: ``exception``, ``hang``, ``SIGKILL``...
+        causes: how many the ranks have met again after, by how their cause came about.
+        recoveries: those after which the lost step was made.
+    """
+
+    nodes: tuple[JobNode, ...]
+    ranks: tuple[JobRank, ...]
+    spares: int
+    incidents: int
+    cause: str | None
+    causes: Mapping[str, int]
+    recoveries: Recoveries
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One look at this node's part of the job.
+
+    Attributes:
+        node: its number.
+        at_s: when, in seconds since the epoch.
+        looked_at_s: likewise, on the monotonic clock; None: the agent has not joined the job.
+        generation: the one that began last (None: none yet).
+        high_water: the highest committed step that this node knows of (likewise).
+        incident: the one that ranks are being brought together for.
+        respawns: processes that were started to take a dead one's place.
+        exit_code: how the job ended, if it has.
+        job: None on nodes other than the coordinator's.
+    """
+
+    node: int
+    at_s: float = 0.0
+    looked_at_s: float | None = None
+    generation: int | None = None
+    high_water: int | None = None
+    incident: str | None = None
+    respawns: int = 0
+    exit_code: int | None = None
+    ranks: tuple[RankStatus, ...] = ()
+    job: JobStatus | None = None
+
+    def health(self, now_s: float) -> tuple[bool, str]:
+        """Whether the loop turns and the job goes on, and that in a few words.
+
+        Args:
+            now_s: on the monotonic clock.
+        """
+        if self.looked_at_s is None:
+            return False, "the agent has not joined the job yet"
+        if self.exit_code is not None:
+            return False, f"the job is over with exit code {self.exit_code}"
+        age_s = now_s - self.looked_at_s
+        if age_s > STALE_S:
+            return False, f"the agent's loop has not turned for {age_s:.1f} s"
+        if self.incident is not None:
+            return True, f"ok, recovering from incident {self.incident}"
+        return True, "ok" if self.generation is not None else "ok, waiting for all ranks"
+
+
+@dataclass
+class Tally:
+    """Counts what the agent of this node writes into the event log and says.
+
+    Attributes:
+        incidents: how many were seen.
+        open: how the cause of each came about whose ranks have not met again.
+        causes: how many there were of each kind of the others.
+        recoveries: as in :class:`JobStatus`.
+        respawns: as in :class:`Snapshot`.
+    """
+
+    incidents: int = 0
+    open: dict[str, str] = field(default_factory=dict)
+    causes: Counter[str] = field(default_factory=Counter)
+    recoveries: Recoveries = Recoveries()
+    respawns: int = 0
+
+    def event(self, stage: str, edge: str, incident: str | None, how: object) -> None:
+        """Take note of an event.
+
+        Args:
+            how: the field of that name, which a ``detect`` has; a later one knows better.
+        """
+        if stage == "respawn" and edge == "begin":
+            self.respawns += 1
+        elif stage == "detect" and incident is not None:
+            self.incidents += incident not in self.open
+            self.open[incident] = str(how)
+        elif stage == "go" and incident in self.open:
+            self.causes[self.open.pop(incident)] += 1
+
+    def line(self, text: str) -> None:
+        """Take note of a line for the terminal."""
+        found = _RECOVERED.match(text)
+        if found is not None:
+            self.recoveries = self.recoveries.and_one_of(float(found[1]))
+
+
+class Watch:
+    """Keeps the snapshot of a loop.
+
+    Args:
+        node: index of this node.
+
+    Attributes:
+        snapshot: the newest; replaced, never changed.
+    """
+
+    def __init__(self, node: int) -> None:
+        self.snapshot = Snapshot(node)
+        self._tally = Tally()
+        self._again_at_s = 0.0
+
+    def log(self, path: Path) -> EventLog:
+        """The event log of this node's agent, of which note is taken here."""
+        return _WatchedLog(path, self.snapshot.node, self._tally)
+
+    def hear(self, say: Callable[[str], None]) -> Callable[[str], None]:
+        """A ``say`` of which note is taken here."""
+
+        def said(line: str) -> None:
+            self._tally.line(line)
+            say(line)
+
+        return said
+
+    def look(self, agent: NodeAgent, coordinator: Coordinator | None, now_s: float) -> None:
+        """Replace the snapshot if it is time to.
+
+        Args:
+            coordinator: None on nodes other than its own.
+            now_s: on the monotonic clock.
+        """
+        if now_s < self._again_at_s:
+            return
+        began_s = time.perf_counter()
+        ranks = tuple(_ranks(agent, now_s))
+        committed = max((rank.committed for rank in ranks if rank.committed is not None), default=None)
+        self.snapshot = Snapshot(
+            node=agent.index,
+            at_s=round(time.time(), 3),
+            looked_at_s=now_s,
+            generation=_known(agent.generation),
+            high_water=_known(agent.began_after) if committed is None else committed,
+            incident=agent.incident,
+            respawns=self._tally.respawns,
+            exit_code=None if agent.outcome is None else agent.outcome.code,
+            ranks=ranks,
+            job=None if coordinator is None else self._job(coordinator),
+        )
+        self._again_at_s = now_s + max(_EVERY_S, _SHARE * (time.perf_counter() - began_s))
+
+    def _job(self, coordinator: Coordinator) -> JobStatus:
+        return JobStatus(
+            nodes=tuple(_node(node) for node in coordinator.nodes),
+            ranks=tuple(
+                JobRank(rank.number, rank.node.index, rank.state.value, rank.incarnation)
+                for rank in coordinator.ranks
+            ),
+            spares=len(coordinator.spares),
+            incidents=self._tally.incidents,
+            cause=next(reversed(self._tally.open.values()), None),
+            causes=dict(self._tally.causes),
+            recoveries=self._tally.recoveries,
+        )
+
+
+class _WatchedLog(EventLog):
+    """An event log that counts what it is given."""
+
+    def __init__(self, path: Path, node: int, tally: Tally) -> None:
+        super().__init__(path, node=node)
+        self._tally = tally
+
+    def emit(
+        self,
+        stage: str,
+        edge: Edge,
+        *,
+        generation: int,
+        incident: str | None = None,
+        rank: int | None = None,
+        **fields: Any,
+    ) -> None:
+        """Append one event, and take note of it."""
+        super().emit(stage, edge, generation=generation, incident=incident, rank=rank, **fields)
+        self._tally.event(stage, edge, incident, fields.get("how"))
+
+
+def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:
+    for worker in agent.workers.values():
+        reading = worker.board.read()
+        yield RankStatus(
+            worker.rank,
+            worker.state.value,
+            worker.pid if worker.state is not WorkerState.GONE else None,
+            worker.incarnation,
+            _known(reading.committed),
+            _known(reading.making),
+            round(max(0.0, now_s - worker.beat_at_s), 3) if worker.state in _BEATING else None,
+        )
+
+
+def _node(node: Node) -> JobNode:
+    return JobNode(node.index, "joined" if node.joined else "absent" if node.lost else "loading", node.lost)
+
+
+def _known(number: int) -> int | None:
+    """A step or a generation, or None for -1."""
+    return None if number == NO_STEP else number
