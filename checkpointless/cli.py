@@ -1,4 +1,4 @@
-"""The command line: ``checkpointless run | train | demo | verify | report | faults``.
+"""The command line: ``checkpointless run | train | coordinator | demo | verify | report | faults``.
 
 Nothing heavy is imported here; each command imports what it needs when it runs, so that ``--help`` and a wrong
 option answer at once.
@@ -51,6 +51,13 @@ examples:
 
 What follows the script is the script's own. A rank that fails is recovered in place or replaced, while the others
 keep their state; that needs `@HPWrapper()` on the script's main function.
+"""
+_COORDINATOR_EPILOG = """\
+examples:
+  checkpointless coordinator --nnodes 4 --nproc-per-node 8 --rdzv-endpoint control0:29400 --run-dir /shared/runs/1
+
+Then `checkpointless run` with the same --rdzv-endpoint on every node. No node is special any more: also the loss of
+node 0 is recovered from. CHECKPOINTLESS_TOKEN must be the same as on the nodes, and so should the limits be.
 """
 _TRAIN_EPILOG = """\
 examples:
@@ -151,6 +158,19 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that comes along")
     train.add_argument("overrides", metavar="key=value", nargs="*", help="a value to set in it, by dotted key")
 
+    alone = add(
+        "coordinator", _coordinator, "coordinate a job of several nodes from outside of them", _COORDINATOR_EPILOG
+    )
+    alone.add_argument("--nnodes", type=_positive, required=True, metavar="M", help="nodes of the job")
+    alone.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N", help="ranks (default: 1)"
+    )
+    alone.add_argument(
+        "--rdzv-endpoint", "--rdzv_endpoint", required=True, metavar="H[:P]", help="where to listen; for all nodes"
+    )
+    alone.add_argument("--run-dir", type=Path, metavar="D", help="the job's run directory (default: no events)")
+    _add_limits(alone)
+
     demo = add("demo", _demo, "train a small GPT with and without faults and compare the two", _DEMO_EPILOG)
     demo.add_argument("--nproc", type=_positive, default=4, metavar="N", help="CPU ranks (default: 4)")
     demo.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps of each run (default: 10)")
@@ -180,14 +200,19 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--spares", type=_count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
     add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
     add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
-    add("--max-incidents", type=_count, metavar="K", help="give up after so many incidents")
-    add("--heartbeat-timeout", type=_seconds, metavar="S", help="seconds after which a silent rank counts as hung")
-    add("--node-timeout", type=_seconds, metavar="S", help="seconds after which a silent node counts as lost")
-    add("--regroup-timeout", type=_seconds, metavar="S", help="seconds within which all ranks must meet again")
+    _add_limits(parser)
     add("--http-port", type=_port, metavar="P", help="serve health and metrics over HTTP (0: on any free port)")
     add("--http-host", metavar="H", help="address to serve them on (default: 127.0.0.1, this machine only)")
     add("--record-steps", action="store_true", help="record each step's loss and parameter digest, for `verify`")
     add("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-incidents", type=_count, metavar="K", help="give up after so many incidents")
+    add("--heartbeat-timeout", type=_seconds, metavar="S", help="seconds after which a silent rank counts as hung")
+    add("--node-timeout", type=_seconds, metavar="S", help="seconds after which a silent node counts as lost")
+    add("--regroup-timeout", type=_seconds, metavar="S", help="seconds within which all ranks must meet again")
 
 
 # --- commands -----------------------------------------------------------------------------------------------------
@@ -275,6 +300,32 @@ def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], 
         if spec.prob is None and spec.text not in happened:
             _say(f"fault {spec.text} did not happen: the run never came there")
     return status
+
+
+def _coordinator(options: argparse.Namespace) -> int:
+    from checkpointless.agent.handshake import TOKEN_ENV
+    from checkpointless.agent.launch import CoordinatorConfig, launch_coordinator
+
+    limits = {
+        "max_incidents": options.max_incidents,
+        "heartbeat_timeout_s": options.heartbeat_timeout,
+        "regroup_timeout_s": options.regroup_timeout,
+        "node_timeout_s": options.node_timeout,
+    }
+    try:
+        config = CoordinatorConfig(
+            nnodes=options.nnodes,
+            nproc_per_node=options.nproc_per_node,
+            rdzv_endpoint=options.rdzv_endpoint,
+            token=os.environ.pop(TOKEN_ENV, ""),
+            run_dir=options.run_dir,
+            **{limit: value for limit, value in limits.items() if value is not None},
+        )
+        return launch_coordinator(config, _say)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"cannot listen at {options.rdzv_endpoint}: {error.strerror or error}") from error
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -182,6 +182,14 @@ class Coordinator:
         rendezvous: the stores of the job's generations.
         events: the job's event log.
         say: takes lines for the terminal.
+
+    Attributes:
+        generation: the one that began last (-1: none).
+        outcome: how the job ended; None as long as it has not.
+        nodes: the job's nodes, by number.
+        spares: nodes that wait to take a lost one's place.
+        ranks: the job's ranks, by number.
+        host: the node in whose agent this coordinator lives; None if it has a process of its own.
     """
 
     def __init__(
@@ -199,6 +207,7 @@ class Coordinator:
         self.outcome: End | None = None
         self.nodes = [Node(index, nproc, _nowhere, lost=_NOT_YET) for index in range(nnodes)]
         self.spares: list[Node] = []
+        self.host: Node | None = None
         self.ranks = [Rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc)]
         # So that no message makes anyone look at all ranks or nodes: how many ranks are in each state, and at which
         # indexes a node is lost, or has not joined. The ranks of a lost node are GONE.
@@ -323,7 +332,7 @@ class Coordinator:
         elif isinstance(message, JobOver):
             self.end(FAILED, message.reason)
         elif isinstance(message, Leaving):
-            if node is self.nodes[0]:  # with which this coordinator goes
+            if node is self.host:  # with which this coordinator goes
                 self.end(FAILED, message.reason)
             else:
                 self.lose(node, message.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import logging
@@ -60,9 +61,10 @@ class LaunchConfig:
         stream_logs: copy the ranks' output to stdout as it comes.
         extra_env: what the ranks' environment gets besides.
         nnodes: how many nodes train.
-        node_rank: this one's number, from 0; that of a spare is ``nnodes`` or more. Node 0's agent coordinates.
+        node_rank: this one's number, from 0; that of a spare is ``nnodes`` or more.
         spares: how many nodes wait to take a lost one's place.
-        rdzv_endpoint: ``HOST[:PORT]`` of node 0, as all nodes reach it; needed if there are several.
+        rdzv_endpoint: ``HOST[:PORT]`` of the coordinator, as all nodes reach it; needed if there are several. Node
+            0 coordinates, unless that is no address of its own or ``checkpointless coordinator`` listens there.
         token: known to the agents of this job alone; likewise.
         node_timeout_s: after how many seconds without a word a node is lost.
         join_timeout_s: how long to try to reach node 0.
@@ -110,12 +112,7 @@ class LaunchConfig:
         Raises:
             ValueError: ``rdzv_endpoint`` is not ``HOST[:PORT]``.
         """
-        host, colon, port = self.rdzv_endpoint.rpartition(":")
-        if not colon:
-            host, port = port, str(DEFAULT_PORT)
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"the rendezvous endpoint must be HOST[:PORT], not {self.rdzv_endpoint!r}")
-        return host.strip("[]"), int(port)
+        return _endpoint(self.rdzv_endpoint)
 
     def __post_init__(self) -> None:
         if self.nproc_per_node < 1:
@@ -143,12 +140,66 @@ class LaunchConfig:
     def _check_meeting(self) -> None:
         if not self.rdzv_endpoint:
             raise ValueError("several nodes need --rdzv-endpoint HOST[:PORT], where HOST is node 0 for all of them")
+        _check_token(self.token)
         _ = self.endpoint
-        if len(self.token) < MIN_TOKEN_CHARACTERS:
-            raise ValueError(
-                f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
-                "the same on all of them (openssl rand -hex 32 makes one)"
-            )
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    """What to coordinate, from a process of its own. The fields are those of :class:`LaunchConfig`.
+
+    Attributes:
+        run_dir: where the job's events go (None: nowhere).
+
+    Raises:
+        ValueError: the endpoint or the token is none.
+    """
+
+    nnodes: int
+    nproc_per_node: int
+    rdzv_endpoint: str
+    token: str = field(repr=False)
+    run_dir: Path | None = None
+    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
+    regroup_timeout_s: float = DEFAULT_REGROUP_TIMEOUT_S
+    max_incidents: int | None = None
+    node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S
+    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        _check_token(self.token)
+        _endpoint(self.rdzv_endpoint)
+
+
+def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) -> int:
+    """Coordinate a job until it is over. Must be called in the main thread: it handles signals.
+
+    Args:
+        say: takes lines for the terminal.
+
+    Returns:
+        0 if every rank ended well, else 1.
+
+    Raises:
+        OSError: the endpoint cannot be listened on, or the run directory not be made.
+    """
+    from checkpointless.agent.coordinate import Meeting, coordinate
+    from checkpointless.agent.coordinator import Limits
+
+    if config.run_dir is not None:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+    address, port = _endpoint(config.rdzv_endpoint)
+    signals: list[int] = []
+    with _handling(signals.append):
+        return coordinate(
+            Meeting(config.nnodes, config.nproc_per_node, address, port, config.token, config.node_timeout_s),
+            Limits(
+                config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents, config.join_timeout_s
+            ),
+            EventLog(config.run_dir / EVENTS_FILE if config.run_dir is not None else None, node=-1),
+            say,
+            signals,
+        )
 
 
 def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
@@ -262,49 +313,53 @@ def _link(
     signals: list[int],
     say: Callable[[str], None],
 ) -> Link:
-    """What connects this node with the coordinator, which lives in node 0's agent."""
-    from checkpointless.agent.coordinator import Coordinator, Limits
+    """What connects this node with the coordinator, which lives here on node 0, unless there is one elsewhere."""
+    from checkpointless.agent.coordinate import Meeting, host, host_alone
+    from checkpointless.agent.coordinator import Limits
     from checkpointless.agent.joining import Joining
-    from checkpointless.agent.port import CoordinatorPort
-    from checkpointless.agent.rendezvous import LOOPBACK, Rendezvous
     from checkpointless.agent.server import GuestLink, HostLink
 
-    address, port = (LOOPBACK, 0) if config.is_alone else config.endpoint
-    nnodes, nproc = config.nnodes, config.nproc_per_node
-    if config.node_rank > 0:
-        say(f"node {config.node_rank}: joining the job at {address}:{port}")
-        joining = Joining(
-            address,
-            port,
-            token=config.token,
-            node=config.node_rank if config.node_rank < nnodes else SPARE,
-            nproc=nproc,
-            timeout_s=config.join_timeout_s,
-            stopped=lambda: bool(signals),
-        )
-        return GuestLink(joining, selector, config.node_timeout_s)
-    rendezvous = Rendezvous(nnodes, nproc, address)
-    coordinator = Coordinator(
-        Limits(config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents, config.join_timeout_s),
-        nnodes=nnodes,
-        nproc=nproc,
-        rendezvous=rendezvous,
-        events=events,
-        say=say,
+    limits = Limits(
+        config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents, config.join_timeout_s
     )
     if config.is_alone:
-        return HostLink(coordinator, None)
-    if rendezvous.address.startswith("127.") and not address.startswith(("127.", "localhost")):
-        say(f"{address} is {rendezvous.address} on this node, which others cannot reach: use an address of its own")
-    door = CoordinatorPort(
+        return HostLink(host_alone(config.nproc_per_node, limits, events, say), None)
+    address, port = config.endpoint
+    if config.node_rank == 0:
+        meeting = Meeting(config.nnodes, config.nproc_per_node, address, port, config.token, config.node_timeout_s)
+        try:
+            return HostLink(*host(meeting, limits, selector, events, say))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                raise
+    say(f"node {config.node_rank}: joining the job at {address}:{port}")
+    joining = Joining(
         address,
         port,
         token=config.token,
-        coordinator=coordinator,
-        selector=selector,
-        silence_s=config.node_timeout_s,
+        node=config.node_rank if config.node_rank < config.nnodes else SPARE,
+        nproc=config.nproc_per_node,
+        timeout_s=config.join_timeout_s,
+        stopped=lambda: bool(signals),
     )
-    return HostLink(coordinator, door)
+    return GuestLink(joining, selector, config.node_timeout_s)
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        host, port = port, str(DEFAULT_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"the rendezvous endpoint must be HOST[:PORT], not {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def _check_token(token: str) -> None:
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise ValueError(
+            f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
+            "the same on all of them (openssl rand -hex 32 makes one)"
+        )
 
 
 def _log_path(config: LaunchConfig, rank: int) -> Path:

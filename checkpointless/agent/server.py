@@ -7,15 +7,13 @@ import selectors
 import time
 from collections import deque
 
+from checkpointless.agent.coordinate import FAREWELL_S, TICK_S
 from checkpointless.agent.coordinator import FAILED, Coordinator
 from checkpointless.agent.joining import Joining
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.node_protocol import Alive, Command, End, NodeMessage
 from checkpointless.agent.port import CoordinatorPort
 from checkpointless.agent.status import Watch
-
-TICK_S = 0.05
-FAREWELL_S = 10.0  # for the other nodes' agents to hear of the end
 
 
 class Link(abc.ABC):
@@ -66,6 +64,7 @@ class HostLink(Link):
         self.coordinator = self._coordinator = coordinator
         self._port = port
         self._node = coordinator.admit(0, coordinator.nodes[0].nproc, self.commands.append)
+        coordinator.host = self._node
         self._until_s: float | None = None
 
     def report(self, message: NodeMessage) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpointless.agent.handshake import TOKEN_ENV
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import IncidentSummary, summarize
 from checkpointless.telemetry.steps import read_steps
@@ -100,6 +104,7 @@ def run_nodes(
     spares: int = 0,
     late: float | None = None,
     lost: tuple[int, ...] = (),
+    outside: bool = False,
     **settings: Any,
 ) -> list[Job | None]:
     """Run a job of several nodes to its end, each under an agent of its own, on this machine.
@@ -110,6 +115,7 @@ def run_nodes(
         spares: agents that wait to take the place of a lost one.
         late: start one more agent so many seconds after the others, as the last node once more.
         lost: the nodes that will be killed.
+        outside: whether the coordinator has a process of its own.
 
     Returns:
         What each agent says, by node; None for one that was killed.
@@ -128,14 +134,44 @@ def run_nodes(
     }
     if agents > 1:
         arguments |= {"nnodes": nnodes, "spares": spares, "token": TOKEN, "rdzv_endpoint": f"127.0.0.1:{_port()}"}
-    answers = zygote.run(
-        agents,
-        "tests.ranks.jobs:launch_here",
-        {"settings": arguments, "late": late},
-        limit_s=limit_s,
-        expendable=lost,
-    )
+    with _coordinator(arguments) if outside else nullcontext():
+        answers = zygote.run(
+            agents,
+            "tests.ranks.jobs:launch_here",
+            {"settings": arguments, "late": late},
+            limit_s=limit_s,
+            expendable=lost,
+        )
     return [Job(each["code"], tuple(each["said"]), run_dir) if each is not None else None for each in answers]
+
+
+@contextmanager
+def _coordinator(settings: dict[str, Any]) -> Iterator[None]:
+    """A coordinator in a process of its own, which must end well."""
+    command = [
+        "coordinator",
+        "--nnodes",
+        str(settings["nnodes"]),
+        "--nproc-per-node",
+        str(settings["nproc_per_node"]),
+    ]
+    command += ["--rdzv-endpoint", settings["rdzv_endpoint"], "--run-dir", settings["run_dir"]]
+    command += ["--node-timeout", str(settings.get("node_timeout_s", 10)), "--heartbeat-timeout", "20"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "checkpointless", *command],
+        env={**os.environ, TOKEN_ENV: TOKEN},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        assert any("coordinating" in line for line in process.stderr)
+        yield
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 0, said
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _port() -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpointless.agent.handshake import TOKEN_ENV
 from tests.ranks.agent_job import Ended, Job, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
@@ -32,14 +36,35 @@ class Nodes:
         nnodes: how many train.
         faults: arguments of ``steps.py``.
         spares: how many wait.
+        outside: whether the coordinator has a process of its own.
         options: further fields of ``LaunchConfig``.
     """
 
-    def __init__(self, run_dir: Path, nnodes: int, *faults: str, spares: int = 0, **options: Any) -> None:
+    def __init__(
+        self, run_dir: Path, nnodes: int, *faults: str, spares: int = 0, outside: bool = False, **options: Any
+    ) -> None:
         self.run_dir, self.nnodes, self.faults = run_dir, nnodes, faults
         self.port = free_port()
         self.options = {"spares": spares, "node_timeout_s": 3.0, "regroup_timeout_s": 20.0, **options}
+        self.coordinator = self.coordinate() if outside else None
         self.agents = [self.start(node) for node in range(nnodes + spares)]
+
+    def coordinate(self) -> subprocess.Popen[str]:
+        """Start a coordinator, and wait until it listens."""
+        command = ["coordinator", "--nnodes", str(self.nnodes), "--nproc-per-node", str(NPROC)]
+        command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--run-dir", str(self.run_dir)]
+        command += ["--node-timeout", "3", "--regroup-timeout", "20"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "checkpointless", *command],
+            env={**os.environ, TOKEN_ENV: TOKEN},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "coordinating 2 nodes of 2 ranks" in line:
+                return process
+        raise AssertionError("the coordinator has ended")
 
     def start(self, node: int, **options: Any) -> Job:
         """Start an agent."""
@@ -180,3 +205,31 @@ def test_an_agent_without_the_token_is_told_so_and_nobody_else_notices(tmp_path:
     nodes.kill(0)
     nodes.agents[0].process.communicate()
     nodes.agents[1].end()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_a_coordinator_of_its_own_any_node_may_be_lost(tmp_path: Path, lost: int) -> None:
+    nodes = Nodes(tmp_path, 2, f"{2 * lost}:5:0:sleep", spares=1, outside=True)
+    assert nodes.coordinator is not None
+    wait_until(lambda: nodes.notes("fault", 2 * lost))
+    nodes.kill(lost)
+    nodes.agents[lost].process.communicate()
+    codes = [nodes.agents[node].end().code for node in (1 - lost, 2)]
+    _, said = nodes.coordinator.communicate(timeout=20)
+    assert (nodes.coordinator.returncode, codes) == (0, [0, 0]), said
+    assert f"a spare takes the place of node {lost}" in said
+    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {
+        r: int(r // NPROC == lost) for r in range(4)
+    }
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGKILL, "was lost")])
+def test_a_coordinator_that_is_gone_ends_the_job(tmp_path: Path, number: signal.Signals, said: str) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True)
+    assert nodes.coordinator is not None
+    wait_until(lambda: nodes.notes("fault", 2))
+    nodes.coordinator.send_signal(number)
+    ended = nodes.end()
+    assert [each.code for each in ended] == [1, 1]
+    assert all(said in each.err for each in ended)
+    nodes.coordinator.communicate(timeout=20)

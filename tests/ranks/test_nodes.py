@@ -30,10 +30,10 @@ def disturb_nodes(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_pa
         args = (f"trainer.max_steps={STEPS}", *args)
         reference = undisturbed(4, args)
         settings = {"node_timeout_s": 4.0, **settings}
-        first, *others = run_nodes(nemo_zygote, tmp_path / "run", 2, 2, args=args, faults=faults, **settings)
-        assert first is not None
+        jobs = run_nodes(nemo_zygote, tmp_path / "run", 2, 2, args=args, faults=faults, **settings)
+        first, *others = [job for job in jobs if job is not None]
         assert first.code == 0, first.story()
-        assert all(job.code == 0 for job in others if job is not None), first.story()
+        assert all(job.code == 0 for job in others), first.story()
         assert fired(first.run_dir) == dict.fromkeys(faults, 1)
         verdict = compare(reference, first.steps)
         assert verdict.equal, f"{verdict.sentence}\n{first.story()}"
@@ -86,3 +86,9 @@ def test_a_node_lost_while_another_fault_is_handled(disturb_nodes: Run) -> None:
     job = disturb_nodes("exception@forward:rank=0,step=4", "node@recovery:rank=2,step=3", spares=1, lost=(1,))
     assert job.incidents[-1].target == 3
     assert job.incidents[-1].respawned == (2, 3)
+
+
+def test_node_0_killed_with_a_spare_and_a_coordinator_of_its_own(disturb_nodes: Run) -> None:
+    job = disturb_nodes("node@optimizer:rank=1,step=4", spares=1, lost=(0,), outside=True)
+    (incident,) = job.incidents
+    assert incident.respawned == (0, 1)

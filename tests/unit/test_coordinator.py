@@ -635,6 +635,7 @@ def test_a_spare_that_is_told_to_stop_is_not_the_end_of_the_job() -> None:
 
 def test_a_node_that_is_told_to_stop_is_replaced_but_not_the_coordinators() -> None:
     job = Job().begin()
+    job.coordinator.host = job.coordinator.nodes[0]
     job.join(-1)
     job.coordinator.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]

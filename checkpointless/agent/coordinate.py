@@ -1,0 +1,122 @@
+"""Bring a coordinator up: in node 0's agent, or in a process of its own (``checkpointless coordinator``)."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from checkpointless.agent.coordinator import FAILED, Coordinator, Limits
+from checkpointless.agent.incidents import signal_name
+from checkpointless.agent.port import CoordinatorPort
+from checkpointless.agent.rendezvous import LOOPBACK, Rendezvous
+from checkpointless.telemetry.events import EventLog
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+FAREWELL_S = 10.0  # for the agents to hear of the end
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the agents of a job meet, and who they are.
+
+    Attributes:
+        nnodes: how many nodes train.
+        nproc: ranks of each.
+        address: to listen on; also what the ranks are told to meet at.
+        port: likewise.
+        token: known to the agents of this job alone.
+        silence_s: after how many seconds without a word a node is lost.
+    """
+
+    nnodes: int
+    nproc: int
+    address: str
+    port: int
+    token: str
+    silence_s: float
+
+
+def host(
+    meeting: Meeting,
+    limits: Limits,
+    selector: selectors.BaseSelector,
+    events: EventLog,
+    say: Callable[[str], None],
+) -> tuple[Coordinator, CoordinatorPort]:
+    """A coordinator that listens for agents, in the loop of ``selector``.
+
+    Raises:
+        OSError: the address cannot be looked up or listened on.
+    """
+    rendezvous = Rendezvous(meeting.nnodes, meeting.nproc, meeting.address)
+    if rendezvous.address.startswith("127.") and not meeting.address.startswith(("127.", "localhost")):
+        say(
+            f"{meeting.address} is {rendezvous.address} here, which no other node can reach: "
+            "use an address of this node's own"
+        )
+    coordinator = Coordinator(
+        limits, nnodes=meeting.nnodes, nproc=meeting.nproc, rendezvous=rendezvous, events=events, say=say
+    )
+    door = CoordinatorPort(
+        rendezvous.address,
+        meeting.port,
+        token=meeting.token,
+        coordinator=coordinator,
+        selector=selector,
+        silence_s=meeting.silence_s,
+    )
+    return coordinator, door
+
+
+def host_alone(nproc: int, limits: Limits, events: EventLog, say: Callable[[str], None]) -> Coordinator:
+    """A coordinator for one node, which nobody else can reach."""
+    return Coordinator(
+        limits, nnodes=1, nproc=nproc, rendezvous=Rendezvous(1, nproc, LOOPBACK), events=events, say=say
+    )
+
+
+def coordinate(
+    meeting: Meeting, limits: Limits, events: EventLog, say: Callable[[str], None], signals: list[int]
+) -> int:
+    """Coordinate a job from this process until it is over.
+
+    Args:
+        meeting: where, and for whom.
+        limits: what ranks are held to.
+        events: the job's event log.
+        say: takes lines for the terminal.
+        signals: the signals that this process got; a handler appends to it. The first ends the job.
+
+    Returns:
+        0 if every rank ended well, else 1.
+
+    Raises:
+        OSError: the address cannot be looked up or listened on.
+    """
+    selector = selectors.DefaultSelector()
+    coordinator, door = host(meeting, limits, selector, events, say)
+    say(f"coordinating {meeting.nnodes} nodes of {meeting.nproc} ranks at {meeting.address}:{door.port}")
+    until_s = float("inf")
+    try:
+        while coordinator.outcome is None or (door.has_guests() and time.monotonic() < until_s):
+            for key, _ in selector.select(TICK_S):
+                key.data()
+            now_s = time.monotonic()
+            while signals:
+                coordinator.end(FAILED, f"stopped by {signal_name(signals.pop(0))}")
+            door.tick(now_s)
+            coordinator.tick(now_s)
+            if coordinator.outcome is not None and until_s == float("inf"):
+                until_s = now_s + FAREWELL_S
+        for line in coordinator.outcome.last_words:
+            say(line)
+        return coordinator.outcome.code
+    finally:
+        door.close()
+        coordinator.close()
+        selector.close()
