@@ -4,19 +4,13 @@ from typing import Any
 
 import pytest
 
+from tests.ranks.layouts import DROPOUT, EP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
 
 STEPS = 4
-MOE = [
-    # Megatron-core 0.15 leaves the router's bias uninitialised memory; without biases there is none.
-    "model.config.add_bias_linear=false",
-    "model.config.num_moe_experts=4",
-    "model.config.moe_grouped_gemm=false",
-    "model.config.moe_router_topk=2",
-    "strategy.expert_model_parallel_size=2",
-]
+MOE = list(EP2)
 RECOMPUTE = [
     "model.config.recompute_granularity=full",
     "model.config.recompute_method=uniform",
@@ -32,7 +26,6 @@ LAYOUTS = {
     "ep2-dp4": (4, MOE),
     "ep2-dp8": (8, MOE),
 }
-DROPOUT = ["model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1"]
 
 
 def _train(zygote: Zygote, ranks: int, overrides: list[str], times: int = 1) -> list[list[dict[str, Any]]]:
@@ -86,7 +79,7 @@ def test_dropout_uses_the_device_streams_and_leaves_the_cpus_alone(nemo_zygote: 
 
 
 def test_dropout_matters(nemo_zygote: Zygote) -> None:
-    (with_dropout,) = _train(nemo_zygote, 4, DROPOUT)
+    (with_dropout,) = _train(nemo_zygote, 4, list(DROPOUT))
     (without,) = _train(nemo_zygote, 4, [])
     assert with_dropout[0]["params"] != without[0]["params"]
     assert without[0]["rng"] == without[0]["rng_at_start"]

@@ -11,13 +11,12 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.telemetry.verify import Steps, compare
 from tests.ranks.jobs import Job, run_nodes
+from tests.ranks.layouts import DROPOUT, TP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
 
 STEPS = 6
-DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
-TP2 = ("strategy.tensor_model_parallel_size=2",)
 
 Run = Callable[..., Job]
 

@@ -12,20 +12,11 @@ from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import Outcome
 from checkpointless.telemetry.verify import Steps, compare
 from tests.ranks.jobs import Disturb, run_job
+from tests.ranks.layouts import DROPOUT, EP2, PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
 
-TP2 = ("strategy.tensor_model_parallel_size=2",)
-PP2 = ("strategy.pipeline_model_parallel_size=2",)
-EP2 = (
-    "model.config.add_bias_linear=false",
-    "model.config.num_moe_experts=4",
-    "model.config.moe_grouped_gemm=false",
-    "model.config.moe_router_topk=2",
-    "strategy.expert_model_parallel_size=2",
-)
-DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
 PHASES = ("data", "forward", "backward", "sync", "before_optimizer", "optimizer", "after_optimizer", "between")
 
 

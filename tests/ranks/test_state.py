@@ -9,6 +9,7 @@ import pytest
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import Outcome
 from tests.ranks.jobs import Disturb, Job, run_job
+from tests.ranks.layouts import DROPOUT, EP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
@@ -23,14 +24,6 @@ THREE_HOLDERS = ("strategy.num_distributed_optimizer_instances=3", "data.global_
 SMALL_BUCKETS = ("checkpointless.memory_budget_bytes=262144",)
 LOST_BOARD = "callbacks.lost_board={{_target_: tests.ranks.lost_board.LostBoard, ranks: {ranks}, step: 4}}"
 JUMP = ("checkpointless.rng_replication_jump=2",)
-DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
-EP2 = (
-    "model.config.add_bias_linear=false",
-    "model.config.num_moe_experts=4",
-    "model.config.moe_grouped_gemm=false",
-    "model.config.moe_router_topk=2",
-    "strategy.expert_model_parallel_size=2",
-)
 EP2_FOUR_HOLDERS = (*EP2, "strategy.num_distributed_optimizer_instances=4")  # of 8 ranks
 CHECKSUM = ("checkpointless.enable_checksum=true",)
 

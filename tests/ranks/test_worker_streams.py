@@ -17,6 +17,7 @@ from checkpointless.recovery import Place, seed_data_workers
 from checkpointless.telemetry.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Disturb, run_job
+from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
@@ -25,8 +26,6 @@ STEPS = 5
 NOISY = ("data._target_=tests.ranks.noisy_text.NoisyTextDataModule", "data.num_workers=2")
 NOISY_TRAINING = ("callbacks.noise={_target_: tests.ranks.noisy_text.NoisyEmbedding}",)
 VALIDATION = ("trainer.limit_val_batches=2", "trainer.val_check_interval=2")
-TP2 = ("strategy.tensor_model_parallel_size=2",)
-PP2 = ("strategy.pipeline_model_parallel_size=2",)
 
 
 @pytest.mark.nemo
