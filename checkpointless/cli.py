@@ -239,9 +239,8 @@ def _train(options: argparse.Namespace) -> int:
     if config.trainer.get("accelerator") == "cpu" and not options.cpu:
         raise UsageError(f"{options.recipe} trains on the CPU (trainer.accelerator=cpu): add --cpu")
     max_steps = config.trainer.get("max_steps")
-    specs = _specs(
-        options.faults, options.nproc_per_node * options.nnodes, max_steps if isinstance(max_steps, int) else None
-    )
+    last = max_steps if isinstance(max_steps, int) else None
+    specs = _specs(options.faults, options.nproc_per_node * options.nnodes, last, options.nnodes)
     return _launch(
         options,
         Path(options.recipe).stem,

@@ -1,5 +1,6 @@
 """The command line: what each command makes of its words, and what it says of wrong ones."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,33 @@ def test_what_is_wrong_is_said_in_one_line(
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["train.py"]
 
 
-@pytest.mark.parametrize("command", ["run", "train", "demo", "verify", "report", "faults"])
+@pytest.mark.parametrize("command", ["run", "train", "coordinator", "demo", "verify", "report", "faults"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert left.value.code == 0
     assert f"usage: checkpointless {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "what", [["run", "train.py"], pytest.param(["train", "tiny_gpt_cpu", "--cpu"], marks=pytest.mark.nemo)]
+)
+def test_a_node_can_be_lost_in_a_job_of_several(
+    what: list[str],
+    launched: list[LaunchConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, *rest = what
+    monkeypatch.setenv("CHECKPOINTLESS_TOKEN", "x" * 32)
+    fault = ["--fault", "node@forward:rank=3,step=2"]
+    several = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", "1", "--rdzv-endpoint", "node0:4000"]
+    assert main([command, *several, *fault, *rest]) == 7
+    (config,) = launched
+    assert (config.nnodes, config.node_rank, config.endpoint) == (2, 1, ("node0", 4000))
+    assert config.token == "x" * 32
+    assert "CHECKPOINTLESS_TOKEN" not in os.environ
+    assert "--nnodes" in refused([command, "--nproc-per-node", "4", *fault, *rest], capsys)
 
 
 def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
