@@ -267,7 +267,7 @@ def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], 
     }
     if options.http_host is not None and options.http_port is None:
         raise UsageError("--http-host is where health and metrics are served if there is --http-port: add it")
-    run_dir = _run_dir(options.run_dir, name)
+    run_dir = _run_dir(options.run_dir, name, shared=options.nnodes + options.spares > 1)
     try:
         config = LaunchConfig(
             nproc_per_node=options.nproc_per_node,
@@ -442,8 +442,12 @@ def _check_run_dir(run_dir: Path) -> None:
         raise UsageError(f"there is no run directory {run_dir}")
 
 
-def _run_dir(asked: Path | None, name: str) -> Path:
-    """The directory of a new run; one that holds a run already is refused, because the two would mix."""
+def _run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
+    """The directory of a new run; one that holds a run already is refused, because the two would mix.
+
+    Args:
+        shared: other nodes of the same run may have written into it, or this one's predecessor.
+    """
     if asked is None:
         started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         asked = RUNS_DIR / f"{started}-{name}"
@@ -451,7 +455,7 @@ def _run_dir(asked: Path | None, name: str) -> Path:
             asked = RUNS_DIR / f"{started}-{name}-{os.getpid()}"
     if asked.exists() and not asked.is_dir():
         raise UsageError(f"run directory {asked} is a file: name another")
-    if asked.exists() and any(asked.iterdir()):
+    if not shared and asked.exists() and any(asked.iterdir()):
         raise UsageError(f"run directory {asked} is not empty: name a new one")
     return asked
 

@@ -100,12 +100,17 @@ def test_a_node_can_be_lost_in_a_job_of_several(
     launched: list[LaunchConfig],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     command, *rest = what
     monkeypatch.setenv("CHECKPOINTLESS_TOKEN", "x" * 32)
     fault = ["--fault", "node@forward:rank=3,step=2"]
     several = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", "1", "--rdzv-endpoint", "node0:4000"]
-    assert main([command, *several, *fault, *rest]) == 7
+    shared = tmp_path / "run"
+    shared.mkdir()
+    (shared / "events.jsonl").write_text("{}\n")  # of another node, which was quicker
+    assert main([command, *several, *fault, "--run-dir", str(shared), *rest]) == 7
+    capsys.readouterr()
     (config,) = launched
     assert (config.nnodes, config.node_rank, config.endpoint) == (2, 1, ("node0", 4000))
     assert config.token == "x" * 32
