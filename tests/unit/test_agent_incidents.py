@@ -133,7 +133,7 @@ def test_who_does_not_answer_or_is_not_in_a_collective_hangs() -> None:
     inquiry = Inquiry(1, 100.0, {0: 5, 1: 5, 2: 5}, {0: True, 1: False})
     ages_s = dict.fromkeys((0, 1, 2), 10.0)
     assert not inquiry.is_over(100.0)
-    assert inquiry.is_over(100.0 + ANSWER_TIMEOUT_S)
+    assert inquiry.is_over(100.01 + ANSWER_TIMEOUT_S)
     verdict = judge(inquiry, {0: 5, 1: 5, 2: 5}, ages_s, 10)
     assert verdict.culprits == (1, 2)
     assert not verdict.everybody_waits
