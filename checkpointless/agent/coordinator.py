@@ -266,6 +266,8 @@ class Coordinator:
 
     def lose(self, node: Node, reason: str) -> None:
         """The agent of ``node`` cannot be reached any more, and its ranks are taken for dead."""
+        if node.lost:  # it said that it leaves, and now its connection is closed
+            return
         node.send, node.lost, node.joined = _drop, reason, False
         if node in self.spares:
             self.spares.remove(node)

@@ -33,7 +33,8 @@ class RngReplicas:
 
     Args:
         jump: how many ranks further on a rank's streams are kept. None: on the next node, as ``LOCAL_WORLD_SIZE``
-            says, and nowhere in a job on one node, whose boards are lost only with all of it. 0: nowhere.
+            says, and nowhere in a job on one node, whose boards are lost only with all of it, or under another
+            launcher than ours, which does not replace a node. 0: nowhere.
 
     Raises:
         ValueError: ``jump`` is negative.
@@ -51,7 +52,9 @@ class RngReplicas:
         """How many ranks further on this job keeps them; 0: nowhere."""
         if self._jump is None:  # asked for at every step, and always the same in a job
             world = dist.get_world_size()
-            jump = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if self._asked is None else self._asked
+            jump = self._asked
+            if jump is None:
+                jump = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if own_board() is not None else 0
             self._jump = jump % world
         return self._jump
 

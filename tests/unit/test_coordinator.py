@@ -633,6 +633,17 @@ def test_a_spare_that_is_told_to_stop_is_not_the_end_of_the_job() -> None:
     assert job.coordinator.spares == []
 
 
+def test_a_node_that_leaves_is_lost_once_and_not_again_when_its_connection_closes() -> None:
+    job = Job().begin()
+    job.coordinator.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
+    said = list(job.said)
+    job.tick(REGROUP_S - 0.1)
+    job.coordinator.lose(job.coordinator.nodes[1], "it closed the connection")
+    assert job.said == said
+    job.tick(REGROUP_S + 0.1)
+    assert "node 1 was lost (stopped by SIGTERM)" in job.last_word
+
+
 def test_a_node_that_is_told_to_stop_is_replaced_but_not_the_coordinators() -> None:
     job = Job().begin()
     job.coordinator.host = job.coordinator.nodes[0]
