@@ -26,7 +26,7 @@ from common import interruptible, machine, progress, spread
 
 from checkpointless.agent import coordinator as measured
 from checkpointless.agent.channel import Channel
-from checkpointless.agent.coordinator import Coordinator, Limits, Node
+from checkpointless.agent.coordinator import Coordinator, Limits
 from checkpointless.agent.incidents import CauseKind
 from checkpointless.agent.node_protocol import (
     FROM_COORDINATOR,
@@ -46,6 +46,7 @@ from checkpointless.agent.node_protocol import (
 )
 from checkpointless.agent.protocol import LineBuffer, encode
 from checkpointless.agent.rendezvous import Rendezvous
+from checkpointless.agent.roster import Node
 from checkpointless.agent.server import TICK_S
 from checkpointless.telemetry.events import EventLog
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from checkpointless.agent.board import NO_STEP
 from checkpointless.agent.hangs import Inquiry, judge, stalled
@@ -46,13 +46,13 @@ from checkpointless.agent.node_protocol import (
     Trouble,
 )
 from checkpointless.agent.rendezvous import Rendezvous
+from checkpointless.agent.roster import NOT_YET, Node, Rank, Roster, Standings
 from checkpointless.agent.workers import COUNTED, IN_BLOCK, WorkerState
 from checkpointless.telemetry.events import Edge, EventLog
 
 logger = logging.getLogger(__name__)
 
 FAILED = 1  # as torchrun: whatever the reason
-_NOT_YET = "it has not joined yet"
 _MOVED_ON = -1  # the beat of a rank that its node does not call silent
 
 
@@ -74,48 +74,6 @@ class Limits:
 
 
 @dataclass
-class Node:
-    """A node of the job.
-
-    Attributes:
-        index: its number, from 0.
-        nproc: how many ranks it runs.
-        send: gives its agent a command.
-        joined: whether its agent can start processes.
-        lost: why its agent cannot be reached any more ("" if it can).
-        silent: the ranks that its agent calls silent: beat, when that changed last by this process's clock, and the
-            step in the making.
-    """
-
-    index: int
-    nproc: int
-    send: Callable[[Command], None]
-    joined: bool = False
-    lost: str = ""
-    silent: dict[int, tuple[int, float, int]] = field(default_factory=dict)
-
-
-@dataclass
-class Rank:
-    """A rank as the coordinator knows it.
-
-    Attributes:
-        state: as its node's agent sees it, or will when it has heard the last command. Only ``Coordinator._move``
-            changes it.
-        incarnation: of the process that was asked for last.
-        committed: the last optimizer step that was read from its board.
-        making: the step in the making that was read from it.
-    """
-
-    number: int
-    node: Node
-    state: WorkerState = WorkerState.GONE
-    incarnation: int = -1
-    committed: int = NO_STEP
-    making: int = NO_STEP
-
-
-@dataclass
 class OpenIncident:
     """An incident whose ranks are not together again.
 
@@ -131,45 +89,6 @@ class OpenIncident:
     said: Cause | None = None
     killed_the_late: bool = False
     stillborn: int = 0
-
-
-class Standings:
-    """What the nodes said last of where their ranks stand.
-
-    The nodes of a job are a step or two apart, so of all they say there are only few different steps to look at.
-    """
-
-    def __init__(self) -> None:
-        self._said: dict[int, Progress] = {}
-        self._oldest: Counter[int] = Counter()
-        self._newest: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._said)
-
-    @property
-    def oldest(self) -> int:
-        """The smallest committed step on any node."""
-        return min(self._oldest)
-
-    @property
-    def newest(self) -> int:
-        """The largest committed step on any node."""
-        return max(self._newest)
-
-    def put(self, node: int, progress: Progress) -> None:
-        """A node says where its ranks stand now."""
-        self.drop(node)
-        self._said[node] = progress
-        self._oldest[progress.oldest] += 1
-        self._newest[progress.newest] += 1
-
-    def drop(self, node: int) -> None:
-        """Forget what a node said, if it said anything."""
-        before = self._said.pop(node, None)
-        if before is not None:
-            _take_one(self._oldest, before.oldest)
-            _take_one(self._newest, before.newest)
 
 
 class Coordinator:
@@ -205,15 +124,9 @@ class Coordinator:
         self.limits = limits
         self.generation = -1
         self.outcome: End | None = None
-        self.nodes = [Node(index, nproc, _nowhere, lost=_NOT_YET) for index in range(nnodes)]
-        self.spares: list[Node] = []
+        self._roster = Roster(nnodes, nproc)
+        self.nodes, self.spares, self.ranks = self._roster.nodes, self._roster.spares, self._roster.ranks
         self.host: Node | None = None
-        self.ranks = [Rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc)]
-        # So that no message makes anyone look at all ranks or nodes: how many ranks are in each state, and at which
-        # indexes a node is lost, or has not joined. The ranks of a lost node are GONE.
-        self._in_state = Counter({WorkerState.GONE: len(self.ranks)})
-        self._lost = set(range(nnodes))
-        self._not_joined = set(range(nnodes))
         self._rendezvous = rendezvous
         self._events = events
         self._say = say
@@ -261,7 +174,7 @@ class Coordinator:
         elif not self.nodes[index].lost:
             raise ValueError(f"node {index} is here already")
         else:
-            self._put_in_place(node, index)
+            self._roster.put_in_place(node, index)
         return node
 
     def lose(self, node: Node, reason: str) -> None:
@@ -271,16 +184,16 @@ class Coordinator:
         node.send, node.lost, node.joined = _drop, reason, False
         if node in self.spares:
             self.spares.remove(node)
-        if self.outcome is not None or not self._is_in_place(node):
+        if self.outcome is not None or not self._roster.is_in_place(node):
             return
-        self._lost.add(node.index)
-        self._not_joined.add(node.index)
+        self._roster.lost.add(node.index)
+        self._roster.not_joined.add(node.index)
         self._standings.drop(node.index)
-        mine = self._ranks_of(node)
+        mine = self._roster.ranks_of(node)
         states = {rank.state for rank in mine}
         making = max(rank.making for rank in mine)
         for rank in mine:
-            self._move(rank, WorkerState.GONE)
+            self._roster.move(rank, WorkerState.GONE)
         if self._finishing:
             if states != {WorkerState.GONE}:
                 self.end(FAILED, f"node {node.index} was lost before its ranks had ended ({reason})")
@@ -303,29 +216,14 @@ class Coordinator:
             return
         self.spares.remove(spare)
         self._say(f"a spare takes the place of node {lost.index}")
-        self._put_in_place(spare, lost.index)
+        self._roster.put_in_place(spare, lost.index)
         self._on_joined(spare)
-
-    def _put_in_place(self, node: Node, index: int) -> None:
-        node.index = index
-        self.nodes[index] = node
-        self._lost.discard(index)
-        for rank in self._ranks_of(node):
-            rank.node = node
-
-    def _is_in_place(self, node: Node) -> bool:
-        """Whether it is one of the job's nodes: no spare, and not replaced."""
-        return node.index >= 0 and self.nodes[node.index] is node
-
-    def _ranks_of(self, node: Node) -> list[Rank]:
-        """The ranks of a node that is in place."""
-        return self.ranks[node.index * node.nproc : (node.index + 1) * node.nproc]
 
     def hear(self, node: Node, message: NodeMessage) -> None:
         """Act on what the agent of ``node`` says."""
         if self.outcome is not None:
             if isinstance(message, RankEnded):
-                self._move(self._rank_of(message.rank, node), WorkerState.GONE)
+                self._roster.move(self._roster.rank_of(message.rank, node), WorkerState.GONE)
             return
         if isinstance(message, Alive):
             return
@@ -344,11 +242,11 @@ class Coordinator:
             self._on_silent(node, message)
         elif isinstance(message, Answered):
             if self._inquiry is not None and message.id == self._inquiry.id:
-                self._rank_of(message.rank, node)
+                self._roster.rank_of(message.rank, node)
                 self._inquiry.in_collective[message.rank] = message.in_collective
                 self._inquiry.stacks[message.rank] = message.stack
         else:
-            self._on_rank(self._rank_of(message.rank, node), message)
+            self._on_rank(self._roster.rank_of(message.rank, node), message)
 
     def tick(self, now_s: float) -> None:
         """Act on the time that has passed.
@@ -372,20 +270,6 @@ class Coordinator:
     def close(self) -> None:
         """Let go of the store."""
         self._rendezvous.close()
-
-    def _rank_of(self, number: int, node: Node) -> Rank:
-        if not 0 <= number < len(self.ranks) or self.ranks[number].node is not node:
-            raise ValueError(f"node {node.index} speaks of rank {number}, which it does not run")
-        return self.ranks[number]
-
-    def _move(self, rank: Rank, state: WorkerState) -> None:
-        """A rank is in another state; nothing else sets it, so the count is right."""
-        self._in_state[rank.state] -= 1
-        self._in_state[state] += 1
-        rank.state = state
-
-    def _all_are(self, state: WorkerState) -> bool:
-        return self._in_state[state] == len(self.ranks)
 
     def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
         if not isinstance(message, RankDone):
@@ -414,26 +298,26 @@ class Coordinator:
                 )
             )
         elif rank.state is WorkerState.RUNNING:
-            self._move(rank, WorkerState.DONE)
-            if self._all_are(WorkerState.DONE):
+            self._roster.move(rank, WorkerState.DONE)
+            if self._roster.all_are(WorkerState.DONE):
                 self._finish()
 
     def _tell_nodes(self, command: Command) -> None:
         for node in (*self.nodes, *self.spares) if isinstance(command, End) else self.nodes:
-            if node.lost != _NOT_YET:
+            if node.lost != NOT_YET:
                 node.send(command)
 
     # ---- processes
 
     def _on_joined(self, node: Node) -> None:
         node.joined = True
-        if not self._is_in_place(node):
-            vacant = next((each for each in self.nodes if each.lost and each.lost != _NOT_YET), None)
+        if not self._roster.is_in_place(node):
+            vacant = next((each for each in self.nodes if each.lost and each.lost != NOT_YET), None)
             if vacant is not None:
                 self._replace(vacant)
             return
-        self._not_joined.discard(node.index)
-        if not self._not_joined:
+        self._roster.not_joined.discard(node.index)
+        if not self._roster.not_joined:
             if not self._has_started:
                 self._has_started, self._gather_by_s = True, None
             for rank in self.ranks:
@@ -442,14 +326,14 @@ class Coordinator:
 
     def _spawn(self, rank: Rank) -> None:
         rank.incarnation += 1
-        self._move(rank, WorkerState.STARTING)
+        self._roster.move(rank, WorkerState.STARTING)
         env = self._rendezvous.rank_env(rank.number, rank.node.index, self._coming())
         incident = self._incident.id if self._incident is not None else ""
         rank.node.send(Spawn(rank.number, rank.incarnation, self._coming(), incident, env))
 
     def _on_ended(self, rank: Rank, ended: RankEnded) -> None:
         was = rank.state
-        self._move(rank, WorkerState.GONE)
+        self._roster.move(rank, WorkerState.GONE)
         entered = was in COUNTED
         if not entered and (was is WorkerState.FINISHED or rank.incarnation == 0):
             if ended.code != 0:
@@ -502,7 +386,7 @@ class Coordinator:
             )
             for rank in self.ranks:
                 if rank.state in IN_BLOCK:
-                    self._move(rank, WorkerState.LEAVING)
+                    self._roster.move(rank, WorkerState.LEAVING)
         self._gather_by_s = now_s + self.limits.regroup_timeout_s
         try:
             self._rendezvous.open(self._coming())  # and close the old one, which frees who waits in it
@@ -519,18 +403,18 @@ class Coordinator:
         if self._running:
             left = Cause(CauseKind.EXCEPTION, rank.number, "exit", "left the block", NO_STEP)
             self._fault(left)
-        self._move(rank, WorkerState.READY)
+        self._roster.move(rank, WorkerState.READY)
         if self._gather_by_s is None:
             self._gather_by_s = time.monotonic() + self.limits.heartbeat_timeout_s
-        if self._all_are(WorkerState.READY):
+        if self._roster.all_are(WorkerState.READY):
             self._begin()
         self._check_end()
 
     def _too_late(self, now_s: float) -> None:
         late = [rank for rank in self.ranks if rank.state is not WorkerState.READY]
-        lost = [self.nodes[index] for index in sorted(self._lost)]
+        lost = [self.nodes[index] for index in sorted(self._roster.lost)]
         if not self._has_started:
-            missing = ", ".join(str(index) for index in sorted(self._not_joined))
+            missing = ", ".join(str(index) for index in sorted(self._roster.not_joined))
             self.end(FAILED, f"node {missing} did not join the job within {self.limits.join_timeout_s:g} s")
             return
         if lost:
@@ -572,7 +456,7 @@ class Coordinator:
         self._gather_by_s = None
         env = self._rendezvous.go_env(self.generation)
         for rank in self.ranks:
-            self._move(rank, WorkerState.RUNNING)
+            self._roster.move(rank, WorkerState.RUNNING)
         for node in self.nodes:
             node.silent = {}
         self._standings = Standings()
@@ -617,7 +501,7 @@ class Coordinator:
         now_s = time.monotonic()
         node.silent = {}
         for number, beat, age_ms, making in message.ranks:
-            self._rank_of(number, node)
+            self._roster.rank_of(number, node)
             node.silent[number] = (beat, now_s - age_ms / 1000, making)
 
     def _watch_for_hangs(self, now_s: float) -> None:
@@ -662,15 +546,15 @@ class Coordinator:
         if self._recovering is not None:
             self._recovered(self._recovering)
         for rank in self.ranks:
-            self._move(rank, WorkerState.FINISHED)
+            self._roster.move(rank, WorkerState.FINISHED)
         self._tell_nodes(AllDone())
 
     def _check_end(self) -> None:
-        if self._in_state[WorkerState.GONE] <= len(self._not_joined) * self.nodes[0].nproc:
+        if self._roster.in_state[WorkerState.GONE] <= len(self._roster.not_joined) * self.nodes[0].nproc:
             return  # nobody but the ranks of nodes that are lost, or not ready yet
-        if self._all_are(WorkerState.GONE):
+        if self._roster.all_are(WorkerState.GONE):
             self.end(0)
-        elif self._in_state[WorkerState.READY]:
+        elif self._roster.in_state[WorkerState.READY]:
             gone = next(rank for rank in self.ranks if rank.state is WorkerState.GONE and rank.node.joined)
             waiting = next(rank for rank in self.ranks if rank.state is WorkerState.READY)
             self.end(
@@ -687,16 +571,6 @@ class Coordinator:
             rank=rank,
             **fields,
         )
-
-
-def _take_one(counts: Counter[int], value: int) -> None:
-    counts[value] -= 1
-    if not counts[value]:
-        del counts[value]
-
-
-def _nowhere(command: Command) -> None:
-    raise RuntimeError(f"{command.type!r} for a node that has not joined")
 
 
 def _drop(command: Command) -> None:

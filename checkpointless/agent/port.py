@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointless.agent.channel import Channel
-from checkpointless.agent.coordinator import Coordinator, Node
+from checkpointless.agent.coordinator import Coordinator
 from checkpointless.agent.handshake import BEFORE_PROOF, Challenge, Proof, Refused, is_proved, new_nonce, welcome
 from checkpointless.agent.node_protocol import FROM_NODE, Alive
+from checkpointless.agent.roster import Node
 
 logger = logging.getLogger(__name__)
 

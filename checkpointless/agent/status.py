@@ -19,8 +19,9 @@ from checkpointless.telemetry.events import Edge, EventLog
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from checkpointless.agent.coordinator import Coordinator, Node
+    from checkpointless.agent.coordinator import Coordinator
     from checkpointless.agent.node import NodeAgent
+    from checkpointless.agent.roster import Node
 
 BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 STALE_S = 5.0  # a loop that has not turned for so long does not turn

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointless.agent.coordinator import Coordinator, Limits, Node, Standings
+from checkpointless.agent.coordinator import Coordinator, Limits
 from checkpointless.agent.incidents import STILLBORN_LIMIT, CauseKind
 from checkpointless.agent.node_protocol import (
     Alive,
@@ -35,6 +35,7 @@ from checkpointless.agent.node_protocol import (
     Trouble,
 )
 from checkpointless.agent.rendezvous import Rendezvous
+from checkpointless.agent.roster import Node, Standings
 from checkpointless.agent.workers import WorkerState
 from checkpointless.telemetry.events import EventLog
 
