@@ -27,27 +27,32 @@ from common import interruptible, machine, progress, spread
 from checkpointless.agent import coordinator as measured
 from checkpointless.agent.channel import Channel
 from checkpointless.agent.coordinator import Coordinator, Limits
+from checkpointless.agent.hangs import Heartbeat
 from checkpointless.agent.incidents import CauseKind
 from checkpointless.agent.node_protocol import (
     FROM_COORDINATOR,
     FROM_NODE,
+    STATES,
     Answered,
     Ask,
     Begin,
     Interrupt,
     Joined,
     Kill,
+    OpenStore,
     Progress,
     RankEnded,
     RankReady,
     Silent,
     Spawn,
+    Standing,
+    StoreOpened,
     Trouble,
 )
 from checkpointless.agent.protocol import LineBuffer, encode
-from checkpointless.agent.rendezvous import Rendezvous
 from checkpointless.agent.roster import Node
 from checkpointless.agent.server import TICK_S
+from checkpointless.agent.workers import WorkerState
 from checkpointless.telemetry.events import EventLog
 
 RANKS = (64, 1_024, 16_384)
@@ -73,6 +78,7 @@ class Case(Enum):
     DIES = "one rank's process dies"
     HANGS = "one rank hangs, all others wait for it"
     NODE = "one node lost, a spare takes its place"
+    TAKEOVER = "the coordinator lost, a new one takes over"
 
 
 @dataclass
@@ -104,23 +110,6 @@ class Measurement:
     def count(self, message: Any) -> None:
         """One more of this type."""
         self.by_type[message.type] = self.by_type.get(message.type, 0) + 1
-
-
-class NoStore(Rendezvous):
-    """A rendezvous whose stores are not there; the environments of the ranks are the real ones."""
-
-    def open(self, generation: int) -> None:
-        """Nothing."""
-
-    def go_env(self, generation: int) -> dict[str, str]:
-        """As the real one's."""
-        count = str(generation)
-        return {
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": "29501",
-            "TORCHELASTIC_RESTART_COUNT": count,
-            "JOB_RESTART_COUNT": count,
-        }
 
 
 class SimulatedNode:
@@ -159,19 +148,11 @@ class World:
     """
 
     def __init__(self, ranks: int, seed: int) -> None:
-        nnodes = ranks // NPROC
         self.ranks = ranks
         self.step = 100
         self.measurement = Measurement("", ranks)
-        self.coordinator = Coordinator(
-            Limits(HEARTBEAT_S, HEARTBEAT_S, None),
-            nnodes=nnodes,
-            nproc=NPROC,
-            rendezvous=NoStore(nnodes, NPROC),
-            events=EventLog(None),
-            say=lambda line: None,
-        )
-        self.nodes = [SimulatedNode() for _ in range(nnodes)]
+        self.coordinator = self._new_coordinator()
+        self.nodes = [SimulatedNode() for _ in range(ranks // NPROC)]
         self.spare = SimulatedNode()
         self._random = random.Random(seed)
         self._clock_s = 0.0  # the coordinator's, without what the nodes take
@@ -181,6 +162,15 @@ class World:
         self._not_leaving: set[int] = set()  # ranks that cannot be told
 
     # ---- the coordinator's side
+
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(
+            Limits(Heartbeat.of(HEARTBEAT_S), HEARTBEAT_S, None),
+            nnodes=self.ranks // NPROC,
+            nproc=NPROC,
+            events=EventLog(None),
+            say=lambda line: None,
+        )
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -223,7 +213,9 @@ class World:
                 self._obey(node, FROM_COORDINATOR.decode(node.wire.popleft()))
 
     def _obey(self, node: SimulatedNode, command: Any) -> None:
-        if isinstance(command, Spawn):
+        if isinstance(command, OpenStore):
+            node.say(StoreOpened(command.generation, "10.0.0.1", 29501))
+        elif isinstance(command, Spawn):
             node.incarnations[command.rank] = command.incarnation
             node.ready(command.rank, -1)
         elif isinstance(command, Interrupt):
@@ -299,6 +291,8 @@ class World:
             self._hang()
         elif case is Case.NODE:
             self._lose_node()
+        elif case is Case.TAKEOVER:
+            self._take_over()
         self._hear_all()
         self._obey_all()
         while any(each.said for each in (*self.nodes, self.spare)):
@@ -314,13 +308,25 @@ class World:
         return done
 
     def _start(self) -> None:
+        for node in self._admit_all():
+            node.say(Joined())
+        self._hear_all()
+        self._obey_all()
+
+    def _admit_all(self) -> Iterator[SimulatedNode]:
         for index, node in enumerate([*self.nodes, self.spare]):
             number = index if index < len(self.nodes) else -1
             with self._working():
                 node.place = self.coordinator.admit(number, NPROC, functools.partial(self._send, node))
-            node.say(Joined())
-        self._hear_all()
-        self._obey_all()
+            yield node
+
+    def _take_over(self) -> None:
+        generation, self.coordinator = self.coordinator.generation, self._new_coordinator()
+        running = STATES.index(WorkerState.RUNNING)
+        for node in self._admit_all():
+            steps = [running, self.step, self.step + 1]
+            ranks = [[rank, incarnation, *steps] for rank, incarnation in node.incarnations.items()]
+            node.say(Standing(generation, 5, self.step, "0123456789abcdef", False, ranks) if ranks else Joined())
 
     def _train(self) -> None:
         """The job trains for a while: every node tells of its progress, and the coordinator's clock ticks."""
@@ -329,7 +335,7 @@ class World:
             self.step += 1
             for node in self.nodes:
                 behind = self._random.randrange(2)
-                node.say(Progress(self.step - 1 - behind, self.step - behind, self.step + 1))
+                node.say(Progress(self.step - 1 - behind, self.step - behind, self.step + 1, 900))
             self._hear_all()
             for _ in range(round(STEADY_S / TICK_S / turns)):
                 with self._working():
@@ -341,7 +347,7 @@ class World:
         self._not_leaving = {self.culprit}
         for index, node in enumerate(self.nodes):
             numbers = range(index * NPROC, (index + 1) * NPROC)
-            node.say(Silent([[number, 7, int(HEARTBEAT_S * 1000) + 10, self.step + 1] for number in numbers]))
+            node.say(Silent([[number, 7, int(HEARTBEAT_S * 1000) + 10, self.step + 1, 1] for number in numbers]))
         for _ in range(2):  # the inquiry and, when all have answered, the verdict
             self._hear_all()
             with self._working():
@@ -358,15 +364,16 @@ class World:
     def _check(self, case: Case, before: int) -> None:
         coordinator = self.coordinator
         by_type = self.measurement.by_type
-        begins = 0 if case is Case.STEADY else len(self.nodes)
-        interrupts = 0 if case in (Case.START, Case.STEADY) else len(self.nodes) - (case is Case.NODE)
+        same = case in (Case.STEADY, Case.TAKEOVER)
+        begins = 0 if same else len(self.nodes)
+        interrupts = 0 if same or case is Case.START else len(self.nodes) - (case is Case.NODE)
         found = (
             coordinator.outcome,
             coordinator.generation - before,
             by_type.get("begin", 0),
             by_type.get("interrupt", 0),
         )
-        if found != (None, int(case is not Case.STEADY), begins, interrupts):
+        if found != (None, int(not same), begins, interrupts):
             raise RuntimeError(f"{case.value}, {self.ranks} ranks: it came to {found}")
 
 

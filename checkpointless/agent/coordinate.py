@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from checkpointless.agent.coordinator import FAILED, Coordinator, Limits
 from checkpointless.agent.incidents import signal_name
 from checkpointless.agent.port import CoordinatorPort
-from checkpointless.agent.rendezvous import LOOPBACK, Rendezvous
+from checkpointless.agent.rendezvous import resolve
 from checkpointless.telemetry.events import EventLog
 
 logger = logging.getLogger(__name__)
@@ -53,17 +53,14 @@ def host(
     Raises:
         OSError: the address cannot be looked up or listened on.
     """
-    rendezvous = Rendezvous(meeting.nnodes, meeting.nproc, meeting.address)
-    if rendezvous.address.startswith("127.") and not meeting.address.startswith(("127.", "localhost")):
+    address = resolve(meeting.address)
+    if address.startswith("127.") and not meeting.address.startswith(("127.", "localhost")):
         say(
-            f"{meeting.address} is {rendezvous.address} here, which no other node can reach: "
-            "use an address of this node's own"
+            f"{meeting.address} is {address} here, which no other node can reach: use an address of this node's own"
         )
-    coordinator = Coordinator(
-        limits, nnodes=meeting.nnodes, nproc=meeting.nproc, rendezvous=rendezvous, events=events, say=say
-    )
+    coordinator = Coordinator(limits, nnodes=meeting.nnodes, nproc=meeting.nproc, events=events, say=say)
     door = CoordinatorPort(
-        rendezvous.address,
+        address,
         meeting.port,
         token=meeting.token,
         coordinator=coordinator,
@@ -71,13 +68,6 @@ def host(
         silence_s=meeting.silence_s,
     )
     return coordinator, door
-
-
-def host_alone(nproc: int, limits: Limits, events: EventLog, say: Callable[[str], None]) -> Coordinator:
-    """A coordinator for one node, which nobody else can reach."""
-    return Coordinator(
-        limits, nnodes=1, nproc=nproc, rendezvous=Rendezvous(1, nproc, LOOPBACK), events=events, say=say
-    )
 
 
 def coordinate(
@@ -118,5 +108,4 @@ def coordinate(
         return coordinator.outcome.code
     finally:
         door.close()
-        coordinator.close()
         selector.close()

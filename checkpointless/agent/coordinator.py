@@ -10,10 +10,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from checkpointless.agent.adoption import Adoption
 from checkpointless.agent.board import NO_STEP
-from checkpointless.agent.hangs import Inquiry, judge, stalled
+from checkpointless.agent.hangs import HangWatch, Heartbeat
 from checkpointless.agent.incidents import (
     STILLBORN_LIMIT,
     Cause,
@@ -30,6 +31,7 @@ from checkpointless.agent.node_protocol import (
     Ask,
     Begin,
     Command,
+    Discard,
     End,
     Interrupt,
     JobOver,
@@ -37,12 +39,15 @@ from checkpointless.agent.node_protocol import (
     Kill,
     Leaving,
     NodeMessage,
+    OpenStore,
     Progress,
     RankDone,
     RankEnded,
     RankReady,
     Silent,
     Spawn,
+    Standing,
+    StoreOpened,
     Trouble,
 )
 from checkpointless.agent.rendezvous import Rendezvous
@@ -53,7 +58,6 @@ from checkpointless.telemetry.events import Edge, EventLog
 logger = logging.getLogger(__name__)
 
 FAILED = 1  # as torchrun: whatever the reason
-_MOVED_ON = -1  # the beat of a rank that its node does not call silent
 
 
 @dataclass(frozen=True)
@@ -61,16 +65,19 @@ class Limits:
     """What the coordinator holds the ranks to.
 
     Attributes:
-        heartbeat_timeout_s: how long a rank in its block may show no progress.
+        heartbeat: how long a rank in its block may show no progress.
         regroup_timeout_s: how long ranks may take to the barrier of an incident.
         max_incidents: how many the job may recover from (None: any number).
         join_timeout_s: how long nodes may take to the first meeting.
+        node_timeout_s: how long the nodes of a running job may take to find this coordinator before a spare takes
+            their place.
     """
 
-    heartbeat_timeout_s: float
+    heartbeat: Heartbeat
     regroup_timeout_s: float
     max_incidents: int | None
     join_timeout_s: float = 600.0
+    node_timeout_s: float = 10.0
 
 
 @dataclass
@@ -98,7 +105,6 @@ class Coordinator:
         limits: what ranks are held to.
         nnodes: how many nodes there are.
         nproc: how many ranks on each.
-        rendezvous: the stores of the job's generations.
         events: the job's event log.
         say: takes lines for the terminal.
 
@@ -117,7 +123,6 @@ class Coordinator:
         *,
         nnodes: int,
         nproc: int,
-        rendezvous: Rendezvous,
         events: EventLog,
         say: Callable[[str], None],
     ) -> None:
@@ -127,7 +132,8 @@ class Coordinator:
         self._roster = Roster(nnodes, nproc)
         self.nodes, self.spares, self.ranks = self._roster.nodes, self._roster.spares, self._roster.ranks
         self.host: Node | None = None
-        self._rendezvous = rendezvous
+        self._rendezvous = Rendezvous(nnodes, nproc)
+        self._to_start: list[tuple[Rank, int]] = []  # ranks, by incarnation, that wait for a store
         self._events = events
         self._say = say
         self._running = False  # between a begin and the fault or end that ends it
@@ -140,10 +146,10 @@ class Coordinator:
         self._finishing = False  # every rank's block has returned
         self._history = History(limits.max_incidents)
         self._high_water = NO_STEP
-        self._inquiry: Inquiry | None = None
-        self._next_inquiry_s = 0.0
-        self._inquiries = 0
+        self._hangs = HangWatch(limits.heartbeat, self._inquire)
         self._standings = Standings()
+        self._adoption = Adoption(self._roster)
+        self._replace_at_s: float | None = None  # the nodes of a running job that have not come by then
 
     # ---- what nodes say, and time
 
@@ -189,6 +195,7 @@ class Coordinator:
         self._roster.lost.add(node.index)
         self._roster.not_joined.add(node.index)
         self._standings.drop(node.index)
+        self._adoption.drop(node)
         mine = self._roster.ranks_of(node)
         states = {rank.state for rank in mine}
         making = max(rank.making for rank in mine)
@@ -204,6 +211,8 @@ class Coordinator:
         else:
             self._fault(Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}"))
             self._gather_by_s = time.monotonic() + self.limits.regroup_timeout_s
+            if self._rendezvous.host == node.index:
+                self._ask_for_store()
         if self.outcome is None:
             self._replace(node)
 
@@ -229,6 +238,10 @@ class Coordinator:
             return
         if isinstance(message, Joined):
             self._on_joined(node)
+        elif isinstance(message, Standing):
+            self._on_standing(node, message)
+        elif isinstance(message, StoreOpened):
+            self._on_store(node, message)
         elif isinstance(message, JobOver):
             self.end(FAILED, message.reason)
         elif isinstance(message, Leaving):
@@ -239,12 +252,12 @@ class Coordinator:
         elif isinstance(message, Progress):
             self._on_progress(node, message)
         elif isinstance(message, Silent):
-            self._on_silent(node, message)
+            for number, *_ in message.ranks:
+                self._roster.rank_of(number, node)
+            self._hangs.hear(node.index, message.ranks, self._longest_s(), time.monotonic())
         elif isinstance(message, Answered):
-            if self._inquiry is not None and message.id == self._inquiry.id:
-                self._roster.rank_of(message.rank, node)
-                self._inquiry.in_collective[message.rank] = message.in_collective
-                self._inquiry.stacks[message.rank] = message.stack
+            rank = self._roster.rank_of(message.rank, node)
+            self._hangs.answered(message.id, rank.number, message.in_collective, message.stack)
         else:
             self._on_rank(self._roster.rank_of(message.rank, node), message)
 
@@ -257,7 +270,11 @@ class Coordinator:
         if self.outcome is not None:
             return
         if self._running:
-            self._watch_for_hangs(now_s)
+            self._look_for_hangs(now_s)
+        elif self._replace_at_s is not None and now_s >= self._replace_at_s:
+            self._replace_at_s = None
+            for index in sorted(self._roster.lost):
+                self._replace(self.nodes[index])
         elif self._gather_by_s is not None and now_s >= self._gather_by_s:
             self._too_late(now_s)
 
@@ -267,11 +284,13 @@ class Coordinator:
             self.outcome = End(code, [line for line in last_words if line])
             self._tell_nodes(self.outcome)
 
-    def close(self) -> None:
-        """Let go of the store."""
-        self._rendezvous.close()
-
     def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
+        if not self._has_started:
+            self._adoption.hear(rank, message)
+            return
+        if not rank.node.joined:
+            logger.info("rank %d: %s, of a process that its node has to end", rank.number, message.type)
+            return
         if not isinstance(message, RankDone):
             rank.committed, rank.making = message.committed, message.making
             self._high_water = max(self._high_water, message.committed)
@@ -284,19 +303,7 @@ class Coordinator:
         elif message.generation != self.generation or rank.state not in (*IN_BLOCK, WorkerState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, Trouble):
-            self._fault(
-                Cause(
-                    CauseKind(message.kind),
-                    message.rank,
-                    message.how,
-                    message.what,
-                    message.step,
-                    message.detail,
-                    message.error,
-                    message.message,
-                    message.traceback,
-                )
-            )
+            self._fault(message.cause)
         elif rank.state is WorkerState.RUNNING:
             self._roster.move(rank, WorkerState.DONE)
             if self._roster.all_are(WorkerState.DONE):
@@ -319,15 +326,47 @@ class Coordinator:
         self._roster.not_joined.discard(node.index)
         if not self._roster.not_joined:
             if not self._has_started:
-                self._has_started, self._gather_by_s = True, None
-            for rank in self.ranks:
-                if rank.state is WorkerState.GONE:
-                    self._spawn(rank)
+                self._has_started, self._gather_by_s, self._replace_at_s = True, None, None
+                if self._adoption:
+                    self._adopt()
+            if self.outcome is None and not self._running and not self._finishing:
+                self._start_missing()
+
+    def _start_missing(self) -> None:
+        if self._rendezvous.generation != self._coming():
+            self._ask_for_store()
+        for rank in self.ranks:
+            if rank.state is WorkerState.GONE:
+                self._spawn(rank)
+
+    def _ask_for_store(self) -> None:
+        """Have a node open a store for the coming generation; if there is no node, the first that joins."""
+        host = next((node for node in self.nodes if node.joined), None)
+        self._rendezvous.ask(self._coming() if host else -1, host.index if host else -1)
+        if host is not None:
+            host.send(OpenStore(self._coming()))
+
+    def _on_store(self, node: Node, store: StoreOpened) -> None:
+        if not self._rendezvous.opened(store.generation, node.index, store.address, store.port):
+            logger.info("node %d: its store of generation %d is not needed", node.index, store.generation)
+            return
+        waiting, self._to_start = self._to_start, []
+        for rank, incarnation in waiting:
+            if rank.state is WorkerState.STARTING and rank.incarnation == incarnation:
+                self._start(rank)
+        if self._roster.all_are(WorkerState.READY):
+            self._begin()
 
     def _spawn(self, rank: Rank) -> None:
         rank.incarnation += 1
         self._roster.move(rank, WorkerState.STARTING)
-        env = self._rendezvous.rank_env(rank.number, rank.node.index, self._coming())
+        if self._rendezvous.is_open:
+            self._start(rank)
+        else:
+            self._to_start.append((rank, rank.incarnation))
+
+    def _start(self, rank: Rank) -> None:
+        env = self._rendezvous.rank_env(rank.number, rank.node.index)
         incident = self._incident.id if self._incident is not None else ""
         rank.node.send(Spawn(rank.number, rank.incarnation, self._coming(), incident, env))
 
@@ -377,7 +416,8 @@ class Coordinator:
         now_s = time.monotonic()
         self._incidents += 1
         incident = OpenIncident(str(self._incidents), now_s, cause)
-        self._incident, self._recovering, self._inquiry = incident, None, None
+        self._incident, self._recovering = incident, None
+        self._hangs.forget()
         if self._running:
             self._running = False
             blamed = culprit(cause)
@@ -388,10 +428,8 @@ class Coordinator:
                 if rank.state in IN_BLOCK:
                     self._roster.move(rank, WorkerState.LEAVING)
         self._gather_by_s = now_s + self.limits.regroup_timeout_s
-        try:
-            self._rendezvous.open(self._coming())  # and close the old one, which frees who waits in it
-        except (OSError, RuntimeError) as error:
-            self.end(FAILED, f"no store can be opened for generation {self._coming()}: {error}")
+        if self._rendezvous.generation != self._coming():
+            self._ask_for_store()
         return incident
 
     def _tell(self, incident: OpenIncident, cause: Cause) -> None:
@@ -405,8 +443,8 @@ class Coordinator:
             self._fault(left)
         self._roster.move(rank, WorkerState.READY)
         if self._gather_by_s is None:
-            self._gather_by_s = time.monotonic() + self.limits.heartbeat_timeout_s
-        if self._roster.all_are(WorkerState.READY):
+            self._gather_by_s = time.monotonic() + self.limits.heartbeat.ceiling_s
+        if self._roster.all_are(WorkerState.READY) and self._rendezvous.is_open:
             self._begin()
         self._check_end()
 
@@ -415,16 +453,22 @@ class Coordinator:
         lost = [self.nodes[index] for index in sorted(self._roster.lost)]
         if not self._has_started:
             missing = ", ".join(str(index) for index in sorted(self._roster.not_joined))
-            self.end(FAILED, f"node {missing} did not join the job within {self.limits.join_timeout_s:g} s")
+            limit_s = self.limits.regroup_timeout_s if self._adoption else self.limits.join_timeout_s
+            self.end(FAILED, f"node {missing} did not join the job within {limit_s:g} s")
             return
         if lost:
             limit_s = self.limits.regroup_timeout_s
             what = f"node {lost[0].index} was lost ({lost[0].lost})"
             self.end(FAILED, f"{what} and no other took its place within {limit_s:g} s")
             return
+        if not self._rendezvous.is_open:
+            self.end(
+                FAILED, f"node {self._rendezvous.host} opened no store for generation {self._coming()} in time"
+            )
+            return
         names = "rank " + ", ".join(str(rank.number) for rank in late)
         if self._incident is None:
-            limit_s = self.limits.heartbeat_timeout_s
+            limit_s = self.limits.heartbeat.ceiling_s
             self.end(FAILED, f"{names} did not enter the block within {limit_s:g} s after the first rank did")
         elif self._incident.killed_the_late:
             limit_s = self.limits.regroup_timeout_s
@@ -454,11 +498,10 @@ class Coordinator:
         self.generation = self._coming()
         self._running, self._finishing = True, False
         self._gather_by_s = None
-        env = self._rendezvous.go_env(self.generation)
+        env = self._rendezvous.go_env()
         for rank in self.ranks:
             self._roster.move(rank, WorkerState.RUNNING)
-        for node in self.nodes:
-            node.silent = {}
+        self._hangs.forget()
         self._standings = Standings()
         self._tell_nodes(
             Begin(self.generation, incident.id if incident else "", env, self._high_water, self._target)
@@ -497,47 +540,72 @@ class Coordinator:
 
     # ---- hangs
 
-    def _on_silent(self, node: Node, message: Silent) -> None:
-        now_s = time.monotonic()
-        node.silent = {}
-        for number, beat, age_ms, making in message.ranks:
-            self._roster.rank_of(number, node)
-            node.silent[number] = (beat, now_s - age_ms / 1000, making)
+    def _longest_s(self) -> float:
+        return self._standings.longest_s if len(self._standings) == len(self.nodes) else 0.0
 
-    def _watch_for_hangs(self, now_s: float) -> None:
-        limit_s = self.limits.heartbeat_timeout_s
-        silent = {number: found for node in self.nodes for number, found in node.silent.items()}
-        if not silent and self._inquiry is None:
-            return
-        running = [rank for rank in self.ranks if rank.state is WorkerState.RUNNING]
-        ages_s = {r.number: now_s - silent[r.number][1] if r.number in silent else 0.0 for r in running}
-        beats = {r.number: silent[r.number][0] if r.number in silent else _MOVED_ON for r in running}
-        if self._inquiry is None:
-            suspects = stalled(ages_s, limit_s)
-            if suspects and now_s >= self._next_inquiry_s:
-                self._inquire({number: beats[number] for number in suspects}, now_s)
-        elif self._inquiry.is_over(now_s):
-            inquiry, self._inquiry = self._inquiry, None
-            verdict = judge(inquiry, beats, ages_s, limit_s)
-            self._next_inquiry_s = now_s + max(1.0, limit_s / 10)
-            what = f"made no progress for {limit_s:g} s"
-            for number in verdict.culprits:
-                self._emit("stack", "point", rank=number, stack=inquiry.stacks.get(number, "no answer"))
-                self._fault(Cause(CauseKind.LOSS, number, "hang", what, silent[number][2]))
-                self._kill([self.ranks[number]])
-            if verdict.everybody_waits:
-                step = max(making for _, _, making in silent.values())
-                what = f"waited for each other with no progress for {limit_s:g} s"
-                self._fault(Cause(CauseKind.LOSS, None, "hang", what, step))
+    def _look_for_hangs(self, now_s: float) -> None:
+        running = (rank.number for rank in self.ranks if rank.state is WorkerState.RUNNING)
+        for hang in self._hangs.look(running, now_s):
+            if hang.rank is None:
+                what = f"waited for each other with no progress for {hang.limit_s:g} s"
+            else:
+                what = f"made no progress for {hang.limit_s:g} s"
+                self._emit("stack", "point", rank=hang.rank, stack=hang.stack)
+            self._fault(Cause(CauseKind.LOSS, hang.rank, "hang", what, hang.step))
+            if hang.rank is not None:
+                self._kill([self.ranks[hang.rank]])
 
-    def _inquire(self, suspects: dict[int, int], now_s: float) -> None:
-        self._inquiries += 1
-        self._inquiry = Inquiry(self._inquiries, now_s, suspects)
+    def _inquire(self, inquiry: int, ranks: list[int]) -> None:
         asked: defaultdict[int, list[list[int]]] = defaultdict(list)
-        for number in suspects:
+        for number in ranks:
             asked[self.ranks[number].node.index].append([number])
         for index, numbers in asked.items():
-            self.nodes[index].send(Ask(self._inquiries, numbers))
+            self.nodes[index].send(Ask(inquiry, numbers))
+
+    # ---- a job that runs already
+
+    def _on_standing(self, node: Node, standing: Standing) -> None:
+        if self._has_started or not self._roster.is_in_place(node):
+            node.send(Discard())  # it was taken for lost, and others may be where its ranks were
+            return
+        now_s = time.monotonic()
+        if not self._adoption:
+            self._gather_by_s = now_s + self.limits.regroup_timeout_s
+            self._replace_at_s = now_s + self.limits.node_timeout_s
+        self._adoption.put(node, standing)
+        self._on_joined(node)
+
+    def _adopt(self) -> None:
+        """All nodes are here, and some run ranks that a coordinator before this one had them start."""
+        found = self._adoption
+        self._rendezvous.run_id = found.run_id
+        self.generation, self._high_water, self._incidents = found.generation, found.high_water, found.incidents
+        self._history = replace(self._history, incidents=found.incidents)
+        if found.is_over:
+            failure = found.failure()
+            if failure is not None:
+                self.end(FAILED, str(failure))
+            self._finish()
+            self._check_end()
+            return
+        cause = found.cause()
+        if self.generation < 0:
+            self._say("took the job over before it had begun")
+            return
+        newest = max(rank.incarnation for rank in self.ranks)
+        for rank in self.ranks:
+            if rank.state is WorkerState.GONE:  # its next process is no first one
+                rank.incarnation = newest
+        if cause is None:
+            self._running = True
+            self._emit("adopt", "point", high_water=self._high_water)
+            self._say(f"took the job over in generation {self.generation}: its ranks train undisturbed")
+            if self._roster.all_are(WorkerState.DONE):
+                self._finish()
+        else:
+            self._say(f"took the job over in generation {self.generation}: its ranks have to regroup")
+            self._running = True
+            self._fault(cause)
 
     # ---- the end
 
@@ -546,7 +614,8 @@ class Coordinator:
         if self._recovering is not None:
             self._recovered(self._recovering)
         for rank in self.ranks:
-            self._roster.move(rank, WorkerState.FINISHED)
+            if rank.state is not WorkerState.GONE:
+                self._roster.move(rank, WorkerState.FINISHED)
         self._tell_nodes(AllDone())
 
     def _check_end(self) -> None:

@@ -16,7 +16,7 @@ from checkpointless.agent.protocol import LineBuffer, ProtocolError, encode
 
 RETRY_S = 0.5
 ANSWER_TIMEOUT_S = 10.0
-REFUSALS = 4  # in a row; what is refused so often is refused for good
+REFUSED_FOR_S = 2.0  # what is refused for so long is refused for good
 
 
 class JoinError(RuntimeError):
@@ -34,6 +34,8 @@ class Joining:
         nproc: how many ranks it runs.
         timeout_s: how long to try to reach the coordinator.
         stopped: asked in between; True ends the attempt.
+        refused_for_s: for how long to try again where the coordinator has no place for this node: it may not have
+            noticed yet that the one before was lost.
 
     Raises:
         JoinError: it was not reached in time, does not know the token, or has no place for this node; or
@@ -41,6 +43,7 @@ class Joining:
 
     Attributes:
         where: the coordinator, for people.
+        own_address: of this node, a number, as the coordinator sees it.
     """
 
     def __init__(
@@ -53,19 +56,21 @@ class Joining:
         nproc: int,
         timeout_s: float,
         stopped: Callable[[], bool],
+        refused_for_s: float = REFUSED_FOR_S,
     ) -> None:
         self.where = f"{address}:{port}"
         self._stopped = stopped
         deadline_s = time.monotonic() + timeout_s
-        refusals = 0
+        refused_since_s: float | None = None
         while True:
             try:
                 self._connection = self._connect(address, port)
                 self._prove(token, node, nproc)
+                self.own_address: str = self._connection.getsockname()[0]
                 return
             except JoinError:
-                refusals += 1  # once may be chance: it was busy, or has not noticed yet that this node was lost
-                if refusals >= REFUSALS or self._stopped():
+                refused_since_s = refused_since_s or time.monotonic()
+                if time.monotonic() >= refused_since_s + refused_for_s or self._stopped():
                     raise
             except (OSError, ProtocolError) as error:  # the coordinator may not be there yet, or is just ending
                 if time.monotonic() >= deadline_s:

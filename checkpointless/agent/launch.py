@@ -25,12 +25,12 @@ from checkpointless.faults.inject import AGENT_PID_ENV
 from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
 
 if TYPE_CHECKING:
+    from checkpointless.agent.coordinator import Limits
     from checkpointless.agent.http_status import HttpStatus
-    from checkpointless.agent.server import Link
+    from checkpointless.agent.links import Link
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_HEARTBEAT_TIMEOUT_S = 600.0
 DEFAULT_REGROUP_TIMEOUT_S = 120.0
 DEFAULT_NODE_TIMEOUT_S = 10.0
 DEFAULT_JOIN_TIMEOUT_S = 600.0
@@ -51,7 +51,8 @@ class LaunchConfig:
         preload: dotted names to import once before the ranks are forked; None: what the script imports from
             installed distributions.
         cpu: install the CPU platform for Megatron-core.
-        heartbeat_timeout_s: how long a rank in its block may show no progress.
+        heartbeat_timeout_s: how long a rank in its block may show no progress (None: within a step, ten times as
+            long as its longest so far, from 30 s to 10 minutes; elsewhere 10 minutes).
         regroup_timeout_s: how long ranks may take to the barrier of an incident.
         max_incidents: how many incidents the job may recover from (None: any number).
         faults: specs of faults to be injected.
@@ -82,7 +83,7 @@ class LaunchConfig:
     module: bool = False
     preload: tuple[str, ...] | None = None
     cpu: bool = False
-    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
+    heartbeat_timeout_s: float | None = None
     regroup_timeout_s: float = DEFAULT_REGROUP_TIMEOUT_S
     max_incidents: int | None = None
     faults: tuple[str, ...] = ()
@@ -125,8 +126,9 @@ class LaunchConfig:
         if not self.is_alone:
             self._check_meeting()
         for name in ("heartbeat_timeout_s", "regroup_timeout_s", "node_timeout_s", "join_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be a positive number of seconds, not {getattr(self, name)}")
+            limit_s = getattr(self, name)
+            if limit_s is not None and not limit_s > 0:
+                raise ValueError(f"{name} must be a positive number of seconds, not {limit_s}")
         if self.max_incidents is not None and self.max_incidents < 0:
             raise ValueError(f"max_incidents must be 0 or more, not {self.max_incidents}")
         if self.http_port is not None and not 0 <= self.http_port < 65536:
@@ -160,7 +162,7 @@ class CoordinatorConfig:
     rdzv_endpoint: str
     token: str = field(repr=False)
     run_dir: Path | None = None
-    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
+    heartbeat_timeout_s: float | None = None
     regroup_timeout_s: float = DEFAULT_REGROUP_TIMEOUT_S
     max_incidents: int | None = None
     node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S
@@ -184,7 +186,6 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
         OSError: the endpoint cannot be listened on, or the run directory not be made.
     """
     from checkpointless.agent.coordinate import Meeting, coordinate
-    from checkpointless.agent.coordinator import Limits
 
     if config.run_dir is not None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -193,9 +194,7 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
     with _handling(signals.append):
         return coordinate(
             Meeting(config.nnodes, config.nproc_per_node, address, port, config.token, config.node_timeout_s),
-            Limits(
-                config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents, config.join_timeout_s
-            ),
+            _limits(config),
             EventLog(config.run_dir / EVENTS_FILE if config.run_dir is not None else None, node=-1),
             say,
             signals,
@@ -260,6 +259,7 @@ def _run(
     # These load torch, which takes seconds; the zygote does so at the same time.
     from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
+    from checkpointless.agent.hangs import Heartbeat
     from checkpointless.agent.joining import JoinError
     from checkpointless.agent.node import NodeAgent
     from checkpointless.agent.server import serve
@@ -277,7 +277,8 @@ def _run(
         _log_path(config, rank).write_bytes(b"")
     agent = NodeAgent(
         index=config.node_rank,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        heartbeat=Heartbeat.of(config.heartbeat_timeout_s),
+        address=lambda: link.address,
         report=link.report,
         selector=selector,
         starter=starter,
@@ -314,16 +315,15 @@ def _link(
     say: Callable[[str], None],
 ) -> Link:
     """What connects this node with the coordinator, which lives here on node 0, unless there is one elsewhere."""
-    from checkpointless.agent.coordinate import Meeting, host, host_alone
-    from checkpointless.agent.coordinator import Limits
-    from checkpointless.agent.joining import Joining
-    from checkpointless.agent.server import GuestLink, HostLink
+    from checkpointless.agent.coordinate import Meeting, host
+    from checkpointless.agent.coordinator import Coordinator
+    from checkpointless.agent.joining import REFUSED_FOR_S, Joining
+    from checkpointless.agent.links import GuestLink, HostLink
 
-    limits = Limits(
-        config.heartbeat_timeout_s, config.regroup_timeout_s, config.max_incidents, config.join_timeout_s
-    )
+    limits = _limits(config)
     if config.is_alone:
-        return HostLink(host_alone(config.nproc_per_node, limits, events, say), None)
+        alone = Coordinator(limits, nnodes=1, nproc=config.nproc_per_node, events=events, say=say)
+        return HostLink(alone, None)
     address, port = config.endpoint
     if config.node_rank == 0:
         meeting = Meeting(config.nnodes, config.nproc_per_node, address, port, config.token, config.node_timeout_s)
@@ -333,16 +333,43 @@ def _link(
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 raise
     say(f"node {config.node_rank}: joining the job at {address}:{port}")
-    joining = Joining(
-        address,
-        port,
-        token=config.token,
-        node=config.node_rank if config.node_rank < config.nnodes else SPARE,
-        nproc=config.nproc_per_node,
-        timeout_s=config.join_timeout_s,
+    first = True
+
+    def join(number: int, stopped: Callable[[], bool]) -> Joining:
+        nonlocal first
+        again, first = not first, False
+        return Joining(
+            address,
+            port,
+            token=config.token,
+            node=number,
+            nproc=config.nproc_per_node,
+            timeout_s=config.regroup_timeout_s if again else config.join_timeout_s,
+            stopped=stopped,
+            refused_for_s=REFUSED_FOR_S + (config.node_timeout_s if again else 0.0),
+        )
+
+    return GuestLink(
+        join,
+        config.node_rank if config.node_rank < config.nnodes else SPARE,
+        selector=selector,
+        silence_s=config.node_timeout_s,
+        say=say,
         stopped=lambda: bool(signals),
     )
-    return GuestLink(joining, selector, config.node_timeout_s)
+
+
+def _limits(config: LaunchConfig | CoordinatorConfig) -> Limits:
+    from checkpointless.agent.coordinator import Limits
+    from checkpointless.agent.hangs import Heartbeat
+
+    return Limits(
+        Heartbeat.of(config.heartbeat_timeout_s),
+        config.regroup_timeout_s,
+        config.max_incidents,
+        config.join_timeout_s,
+        config.node_timeout_s,
+    )
 
 
 def _endpoint(text: str) -> tuple[str, int]:

@@ -12,14 +12,16 @@ from collections.abc import Callable
 from typing import cast
 
 from checkpointless.agent.board import NO_STEP, BoardReading
-from checkpointless.agent.hangs import NEARLY
+from checkpointless.agent.hangs import NEARLY, Heartbeat
 from checkpointless.agent.incidents import Cause, CauseKind, exception_cause, signal_name
 from checkpointless.agent.node_protocol import (
+    STATES,
     AllDone,
     Answered,
     Ask,
     Begin,
     Command,
+    Discard,
     End,
     Interrupt,
     JobOver,
@@ -27,12 +29,15 @@ from checkpointless.agent.node_protocol import (
     Kill,
     Leaving,
     NodeMessage,
+    OpenStore,
     Progress,
     RankDone,
     RankEnded,
     RankReady,
     Silent,
     Spawn,
+    Standing,
+    StoreOpened,
     Trouble,
 )
 from checkpointless.agent.protocol import (
@@ -53,6 +58,7 @@ from checkpointless.agent.protocol import (
     Sender,
     decode,
 )
+from checkpointless.agent.rendezvous import GenerationStore
 from checkpointless.agent.workers import (
     COUNTED,
     IN_BLOCK,
@@ -74,6 +80,7 @@ TERM_GRACE_S = 5.0
 EXIT_GRACE_S = 1.0  # for a process that hung up, or that said it would exit, to be gone
 _PROGRESS_EVERY_S = 0.25
 _SILENT_EVERY_S = 0.2
+_WARM_UP_STEPS = 2  # of a generation: they compile, connect and allocate
 _FAILED = 1
 
 
@@ -82,7 +89,8 @@ class NodeAgent:
 
     Args:
         index: the node's number.
-        heartbeat_timeout_s: how long a rank in its block may show no progress.
+        heartbeat: how long a rank in its block may show no progress.
+        address: tells where the other nodes reach this one, a number.
         report: tells the coordinator something; what it answers comes to :meth:`obey`, and not before ``report``
             has returned.
         selector: of the loop that this agent runs in.
@@ -96,6 +104,8 @@ class NodeAgent:
     Attributes:
         index: the node's number.
         generation: the one that began last.
+        joined: whether it can start processes.
+        finished: whether every rank's block has returned, on this node and all others.
         outcome: how the job ended; None as long as it has not.
         began_after: the highest step that was known to be committed when the generation began.
     """
@@ -104,7 +114,8 @@ class NodeAgent:
         self,
         *,
         index: int,
-        heartbeat_timeout_s: float,
+        heartbeat: Heartbeat,
+        address: Callable[[], str],
         report: Callable[[NodeMessage], None],
         selector: selectors.BaseSelector,
         starter: Starter,
@@ -119,7 +130,9 @@ class NodeAgent:
         self.outcome: End | None = None
         self.index = index
         self.began_after = NO_STEP
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self.joined = self.finished = False
+        self._heartbeat = heartbeat
+        self._address = address
         self._report = report
         self._make_worker = make_worker
         self._selector = selector
@@ -130,6 +143,11 @@ class NodeAgent:
         self._events = events
         self._say = say
         self._incident: str | None = None
+        self._run_id = ""
+        self._store: GenerationStore | None = None
+        self._discarding = False
+        self._failures = 0  # processes that exited with another code than 0 since the generation began
+        self._longest_s = 0.0  # from one beat to the next in a step of this generation
         self._target = NO_STEP
         self._told_progress: Progress | None = None
         self._tell_progress_at_s = 0.0
@@ -160,7 +178,18 @@ class NodeAgent:
             return
         readings = {worker.rank: worker.board.read() for worker in self.workers.values()}
         self._tell_progress(readings, now_s)
+        self._watch_beats(readings, now_s)
         self._tell_silent(readings, now_s)
+
+    @property
+    def number(self) -> int | None:
+        """The number of this node in its job, which a spare is given with its ranks; None if there are none."""
+        return min(self.workers) // len(self.workers) if self.workers else None
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether every rank's block has returned, and every process here exited with 0."""
+        return self.finished and self._failures == 0 and not self.alive()
 
     def alive(self) -> list[Worker]:
         """The ranks whose processes have not ended."""
@@ -197,6 +226,7 @@ class NodeAgent:
     def close(self) -> None:
         """Kill and reap what is left, and let go of everything."""
         self._starter.close()
+        self._close_store()
         for worker in self.workers.values():
             if worker.connection is not None:
                 worker.connection.close()
@@ -217,7 +247,11 @@ class NodeAgent:
         """
         if self.outcome is not None:
             return
-        if isinstance(command, Spawn):
+        if isinstance(command, OpenStore):
+            self._open_store(command.generation)
+        elif isinstance(command, Discard):
+            self._discard()
+        elif isinstance(command, Spawn):
             if command.rank not in self.workers:
                 self.workers[command.rank] = self._make_worker(command.rank)
             self._spawn(self.workers[command.rank], command)
@@ -234,6 +268,7 @@ class NodeAgent:
                 worker.forgiven = True
                 self._kill(worker)
         elif isinstance(command, AllDone):
+            self.finished = True
             for worker in self.alive():
                 worker.state = WorkerState.FINISHED
                 worker.send(Finish())
@@ -245,23 +280,67 @@ class NodeAgent:
             raise ValueError(f"the coordinator speaks of rank {rank}, which this node does not run")
         return self.workers[rank]
 
+    def standing(self) -> Standing:
+        """What a coordinator that has just begun needs to know of the ranks that run here."""
+        self._told_progress, self._told_silent = None, False  # it has been told neither
+        ranks = []
+        for worker in self.workers.values():
+            reading = worker.board.read()
+            state = STATES.index(worker.state)
+            ranks.append([worker.rank, worker.incarnation, state, reading.committed, reading.making])
+        incident = int(self._incident or 0)
+        return Standing(self.generation, incident, self.began_after, self._run_id, self.finished, ranks)
+
+    def _discard(self) -> None:
+        """The ranks are no longer wanted: a coordinator has taken them for dead."""
+        self._say("this node was taken for lost: its ranks are ended, and it joins the job anew")
+        self._discarding = True
+        self._close_store()
+        for worker in self.alive():
+            self._disconnect(worker)
+            self._kill(worker)
+        self._join_when_empty()
+
+    def _join_when_empty(self) -> None:
+        if self._discarding and not self.alive():
+            self._discarding = False
+            self._report(Joined())
+
+    def _open_store(self, generation: int) -> None:
+        self._close_store()
+        try:
+            self._store = GenerationStore(generation, self._address())
+        except (OSError, RuntimeError) as error:
+            self._report(JobOver(f"node {self.index}: no store can be opened for generation {generation}: {error}"))
+            return
+        self._report(StoreOpened(generation, self._store.address, self._store.port))
+
+    def _close_store(self) -> None:
+        """Free who waits in it."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
     def _begin(self, begin: Begin) -> None:
         self.generation, self._target, self.began_after = begin.generation, begin.target, begin.high_water
         self._incident = begin.incident or None
         self._told_progress, self._tell_progress_at_s, self._told_silent = None, 0.0, False
+        self._longest_s, self.finished, self._failures = 0.0, False, 0
         go = Go(begin.generation, self._incident, begin.env, begin.high_water)
         now_s = time.monotonic()
         for worker in self.workers.values():
             if worker.state is not WorkerState.READY:
                 continue  # it has ended since; the coordinator hears of it
             worker.state = WorkerState.RUNNING
-            worker.beat_at_s = now_s
+            worker.beat_at_s, worker.in_step = now_s, False
             if not worker.send(go):
                 worker.kill_at_s = now_s + EXIT_GRACE_S
 
     def _interrupt(self, interrupt: Interrupt) -> None:
         now_s = time.monotonic()
         self._incident = interrupt.incident
+        if self._store is not None and self._store.generation <= interrupt.generation:
+            self._close_store()
         culprit = interrupt.culprit if interrupt.culprit >= 0 else None
         notice = FaultNotice(interrupt.generation, interrupt.incident, interrupt.cause, culprit)
         # A rank that failed by itself may be at the barrier before this comes; a successor ignores what is over.
@@ -282,6 +361,7 @@ class NodeAgent:
             min(reading.committed for reading in readings.values()),
             max(reading.committed for reading in readings.values()),
             max(reading.making for reading in readings.values()),
+            int(self._longest_s * 1000),
         )
         told = self._told_progress
         if progress == told or self.generation < 0:
@@ -291,19 +371,32 @@ class NodeAgent:
             self._told_progress, self._tell_progress_at_s = progress, now_s + _PROGRESS_EVERY_S
             self._report(progress)
 
+    def _watch_beats(self, readings: dict[int, BoardReading], now_s: float) -> None:
+        for worker in self.workers.values():
+            if worker.state is not WorkerState.RUNNING:
+                continue
+            reading = readings[worker.rank]
+            if reading.beat != worker.beat:
+                if worker.in_step:
+                    self._longest_s = max(self._longest_s, now_s - worker.beat_at_s)
+                worker.beat, worker.beat_at_s = reading.beat, now_s
+            warm = reading.committed > self.began_after + _WARM_UP_STEPS
+            worker.in_step = warm and reading.making > reading.committed
+
     def _tell_silent(self, readings: dict[int, BoardReading], now_s: float) -> None:
-        running = [worker for worker in self.workers.values() if worker.state is WorkerState.RUNNING]
-        for worker in running:
-            beat = readings[worker.rank].beat
-            if beat != worker.beat:
-                worker.beat, worker.beat_at_s = beat, now_s
         if all(reading.making == NO_STEP for reading in readings.values()):
             return  # nobody shows progress in this job (yet): silence means nothing
-        silent = [w for w in running if now_s - w.beat_at_s >= NEARLY * self._heartbeat_timeout_s]
+        within_step_s = self._heartbeat.within_step_s(self._longest_s)
+        silent = []
+        for worker in self.workers.values():
+            age_s = now_s - worker.beat_at_s
+            limit_s = within_step_s if worker.in_step else self._heartbeat.ceiling_s
+            if worker.state is WorkerState.RUNNING and age_s >= NEARLY * limit_s:
+                making = readings[worker.rank].making
+                silent.append([worker.rank, worker.beat, int(age_s * 1000), making, int(worker.in_step)])
         if (silent or self._told_silent) and now_s >= self._tell_silent_at_s:
             self._told_silent, self._tell_silent_at_s = bool(silent), now_s + _SILENT_EVERY_S
-            ages_ms = {worker.rank: int((now_s - worker.beat_at_s) * 1000) for worker in silent}
-            self._report(Silent([[w.rank, w.beat, ages_ms[w.rank], readings[w.rank].making] for w in silent]))
+            self._report(Silent(silent))
 
     # ---- processes
 
@@ -347,6 +440,7 @@ class NodeAgent:
             self._unwatch_starter()
             self._starter.close()
             self._starter = self._fresh_starter()
+        self.joined = True
         self._report(Joined())
 
     def _spawn(self, worker: Worker, spawn: Spawn) -> None:
@@ -355,6 +449,7 @@ class NodeAgent:
         worker.incarnation = spawn.incarnation
         self.generation = max(self.generation, spawn.generation - 1)  # a spare's agent has seen none yet
         self._incident = spawn.incident or None
+        self._run_id = spawn.env.get("TORCHELASTIC_RUN_ID", "")
         ours, theirs = socket.socketpair()
         log = os.open(worker.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         env = {**self._rank_env, **spawn.env, "CHECKPOINTLESS_INCARNATION": str(worker.incarnation)}
@@ -386,6 +481,10 @@ class NodeAgent:
         self._hear(worker)  # what it said before it ended
         self._disconnect(worker)
         worker.state, worker.kill_at_s = WorkerState.GONE, None
+        self._failures += code != 0
+        if self._discarding:
+            self._join_when_empty()
+            return
         reading = worker.board.read()
         self._report(
             RankEnded(
@@ -480,22 +579,7 @@ class NodeAgent:
 
     def _trouble(self, worker: Worker, cause: Cause) -> None:
         reading = worker.board.read()
-        self._report(
-            Trouble(
-                self.generation,
-                worker.rank,
-                int(cause.kind),
-                cause.how,
-                cause.what,
-                cause.step,
-                cause.detail,
-                cause.error,
-                cause.message,
-                cause.traceback,
-                reading.committed,
-                reading.making,
-            )
-        )
+        self._report(Trouble.of(self.generation, worker.rank, cause, reading.committed, reading.making))
 
     def _disconnect(self, worker: Worker) -> None:
         if worker.connection is not None:

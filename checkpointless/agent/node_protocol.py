@@ -7,9 +7,13 @@ over. A node's agent starts and ends processes, passes on what its ranks say, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
+from checkpointless.agent.incidents import Cause, CauseKind
 from checkpointless.agent.protocol import Vocabulary
+from checkpointless.agent.workers import WorkerState
+
+STATES = tuple(WorkerState)
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,43 @@ class Joined:
     """The node can start processes now."""
 
     type: ClassVar[str] = "joined"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The node runs ranks already: what a coordinator that has just begun needs to know of them.
+
+    Attributes:
+        generation: the one that began last on this node (-1: none).
+        incident: the number of the last incident that it heard of (0: none).
+        high_water: the highest optimizer step that it was told any rank has committed (-1: none).
+        run_id: of the job.
+        finished: whether every rank's block has returned.
+        ranks: for each its number, its incarnation, the index of its state in :data:`STATES`, and its board's
+            committed step and step in the making (-1: none).
+    """
+
+    type: ClassVar[str] = "standing"
+    generation: int
+    incident: int
+    high_water: int
+    run_id: str
+    finished: bool
+    ranks: list[list[int]]
+
+
+@dataclass(frozen=True)
+class StoreOpened:
+    """The node has the store of ``generation``.
+
+    Attributes:
+        address: of the node, a number, as the others reach it.
+    """
+
+    type: ClassVar[str] = "store"
+    generation: int
+    address: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +102,43 @@ class Trouble:
     traceback: str
     committed: int
     making: int
+
+    @classmethod
+    def of(cls, generation: int, rank: int, cause: Cause, committed: int, making: int) -> Trouble:
+        """What a node says of ``cause``."""
+        return cls(
+            generation,
+            rank,
+            int(cause.kind),
+            cause.how,
+            cause.what,
+            cause.step,
+            cause.detail,
+            cause.error,
+            cause.message,
+            cause.traceback,
+            committed,
+            making,
+        )
+
+    @property
+    def cause(self) -> Cause:
+        """What went wrong.
+
+        Raises:
+            ValueError: there is no such kind.
+        """
+        return Cause(
+            CauseKind(self.kind),
+            self.rank,
+            self.how,
+            self.what,
+            self.step,
+            self.detail,
+            self.error,
+            self.message,
+            self.traceback,
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +190,8 @@ class Silent:
     """The ranks of the node that have shown no progress for (nearly) the limit; nobody, when that is over.
 
     Attributes:
-        ranks: for each its number, its beat, the milliseconds since it changed, and the step in the making.
+        ranks: for each its number, its beat, the milliseconds since it changed, the step in the making, and
+            whether it is in that step (1) or between two of them (0).
     """
 
     type: ClassVar[str] = "silent"
@@ -127,12 +206,15 @@ class Progress:
         oldest: the smallest committed optimizer step on their boards.
         newest: the largest.
         making: the largest step in the making.
+        longest_ms: the longest that a rank took from one beat to the next in a step of this generation (0: not
+            known yet).
     """
 
     type: ClassVar[str] = "progress"
     oldest: int
     newest: int
     making: int
+    longest_ms: int
 
 
 @dataclass(frozen=True)
@@ -175,6 +257,21 @@ class Spawn:
     generation: int
     incident: str
     env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """Open a store for ``generation``, and close the one before."""
+
+    type: ClassVar[str] = "open-store"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Discard:
+    """The ranks of this node were taken for dead: end them, and join as a node that has none."""
+
+    type: ClassVar[str] = "discard"
 
 
 @dataclass(frozen=True)
@@ -252,11 +349,21 @@ class End:
 
 
 NodeMessage = (
-    Joined | RankReady | Trouble | RankEnded | RankDone | Answered | Silent | Progress | JobOver | Leaving | Alive
+    Joined
+    | Standing
+    | StoreOpened
+    | RankReady
+    | Trouble
+    | RankEnded
+    | RankDone
+    | Answered
+    | Silent
+    | Progress
+    | JobOver
+    | Leaving
+    | Alive
 )
-Command = Spawn | Begin | Interrupt | Ask | Kill | AllDone | End | Alive
+Command = Spawn | OpenStore | Discard | Begin | Interrupt | Ask | Kill | AllDone | End | Alive
 
-FROM_NODE = Vocabulary(
-    "node", Joined, RankReady, Trouble, RankEnded, RankDone, Answered, Silent, Progress, JobOver, Leaving, Alive
-)
-FROM_COORDINATOR = Vocabulary("coordinator", Spawn, Begin, Interrupt, Ask, Kill, AllDone, End, Alive)
+FROM_NODE = Vocabulary("node", *get_args(NodeMessage))
+FROM_COORDINATOR = Vocabulary("coordinator", *get_args(Command))

@@ -55,7 +55,8 @@ class CoordinatorPort:
         OSError: the address cannot be bound to.
 
     Attributes:
-        port: that is listened on.
+        address: that is listened on.
+        port: likewise.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class CoordinatorPort:
         selector: selectors.BaseSelector,
         silence_s: float,
     ) -> None:
+        self.address = address
         self._token = token
         self._coordinator = coordinator
         self._selector = selector

@@ -1,4 +1,7 @@
-"""What the ranks of one generation meet at: a store of their own, and the environment that leads there."""
+"""What the ranks of one generation meet at: a store of their own, and the environment that leads there.
+
+The store lives in the agent of a node and not with the coordinator: the ranks do not notice if that is lost.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,14 @@ class GenerationStore:
     Args:
         generation: whose store it is.
         address: of this node, a number, as the others reach it.
+
+    Raises:
+        OSError, RuntimeError: it cannot be opened.
     """
 
     def __init__(self, generation: int, address: str = LOOPBACK) -> None:
         self.generation = generation
+        self.address = address
         listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         listener.bind((address, 0))
         listener.listen(1024)
@@ -40,50 +47,74 @@ class GenerationStore:
         self._store = None
 
 
+def resolve(address: str) -> str:
+    """The number of an address; a name is looked up.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    return str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
+
+
 class Rendezvous:
-    """The stores of a job, one per generation, and the environment of its ranks.
+    """Where the ranks of the coming generation meet, and the environment that leads there.
 
     Args:
         nnodes: how many nodes there are.
         nproc: how many ranks on each.
-        address: of the node that this runs on, as the others reach it; a name is looked up once, here.
 
-    Raises:
-        OSError: it cannot be looked up.
+    Attributes:
+        run_id: of the job.
+        generation: whose store was asked for last (-1: none).
+        host: the number of the node that was asked.
     """
 
-    def __init__(self, nnodes: int, nproc: int, address: str = LOOPBACK) -> None:
+    def __init__(self, nnodes: int, nproc: int) -> None:
         self.nnodes = nnodes
         self.nproc = nproc
-        self.address = str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
         self.run_id = uuid.uuid4().hex
-        self._store: GenerationStore | None = None
+        self.generation = -1
+        self.host = -1
+        self._where: tuple[str, int] | None = None
 
-    def open(self, generation: int) -> None:
-        """Have a store for ``generation``, a fresh one unless it is there already."""
-        if self._store is None or self._store.generation != generation:
-            self.close()
-            self._store = GenerationStore(generation, self.address)
+    @property
+    def is_open(self) -> bool:
+        """Whether the store is there."""
+        return self._where is not None
 
-    def close(self) -> None:
-        """Close the store that is open, if one is."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+    def ask(self, generation: int, host: int) -> None:
+        """A node is asked for the store of ``generation``; there is none until it says where."""
+        self.generation, self.host, self._where = generation, host, None
 
-    def go_env(self, generation: int) -> dict[str, str]:
-        """What changes in a rank's environment when ``generation`` begins."""
-        self.open(generation)
-        assert self._store is not None
+    def opened(self, generation: int, host: int, address: str, port: int) -> bool:
+        """A node has a store.
+
+        Returns:
+            Whether it is the one that was asked for.
+        """
+        if (generation, host) != (self.generation, self.host):
+            return False
+        self._where = (address, port)
+        return True
+
+    def go_env(self) -> dict[str, str]:
+        """What changes in a rank's environment when the generation begins.
+
+        Raises:
+            RuntimeError: there is no store.
+        """
+        if self._where is None:
+            raise RuntimeError(f"generation {self.generation} has no store")
+        address, port = self._where
         return {
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_RESTART_COUNT": str(generation),
-            "JOB_RESTART_COUNT": str(generation),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.generation),
+            "JOB_RESTART_COUNT": str(self.generation),
         }
 
-    def rank_env(self, rank: int, node: int, generation: int) -> dict[str, str]:
-        """All that a new rank needs to know to join ``generation``, as torchrun says it."""
+    def rank_env(self, rank: int, node: int) -> dict[str, str]:
+        """All that a new rank needs to know to join the generation, as torchrun says it."""
         world_size = str(self.nnodes * self.nproc)
         return {
             "RANK": str(rank),
@@ -99,5 +130,5 @@ class Rendezvous:
             "TORCHELASTIC_RUN_ID": self.run_id,
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            **self.go_env(generation),
+            **self.go_env(),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from checkpointless.agent.board import NO_STEP
 from checkpointless.agent.node_protocol import Command, Progress
@@ -23,8 +23,6 @@ class Node:
         send: gives its agent a command.
         joined: whether its agent can start processes.
         lost: why its agent cannot be reached any more ("" if it can).
-        silent: the ranks that its agent calls silent: beat, when that changed last by this process's clock, and the
-            step in the making.
     """
 
     index: int
@@ -32,7 +30,6 @@ class Node:
     send: Callable[[Command], None]
     joined: bool = False
     lost: str = ""
-    silent: dict[int, tuple[int, float, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -126,6 +123,8 @@ class Standings:
         self._said: dict[int, Progress] = {}
         self._oldest: Counter[int] = Counter()
         self._newest: Counter[int] = Counter()
+        self._timed = 0  # how many of them know how long a step takes
+        self._longest_ms = 0
 
     def __len__(self) -> int:
         return len(self._said)
@@ -140,12 +139,19 @@ class Standings:
         """The largest committed step on any node."""
         return max(self._newest)
 
+    @property
+    def longest_s(self) -> float:
+        """The longest that any rank took from one beat to the next in a step; 0 until every node knows."""
+        return self._longest_ms / 1000 if self._timed == len(self._said) else 0.0
+
     def put(self, node: int, progress: Progress) -> None:
         """A node says where its ranks stand now."""
         self.drop(node)
         self._said[node] = progress
         self._oldest[progress.oldest] += 1
         self._newest[progress.newest] += 1
+        self._timed += progress.longest_ms > 0
+        self._longest_ms = max(self._longest_ms, progress.longest_ms)
 
     def drop(self, node: int) -> None:
         """Forget what a node said, if it said anything."""
@@ -153,6 +159,7 @@ class Standings:
         if before is not None:
             _take_one(self._oldest, before.oldest)
             _take_one(self._newest, before.newest)
+            self._timed -= before.longest_ms > 0
 
 
 def _take_one(counts: Counter[int], value: int) -> None:

@@ -54,6 +54,7 @@ class Worker:
         forgiven: whether the process's end is a consequence of what is known already, and no fault by itself.
         beat: the last beat seen on the board.
         beat_at_s: when it changed last, on the monotonic clock.
+        in_step: whether the rank is within an optimizer step, and not in the first of a generation.
         kill_at_s: when the agent kills the process if it is still there.
         started_at_s: when the living process was.
     """
@@ -70,6 +71,7 @@ class Worker:
     forgiven: bool = False
     beat: int = 0
     beat_at_s: float = 0.0
+    in_step: bool = False
     started_at_s: float = 0.0
     kill_at_s: float | None = None
 

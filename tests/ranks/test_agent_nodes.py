@@ -87,6 +87,11 @@ class Nodes:
     def committed(self, rank: int, step: int) -> bool:
         return any(note["step"] == step for note in self.notes("step", rank))
 
+    def kill_coordinator(self) -> None:
+        assert self.coordinator is not None
+        self.coordinator.kill()
+        self.coordinator.communicate()
+
     def kill(self, node: int) -> None:
         """SIGKILL an agent; its ranks die with it."""
         self.agents[node].process.send_signal(signal.SIGKILL)
@@ -182,7 +187,7 @@ def test_a_stopped_agent_is_lost_by_its_silence_and_never_comes_back(tmp_path: P
 
 
 def test_node_0_gone_ends_the_others_within_a_bound(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2, "2:5:0:sleep")
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", regroup_timeout_s=2.0)
     wait_until(lambda: nodes.notes("fault", 2))
     nodes.kill(0)
     nodes.agents[0].process.communicate()
@@ -192,7 +197,7 @@ def test_node_0_gone_ends_the_others_within_a_bound(tmp_path: Path) -> None:
 
 
 def test_an_agent_without_the_token_is_told_so_and_nobody_else_notices(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2, "2:5:0:sleep")
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", regroup_timeout_s=2.0)
     wait_until(lambda: nodes.notes("fault", 2))
     stranger = nodes.start(1, token="not the secret of this job")
     ended = stranger.end()
@@ -223,13 +228,93 @@ def test_with_a_coordinator_of_its_own_any_node_may_be_lost(tmp_path: Path, lost
     }
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGKILL, "was lost")])
-def test_a_coordinator_that_is_gone_ends_the_job(tmp_path: Path, number: signal.Signals, said: str) -> None:
+def test_a_coordinator_that_is_stopped_ends_the_job(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True)
     assert nodes.coordinator is not None
     wait_until(lambda: nodes.notes("fault", 2))
-    nodes.coordinator.send_signal(number)
+    nodes.coordinator.send_signal(signal.SIGTERM)
     ended = nodes.end()
     assert [each.code for each in ended] == [1, 1]
-    assert all(said in each.err for each in ended)
+    assert all("stopped by SIGTERM" in each.err for each in ended)
     nodes.coordinator.communicate(timeout=20)
+
+
+def test_a_coordinator_that_is_lost_for_good_ends_the_job_within_the_limit(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True, regroup_timeout_s=2.0)
+    wait_until(lambda: nodes.notes("fault", 2))
+    nodes.kill_coordinator()
+    ended = nodes.end()
+    assert [each.code for each in ended] == [1, 1]
+    assert all("was lost" in each.err and "was not reached within 2 s" in each.err for each in ended)
+
+
+def test_training_goes_on_without_a_coordinator_and_the_next_one_handles_a_fault(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "3:400:0:SIGKILL", outside=True, extra_env={"STEPS": "410"})
+    wait_until(lambda: nodes.committed(0, 5))
+    nodes.kill_coordinator()
+    wait_until(lambda: nodes.committed(0, 20))
+    nodes.coordinator = nodes.coordinate()
+    codes = [ended.code for ended in nodes.end()]
+    _, said = nodes.coordinator.communicate(timeout=20)
+    assert codes == [0, 0], said
+    assert "took the job over in generation 0: its ranks train undisturbed" in said
+    assert "incident 1: rank 3 killed by SIGKILL at step 400; recovering" in said
+    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {r: int(r == 3) for r in range(4)}
+    assert sorted({note["generation"] for note in nodes.notes("go")}) == [0, 1]
+
+
+def test_a_fault_while_there_is_no_coordinator_waits_for_the_next_one(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "3:40:0:SIGKILL", outside=True, extra_env={"STEPS": "50"})
+    wait_until(lambda: nodes.committed(0, 5))
+    nodes.kill_coordinator()
+    wait_until(lambda: nodes.notes("fault", 3))
+    time.sleep(0.5)
+    nodes.coordinator = nodes.coordinate()
+    codes = [ended.code for ended in nodes.end()]
+    _, said = nodes.coordinator.communicate(timeout=20)
+    assert codes == [0, 0], said
+    assert "incident 1: rank 3 killed by SIGKILL at step 40; recovering" in said
+    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {r: int(r == 3) for r in range(4)}
+
+
+def test_a_coordinator_lost_during_an_incident_is_replaced_by_one_that_finishes_it(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", outside=True)
+    wait_until(lambda: nodes.notes("fault", 2))
+    nodes.kill(1)
+    nodes.agents[1].process.communicate()
+    wait_until(lambda: nodes.notes("notice", 0))
+    nodes.kill_coordinator()
+    nodes.coordinator = nodes.coordinate()
+    again = nodes.start(1)
+    codes = [nodes.agents[0].end().code, again.end().code]
+    _, said = nodes.coordinator.communicate(timeout=20)
+    assert codes == [0, 0], said
+    assert "its ranks have to regroup" in said
+    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def test_node_0_and_its_coordinator_may_come_back(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "0:5:0:sleep")
+    wait_until(lambda: nodes.notes("fault", 0))
+    nodes.kill(0)
+    nodes.agents[0].process.communicate()
+    again = nodes.start(0)
+    first, second = again.end(), nodes.agents[1].end()
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "incident 1: node 0 was lost" in first.err
+    assert "as was the coordinator" in first.err
+    assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {0: 1, 1: 1, 2: 0, 3: 0}
+
+
+def test_a_node_that_was_cut_off_for_too_long_comes_back_with_new_processes(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep")
+    wait_until(lambda: nodes.notes("fault", 2))
+    before = {note["rank"]: note["pid"] for note in nodes.notes("go")}
+    nodes.agents[1].process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: nodes.notes("notice", 0))
+    nodes.agents[1].process.send_signal(signal.SIGCONT)
+    first, second = nodes.end()
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "this node was taken for lost: its ranks are ended, and it joins the job anew" in second.err
+    after = {rank: note["pid"] for rank, note in goes(nodes, 1).items()}
+    assert [rank for rank in range(4) if after[rank] != before[rank]] == [2, 3]

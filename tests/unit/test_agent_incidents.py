@@ -124,9 +124,9 @@ def test_falling_back_again_and_again_without_coming_further_ends_the_job() -> N
 
 
 def test_nobody_is_asked_while_all_make_progress() -> None:
-    assert stalled({}, 10) == ()
-    assert stalled({0: 9.9, 1: 0.0}, 10) == ()
-    assert stalled({0: 9.5, 1: 10.1, 2: 3.0}, 10) == (0, 1)
+    assert stalled({}, {}) == ()
+    assert stalled({0: 9.9, 1: 0.0}, dict.fromkeys(range(2), 10.0)) == ()
+    assert stalled({0: 9.5, 1: 10.1, 2: 3.0}, dict.fromkeys(range(3), 10.0)) == (0, 1)
 
 
 def test_who_does_not_answer_or_is_not_in_a_collective_hangs() -> None:

@@ -11,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpointless.agent.coordinator import Coordinator, Limits
+from checkpointless.agent.hangs import Heartbeat
 from checkpointless.agent.incidents import STILLBORN_LIMIT, CauseKind
 from checkpointless.agent.node_protocol import (
+    STATES,
     Alive,
     AllDone,
     Answered,
     Ask,
     Begin,
     Command,
+    Discard,
     End,
     Interrupt,
     JobOver,
@@ -26,15 +29,17 @@ from checkpointless.agent.node_protocol import (
     Kill,
     Leaving,
     NodeMessage,
+    OpenStore,
     Progress,
     RankDone,
     RankEnded,
     RankReady,
     Silent,
     Spawn,
+    Standing,
+    StoreOpened,
     Trouble,
 )
-from checkpointless.agent.rendezvous import Rendezvous
 from checkpointless.agent.roster import Node, Standings
 from checkpointless.agent.workers import WorkerState
 from checkpointless.telemetry.events import EventLog
@@ -44,39 +49,28 @@ HEARTBEAT_S, REGROUP_S = 10.0, 30.0
 AnyCommand = TypeVar("AnyCommand")
 
 
-class NoStore(Rendezvous):
-    """Notes which stores it would have opened."""
-
-    def __init__(self, nnodes: int, nproc: int) -> None:
-        super().__init__(nnodes, nproc)
-        self.opened: list[int] = []
-
-    def open(self, generation: int) -> None:
-        if generation not in self.opened[-1:]:
-            self.opened.append(generation)
-
-    def go_env(self, generation: int) -> dict[str, str]:
-        self.open(generation)
-        return {"JOB_RESTART_COUNT": str(generation)}
-
-
 class Job:
     """A coordinator and what it says to whom.
 
     Args:
         nnodes: how many nodes the job has; :meth:`begin` admits them.
         max_incidents: how many it may recover from.
+
+    Attributes:
+        stores: which it had opened, and by which node.
+        opens: whether the nodes open them at once.
     """
 
     def __init__(self, nnodes: int = 2, max_incidents: int | None = None) -> None:
         self.said: list[str] = []
         self.sent: list[tuple[Node | None, Command]] = []
-        self.store = NoStore(nnodes, NPROC)
+        self.stores: list[tuple[int, int]] = []
+        self.opens = True
+        self._to_open: list[tuple[Node, OpenStore]] = []
         self.coordinator = Coordinator(
-            Limits(HEARTBEAT_S, REGROUP_S, max_incidents),
+            Limits(Heartbeat.of(HEARTBEAT_S), REGROUP_S, max_incidents),
             nnodes=nnodes,
             nproc=NPROC,
-            rendezvous=self.store,
             events=EventLog(None),
             say=self.said.append,
         )
@@ -84,20 +78,42 @@ class Job:
 
     def admit(self, index: int, nproc: int = NPROC) -> Node:
         place: list[Node] = []
-        node = self.coordinator.admit(
-            index, nproc, lambda command: self.sent.append((place[0] if place else None, command))
-        )
-        place.append(node)
-        return node
+
+        def send(command: Command) -> None:
+            if isinstance(command, OpenStore):
+                self.stores.append((command.generation, place[0].index))
+                self._to_open.append((place[0], command))
+            else:
+                self.sent.append((place[0] if place else None, command))
+
+        place.append(self.coordinator.admit(index, nproc, send))
+        return place[0]
+
+    def hear(self, node: Node, message: NodeMessage) -> None:
+        """A node says something."""
+        self.coordinator.hear(node, message)
+        self.open_stores()
+
+    def lose(self, node: Node, reason: str) -> None:
+        """A node is lost."""
+        self.coordinator.lose(node, reason)
+        self.open_stores()
+
+    def open_stores(self) -> None:
+        while self.opens and self._to_open:
+            node, command = self._to_open.pop(0)
+            if not node.lost:
+                generation = command.generation
+                self.coordinator.hear(node, StoreOpened(generation, f"10.0.0.{node.index}", 5000 + generation))
 
     def join(self, index: int) -> Node:
         node = self.admit(index)
-        self.coordinator.hear(node, Joined())
+        self.hear(node, Joined())
         return node
 
     def tell(self, rank: int, message: NodeMessage) -> None:
         """The node of ``rank`` says something."""
-        self.coordinator.hear(self.coordinator.ranks[rank].node, message)
+        self.hear(self.coordinator.ranks[rank].node, message)
 
     def ready(self, *ranks: int, committed: int = -1, making: int = -1) -> None:
         for rank in ranks:
@@ -129,6 +145,7 @@ class Job:
 
     def tick(self, after_s: float = 0.0) -> None:
         self.coordinator.tick(time.monotonic() + after_s)
+        self.open_stores()
 
     @property
     def outcome(self) -> End | None:
@@ -139,6 +156,16 @@ class Job:
         assert self.outcome is not None
         assert self.outcome.code == 1
         return self.outcome.last_words[-1]
+
+
+def go_env(generation: int, host: int = 0) -> dict[str, str]:
+    count = str(generation)
+    return {
+        "MASTER_ADDR": f"10.0.0.{host}",
+        "MASTER_PORT": str(5000 + generation),
+        "TORCHELASTIC_RESTART_COUNT": count,
+        "JOB_RESTART_COUNT": count,
+    }
 
 
 def trouble(rank: int, kind: CauseKind, *, generation: int = 0, what: str = "raised ValueError") -> Trouble:
@@ -154,7 +181,7 @@ def test_processes_are_asked_for_when_every_node_has_joined() -> None:
     job.join(2)
     job.admit(1)
     assert job.sent == []
-    job.coordinator.hear(job.coordinator.nodes[1], Joined())
+    job.hear(job.coordinator.nodes[1], Joined())
     spawned = job.take(Spawn)
     assert [(node, spawn.rank) for node, spawn in spawned] == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
     assert {(spawn.incarnation, spawn.generation, spawn.incident) for _, spawn in spawned} == {(0, 0, "")}
@@ -169,7 +196,7 @@ def test_a_generation_begins_when_every_rank_is_ready_and_not_before() -> None:
     job.ready(3, 0, 2)
     assert job.take(Begin) == []
     job.ready(1)
-    begin = Begin(0, "", {"JOB_RESTART_COUNT": "0"}, -1, -1)
+    begin = Begin(0, "", go_env(0), -1, -1)
     assert job.take(Begin) == [(0, begin), (1, begin)]
     assert job.coordinator.generation == 0
 
@@ -195,7 +222,7 @@ def test_a_node_that_does_not_fit_is_refused() -> None:
 def test_a_node_may_not_speak_of_ranks_that_it_does_not_run() -> None:
     job = Job().begin()
     with pytest.raises(ValueError, match="node 0 speaks of rank 2, which it does not run"):
-        job.coordinator.hear(job.coordinator.nodes[0], RankDone(2, 0))
+        job.hear(job.coordinator.nodes[0], RankDone(2, 0))
 
 
 def test_ranks_that_never_enter_end_the_job_after_a_while() -> None:
@@ -259,7 +286,7 @@ def test_a_first_process_that_fails_before_it_entered_ends_the_job() -> None:
 def test_a_node_that_gives_up_ends_the_job_everywhere() -> None:
     job = Job().begin()
     spare = job.join(-1)
-    job.coordinator.hear(job.coordinator.nodes[1], JobOver("stopped by SIGTERM"))
+    job.hear(job.coordinator.nodes[1], JobOver("stopped by SIGTERM"))
     assert job.last_word == "stopped by SIGTERM"
     assert [node for node, _ in job.take(End)] == [0, 1, spare.index]
     job.sent.clear()
@@ -286,11 +313,11 @@ def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all() -
     job.raises(2)
     interrupt = Interrupt(0, "1", "rank 2 raised ValueError at step 4: no", 2)
     assert job.take(Interrupt) == [(0, interrupt), (1, interrupt)]
-    assert job.store.opened == [0, 1]
+    assert job.stores == [(0, 0), (1, 0)]
     job.ready(0, 1, 3, committed=4, making=5)
     assert job.take(Begin) == []
     job.ready(2, committed=3, making=4)
-    begin = Begin(1, "1", {"JOB_RESTART_COUNT": "1"}, high_water=4, target=5)
+    begin = Begin(1, "1", go_env(1), high_water=4, target=5)
     assert job.take(Begin) == [(0, begin), (1, begin)]
     assert job.take(Spawn) == []
     assert job.said == ["incident 1: rank 2 raised ValueError at step 4: no; recovering"]
@@ -400,10 +427,10 @@ def test_recovered_is_said_when_every_node_has_made_the_lost_step() -> None:
     job.raises(0)
     job.ready(*job.ranks, committed=3, making=4)
     one, two = job.coordinator.nodes
-    job.coordinator.hear(one, Progress(4, 4, 5))
-    job.coordinator.hear(two, Progress(3, 4, 5))
+    job.hear(one, Progress(4, 4, 5, 0))
+    job.hear(two, Progress(3, 4, 5, 0))
     assert len(job.said) == 1
-    job.coordinator.hear(two, Progress(4, 4, 5))
+    job.hear(two, Progress(4, 4, 5, 0))
     assert job.said[1].startswith("incident 1: recovered in ")
 
 
@@ -411,7 +438,7 @@ def test_a_fall_back_to_storage_is_seen_when_every_node_is_behind() -> None:
     job = Job().begin()
     one, two = job.coordinator.nodes
     for node, step in ((one, 9), (two, 9), (one, 5), (two, 6)):
-        job.coordinator.hear(node, Progress(step, step, step + 1))
+        job.hear(node, Progress(step, step, step + 1, 0))
     job.raises(0)
     job.ready(*job.ranks, committed=3)
     assert [begin.high_water for _, begin in job.take(Begin)] == [3, 3]
@@ -425,7 +452,7 @@ def test_standings_agree_with_brute_force(said: Sequence[tuple[int, tuple[int, i
             standings.drop(node)
             last.pop(node, None)
         else:
-            standings.put(node, Progress(*steps, 10))
+            standings.put(node, Progress(*steps, 10, 0))
             last[node] = steps
         assert len(standings) == len(last)
         if last:
@@ -439,7 +466,7 @@ def test_standings_agree_with_brute_force(said: Sequence[tuple[int, tuple[int, i
 def silence(job: Job, *ranks: int, beat: int = 7, age_s: float = HEARTBEAT_S + 0.1) -> None:
     for node in job.coordinator.nodes:
         mine = [rank for rank in ranks if rank // NPROC == node.index]
-        job.coordinator.hear(node, Silent([[rank, beat, int(1000 * age_s), 4] for rank in mine]))
+        job.hear(node, Silent([[rank, beat, int(1000 * age_s), 4, 0] for rank in mine]))
 
 
 def test_silent_ranks_are_asked_and_who_waits_in_no_collective_is_replaced() -> None:
@@ -502,14 +529,14 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     spare = job.join(-1)
     assert job.sent == []
     lost = job.coordinator.nodes[1]
-    job.coordinator.lose(lost, "it closed the connection")
+    job.lose(lost, "it closed the connection")
     cause = "node 1 was lost: it closed the connection"
     assert job.take(Interrupt) == [(0, Interrupt(0, "1", cause, -1))]
     assert [(node, spawn.rank, spawn.incarnation) for node, spawn in job.take(Spawn)] == [(1, 2, 1), (1, 3, 1)]
     assert job.coordinator.nodes[1] is spare
     assert job.coordinator.spares == []
     with pytest.raises(ValueError, match="which it does not run"):
-        job.coordinator.hear(lost, RankReady(2, 1, 1, -1, -1))
+        job.hear(lost, RankReady(2, 1, 1, -1, -1))
     job.ready(*job.ranks)
     assert [node for node, _ in job.take(Begin)] == [0, 1]
     assert job.said[1] == "a spare takes the place of node 1"
@@ -518,7 +545,7 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
 @pytest.mark.parametrize("index", [1, -1])
 def test_without_a_spare_another_node_may_come_in_time(index: int) -> None:
     job = Job().begin()
-    job.coordinator.lose(job.coordinator.nodes[1], "it is gone")
+    job.lose(job.coordinator.nodes[1], "it is gone")
     assert job.said[-1] == "no spare is ready: waiting up to 30 s for another node 1"
     job.ready(0, 1)
     assert job.take(Begin) == []
@@ -531,7 +558,7 @@ def test_without_a_spare_another_node_may_come_in_time(index: int) -> None:
 
 def test_without_another_node_the_job_ends() -> None:
     job = Job().begin()
-    job.coordinator.lose(job.coordinator.nodes[1], "it is gone")
+    job.lose(job.coordinator.nodes[1], "it is gone")
     job.ready(0, 1)
     job.tick(REGROUP_S + 1)
     assert job.last_word == "node 1 was lost (it is gone) and no other took its place within 30 s"
@@ -541,7 +568,7 @@ def test_without_another_node_the_job_ends() -> None:
 def test_processes_for_two_lost_nodes_are_asked_for_when_both_places_are_taken() -> None:
     job = Job(nnodes=3).begin()
     for index in (0, 2):
-        job.coordinator.lose(job.coordinator.nodes[index], "it is gone")
+        job.lose(job.coordinator.nodes[index], "it is gone")
     job.ready(2, 3)
     job.join(2)
     assert job.take(Spawn) == []
@@ -553,7 +580,7 @@ def test_processes_for_two_lost_nodes_are_asked_for_when_both_places_are_taken()
 
 def test_a_node_that_is_lost_before_the_job_began_may_come_back() -> None:
     job = Job()
-    job.coordinator.lose(job.join(1), "it is gone")
+    job.lose(job.join(1), "it is gone")
     assert job.said[0] == "node 1 was lost before the job began (it is gone)"
     assert "waiting up to 600 s for another node 1" in job.said[1]
     job.join(0)
@@ -564,9 +591,9 @@ def test_a_node_that_is_lost_before_the_job_began_may_come_back() -> None:
 
 def test_a_spare_that_is_lost_is_not_missed() -> None:
     job = Job().begin()
-    job.coordinator.lose(job.join(-1), "it is gone")
+    job.lose(job.join(-1), "it is gone")
     assert (job.sent, job.said) == ([], [])
-    job.coordinator.lose(job.coordinator.nodes[1], "it is gone")
+    job.lose(job.coordinator.nodes[1], "it is gone")
     assert "no spare is ready" in job.said[-1]
 
 
@@ -576,7 +603,7 @@ def test_a_node_whose_processes_have_ended_well_is_not_missed() -> None:
         job.tell(rank, RankDone(rank, 0))
     job.ends(2, 0)
     job.ends(3, 0)
-    job.coordinator.lose(job.coordinator.nodes[1], "it is gone")
+    job.lose(job.coordinator.nodes[1], "it is gone")
     job.ends(0, 0)
     assert job.outcome is None
     job.ends(1, 0)
@@ -588,13 +615,13 @@ def test_a_node_lost_before_its_processes_have_ended_is_no_success() -> None:
     for rank in job.ranks:
         job.tell(rank, RankDone(rank, 0))
     job.ends(2, 0)
-    job.coordinator.lose(job.coordinator.nodes[1], "it is gone")
+    job.lose(job.coordinator.nodes[1], "it is gone")
     assert job.last_word == "node 1 was lost before its ranks had ended (it is gone)"
 
 
 def test_a_replacement_that_still_imports_is_waited_for() -> None:
     job = Job().begin()
-    job.coordinator.lose(job.coordinator.nodes[1], "it is gone")
+    job.lose(job.coordinator.nodes[1], "it is gone")
     job.ready(0)
     node = job.admit(1)
     job.ready(1)
@@ -602,7 +629,7 @@ def test_a_replacement_that_still_imports_is_waited_for() -> None:
     job.tick(REGROUP_S + 0.1)
     assert job.outcome is None
     assert job.take(Kill) == []
-    job.coordinator.hear(node, Joined())
+    job.hear(node, Joined())
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
     job.ready(2, 3)
     assert [index for index, _ in job.take(Begin)] == [0, 1]
@@ -610,10 +637,10 @@ def test_a_replacement_that_still_imports_is_waited_for() -> None:
 
 def test_a_replacement_that_is_lost_before_its_ranks_were_started_is_replaced_by_a_spare() -> None:
     job = Job().begin()
-    job.coordinator.lose(job.coordinator.nodes[1], "it is gone")
+    job.lose(job.coordinator.nodes[1], "it is gone")
     replacement = job.admit(1)
     job.join(-1)
-    job.coordinator.lose(replacement, "gone as well")
+    job.lose(replacement, "gone as well")
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
 
 
@@ -621,7 +648,7 @@ def test_a_node_lost_late_in_an_incident_has_its_own_time() -> None:
     job = Job(nnodes=3).begin()
     job.raises(0)
     job.tick(REGROUP_S - 0.1)
-    job.coordinator.lose(job.coordinator.nodes[1], "it is gone")
+    job.lose(job.coordinator.nodes[1], "it is gone")
     job.tick(REGROUP_S - 0.1)
     assert job.outcome is None
 
@@ -629,17 +656,17 @@ def test_a_node_lost_late_in_an_incident_has_its_own_time() -> None:
 def test_a_spare_that_is_told_to_stop_is_not_the_end_of_the_job() -> None:
     job = Job().begin()
     spare = job.join(-1)
-    job.coordinator.hear(spare, Leaving("stopped by SIGTERM"))
+    job.hear(spare, Leaving("stopped by SIGTERM"))
     assert job.outcome is None
     assert job.coordinator.spares == []
 
 
 def test_a_node_that_leaves_is_lost_once_and_not_again_when_its_connection_closes() -> None:
     job = Job().begin()
-    job.coordinator.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
+    job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
     said = list(job.said)
     job.tick(REGROUP_S - 0.1)
-    job.coordinator.lose(job.coordinator.nodes[1], "it closed the connection")
+    job.lose(job.coordinator.nodes[1], "it closed the connection")
     assert job.said == said
     job.tick(REGROUP_S + 0.1)
     assert "node 1 was lost (stopped by SIGTERM)" in job.last_word
@@ -649,9 +676,9 @@ def test_a_node_that_is_told_to_stop_is_replaced_but_not_the_coordinators() -> N
     job = Job().begin()
     job.coordinator.host = job.coordinator.nodes[0]
     job.join(-1)
-    job.coordinator.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
+    job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
-    job.coordinator.hear(job.coordinator.nodes[0], Leaving("stopped by SIGTERM"))
+    job.hear(job.coordinator.nodes[0], Leaving("stopped by SIGTERM"))
     assert job.last_word == "stopped by SIGTERM"
 
 
@@ -666,6 +693,219 @@ def test_a_rank_that_was_killed_for_being_late_and_was_not_is_a_fault() -> None:
     job = Job().begin()
     job.ends(3, forgiven=True)
     assert [index for index, _ in job.take(Interrupt)] == [0, 1]
+
+
+# ---- stores
+
+
+def test_nobody_is_started_and_nothing_begins_before_the_store_is_there() -> None:
+    job = Job()
+    job.opens = False
+    job.join(1)
+    job.join(0)
+    assert (job.stores, job.sent) == ([(0, 0)], [])
+    job.hear(job.coordinator.nodes[1], StoreOpened(0, "10.0.0.9", 1))
+    assert job.sent == []
+    job.opens = True
+    job.open_stores()
+    assert {spawn.env["MASTER_ADDR"] for _, spawn in job.take(Spawn)} == {"10.0.0.0"}
+    job.ready(*job.ranks)
+    job.raises(0)
+    job.opens = False
+    job.raises(1)
+    job.ready(*job.ranks)
+    job.sent.clear()
+    job.raises(2, generation=1)
+    job.ready(*job.ranks)
+    assert job.take(Begin) == []
+    job.opens = True
+    job.open_stores()
+    assert [begin.env for _, begin in job.take(Begin)] == [go_env(2), go_env(2)]
+
+
+def test_the_store_moves_to_another_node_when_its_own_is_lost() -> None:
+    job = Job().begin()
+    job.join(-1)
+    job.lose(job.coordinator.nodes[0], "it is gone")
+    assert job.stores[1:] == [(1, 1)]
+    job.ready(*job.ranks)
+    assert [begin.env for _, begin in job.take(Begin)] == [go_env(1, host=1)] * 2
+    job.opens = False
+    job.raises(3)
+    job.lose(job.coordinator.nodes[0], "it is gone, too")
+    assert job.stores[2:] == [(2, 0), (2, 1)]
+    job.join(0)
+    job.opens = True
+    job.open_stores()
+    job.ready(*job.ranks)
+    assert [begin.env for _, begin in job.take(Begin)][2:] == [go_env(2, host=1)] * 2
+
+
+def test_a_node_that_opens_no_store_ends_the_job_in_time() -> None:
+    job = Job().begin()
+    job.opens = False
+    job.raises(0)
+    job.ready(*job.ranks)
+    job.tick(REGROUP_S + 1)
+    assert job.last_word == "node 0 opened no store for generation 1 in time"
+
+
+# ---- a coordinator that finds its ranks running
+
+RUNNING, DONE = WorkerState.RUNNING, WorkerState.DONE
+
+
+def standing(
+    job: Job,
+    index: int,
+    *states: WorkerState,
+    generation: int = 3,
+    finished: bool = False,
+    incarnation: int = 1,
+    before: NodeMessage | None = None,
+) -> Node:
+    """A node says what its ranks were doing while there was no coordinator."""
+    node = job.admit(index)
+    if before is not None:
+        job.hear(node, before)
+    ranks = [
+        [index * NPROC + local, incarnation, STATES.index(state), 7 + local, 8 + local]
+        for local, state in enumerate(states)
+    ]
+    job.hear(node, Standing(generation, 2, 6, "the run", finished, ranks))
+    return node
+
+
+def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() -> None:
+    job = Job()
+    standing(job, 0, RUNNING, RUNNING)
+    assert job.said == []
+    standing(job, 1, RUNNING, RUNNING)
+    assert job.said == ["took the job over in generation 3: its ranks train undisturbed"]
+    assert (job.sent, job.stores) == ([], [])
+    job.ends(1)
+    assert job.said[1:] == ["incident 3: rank 1 killed by SIGKILL at step 4; recovering"]
+    assert [interrupt.generation for _, interrupt in job.take(Interrupt)] == [3, 3]
+    ((_, spawn),) = job.take(Spawn)
+    assert (spawn.rank, spawn.incarnation, spawn.generation) == (1, 2, 4)
+    assert spawn.env["TORCHELASTIC_RUN_ID"] == "the run"
+    job.ready(*job.ranks, committed=8, making=9)
+    assert [(begin.generation, begin.high_water) for _, begin in job.take(Begin)] == [(4, 8), (4, 8)]
+
+
+def test_a_rank_that_died_in_between_is_replaced() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    standing(job, 0, RUNNING, WorkerState.GONE, before=RankEnded(1, 1, -11, False, 7, 8, "rank-1.log", []))
+    assert job.said[1] == "incident 3: rank 1 killed by SIGSEGV at step 8; recovering"
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [1]
+
+
+def test_an_exception_that_nobody_heard_of_is_handled() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    standing(job, 0, RUNNING, RUNNING, before=trouble(1, CauseKind.EXCEPTION, generation=3))
+    assert job.said[1] == "incident 3: rank 1 raised ValueError at step 4: no; recovering"
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]
+
+
+def test_a_node_that_was_lost_with_the_coordinator_is_replaced() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    job.join(0)
+    assert job.said[1] == "incident 3: node 0 was lost at step 9: as was the coordinator; recovering"
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(0, 2), (1, 2)]
+    assert job.stores == [(4, 0)]
+
+
+def test_a_spare_takes_the_place_of_a_node_that_does_not_find_the_new_coordinator() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    job.join(-1)
+    job.tick(9.0)
+    assert job.take(Spawn) == []
+    job.tick(10.5)
+    assert "a spare takes the place of node 0" in job.said
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1]
+
+
+def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    job.tick(10.5)
+    assert "no spare is ready" in job.said[-1]
+    job.tick(REGROUP_S + 1)
+    assert job.last_word == "node 0 did not join the job within 30 s"
+
+
+def test_ranks_that_were_finished_may_end() -> None:
+    job = Job()
+    standing(job, 0, DONE, DONE)
+    standing(job, 1, WorkerState.FINISHED, WorkerState.GONE, finished=True)
+    assert [node for node, _ in job.take(AllDone)] == [0, 1]
+    for rank in (0, 1, 2):
+        job.ends(rank, 0)
+    assert job.outcome == End(0, [])
+
+
+def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
+    job = Job()
+    standing(job, 1, WorkerState.GONE, WorkerState.GONE, finished=True)
+    job.hear(job.coordinator.nodes[1], RankEnded(3, 1, 3, False, 7, 8, "rank-3.log", []))
+    standing(job, 0, DONE, DONE)
+    assert job.last_word == "rank 3 exited with code 3"
+
+
+def test_a_node_that_comes_back_after_it_was_lost_has_to_end_its_ranks_first() -> None:
+    job = Job().begin()
+    job.lose(job.coordinator.nodes[1], "no word from it for 10 s")
+    node = standing(job, 1, RUNNING, RUNNING, generation=0, incarnation=0)
+    assert job.take(Discard) == [(1, Discard())]
+    job.ready(2, 3)  # under way when it was told
+    job.ready(0, 1)
+    assert (job.take(Begin), job.take(Spawn)) == ([], [])
+    job.hear(node, Joined())
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
+    job.ready(2, 3)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_a_job_that_had_not_begun_begins() -> None:
+    job = Job()
+    standing(job, 0, WorkerState.READY, WorkerState.STARTING, generation=-1, incarnation=0)
+    standing(job, 1, WorkerState.READY, WorkerState.READY, generation=-1, incarnation=0)
+    assert (job.take(Spawn), job.take(Interrupt)) == ([], [])
+    job.ready(1)
+    assert [begin.generation for _, begin in job.take(Begin)] == [0, 0]
+
+
+STATE = st.sampled_from([state for state in STATES if state is not WorkerState.FINISHED])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STATE, min_size=4, max_size=4), st.tuples(st.integers(0, 3), st.integers(0, 3)), st.booleans())
+def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
+    states: list[WorkerState], generations: tuple[int, int], held: bool
+) -> None:
+    job = Job()
+    job.opens = not held
+    for index in (0, 1):
+        standing(job, index, *states[NPROC * index :][:NPROC], generation=generations[index])
+    assert job.outcome is None
+    if set(states) <= {RUNNING, DONE} and generations[0] == generations[1]:
+        assert (job.take(Interrupt), job.stores) == ([], [])
+        assert bool(job.take(AllDone)) == (set(states) == {DONE})
+        return
+    assert {interrupt.generation for _, interrupt in job.take(Interrupt)} == {max(generations)}
+    waiting = [rank for rank in job.ranks if states[rank] not in (WorkerState.READY, WorkerState.GONE)]
+    job.ready(*waiting)
+    job.opens = True
+    job.open_stores()
+    spawned = [spawn.rank for _, spawn in job.take(Spawn)]
+    assert spawned == [rank for rank in job.ranks if states[rank] is WorkerState.GONE]
+    job.ready(*spawned)
+    assert {begin.generation for _, begin in job.take(Begin)} == {max(generations) + 1}
 
 
 # ---- whatever comes
@@ -685,6 +925,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("lost"), RANK),
     st.tuples(st.just("admitted"), st.integers(-1, 2)),
     st.tuples(st.just("tick"), st.sampled_from([0.0, 2.0, 12.0, 32.0])),
+    st.tuples(st.just("stores open"), st.booleans()),
 )
 
 
@@ -715,7 +956,8 @@ class Observer:
                 self.generation += 1
                 self.at_barrier = set()
         self.looked_at = len(self.job.sent)
-        assert self.job.outcome is not None or self.at_barrier != set(self.job.ranks)
+        begun = self.at_barrier != set(self.job.ranks) or not self.job.opens
+        assert self.job.outcome is not None or begun
 
     def apply(self, event: Any) -> None:
         """Let one thing happen."""
@@ -723,6 +965,9 @@ class Observer:
         kind, rank, *more = event
         if kind == "tick":
             job.tick(rank)
+        elif kind == "stores open":
+            job.opens = rank
+            job.open_stores()
         elif kind == "admitted":
             if job.outcome is None and (rank < 0 or (rank < 2 and coordinator.nodes[rank].lost)):
                 job.admit(rank)
@@ -732,13 +977,13 @@ class Observer:
         elif kind == "joined":
             heard = [each for each in (*coordinator.nodes, *coordinator.spares) if not each.lost]
             if heard:
-                coordinator.hear(heard[rank % len(heard)], Joined())
+                job.hear(heard[rank % len(heard)], Joined())
         elif coordinator.ranks[rank].node.lost:
             return  # nothing can come from there
         elif kind == "lost":
             node = coordinator.ranks[rank].node
             self.at_barrier -= {node.index * NPROC, node.index * NPROC + 1}
-            coordinator.lose(node, "it is gone")
+            job.lose(node, "it is gone")
         elif kind == "ready":
             self.ready(rank, *more)
         elif kind == "all ready":
@@ -764,9 +1009,9 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
     if kind == "done":
         return RankDone(rank, generation - number)
     if kind == "progress":
-        return Progress(number - more, number, number + 1)
+        return Progress(number - more, number, number + 1, 0)
     if kind == "silent":
-        return Silent([[rank, number, int(more * 1000 * HEARTBEAT_S), 2]])
+        return Silent([[rank, number, int(more * 1000 * HEARTBEAT_S), 2, number % 2]])
     return Answered(number, rank, more, "a stack")
 
 

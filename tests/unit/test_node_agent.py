@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from checkpointless.agent.board import Board
+from checkpointless.agent.hangs import Heartbeat
 from checkpointless.agent.node import TERM_GRACE_S, NodeAgent
 from checkpointless.agent.node_protocol import AllDone, Begin, End, Joined, Kill, NodeMessage, RankEnded, Spawn
+from checkpointless.agent.rendezvous import LOOPBACK
 from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker
 from checkpointless.telemetry.events import EventLog
 
@@ -49,7 +51,8 @@ class Node:
         self.selector = selectors.DefaultSelector()
         self.agent = NodeAgent(
             index=0,
-            heartbeat_timeout_s=10.0,
+            heartbeat=Heartbeat.of(10.0),
+            address=lambda: LOOPBACK,
             report=self.said.append,
             selector=self.selector,
             starter=self.starter,

@@ -1,0 +1,259 @@
+"""Between the agent of a node and the coordinator of its job, which lives in the same loop or elsewhere."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import queue
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from checkpointless.agent.channel import Channel
+from checkpointless.agent.coordinate import FAREWELL_S
+from checkpointless.agent.coordinator import FAILED, Coordinator
+from checkpointless.agent.joining import JoinError, Joining
+from checkpointless.agent.node import NodeAgent
+from checkpointless.agent.node_protocol import (
+    Alive,
+    Command,
+    End,
+    JobOver,
+    Joined,
+    NodeMessage,
+    RankEnded,
+    Trouble,
+)
+from checkpointless.agent.port import CoordinatorPort
+from checkpointless.agent.rendezvous import LOOPBACK
+
+logger = logging.getLogger(__name__)
+
+_KEPT = (
+    Trouble,
+    RankEnded,
+    JobOver,
+)  # of what is reported while there is no coordinator; the rest is in a Standing
+
+
+class Link(abc.ABC):
+    """Between the agent of this node and the coordinator; messages wait until they are delivered.
+
+    Attributes:
+        commands: for the agent.
+        coordinator: of the job, where it lives in this loop.
+        address: where the other nodes reach this one, a number.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.commands: deque[Command] = deque()
+        self.address = address
+        self.coordinator: Coordinator | None = None
+
+    @abc.abstractmethod
+    def report(self, message: NodeMessage) -> None:
+        """Take what the agent tells the coordinator."""
+
+    @abc.abstractmethod
+    def deliver(self, agent: NodeAgent, now_s: float) -> None:
+        """Hand over all that waits, and let time pass for the other side.
+
+        Args:
+            agent: of this node.
+            now_s: on the monotonic clock.
+        """
+
+    @abc.abstractmethod
+    def is_needed(self, now_s: float) -> bool:
+        """Whether this process has to stay although its own agent has ended."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of every descriptor."""
+
+
+class HostLink(Link):
+    """To a coordinator in this very loop, which other nodes may reach through a port.
+
+    Args:
+        coordinator: of the job.
+        port: None if there is only this node.
+    """
+
+    def __init__(self, coordinator: Coordinator, port: CoordinatorPort | None) -> None:
+        super().__init__(LOOPBACK if port is None else port.address)
+        self._reports: deque[NodeMessage] = deque()
+        self.coordinator = self._coordinator = coordinator
+        self._port = port
+        self._node = coordinator.admit(0, coordinator.nodes[0].nproc, self.commands.append)
+        coordinator.host = self._node
+        self._until_s: float | None = None
+
+    def report(self, message: NodeMessage) -> None:
+        """Take what the agent tells the coordinator."""
+        self._reports.append(message)
+
+    def deliver(self, agent: NodeAgent, now_s: float) -> None:
+        """Hand over all that waits, and what comes of it, until nothing does."""
+        self._exchange(agent)
+        if self._port is not None:
+            self._port.tick(now_s)
+        self._coordinator.tick(now_s)
+        self._exchange(agent)
+
+    def is_needed(self, now_s: float) -> bool:
+        """While an agent is connected, for a while."""
+        if self._until_s is None:
+            self._until_s = now_s + FAREWELL_S
+        return self._port is not None and self._port.has_guests() and now_s < self._until_s
+
+    def close(self) -> None:
+        """Close the port."""
+        if self._port is not None:
+            self._port.close()
+
+    def _exchange(self, agent: NodeAgent) -> None:
+        while self._reports or self.commands:
+            while self._reports:
+                self._coordinator.hear(self._node, self._reports.popleft())
+            while self.commands:
+                agent.obey(self.commands.popleft())
+
+
+class GuestLink(Link):
+    """To a coordinator in another process. If that is lost, the ranks train on, and this looks for it again.
+
+    Args:
+        join: connects with it as the node of the number that it takes, and proves itself; may take long, and looks
+            at what it is given in between, which says whether to give up.
+        number: this node's number, or :data:`~checkpointless.agent.handshake.SPARE`.
+        selector: of the loop.
+        silence_s: after how many seconds without a word the coordinator is lost.
+        say: takes lines for the terminal.
+        stopped: whether to give up the first attempt.
+
+    Raises:
+        JoinError: it cannot be reached, or has no place for this node.
+    """
+
+    def __init__(
+        self,
+        join: Callable[[int, Callable[[], bool]], Joining],
+        number: int,
+        *,
+        selector: selectors.BaseSelector,
+        silence_s: float,
+        say: Callable[[str], None],
+        stopped: Callable[[], bool],
+    ) -> None:
+        joining = join(number, stopped)
+        super().__init__(joining.own_address)
+        self._join = join
+        self._number = number
+        self._selector = selector
+        self._silence_s = silence_s
+        self._say = say
+        self._lost = ""
+        self._search: _Search | None = None
+        self._kept: deque[NodeMessage] = deque(maxlen=1024)
+        self._heard = 0
+        self._heard_at_s = self._next_alive_s = 0.0
+        self._channel = self._open(joining)
+
+    def report(self, message: NodeMessage) -> None:
+        """Take what the agent tells the coordinator."""
+        if self._search is None:
+            self._channel.send(message)
+        elif isinstance(message, _KEPT):
+            self._kept.append(message)
+
+    def deliver(self, agent: NodeAgent, now_s: float) -> None:
+        """Hand over what has come; if the coordinator is lost, look for it, and end the job here if it stays so."""
+        if self._search is not None:
+            self._look(self._search, agent)
+            return
+        if now_s >= self._next_alive_s:
+            self._next_alive_s = now_s + self._silence_s / 5
+            self._channel.send(Alive())
+        if self._channel.bytes_heard != self._heard:
+            self._heard, self._heard_at_s = self._channel.bytes_heard, now_s
+        elif now_s >= self._heard_at_s + self._silence_s and not self._lost:
+            self._channel.close()
+            self._lost = f"no word from it for {self._silence_s:g} s"
+        try:
+            while self.commands:
+                agent.obey(self.commands.popleft())
+        except ValueError as error:
+            agent.end(End(FAILED, [f"the coordinator at {self._where} does not keep to the protocol: {error}"]))
+        if self._lost and agent.outcome is None:
+            self._say(f"the coordinator at {self._where} was lost ({self._lost}): training goes on without it")
+            self._number = agent.number if agent.number is not None else self._number
+            self._search = _Search(self._join, self._number)
+
+    def is_needed(self, now_s: float) -> bool:
+        """Never: the coordinator hears of the end by the connection's."""
+        return False
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._search is not None:
+            self._search.stop()
+        self._channel.close()
+
+    def _look(self, search: _Search, agent: NodeAgent) -> None:
+        if agent.has_ended_well:
+            agent.end(End(0, []))
+            return
+        found = search.result()
+        if isinstance(found, JoinError):
+            agent.end(End(FAILED, [f"the coordinator at {self._where} was lost: {self._lost}", str(found)]))
+        elif found is not None:
+            self._say(f"the coordinator at {self._where} is back")
+            self._search, self._lost = None, ""
+            self.address = found.own_address
+            self._channel = self._open(found)
+            while self._kept:  # first, so that what led to the standing is known when that is looked at
+                self._channel.send(self._kept.popleft())
+            if agent.workers:
+                self._channel.send(agent.standing())
+            elif agent.joined:
+                self._channel.send(Joined())
+
+    def _open(self, joining: Joining) -> Channel:
+        self._where = joining.where
+        self._heard, self._heard_at_s, self._next_alive_s = 0, time.monotonic(), 0.0
+        return joining.open(self._selector, self.commands.append, self._on_close)
+
+    def _on_close(self, reason: str) -> None:
+        self._lost = reason
+
+
+class _Search:
+    """Joins in a thread of its own, so that the loop goes on meanwhile."""
+
+    def __init__(self, join: Callable[[int, Callable[[], bool]], Joining], number: int) -> None:
+        self._stopped = threading.Event()
+        self._found: queue.SimpleQueue[Joining | JoinError] = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(join, number), name="checkpointless-join", daemon=True).start()
+
+    def result(self) -> Joining | JoinError | None:
+        """What it came to; None as long as it goes on."""
+        try:
+            return self._found.get_nowait()
+        except queue.Empty:
+            return None
+
+    def stop(self) -> None:
+        """Give it up."""
+        self._stopped.set()
+
+    def _run(self, join: Callable[[int, Callable[[], bool]], Joining], number: int) -> None:
+        try:
+            self._found.put(join(number, self._stopped.is_set))
+        except JoinError as error:
+            self._found.put(error)
+        except Exception as error:
+            logger.exception("the coordinator cannot be looked for")
+            self._found.put(JoinError(f"it cannot be looked for: {type(error).__name__}: {error}"))
