@@ -6,9 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from checkpointless.telemetry.incidents import IncidentSummary, summarize
 from checkpointless.telemetry.steps import read_steps
 from checkpointless.telemetry.verify import Steps
 from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.network import INTERFACE, Network, enter
 
 RUNNER = "checkpointless.recipes.runner"
 TOKEN = "a secret of the tests that is long enough"
@@ -105,6 +106,8 @@ def run_nodes(
     late: float | None = None,
     lost: tuple[int, ...] = (),
     outside: bool = False,
+    network: Network | None = None,
+    meanwhile: Callable[[Scene], None] | None = None,
     **settings: Any,
 ) -> list[Job | None]:
     """Run a job of several nodes to its end, each under an agent of its own, on this machine.
@@ -116,6 +119,8 @@ def run_nodes(
         late: start one more agent so many seconds after the others, as the last node once more.
         lost: the nodes that will be killed.
         outside: whether the coordinator has a process of its own.
+        network: a host for each agent, and one more for a coordinator outside.
+        meanwhile: what is done to the job while it runs.
 
     Returns:
         What each agent says, by node; None for one that was killed.
@@ -132,46 +137,120 @@ def run_nodes(
         "heartbeat_timeout_s": 20.0,
         **settings,
     }
+    hosts: list[str] = []
     if agents > 1:
-        arguments |= {"nnodes": nnodes, "spares": spares, "token": TOKEN, "rdzv_endpoint": f"127.0.0.1:{_port()}"}
-    with _coordinator(arguments) if outside else nullcontext():
+        address = "127.0.0.1" if network is None else network.address(agents if outside else 0)
+        arguments |= {"nnodes": nnodes, "spares": spares, "token": TOKEN, "rdzv_endpoint": f"{address}:{_port()}"}
+    if network is not None:
+        hosts = [network.name(host) for host in range(agents + 1)]
+        arguments["extra_env"] = {"GLOO_SOCKET_IFNAME": INTERFACE, **settings.get("extra_env", {})}
+    coordinator = OutsideCoordinator(arguments, hosts[agents] if hosts else None) if outside else None
+    actor = _Meanwhile(meanwhile, Scene(run_dir, coordinator, network)) if meanwhile is not None else None
+    try:
+        if actor is not None:
+            actor.start()
         answers = zygote.run(
             agents,
             "tests.ranks.jobs:launch_here",
-            {"settings": arguments, "late": late},
+            {"settings": arguments, "late": late, "hosts": hosts},
             limit_s=limit_s,
             expendable=lost,
         )
+        if actor is not None:
+            actor.join(timeout=20)
+            if actor.error is not None:
+                raise actor.error
+        if coordinator is not None:
+            coordinator.end()
+    finally:
+        if coordinator is not None:
+            coordinator.kill()
     return [Job(each["code"], tuple(each["said"]), run_dir) if each is not None else None for each in answers]
 
 
-@contextmanager
-def _coordinator(settings: dict[str, Any]) -> Iterator[None]:
-    """A coordinator in a process of its own, which must end well."""
-    command = [
-        "coordinator",
-        "--nnodes",
-        str(settings["nnodes"]),
-        "--nproc-per-node",
-        str(settings["nproc_per_node"]),
-    ]
-    command += ["--rdzv-endpoint", settings["rdzv_endpoint"], "--run-dir", settings["run_dir"]]
-    command += ["--node-timeout", str(settings.get("node_timeout_s", 10)), "--heartbeat-timeout", "20"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "checkpointless", *command],
-        env={**os.environ, TOKEN_ENV: TOKEN},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        assert any("coordinating" in line for line in process.stderr)
-        yield
-        _, said = process.communicate(timeout=20)
-        assert process.returncode == 0, said
-    finally:
-        process.kill()
-        process.wait()
+class OutsideCoordinator:
+    """A coordinator in a process of its own, which can be killed and started again.
+
+    Args:
+        settings: those of the agents.
+        host: the namespace that it lives in, if it has one.
+    """
+
+    def __init__(self, settings: dict[str, Any], host: str | None = None) -> None:
+        self._command = ["ip", "netns", "exec", host] if host else []
+        self._command += [sys.executable, "-m", "checkpointless", "coordinator"]
+        self._command += ["--nnodes", str(settings["nnodes"])]
+        self._command += ["--nproc-per-node", str(settings["nproc_per_node"])]
+        self._command += ["--rdzv-endpoint", settings["rdzv_endpoint"], "--run-dir", settings["run_dir"]]
+        self._command += ["--node-timeout", str(settings.get("node_timeout_s", 10)), "--heartbeat-timeout", "20"]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
+        environment = {**os.environ, TOKEN_ENV: TOKEN}
+        self._process = subprocess.Popen(self._command, env=environment, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        assert any("coordinating" in line for line in self._process.stderr)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.communicate()
+
+    def end(self) -> str:
+        """Wait for its good end.
+
+        Returns:
+            What it said.
+        """
+        _, said = self._process.communicate(timeout=20)
+        assert self._process.returncode == 0, said
+        return said
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A job of several nodes while it runs.
+
+    Attributes:
+        coordinator: where it has a process of its own.
+        network: where the nodes have one.
+    """
+
+    run_dir: Path
+    coordinator: OutsideCoordinator | None
+    network: Network | None
+
+    def wait_for_step(self, step: int, rank: int = 0, limit_s: float = 60.0) -> None:
+        """Wait until a rank has committed ``step``."""
+        path = self.run_dir / "steps" / f"rank-{rank}.jsonl"
+        self.wait_for(lambda: path.exists() and f'"step":{step},' in path.read_text().replace(" ", ""), limit_s)
+
+    def wait_for(self, condition: Callable[[], object], limit_s: float = 60.0) -> None:
+        """Wait until ``condition`` holds."""
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not come to that"
+            time.sleep(0.01)
+
+    def stages(self, stage: str) -> list[Any]:
+        """The events of a stage so far."""
+        return [event for event in read_events(self.run_dir) if event.stage == stage]
+
+
+class _Meanwhile(threading.Thread):
+    """What the test does to a job while it runs."""
+
+    def __init__(self, act: Callable[[Scene], None], scene: Scene) -> None:
+        super().__init__(daemon=True)
+        self._act, self._scene = act, scene
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._act(self._scene)
+        except BaseException as error:
+            self.error = error
 
 
 def _port() -> int:
@@ -180,11 +259,13 @@ def _port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch_here(settings: dict[str, Any], late: float | None = None) -> dict[str, Any]:
+def launch_here(settings: dict[str, Any], late: float | None, hosts: list[str]) -> dict[str, Any]:
     """In the forked process: be the agent of the node that this process was given the number of."""
     from checkpointless.agent.launch import LaunchConfig, launch
 
     node = int(os.environ["RANK"])
+    if hosts:
+        enter(hosts[node])
     if node == settings.get("nnodes", 1) and late is not None:
         time.sleep(late)
         node -= 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.telemetry.verify import Steps, compare
-from tests.ranks.jobs import Job, run_nodes
+from tests.ranks.jobs import Job, Scene, run_nodes
 from tests.ranks.layouts import DROPOUT, TP2
 from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.network import Network, is_possible, network
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
 
@@ -40,6 +43,16 @@ def disturb_nodes(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_pa
         return first
 
     return run
+
+
+@pytest.fixture
+def hosts() -> Iterator[Network | None]:
+    """A network of four hosts; None where the machine allows none, and ports must do."""
+    if not is_possible():
+        yield None
+        return
+    with network(4) as made:
+        yield made
 
 
 def test_two_nodes_train_as_one_does(disturb_nodes: Run) -> None:
@@ -91,3 +104,70 @@ def test_node_0_killed_with_a_spare_and_a_coordinator_of_its_own(disturb_nodes: 
     job = disturb_nodes("node@optimizer:rank=1,step=4", spares=1, lost=(0,), outside=True)
     (incident,) = job.incidents
     assert incident.respawned == (0, 1)
+
+
+def test_workers_of_two_nodes_lost_in_the_same_step(disturb_nodes: Run) -> None:
+    job = disturb_nodes("sigkill@forward:rank=0,step=4", "sigkill@forward:rank=3,step=4")
+    assert {rank for incident in job.incidents for rank in incident.respawned} >= {0, 3}
+
+
+def test_nodes_with_a_network_between_them(disturb_nodes: Run, hosts: Network | None) -> None:
+    job = disturb_nodes(
+        "sigkill@backward:rank=2,step=2",
+        "node@optimizer:rank=1,step=4",
+        network=hosts,
+        spares=1,
+        lost=(0,),
+        outside=True,
+    )
+    assert [incident.respawned for incident in job.incidents] == [(2,), (0, 1)]
+
+
+def test_a_coordinator_killed_and_started_again_while_the_ranks_train(
+    disturb_nodes: Run, hosts: Network | None
+) -> None:
+    def kill_it(scene: Scene) -> None:
+        assert scene.coordinator is not None
+        scene.wait_for_step(1)
+        scene.coordinator.kill()
+        scene.coordinator.start()
+
+    job = disturb_nodes(
+        "slow@forward:rank=1,step=4,seconds=8",
+        "sigkill@optimizer:rank=2,step=5",
+        network=hosts,
+        outside=True,
+        meanwhile=kill_it,
+    )
+    assert [incident.respawned for incident in job.incidents] == [(2,)]
+    assert any("is back" in line for line in job.said)
+
+
+def test_a_node_cut_off_for_longer_than_the_limit_and_coming_back(
+    disturb_nodes: Run, hosts: Network | None
+) -> None:
+    def cut_off(scene: Scene) -> None:
+        scene.wait_for_step(2)
+        pulled = _pull(scene, 1)
+        scene.wait_for(lambda: scene.stages("detect"))
+        pulled()
+
+    job = disturb_nodes("slow@forward:rank=2,step=4,seconds=3", network=hosts, outside=True, meanwhile=cut_off)
+    (incident,) = job.incidents
+    assert incident.respawned == (2, 3)
+    assert "no word from it for 4 s" in incident.cause
+
+
+def _pull(scene: Scene, node: int) -> Callable[[], None]:
+    """Cut a node off; where there is no network, its agent falls silent.
+
+    Returns:
+        Undoes it.
+    """
+    if scene.network is not None:
+        net = scene.network
+        net.cut_off(node)
+        return lambda: net.reconnect(node)
+    (began,) = [event for event in scene.stages("job") if event.node == node and event.edge == "begin"]
+    os.kill(began.pid, signal.SIGSTOP)
+    return lambda: os.kill(began.pid, signal.SIGCONT)

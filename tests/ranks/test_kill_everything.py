@@ -1,0 +1,122 @@
+"""``kill -9`` of everything that belongs to a job, in any order, leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.ranks.agent_job import is_alive, wait_until
+from tests.ranks.jobs import Scene, run_nodes
+from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.test_agent_nodes import Nodes
+from tests.ranks.test_worker_streams import NOISY
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+
+SHARED_MEMORY = Path("/dev/shm")
+GONE_WITHIN_S = 10.0
+
+
+def kill_all(processes: list[psutil.Process], seed: int) -> None:
+    """SIGKILL them one after the other, in an order and at a pace that ``seed`` tells."""
+    order = random.Random(seed)
+    order.shuffle(processes)
+    for process in processes:
+        if process.is_running():
+            process.send_signal(signal.SIGKILL)
+        time.sleep(order.choice((0.0, 0.005, 0.05, 0.2)))
+
+
+def files(*folders: Path) -> set[Path]:
+    return {path for folder in folders for path in folder.rglob("*")}
+
+
+def is_closed(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def listening(processes: list[psutil.Process]) -> set[int]:
+    return {
+        connection.laddr.port
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.fixture
+def leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[psutil.Process], int], None]:
+    """Kills the processes, and looks for what is left of them and of what comes of them."""
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    before = files(SHARED_MEMORY, scratch)
+
+    def kill(processes: list[psutil.Process], seed: int) -> None:
+        ports = listening(processes)
+        assert ports
+        kill_all(processes, seed)
+        wait_until(lambda: not any(is_alive(process.pid) for process in processes), GONE_WITHIN_S)
+        wait_until(lambda: all(map(is_closed, ports)), GONE_WITHIN_S)
+        left = files(SHARED_MEMORY, scratch) - before
+        assert not left
+
+    return kill
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_nodes_a_spare_and_a_coordinator(
+    tmp_path: Path, leaves_nothing: Callable[[list[psutil.Process], int], None], seed: int
+) -> None:
+    nodes = Nodes(tmp_path / "run", 2, "2:5:0:sleep", spares=1, outside=True)
+    assert nodes.coordinator is not None
+    wait_until(lambda: nodes.notes("fault", 2))
+    processes = [psutil.Process(nodes.coordinator.pid)]
+    for agent in nodes.agents:
+        processes += agent.left()
+    assert len(processes) >= 1 + 3 * 2 + 4  # the coordinator, three agents with a zygote each, four ranks
+    leaves_nothing(processes, seed)
+    for agent in nodes.agents:
+        agent.process.communicate()
+        wait_until(lambda agent=agent: agent.left() == [], GONE_WITHIN_S)  # type: ignore[misc]
+    nodes.coordinator.communicate()
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_of_real_training_with_workers_of_their_data_loaders(
+    nemo_zygote: Zygote,
+    tmp_path: Path,
+    leaves_nothing: Callable[[list[psutil.Process], int], None],
+    seed: int,
+) -> None:
+    def kill(scene: Scene) -> None:
+        scene.wait_for_step(2)
+        agents = [event.pid for event in scene.stages("job") if event.edge == "begin"]
+        assert len(agents) == 2
+        processes = [psutil.Process(pid) for pid in agents]
+        processes += [child for agent in list(processes) for child in agent.children(recursive=True)]
+        assert len(processes) >= 2 + 2 + 4 + 4 * 2  # agents, zygotes, ranks, two workers of each
+        leaves_nothing(processes, seed)
+
+    jobs = run_nodes(
+        nemo_zygote,
+        tmp_path / "run",
+        2,
+        2,
+        args=("trainer.max_steps=4", *NOISY),
+        faults=("slow@forward:rank=1,step=3,seconds=60",),
+        lost=(0, 1),
+        meanwhile=kill,
+        extra_env={"TMPDIR": os.environ["TMPDIR"]},
+    )
+    assert all(job is None or job.code == 1 for job in jobs)  # killed, or ended since its zygote was
