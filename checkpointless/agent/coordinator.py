@@ -54,6 +54,7 @@ from checkpointless.agent.rendezvous import Rendezvous
 from checkpointless.agent.roster import NOT_YET, Node, Rank, Roster, Standings
 from checkpointless.agent.workers import COUNTED, IN_BLOCK, WorkerState
 from checkpointless.telemetry.events import Edge, EventLog
+from checkpointless.telemetry.incidents import RUNG, Rung
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class OpenIncident:
         cause: the one that explains all that are known so far.
         said: the one that the terminal was told.
         stillborn: how many successors ended before they entered the block.
+        rung: how far up its recovery goes.
     """
 
     id: str
@@ -96,6 +98,7 @@ class OpenIncident:
     said: Cause | None = None
     killed_the_late: bool = False
     stillborn: int = 0
+    rung: Rung = Rung.IN_PROCESS
 
 
 class Coordinator:
@@ -209,7 +212,9 @@ class Coordinator:
         if self.generation < 0 and self._incident is None and not self._has_started:
             self._say(f"node {node.index} was lost before the job began ({reason})")
         else:
-            self._fault(Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}"))
+            cause = Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}")
+            self._fault(cause)
+            self._step_up(Rung.NODE, str(cause))
             self._gather_by_s = time.monotonic() + self.limits.regroup_timeout_s
             if self._rendezvous.host == node.index:
                 self._ask_for_store()
@@ -385,13 +390,14 @@ class Coordinator:
             cause = exit_cause(rank.number, ended.code, NO_STEP, "before it entered the block")
         if not ended.forgiven or self._running:
             self._fault(cause)
-        if not entered and self._incident is not None:
-            self._incident.stillborn += 1
-            if self._incident.stillborn >= STILLBORN_LIMIT:
-                many = (
-                    f"{self._incident.stillborn} successors ended before they entered the block; the last: {cause}"
-                )
+        incident = self._incident
+        if not entered and incident is not None:
+            incident.stillborn += 1
+            if incident.stillborn >= STILLBORN_LIMIT:
+                many = f"{incident.stillborn} successors ended before they entered the block; the last: {cause}"
                 self.end(FAILED, *ended.last_lines, many)
+        if incident is not None:
+            self._step_up(Rung.PROCESS, str(incident.cause if ended.forgiven else cause))
         if self.outcome is None:
             self._spawn(rank)
 
@@ -431,6 +437,13 @@ class Coordinator:
         if self._rendezvous.generation != self._coming():
             self._ask_for_store()
         return incident
+
+    def _step_up(self, rung: Rung, why: str) -> None:
+        """The open incident, or the one whose lost step is being made, needs more than it did so far."""
+        incident = self._incident or self._recovering
+        if incident is not None and rung > incident.rung:
+            incident.rung = rung
+            self._emit(RUNG, "point", rung=rung.label, why=why)
 
     def _tell(self, incident: OpenIncident, cause: Cause) -> None:
         incident.said = cause
@@ -520,6 +533,11 @@ class Coordinator:
         """No rank's board shows a step after ``newest``."""
         if newest < self._high_water:  # every rank is behind what was committed: storage brought that state back
             self._history = self._history.fell_back(self._high_water, newest)
+            if self._recovering is not None:
+                back = "nothing" if newest == NO_STEP else f"step {newest}"
+                why = f"storage brought {back} back; step {self._high_water} had been committed"
+                self._step_up(Rung.JOB, why)
+                self._say(f"incident {self._recovering.id}: {why}")
         self._high_water = newest
 
     def _on_progress(self, node: Node, message: Progress) -> None:
@@ -532,8 +550,10 @@ class Coordinator:
             self._recovered(self._recovering)
 
     def _recovered(self, incident: OpenIncident) -> None:
+        seconds = time.monotonic() - incident.opened_at_s
+        self._emit("recovered", "point", seconds=seconds)
         self._recovering = None
-        self._say(f"incident {incident.id}: recovered in {time.monotonic() - incident.opened_at_s:.2f} s")
+        self._say(f"incident {incident.id}: recovered in {seconds:.2f} s")
 
     def _coming(self) -> int:
         return self.generation + 1

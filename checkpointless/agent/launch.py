@@ -233,7 +233,7 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     watch = Watch(config.node_rank)
     http = HttpStatus(config.http_host, config.http_port, watch)
     with _handling(signals.append), http:
-        return _run(config, own, watch.log(events_path), signals, watch.hear(say), http)
+        return _run(config, own, watch.log(events_path), signals, say, http)
 
 
 def _run(
@@ -274,6 +274,7 @@ def _run(
         say(str(error))
         return 1
     for rank in own:  # and not before: an agent that is not let in has no business with them
+        _keep_old(_log_path(config, rank))
         _log_path(config, rank).write_bytes(b"")
     agent = NodeAgent(
         index=config.node_rank,
@@ -387,6 +388,13 @@ def _check_token(token: str) -> None:
             f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
             "the same on all of them (openssl rand -hex 32 makes one)"
         )
+
+
+def _keep_old(log: Path) -> None:
+    """Move a log out of the way that the node before this one, which was lost, has left in a shared run directory."""
+    if log.exists():
+        count = len(list(log.parent.glob(f"{log.stem}.*.log")))
+        log.rename(log.with_name(f"{log.stem}.{count + 1}.log"))
 
 
 def _log_path(config: LaunchConfig, rank: int) -> Path:

@@ -5,7 +5,6 @@ The loop alone calls :class:`Watch`; others only read its ``snapshot``, so nobod
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from checkpointless.agent.workers import WorkerState
 from checkpointless.telemetry.events import Edge, EventLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from checkpointless.agent.coordinator import Coordinator
     from checkpointless.agent.node import NodeAgent
@@ -28,7 +27,6 @@ STALE_S = 5.0  # a loop that has not turned for so long does not turn
 _EVERY_S = 0.25
 _SHARE = 50  # looking takes less than a fiftieth of the loop's time, however many ranks there are
 _BEATING = (WorkerState.RUNNING, WorkerState.LEAVING)
-_RECOVERED = re.compile(r"incident \S+: recovered in (\d+(?:\.\d+)?) s")
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ class Snapshot:
 
 @dataclass
 class Tally:
-    """Counts what the agent of this node writes into the event log and says.
+    """Counts what the agent of this node writes into the event log.
 
     Attributes:
         incidents: how many were seen.
@@ -176,25 +174,17 @@ class Tally:
     recoveries: Recoveries = Recoveries()
     respawns: int = 0
 
-    def event(self, stage: str, edge: str, incident: str | None, how: object) -> None:
-        """Take note of an event.
-
-        Args:
-            how: the field of that name, which a ``detect`` has; a later one knows better.
-        """
+    def event(self, stage: str, edge: str, incident: str | None, fields: Mapping[str, Any]) -> None:
+        """Take note of an event; of several ``detect`` of an incident the last knows best how it came about."""
         if stage == "respawn" and edge == "begin":
             self.respawns += 1
         elif stage == "detect" and incident is not None:
             self.incidents += incident not in self.open
-            self.open[incident] = str(how)
+            self.open[incident] = str(fields.get("how"))
         elif stage == "go" and incident in self.open:
             self.causes[self.open.pop(incident)] += 1
-
-    def line(self, text: str) -> None:
-        """Take note of a line for the terminal."""
-        found = _RECOVERED.match(text)
-        if found is not None:
-            self.recoveries = self.recoveries.and_one_of(float(found[1]))
+        elif stage == "recovered":
+            self.recoveries = self.recoveries.and_one_of(float(fields["seconds"]))
 
 
 class Watch:
@@ -215,15 +205,6 @@ class Watch:
     def log(self, path: Path) -> EventLog:
         """The event log of this node's agent, of which note is taken here."""
         return _WatchedLog(path, self.snapshot.node, self._tally)
-
-    def hear(self, say: Callable[[str], None]) -> Callable[[str], None]:
-        """A ``say`` of which note is taken here."""
-
-        def said(line: str) -> None:
-            self._tally.line(line)
-            say(line)
-
-        return said
 
     def look(self, agent: NodeAgent, coordinator: Coordinator | None, now_s: float) -> None:
         """Replace the snapshot if it is time to.
@@ -285,7 +266,7 @@ class _WatchedLog(EventLog):
     ) -> None:
         """Append one event, and take note of it."""
         super().emit(stage, edge, generation=generation, incident=incident, rank=rank, **fields)
-        self._tally.event(stage, edge, incident, fields.get("how"))
+        self._tally.event(stage, edge, incident, fields)
 
 
 def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:

@@ -57,6 +57,7 @@ def incidents_table(incidents: Sequence[IncidentSummary]) -> Table:
     rows: list[tuple[str, list[str]]] = [
         ("what", [each.cause for each in incidents]),
         ("resumed after step", ["-" if each.target is None else str(each.target) for each in incidents]),
+        ("rung", [each.rung.label for each in incidents]),
         ("new processes", [", ".join(f"rank {rank}" for rank in each.respawned) or "none" for each in incidents]),
         ("bytes moved", [f"{each.nbytes:,}" for each in incidents]),
         ("memory peak", [_growth(each.peak_growth_bytes) for each in incidents]),

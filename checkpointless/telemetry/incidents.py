@@ -15,6 +15,7 @@ _CLEANING_UP = frozenset({"abort", "finalize", "health"})
 #: Stages of the new generation; the earlier ones belong to the one that ended.
 _STARTING = frozenset(STAGES[STAGES.index("init") :])
 JOB = "job"
+RUNG = "rung"
 
 
 class Outcome(enum.Enum):
@@ -23,6 +24,20 @@ class Outcome(enum.Enum):
     RESUMED = "resumed"  # every rank committed its first step of the new generation, or none was left to make
     ESCALATED = "escalated"  # another incident took over before that
     FAILED = "failed"  # the log ends before that
+
+
+class Rung(enum.IntEnum):
+    """How far up a recovery goes."""
+
+    IN_PROCESS = 0  # the block is run again in the living process
+    PROCESS = 1  # a rank gets a new one
+    NODE = 2  # another node takes a lost one's place
+    JOB = 3  # all ranks start again from storage
+
+    @property
+    def label(self) -> str:
+        """Its name in events and tables."""
+        return self.name.lower().replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,8 @@ class IncidentSummary:
         peak_growth_bytes: how much more host memory than at the fault a rank that lived through it held at the most
             until its state was back; None if nobody said.
         respawned: the ranks that got a new process.
+        rung: how far up the recovery went.
+        steps_up: why it went higher than a block that is run again in the living process, rung by rung.
         outcome: how it ended.
         reason: why recovery was refused or broke off ("" if it was not).
     """
@@ -64,6 +81,8 @@ class IncidentSummary:
     sources: tuple[int, ...] = ()
     peak_growth_bytes: int | None = None
     respawned: tuple[int, ...] = ()
+    rung: Rung = Rung.IN_PROCESS
+    steps_up: tuple[str, ...] = ()
     outcome: Outcome = Outcome.FAILED
     reason: str = ""
 
@@ -157,6 +176,7 @@ def _summary(
 
     ends = [event for event in events if event.edge == "end"]
     targets = [event.fields.get("target") for event in ends if event.stage == "decide"]
+    ups = [event for event in events if event.stage == RUNG]
     fills = [event for event in ends if event.stage == "transfer" and _ranks(event.fields.get("sources"))]
     if end is not None:
         outcome = Outcome.RESUMED
@@ -180,6 +200,8 @@ def _summary(
         ),
         sources=tuple(sorted({rank for event in fills for rank in _ranks(event.fields["sources"])})),
         respawned=tuple(sorted({e.rank for e in events if e.stage == "respawn" and e.rank is not None})),
+        rung=max((_rung(event) for event in ups), default=Rung.IN_PROCESS),
+        steps_up=tuple(str(event.fields.get("why")) for event in ups),
         outcome=outcome,
         reason="" if end is not None else _reason(events, None if superseded else job_end),
     )
@@ -257,6 +279,11 @@ def _seconds(begin: Event, end: Event) -> float:
 
 def _ranks(value: object) -> tuple[int, ...]:
     return tuple(rank for rank in value if isinstance(rank, int)) if isinstance(value, list | tuple) else ()
+
+
+def _rung(event: Event) -> Rung:
+    name = event.fields.get("rung")
+    return next((rung for rung in Rung if rung.label == name), Rung.IN_PROCESS)
 
 
 def _whole(value: object) -> int:

@@ -158,6 +158,8 @@ def test_a_lost_node_may_come_back_later(tmp_path: Path) -> None:
     first, second = nodes.agents[0].end(), again.end()
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert "waiting up to 20 s for another node 1" in first.err
+    assert "incarnation 0 begins" in (tmp_path / "logs" / "rank-2.1.log").read_text()
+    assert "incarnation 1 begins" in nodes.agents[0].log(2)
     assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {0: 0, 1: 0, 2: 1, 3: 1}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -42,7 +43,7 @@ from checkpointless.agent.node_protocol import (
 )
 from checkpointless.agent.roster import Node, Standings
 from checkpointless.agent.workers import WorkerState
-from checkpointless.telemetry.events import EventLog
+from checkpointless.telemetry.events import EventLog, read_events
 
 NPROC = 2
 HEARTBEAT_S, REGROUP_S = 10.0, 30.0
@@ -351,6 +352,33 @@ def test_the_first_of_the_strongest_causes_is_told_and_a_victim_only_in_want_of_
     job.raises(0, CauseKind.VICTIM, generation=1)
     job.ready(*job.ranks)
     assert job.said[2:] == ["incident 2: rank 0 raised ValueError at step 4: no; recovering"]
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Job:
+    job = Job()
+    job.coordinator._events = EventLog(tmp_path / "events.jsonl", node=0)
+    return job.begin()
+
+
+def test_every_step_up_says_why(logged: Job, tmp_path: Path) -> None:
+    job = logged
+    job.raises(0)
+    job.ready(*job.ranks, committed=3, making=4)
+    _, two = job.coordinator.nodes
+    job.ends(1)
+    job.lose(two, "it closed the connection")
+    job.join(1)
+    job.ready(*job.ranks, committed=3, making=4)
+    for node in job.coordinator.nodes:
+        job.hear(node, Progress(0, 0, 1, 0))
+    ups = [event for event in read_events(tmp_path) if event.stage == "rung"]
+    assert [(up.incident, up.fields["rung"], up.fields["why"]) for up in ups] == [
+        ("2", "process", "rank 1 killed by SIGKILL at step 4"),
+        ("2", "node", "node 1 was lost at step 4: it closed the connection"),
+        ("2", "job", "storage brought step 0 back; step 3 had been committed"),
+    ]
+    assert job.said[-1] == "incident 2: storage brought step 0 back; step 3 had been committed"
 
 
 def test_a_rank_at_the_barrier_of_a_running_generation_has_left_it() -> None:
@@ -940,7 +968,8 @@ class Observer:
         self.generation = -1
 
     def ready(self, rank: int, incarnation: int, committed: int) -> None:
-        if self.incarnations.get(rank) == incarnation and self.job.outcome is None:
+        joined = self.job.coordinator.ranks[rank].node.joined  # else it speaks of a process that it has to end
+        if joined and self.incarnations.get(rank) == incarnation and self.job.outcome is None:
             self.at_barrier.add(rank)
         self.job.tell(rank, RankReady(rank, incarnation, 1, committed, committed + 1))
 

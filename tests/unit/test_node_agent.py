@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,26 @@ import pytest
 from checkpointless.agent.board import Board
 from checkpointless.agent.hangs import Heartbeat
 from checkpointless.agent.node import TERM_GRACE_S, NodeAgent
-from checkpointless.agent.node_protocol import AllDone, Begin, End, Joined, Kill, NodeMessage, RankEnded, Spawn
+from checkpointless.agent.node_protocol import (
+    STATES,
+    AllDone,
+    Begin,
+    Discard,
+    End,
+    Interrupt,
+    Joined,
+    Kill,
+    NodeMessage,
+    OpenStore,
+    Progress,
+    RankEnded,
+    Silent,
+    Spawn,
+    Standing,
+    StoreOpened,
+)
 from checkpointless.agent.rendezvous import LOOPBACK
-from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker
+from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker, WorkerState
 from checkpointless.telemetry.events import EventLog
 
 
@@ -45,13 +63,13 @@ class NoProcesses(Starter):
 class Node:
     """An agent of two ranks, 0 and 1, whose processes have been started."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, heartbeat_timeout_s: float | None = 10.0) -> None:
         self.starter = NoProcesses()
         self.said: list[NodeMessage] = []
         self.selector = selectors.DefaultSelector()
         self.agent = NodeAgent(
             index=0,
-            heartbeat=Heartbeat.of(10.0),
+            heartbeat=Heartbeat.of(heartbeat_timeout_s),
             address=lambda: LOOPBACK,
             report=self.said.append,
             selector=self.selector,
@@ -115,3 +133,121 @@ def test_the_end_kills_who_does_not_go_in_time(node: Node, grace_s: float) -> No
     node.starter.signals.clear()
     node.tick(grace_s + 0.1)
     assert node.starter.signals == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]
+
+
+# ---- beats
+
+
+class Training(Node):
+    """An agent of two ranks that train, by a clock of the test's own."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, heartbeat_timeout_s=None)
+        for worker in self.agent.workers.values():
+            worker.state = WorkerState.READY
+        self.agent.obey(Begin(0, "", {}, -1, -1))
+        self.now_s = time.monotonic()
+
+    def step(self, number: int, seconds: float, then_s: float = 0.0) -> None:
+        """Both make a step of ``seconds``, and something else for ``then_s`` before the next."""
+        boards = [worker.board for worker in self.agent.workers.values()]
+        for board in boards:
+            board.set_making(number)
+            board.beat()
+        self.later(0.01)
+        self.later(seconds)
+        for board in boards:
+            board.set_committed(number)
+            board.beat()
+        self.later(0.01)
+        self.later(then_s)
+
+    def later(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.agent.tick(self.now_s)
+
+    def told(self, kind: type[NodeMessage]) -> list[NodeMessage]:
+        found = [message for message in self.said if isinstance(message, kind)]
+        self.said.clear()
+        return found
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    made = Training(tmp_path)
+    yield made
+    made.agent.close()
+    made.selector.close()
+
+
+def test_the_longest_step_is_told_and_neither_the_first_ones_nor_what_is_between_two(training: Training) -> None:
+    for number in range(2):
+        training.step(number, 50.0)
+    assert {message.longest_ms for message in training.told(Progress)} == {0}  # type: ignore[attr-defined]
+    for number, seconds in ((2, 1.0), (3, 4.0), (4, 2.0)):
+        training.step(number, seconds, then_s=40.0)
+    longest = [message.longest_ms for message in training.told(Progress)]  # type: ignore[attr-defined]
+    assert 3900 <= longest[-1] <= 4100
+    training.step(5, 1.0)
+    training.agent.obey(Begin(1, "1", {}, 5, 6))
+    training.later(1.0)
+    assert training.told(Progress)[-1].longest_ms == 0  # type: ignore[attr-defined]
+
+
+def test_silence_is_told_by_the_limit_of_where_the_rank_is(training: Training) -> None:
+    for number in range(5):
+        training.step(number, 2.0)
+    training.step(5, 2.0, then_s=500.0)  # writes a checkpoint
+    assert training.told(Silent) == []
+    for worker in training.agent.workers.values():
+        worker.board.set_making(6)
+        worker.board.beat()
+    training.later(0.1)
+    training.later(26.0)
+    assert training.told(Silent) == []
+    training.later(2.0)
+    (silent,) = training.told(Silent)
+    assert [(rank, making, in_step) for rank, _, _, making, in_step in silent.ranks] == [(0, 6, 1), (1, 6, 1)]  # type: ignore[attr-defined]
+
+
+# ---- the coordinator is another one
+
+
+def test_what_a_new_coordinator_is_told(node: Node) -> None:
+    node.agent.obey(Begin(4, "3", {}, 11, 12))
+    node.agent.workers[1].board.set_making(12)
+    node.ends(0)
+    standing = node.agent.standing()
+    states = [WorkerState.GONE, WorkerState.STARTING]
+    ranks = [[rank, 0, STATES.index(states[rank]), -1, (-1, 12)[rank]] for rank in (0, 1)]
+    assert standing == Standing(4, 3, 11, "", False, ranks)
+
+
+def test_processes_that_are_no_longer_wanted_end_in_silence_and_the_node_joins_again(node: Node) -> None:
+    node.said.clear()
+    node.agent.obey(Discard())
+    assert node.starter.signals == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]
+    node.ends(0)
+    assert node.said == []
+    node.ends(1)
+    assert node.said == [Joined()]
+    node.agent.obey(Spawn(1, 3, 5, "2", {}))
+    node.tick()
+    node.ends(1, 9)
+    assert isinstance(node.said[-1], RankEnded)
+
+
+def test_the_store_of_a_generation_is_opened_and_closed_with_it(node: Node) -> None:
+    node.said.clear()
+    node.agent.obey(OpenStore(2))
+    (opened,) = node.said
+    assert isinstance(opened, StoreOpened)
+    assert (opened.generation, opened.address) == (2, LOOPBACK)
+    with socket.create_connection((opened.address, opened.port)):
+        pass
+    node.agent.obey(Interrupt(1, "1", "of the generation before", -1))
+    with socket.create_connection((opened.address, opened.port)):
+        pass
+    node.agent.obey(Interrupt(2, "1", "rank 0 raised", 0))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((opened.address, opened.port))
