@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
@@ -16,6 +17,7 @@ from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
+from checkpointless.inprocess.abort import worker_iterators
 from checkpointless.recovery.transfer import flip_a_bit
 from checkpointless.telemetry.events import RUN_DIR_ENV
 
@@ -24,14 +26,15 @@ class HPFaultInjectionCallback(Callback):
     """Injects faults into any Lightning trainer, for tests of recovery. Off unless it is asked for.
 
     Never touches the training's random streams. Phases inside the optimizer update and in the set-up of a
-    generation need a checkpointless strategy; the others work with every strategy.
+    generation need a checkpointless strategy; the others work with every strategy. Kind ``dataloader`` is for a
+    loader with workers.
 
     Args:
         faults: fault specs, such as ``exception@forward:rank=2,step=7``.
         injector: an injector instead of specs.
 
     Raises:
-        FaultSpecError: a spec is wrong.
+        FaultSpecError: a spec is wrong, or asks for a GPU where CUDA is not available.
     """
 
     def __init__(self, faults: Sequence[str] = (), *, injector: FaultInjector | None = None) -> None:
@@ -39,7 +42,12 @@ class HPFaultInjectionCallback(Callback):
             run_dir = os.environ.get(RUN_DIR_ENV)
             world_size = os.environ.get("WORLD_SIZE")
             injector = FaultInjector(
-                parse_all(list(faults), world_size=int(world_size) if world_size else None, max_steps=None),
+                parse_all(
+                    list(faults),
+                    world_size=int(world_size) if world_size else None,
+                    max_steps=None,
+                    cuda=torch.cuda.is_available(),
+                ),
                 int(os.environ.get("RANK", "0")),
                 FaultLedger(Path(run_dir) if run_dir else None),
             )
@@ -71,6 +79,8 @@ class HPFaultInjectionCallback(Callback):
     ) -> None:
         """A step begins. With a strategy that announces no phases, its batch is in hand already."""
         self._step = trainer.global_step + 1
+        trainer_ref = weakref.ref(trainer)
+        self.injector.batches = lambda: _batches_of(trainer_ref())
         if hasattr(trainer.strategy, "live_state"):
             strategy = weakref.proxy(trainer.strategy)
             self.injector.damage = lambda: flip_a_bit(next(iter(strategy.live_state().shard().values())))
@@ -106,3 +116,9 @@ class HPFaultInjectionCallback(Callback):
         if self._backward_hook is not None:
             self._backward_hook.remove()
             self._backward_hook = None
+
+
+def _batches_of(trainer: pl.Trainer | None) -> Any:
+    """Torch's iterator over the training data, or None if it has no workers."""
+    fit_loop = getattr(trainer, "fit_loop", None)
+    return next(iter(worker_iterators(getattr(fit_loop, "_combined_loader", None))), None)

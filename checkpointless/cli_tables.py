@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from checkpointless.faults.spec import SUPPORT, FaultKind, FaultPhase
+from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
 from checkpointless.telemetry.events import STAGES
 from checkpointless.telemetry.incidents import IncidentSummary
 from checkpointless.telemetry.verify import Quantity, Steps, Verdict
@@ -31,7 +31,7 @@ def console(record: bool = False) -> Console:
 def incident_table(summaries: Sequence[IncidentSummary]) -> Table:
     """What each incident was and how it ended."""
     table = Table(
-        "#", "gen.", "rank", "cause", "outcome", "after step", "filled from", "seconds", title="incidents"
+        "#", "gen.", "rank", "cause", "rung", "outcome", "after step", "filled from", "seconds", title="incidents"
     )
     for number, summary in enumerate(summaries, start=1):
         sources = ", ".join(map(str, summary.sources))
@@ -40,6 +40,7 @@ def incident_table(summaries: Sequence[IncidentSummary]) -> Table:
             str(summary.generation),
             "" if summary.culprit is None else str(summary.culprit),
             f"{summary.cause} ({summary.how})" if summary.how else summary.cause,
+            "; ".join((summary.rung.label, *summary.steps_up)),
             summary.outcome.value + (f": {summary.reason}" if summary.reason else ""),
             "" if summary.target is None else str(summary.target),
             f"ranks {sources}: {summary.nbytes:,} B" if sources else "",
@@ -75,11 +76,25 @@ def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) 
 
 
 def support_table() -> Table:
-    """In which phases (rows) which kinds of fault (columns) can be caused."""
-    table = Table("phase", title="KIND[@PHASE][:rank=R,step=S,times=N,prob=P,seed=N]", title_justify="left")
-    kinds = [kind for kind in FaultKind if kind in SUPPORT]
-    for kind in kinds:
-        table.add_column(kind.value, justify="center")
-    for phase in FaultPhase:
-        table.add_row(phase.value, *("yes" if phase in SUPPORT[kind] else "-" for kind in kinds))
+    """Which kinds of fault can be caused in which phases, and what is expected of each."""
+    table = Table(
+        "kind",
+        "how=",
+        "phases",
+        "what is expected",
+        title="KIND[@PHASE][:rank=R,step=S,times=N,prob=P,seed=N,how=H,seconds=T]",
+        title_justify="left",
+    )
+    for kind, phases in SUPPORT.items():
+        table.add_row(kind.value, ", ".join(VARIANTS.get(kind, ())), _phases(phases), EXPECTED[kind])
     return table
+
+
+def _phases(phases: frozenset[FaultPhase]) -> str:
+    """Phases by name, or those that are missing if they are fewer."""
+    there, missing = (
+        [phase.value for phase in FaultPhase if (phase in phases) is wanted] for wanted in (True, False)
+    )
+    if not missing:
+        return "all"
+    return ", ".join(there) if len(there) <= len(missing) else f"all but {', '.join(missing)}"

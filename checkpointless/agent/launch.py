@@ -391,7 +391,7 @@ def _check_token(token: str) -> None:
 
 
 def _keep_old(log: Path) -> None:
-    """Move a log out of the way that the node before this one, which was lost, has left in a shared run directory."""
+    """Move a log out of the way that this node's predecessor, which was lost, left in a shared run directory."""
     if log.exists():
         count = len(list(log.parent.glob(f"{log.stem}.*.log")))
         log.rename(log.with_name(f"{log.stem}.{count + 1}.log"))

@@ -11,9 +11,19 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from checkpointless.faults import device, loader
 from checkpointless.faults.ledger import FaultLedger
-from checkpointless.faults.spec import SETUP_PHASES, FaultKind, FaultPhase, FaultSpec, FaultSpecError, parse_all
+from checkpointless.faults.spec import (
+    SETUP_PHASES,
+    SLOW_S,
+    FaultKind,
+    FaultPhase,
+    FaultSpec,
+    FaultSpecError,
+    parse_all,
+)
 from checkpointless.telemetry.events import FAULT_INJECTED, RUN_DIR_ENV, event_log
 
 logger = logging.getLogger(__name__)
@@ -25,7 +35,7 @@ _HANG_S = 3600.0
 
 
 class InjectedFault(RuntimeError):
-    """The exception that a fault of kind ``exception`` raises."""
+    """What a fault of kind ``exception`` raises, and a data-loader worker with ``dataloader``."""
 
 
 class FaultInjector:
@@ -38,10 +48,12 @@ class FaultInjector:
 
     Attributes:
         damage: flips a bit of this rank's training state; set by who knows where that is.
+        batches: torch's iterator over this rank's training data, or None if it has no workers; set by who knows it.
     """
 
     def __init__(self, specs: Sequence[FaultSpec], rank: int, ledger: FaultLedger) -> None:
         self.damage: Callable[[], None] | None = None
+        self.batches: Callable[[], Any] | None = None
         self.rank = rank
         self.ledger = ledger
         self._by_phase: dict[FaultPhase, list[tuple[int, FaultSpec]]] = {}
@@ -59,16 +71,18 @@ class FaultInjector:
             damage: flips a bit of what this phase works on; default: :attr:`damage`.
 
         Raises:
-            InjectedFault: a fault of kind ``exception`` was due.
-            FaultSpecError: a bit is to be flipped and nobody has said where.
+            InjectedFault: a fault of kind ``exception`` was due, or a data-loader worker raised it.
+            RuntimeError: torch's own, where the fault is one that torch reports.
+            FaultSpecError: the fault cannot be caused here; it does not count as caused.
         """
         if phase in SETUP_PHASES and generation < 1:
             return
         for index, spec in self._by_phase.get(phase, ()):
             if spec.step in (None, step) and self._drawn(index, spec, step, generation):
-                about = {"rank": self.rank, "step": step, "generation": generation}
-                if self.ledger.claim(index, spec, **about):
-                    self._cause(spec, step, generation, damage or self.damage)
+                cause = self._prepare(spec, damage or self.damage)
+                if self.ledger.claim(index, spec, rank=self.rank, step=step, generation=generation):
+                    self._announce(spec, step, generation)
+                    cause()
 
     def _drawn(self, index: int, spec: FaultSpec, step: int, generation: int) -> bool:
         """Whether chance wants it: a draw of its own for each step, the same in whichever process it is made."""
@@ -77,41 +91,90 @@ class FaultInjector:
         draws = random.Random(f"{spec.seed}/{index}/{self.rank}/{step}/{generation}")
         return draws.random() < spec.prob
 
-    def _cause(self, spec: FaultSpec, step: int, generation: int, damage: Callable[[], None] | None) -> None:
+    def _announce(self, spec: FaultSpec, step: int, generation: int) -> None:
         text = spec.text or str(spec)
         event_log().emit(
             FAULT_INJECTED, "point", generation=generation, rank=self.rank, spec=text, step=step, phase=spec.phase
         )
         logger.warning("rank %d: injecting %s", self.rank, text)
+
+    def _prepare(self, spec: FaultSpec, damage: Callable[[], None] | None) -> Callable[[], None]:
+        """What causes the fault.
+
+        Raises:
+            FaultSpecError: it cannot be caused here.
+        """
+        text = spec.text or str(spec)
         if spec.kind is FaultKind.EXCEPTION:
-            raise InjectedFault(f"injected fault {text}")
-        if spec.kind is FaultKind.SIGKILL:
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif spec.kind is FaultKind.EXIT:
-            os._exit(INJECTED_EXIT_CODE)
-        elif spec.kind is FaultKind.SEGFAULT:
-            ctypes.string_at(0)
-        elif spec.kind is FaultKind.ABORT:
-            os.abort()
-        elif spec.kind is FaultKind.SIGSTOP:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif spec.kind is FaultKind.GIL:
-            ctypes.PyDLL(None).sleep(int(_HANG_S))  # unlike CDLL, without letting the interpreter go
-        elif spec.kind is FaultKind.HANG:
-            while True:
-                time.sleep(_HANG_S)
-        elif spec.kind is FaultKind.NODE:
+            return lambda: _raise(InjectedFault(f"injected fault {text}"))
+        if spec.kind is FaultKind.SLOW:
+            return lambda: time.sleep(SLOW_S if spec.seconds is None else spec.seconds)
+        if spec.kind is FaultKind.OOM:
+            if not device.has_torch():
+                raise _impossible(text, "this process has not imported torch, whose memory is to run out")
+            return lambda: _must_raise(device.run_out_of_memory, text)
+        if spec.kind is FaultKind.CUDA:
+            if not device.has_cuda():
+                raise _impossible(text, "it needs ranks on GPUs, and CUDA is not available here")
+            return lambda: _must_raise(device.fail_device_assert, text)
+        if spec.kind is FaultKind.DATALOADER:
+            batches = self.batches() if self.batches is not None else None
+            if batches is None:
+                raise _impossible(text, "the data loader of this rank has no workers (num_workers=0)")
+            if spec.how == "kill":
+                return lambda: _must_raise(lambda: loader.kill_worker(batches), text)
+            error = InjectedFault(f"injected fault {text}")
+            return lambda: _must_raise(lambda: loader.raise_in_worker(batches, error), text)
+        if spec.kind is FaultKind.NODE:
             agent = os.environ.get(AGENT_PID_ENV)
             if agent is None:
-                raise FaultSpecError(f"fault {text!r}: a node can only be lost in a job of several nodes")
-            os.kill(int(agent), signal.SIGKILL)  # its ranks die with it
-            time.sleep(_HANG_S)
-        elif spec.kind is FaultKind.BITFLIP and damage is not None:
-            damage()
-        elif spec.kind is FaultKind.BITFLIP:
-            raise FaultSpecError(f"fault {text!r}: the strategy does not say where this rank's state is")
-        else:
-            raise FaultSpecError(f"fault {text!r}: kind {spec.kind.value!r} is not supported yet in this version")
+                raise _impossible(text, "a node can only be lost in a job of several nodes")
+            return lambda: _lose_node(int(agent))
+        if spec.kind is FaultKind.BITFLIP:
+            if damage is None:
+                raise _impossible(text, "the strategy does not say where this rank's state is")
+            return damage
+        if spec.kind not in _ENDS:
+            raise _impossible(text, f"kind {spec.kind.value!r} is not supported yet in this version")
+        return _ENDS[spec.kind]
+
+
+def _impossible(text: str, why: str) -> FaultSpecError:
+    return FaultSpecError(f"fault {text!r}: {why}")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _must_raise(cause: Callable[[], None], text: str) -> None:
+    cause()
+    raise _impossible(text, "torch reported nothing")
+
+
+def _lose_node(agent: int) -> None:
+    os.kill(agent, signal.SIGKILL)  # its ranks die with it
+    time.sleep(_HANG_S)
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(_HANG_S)
+
+
+#: Kinds that end or stop this process, which needs nothing but the process.
+_ENDS: dict[FaultKind, Callable[[], Any]] = {
+    FaultKind.SIGTERM: lambda: os.kill(os.getpid(), signal.SIGTERM),
+    FaultKind.SIGKILL: lambda: os.kill(os.getpid(), signal.SIGKILL),
+    FaultKind.SIGSTOP: lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    FaultKind.EXIT: lambda: os._exit(INJECTED_EXIT_CODE),
+    FaultKind.SEGFAULT: lambda: ctypes.string_at(0),
+    FaultKind.ABORT: os.abort,
+    FaultKind.GIL: lambda: ctypes.PyDLL(None).sleep(
+        int(_HANG_S)
+    ),  # unlike CDLL, without letting the interpreter go
+    FaultKind.HANG: _hang,
+}
 
 
 def from_environment(rank: int) -> FaultInjector | None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,20 @@ def fired(run_dir: Path) -> dict[str, int]:
         except (ValueError, KeyError, TypeError):
             logger.warning("%s was not written to its end and is not counted", path)
     return dict(counts)
+
+
+def not_fired(specs: Iterable[FaultSpec], run_dir: Path) -> tuple[str, ...]:
+    """The faults that were to happen for certain and did not, or not as often as they should, by the spec's text.
+
+    Args:
+        specs: the faults of a run that is over.
+        run_dir: its run directory.
+    """
+    wanted: Counter[str] = Counter()
+    for spec in specs:
+        if spec.prob is None:
+            wanted[spec.text or str(spec)] += spec.times
+    return tuple(wanted - Counter(fired(run_dir)))
 
 
 def _create(path: Path, data: bytes) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -55,6 +56,10 @@ _ALL_PHASES = frozenset(FaultPhase)
 #: Which kinds can be caused in which phases in this version; a kind that is not here cannot be caused yet.
 SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
     FaultKind.EXCEPTION: _ALL_PHASES,
+    FaultKind.OOM: _ALL_PHASES,
+    FaultKind.DATALOADER: frozenset({FaultPhase.DATA}),
+    FaultKind.SLOW: _ALL_PHASES,
+    FaultKind.SIGTERM: _ALL_PHASES,
     FaultKind.SIGKILL: _ALL_PHASES,
     FaultKind.EXIT: _ALL_PHASES,
     FaultKind.SEGFAULT: _ALL_PHASES,
@@ -62,11 +67,35 @@ SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
     FaultKind.HANG: _ALL_PHASES,
     FaultKind.SIGSTOP: _ALL_PHASES,
     FaultKind.GIL: _ALL_PHASES,
+    FaultKind.CUDA: _ALL_PHASES - SETUP_PHASES,
     FaultKind.NODE: _ALL_PHASES,
     FaultKind.BITFLIP: _ALL_PHASES - {FaultPhase.INIT, FaultPhase.RECOVERY},
 }
 
-_KEYS = ("rank", "step", "times", "prob", "seed", "how")
+#: What each kind is expected to come to. Whatever it is, the losses are those of a run without the fault.
+EXPECTED: dict[FaultKind, str] = {
+    FaultKind.EXCEPTION: "recovered in process",
+    FaultKind.OOM: "recovered in process",
+    FaultKind.DATALOADER: "recovered in process, with new workers",
+    FaultKind.SLOW: "no incident, below the heartbeat limit; above it a hang",
+    FaultKind.SIGTERM: "Lightning leaves at the end of the step; recovered by a new process",
+    FaultKind.SIGKILL: "recovered by a new process",
+    FaultKind.EXIT: "recovered by a new process",
+    FaultKind.SEGFAULT: "recovered by a new process",
+    FaultKind.ABORT: "recovered by a new process",
+    FaultKind.HANG: "found by its heartbeat; recovered by a new process",
+    FaultKind.SIGSTOP: "found by its heartbeat; recovered by a new process",
+    FaultKind.GIL: "found by its heartbeat; recovered by a new process",
+    FaultKind.CUDA: "found by the health check; recovered by a new process",
+    FaultKind.NODE: "recovered by a spare node's processes, or by those of the node when it is back",
+    FaultKind.BITFLIP: "found by checksums; refilled from the majority, or the job ends and says why",
+}
+
+#: The variants (``how=``) of the kinds that have any, the default one first.
+VARIANTS: dict[FaultKind, tuple[str, ...]] = {FaultKind.DATALOADER: ("raise", "kill")}
+
+SLOW_S = 2.0
+_KEYS = ("rank", "step", "times", "prob", "seed", "how", "seconds")
 _Member = TypeVar("_Member", bound=enum.Enum)
 _FORM = "KIND[@PHASE][:key=value,...], for example exception@forward:rank=2,step=7"
 
@@ -88,7 +117,8 @@ class FaultSpec:
         times: how often in all, over every process of the rank.
         prob: chance of each opportunity, in (0, 1]; None: certain.
         seed: of the draws for ``prob``, which never touch the training's random numbers.
-        how: a variant of the kind.
+        how: a variant of the kind; None: the first of its :data:`VARIANTS`.
+        seconds: how long ``slow`` takes; None: :data:`SLOW_S`.
         text: the spec as the user wrote it.
     """
 
@@ -100,12 +130,13 @@ class FaultSpec:
     prob: float | None = None
     seed: int = 0
     how: str | None = None
+    seconds: float | None = None
     text: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         """The spec in full, in the form that :func:`parse` reads."""
         options = [
-            f"{key}={value!r}" if key == "prob" else f"{key}={value}"
+            f"{key}={value!r}" if isinstance(value, float) else f"{key}={value}"
             for key, value, default in (
                 ("rank", self.rank, None),
                 ("step", self.step, None),
@@ -113,6 +144,7 @@ class FaultSpec:
                 ("prob", self.prob, None),
                 ("seed", self.seed, 0),
                 ("how", self.how, None),
+                ("seconds", self.seconds, None),
             )
             if value != default
         ]
@@ -150,6 +182,7 @@ def parse(text: str) -> FaultSpec:
         prob=_probability(text, options),
         seed=_integer(text, options, "seed", minimum=0) or 0,
         how=options.get("how"),
+        seconds=_seconds(text, options),
         text=text,
     )
     if spec.prob is None:
@@ -162,21 +195,31 @@ def parse(text: str) -> FaultSpec:
             )
         if "seed" in options:
             raise _error(text, "seed= goes with prob=, which is not there")
-    if spec.how is not None:
+    variants = VARIANTS.get(kind, ())
+    if spec.how is not None and not variants:
         raise _error(text, f"kind {kind.value!r} has no variants, so leave how= out")
+    if spec.how is not None and spec.how not in variants:
+        raise _error(
+            text, f"unknown how={spec.how!r}{_suggestion(spec.how, variants)}; use {' or '.join(variants)}"
+        )
+    if spec.seconds is not None and kind is not FaultKind.SLOW:
+        raise _error(text, f"seconds= goes with {FaultKind.SLOW.value!r}, not with {kind.value!r}")
     return spec
 
 
-def validate(specs: Iterable[FaultSpec], world_size: int | None, max_steps: int | None) -> None:
+def validate(
+    specs: Iterable[FaultSpec], world_size: int | None, max_steps: int | None, cuda: bool | None = None
+) -> None:
     """Check that each fault can happen in this job.
 
     Args:
         specs: the faults.
         world_size: number of ranks; None where it is not known.
         max_steps: last optimizer step of the run; None where it is not known.
+        cuda: whether the ranks train on GPUs with CUDA; None where it is not known.
 
     Raises:
-        FaultSpecError: a rank or a step is out of range, so the fault could never happen.
+        FaultSpecError: a rank or a step is out of range, or a GPU is missing, so the fault could never happen.
     """
     for spec in specs:
         shown = spec.text or str(spec)
@@ -186,12 +229,16 @@ def validate(specs: Iterable[FaultSpec], world_size: int | None, max_steps: int 
             raise _error(shown, f"step {spec.step} never comes: the run has {max_steps} steps")
         if max_steps is not None and spec.phase is FaultPhase.BETWEEN and spec.step == max_steps:
             raise _error(shown, f"step {spec.step} is the last one: nothing comes between it and a next")
+        if cuda is False and spec.kind is FaultKind.CUDA:
+            raise _error(shown, "it needs ranks on GPUs, and CUDA is not available here")
 
 
-def parse_all(texts: Sequence[str], world_size: int | None, max_steps: int | None) -> tuple[FaultSpec, ...]:
+def parse_all(
+    texts: Sequence[str], world_size: int | None, max_steps: int | None, cuda: bool | None = None
+) -> tuple[FaultSpec, ...]:
     """Read and check several specs, as :func:`parse` and :func:`validate` do."""
     specs = tuple(parse(text) for text in texts)
-    validate(specs, world_size, max_steps)
+    validate(specs, world_size, max_steps, cuda)
     return specs
 
 
@@ -240,6 +287,19 @@ def _probability(text: str, options: dict[str, str]) -> float | None:
     if not 0.0 < chance <= 1.0:
         raise _error(text, f"prob must be above 0 and at most 1, not {value!r}")
     return chance
+
+
+def _seconds(text: str, options: dict[str, str]) -> float | None:
+    value = options.get("seconds")
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise _error(text, f"seconds must be a number above 0, not {value!r}")
+    return seconds
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:

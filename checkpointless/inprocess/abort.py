@@ -77,13 +77,13 @@ class HPDataLoaderAbort(TrainerAbort):
         fit_loop = getattr(trainer, "fit_loop", None)
         loops = (fit_loop, getattr(getattr(fit_loop, "epoch_loop", None), "val_loop", None))
         for loop in loops:
-            for iterator in _worker_iterators(getattr(loop, "_combined_loader", None)):
+            for iterator in worker_iterators(getattr(loop, "_combined_loader", None)):
                 for process in getattr(iterator, "_workers", ()):
                     if process.is_alive():
                         process.terminate()
 
 
-def _worker_iterators(combined_loader: Any) -> list[Any]:
+def worker_iterators(combined_loader: Any) -> list[Any]:
     """The multiprocessing iterators inside a Lightning ``CombinedLoader``."""
     mode_iterator = getattr(combined_loader, "_iterator", None)
     return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]

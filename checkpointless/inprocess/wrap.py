@@ -16,6 +16,7 @@ from typing import Any
 
 from checkpointless.agent import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
 from checkpointless.agent.board import Board
+from checkpointless.faults.spec import FaultSpecError
 from checkpointless.inprocess.abort import CheckpointlessAbortManager, communicators_first, gloo_sockets
 from checkpointless.inprocess.exceptions import (
     HealthCheckError,
@@ -264,7 +265,7 @@ class HPCallWrapper:
         Raises:
             SystemExit: the job cannot go on.
         """
-        if isinstance(call_ex, UnrecoverableError):
+        if isinstance(call_ex, (UnrecoverableError, FaultSpecError)):  # a test that cannot be made proves nothing
             self.client.give_up(self.generation, str(call_ex))
             raise SystemExit(GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:

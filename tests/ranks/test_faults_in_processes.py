@@ -38,7 +38,13 @@ def start(run_dir: Path, spec: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [("sigkill", -signal.SIGKILL), ("segfault", -signal.SIGSEGV), ("exit", INJECTED_EXIT_CODE), ("exception", 1)],
+    [
+        ("sigkill", -signal.SIGKILL),
+        ("sigterm", -signal.SIGTERM),
+        ("segfault", -signal.SIGSEGV),
+        ("exit", INJECTED_EXIT_CODE),
+        ("exception", 1),
+    ],
 )
 def test_a_process_dies_once_and_its_successor_lives(kind: str, code: int, tmp_path: Path) -> None:
     spec = f"{kind}@backward:rank=1,step=3"

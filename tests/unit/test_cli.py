@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpointless.agent import launch as launch_module
 from checkpointless.agent.launch import LaunchConfig
 from checkpointless.cli import main
-from checkpointless.faults.spec import FaultKind, FaultPhase
+from checkpointless.faults.ledger import FaultLedger
+from checkpointless.faults.spec import EXPECTED, FaultKind, FaultPhase, parse
 from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, EventLog
 from checkpointless.telemetry.steps import StepLog
 
@@ -159,6 +161,42 @@ def test_a_run_that_injects_says_so_before_and_names_what_did_not_happen(
     assert f"{fault} did not happen" in said
 
 
+@pytest.mark.parametrize("what", [["run"], pytest.param(["train"], marks=pytest.mark.nemo)])
+@pytest.mark.parametrize(("happens", "status"), [(0, 1), (1, 1), (2, 0)])
+def test_a_run_in_which_a_fault_did_not_happen_fails(
+    what: list[str],
+    happens: int,
+    status: int,
+    launched: list[LaunchConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    faults = ["exception@data:rank=0,step=2", "slow@data:rank=0,step=3", "exit@data:prob=0.001"]
+
+    def end_well(config: LaunchConfig, *_more: Any) -> int:
+        assert config.run_dir is not None
+        for index in range(happens):
+            FaultLedger(config.run_dir).claim(index, parse(faults[index]))
+        return 0
+
+    monkeypatch.setattr(launch_module, "launch", end_well)
+    rest = ["train.py"] if what == ["run"] else ["tiny_gpt_cpu"]
+    asked = [word for fault in faults for word in ("--fault", fault)]
+    assert main([*what, "--cpu", *asked, *rest]) == status
+    said = capsys.readouterr().err
+    assert [f"{fault} did not happen" in said for fault in faults] == [happens < 1, happens < 2, False]
+
+
+@pytest.mark.parametrize("where", [["--cpu"], []])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_a_fault_of_the_gpu_is_refused_without_one(
+    where: list[str], launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(["run", *where, "--fault", "cuda@forward:rank=0,step=1", "train.py"], capsys)
+    assert "CUDA is not available" in said
+    assert not launched
+
+
 def record_run(run_dir: Path, losses: list[float]) -> None:
     log = StepLog(run_dir, 0)
     for step, loss in enumerate(losses, start=1):
@@ -194,8 +232,8 @@ def test_report_shows_the_stages_of_an_incident(tmp_path: Path, capsys: pytest.C
 def test_faults_lists_every_kind_and_phase(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["faults"]) == 0
     shown = capsys.readouterr().out
-    for member in (*FaultKind, *FaultPhase):
-        assert member.value in shown
+    for word in (*(member.value for member in (*FaultKind, *FaultPhase)), *EXPECTED.values()):
+        assert word in shown
 
 
 @pytest.mark.nemo

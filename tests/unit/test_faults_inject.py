@@ -2,14 +2,18 @@
 
 import json
 import random
+import signal
+import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from checkpointless.faults import ledger
+from checkpointless.faults import device, ledger
 from checkpointless.faults.inject import FAULTS_ENV, FaultInjector, InjectedFault, from_environment
-from checkpointless.faults.ledger import FaultLedger, fired
+from checkpointless.faults.ledger import FaultLedger, fired, not_fired
 from checkpointless.faults.spec import FaultPhase, FaultSpecError, parse
 from checkpointless.telemetry.events import FAULT_INJECTED, RUN_DIR_ENV, read_events
 
@@ -103,3 +107,81 @@ def test_an_environment_that_is_no_list_of_specs_is_refused(value: str, monkeypa
     monkeypatch.setenv(FAULTS_ENV, value)
     with pytest.raises(FaultSpecError, match="JSON list"):
         from_environment(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory of the host runs out where there is no CUDA")
+def test_memory_that_runs_out_is_torchs_own_error_and_nothing_is_kept(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        injector(tmp_path, "oom@backward:rank=2,step=3").at(FaultPhase.BACKWARD, 3, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.empty(1 << 20)
+
+
+def test_memory_is_asked_for_until_torch_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "run_out_of_memory", lambda: None)
+    with pytest.raises(FaultSpecError, match="torch reported nothing"):
+        injector(tmp_path, "oom@backward:rank=2,step=3").at(FaultPhase.BACKWARD, 3, 0)
+
+
+@pytest.mark.parametrize(("option", "seconds"), [(",seconds=0.25", 0.25), ("", 2.0)])
+def test_slow_sleeps_and_goes_on(
+    option: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    mine = injector(tmp_path, f"slow@sync:rank=2,step=3{option}")
+    mine.at(FaultPhase.SYNC, 3, 0)
+    mine.at(FaultPhase.SYNC, 3, 0)
+    assert slept == [seconds]
+
+
+def test_sigterm_is_what_the_process_makes_of_it(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        injector(tmp_path, "sigterm@sync:rank=2,step=3").at(FaultPhase.SYNC, 3, 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dataloader@data:rank=2,step=3", "no workers"),
+        ("dataloader@data:rank=2,step=3,how=kill", "no workers"),
+        pytest.param(
+            "cuda@data:rank=2,step=3",
+            "CUDA is not available",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA"),
+        ),
+        ("bitflip@data:rank=2,step=3", "where this rank's state is"),
+        ("node@data:rank=2,step=3", "a job of several nodes"),
+    ],
+)
+def test_what_cannot_be_caused_here_does_not_count_as_caused(text: str, says: str, tmp_path: Path) -> None:
+    mine = injector(tmp_path, text)
+    mine.batches = lambda: None
+    with pytest.raises(FaultSpecError, match=says):
+        mine.at(FaultPhase.DATA, 3, 0)
+    assert fired(tmp_path) == {}
+    assert not_fired([parse(text)], tmp_path) == (text,)
+
+
+def test_memory_of_a_process_without_torch_cannot_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "sys", SimpleNamespace(modules={}))
+    with pytest.raises(FaultSpecError, match="has not imported torch"):
+        injector(tmp_path, "oom@data:rank=2,step=3").at(FaultPhase.DATA, 3, 0)
+    assert fired(tmp_path) == {}
+
+
+def test_what_did_not_happen_is_counted(tmp_path: Path) -> None:
+    twice, never, chance = "slow@data:rank=2,step=3,times=2", "exit@data:rank=0,step=1", "exit@data:prob=0.5"
+    specs = [parse(text) for text in (twice, never, chance)]
+    claims = FaultLedger(tmp_path)
+    assert not_fired(specs, tmp_path) == (twice, never)
+    assert claims.claim(0, specs[0])
+    assert not_fired(specs, tmp_path) == (twice, never)
+    assert claims.claim(0, specs[0])
+    assert not_fired(specs, tmp_path) == (never,)

@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.faults.spec import (
+    EXPECTED,
     SETUP_PHASES,
     SUPPORT,
+    VARIANTS,
     FaultKind,
     FaultPhase,
     FaultSpec,
@@ -31,6 +33,8 @@ def specs(draw: st.DrawFn) -> FaultSpec:
         times=draw(st.integers(1, 100)),
         prob=prob,
         seed=0 if prob is None else draw(st.integers(0, 2**32)),
+        how=draw(st.sampled_from((None, *VARIANTS.get(kind, ())))),
+        seconds=draw(st.none() | st.floats(0, 1e6, exclude_min=True)) if kind is FaultKind.SLOW else None,
     )
 
 
@@ -54,6 +58,14 @@ def test_the_documented_examples() -> None:
     )
     assert parse("sigkill:rank=0,step=1").phase is FaultPhase.FORWARD
     assert parse("hang@recovery:rank=0,step=0").step == 0
+    assert parse("slow@sync:rank=0,step=1,seconds=0.5").seconds == 0.5
+    assert parse("dataloader@data:rank=0,step=1,how=kill").how == "kill"
+
+
+def test_of_every_kind_it_is_said_what_is_expected() -> None:
+    assert EXPECTED.keys() == SUPPORT.keys()
+    assert all(SUPPORT.values())
+    assert VARIANTS.keys() <= SUPPORT.keys()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +86,15 @@ def test_the_documented_examples() -> None:
         ("exception@forward:rank=0,step=1,seed=2", "goes with prob"),
         ("exception@forward:rank=0,step=1,how=loud", "no variants"),
         ("exception@forward:rank", "not key=value"),
-        ("oom@forward:rank=0,step=1", "not supported yet"),
+        ("partition@forward:rank=0,step=1", "not supported yet"),
+        ("dataloader@forward:rank=0,step=1", "'dataloader' in phase 'forward' is not supported yet.*use data"),
+        ("cuda@init:rank=0,step=1", "'cuda' in phase 'init' is not supported yet"),
+        ("dataloader@data:rank=0,step=1,how=kil", "did you mean 'kill'"),
+        ("oom@forward:rank=0,step=1,seconds=2", "seconds= goes with 'slow', not with 'oom'"),
+        ("slow@forward:rank=0,step=1,seconds=0", "above 0"),
+        ("slow@forward:rank=0,step=1,seconds=nan", "above 0"),
+        ("slow@forward:rank=0,step=1,seconds=inf", "above 0"),
+        ("slow@forward:rank=0,step=1,seconds=soon", "above 0"),
     ],
 )
 def test_a_wrong_spec_is_refused_with_what_to_do(text: str, says: str) -> None:
@@ -100,3 +120,12 @@ def test_the_edges_of_the_range_are_accepted() -> None:
     assert len(parse_all(["exit@data:rank=3,step=10"], world_size=4, max_steps=10)) == 1
     assert len(parse_all(["exit@between:rank=3,step=9"], world_size=4, max_steps=10)) == 1
     assert len(parse_all(["exit@data:rank=99,step=99"], world_size=None, max_steps=None)) == 1
+
+
+def test_a_fault_of_the_gpu_is_refused_where_there_is_none() -> None:
+    texts = ["cuda@backward:rank=0,step=1"]
+    with pytest.raises(FaultSpecError, match="CUDA is not available here"):
+        parse_all(texts, world_size=4, max_steps=10, cuda=False)
+    for cuda in (True, None):
+        assert parse_all(texts, world_size=4, max_steps=10, cuda=cuda)[0].kind is FaultKind.CUDA
+    assert parse_all(["oom@backward:rank=0,step=1"], world_size=4, max_steps=10, cuda=False)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from torch.utils.data._utils import signal_handling as torch_workers
 
 from checkpointless.inprocess import (
     AbortTransformerEngine,
@@ -134,6 +135,22 @@ def test_handlers_that_a_block_leaves_are_taken_back() -> None:
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGUSR1, before[1])
+
+
+def test_torch_hears_of_dead_workers_also_after_its_handler_was_taken_back() -> None:
+    before = signal.getsignal(signal.SIGCHLD), torch_workers._SIGCHLD_handler_set
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        torch_workers._SIGCHLD_handler_set = False
+        handlers = SignalHandlers()
+        torch_workers._set_SIGCHLD_handler()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as Lightning does when `fit` is over
+        handlers.restore()
+        torch_workers._set_SIGCHLD_handler()
+        assert callable(signal.getsignal(signal.SIGCHLD))
+    finally:
+        signal.signal(signal.SIGCHLD, before[0])
+        torch_workers._SIGCHLD_handler_set = before[1]
 
 
 def test_the_peak_of_memory_counts_from_its_reset() -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -36,6 +37,9 @@ from checkpointless.agent.node_protocol import (
 from checkpointless.agent.rendezvous import LOOPBACK
 from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker, WorkerState
 from checkpointless.telemetry.events import EventLog
+
+
+Told = TypeVar("Told", Progress, Silent)
 
 
 class NoProcesses(Starter):
@@ -166,7 +170,7 @@ class Training(Node):
         self.now_s += seconds
         self.agent.tick(self.now_s)
 
-    def told(self, kind: type[NodeMessage]) -> list[NodeMessage]:
+    def told(self, kind: type[Told]) -> list[Told]:
         found = [message for message in self.said if isinstance(message, kind)]
         self.said.clear()
         return found
@@ -183,15 +187,15 @@ def training(tmp_path: Path) -> Iterator[Training]:
 def test_the_longest_step_is_told_and_neither_the_first_ones_nor_what_is_between_two(training: Training) -> None:
     for number in range(2):
         training.step(number, 50.0)
-    assert {message.longest_ms for message in training.told(Progress)} == {0}  # type: ignore[attr-defined]
+    assert {message.longest_ms for message in training.told(Progress)} == {0}
     for number, seconds in ((2, 1.0), (3, 4.0), (4, 2.0)):
         training.step(number, seconds, then_s=40.0)
-    longest = [message.longest_ms for message in training.told(Progress)]  # type: ignore[attr-defined]
+    longest = [message.longest_ms for message in training.told(Progress)]
     assert 3900 <= longest[-1] <= 4100
     training.step(5, 1.0)
     training.agent.obey(Begin(1, "1", {}, 5, 6))
     training.later(1.0)
-    assert training.told(Progress)[-1].longest_ms == 0  # type: ignore[attr-defined]
+    assert training.told(Progress)[-1].longest_ms == 0
 
 
 def test_silence_is_told_by_the_limit_of_where_the_rank_is(training: Training) -> None:
@@ -207,7 +211,7 @@ def test_silence_is_told_by_the_limit_of_where_the_rank_is(training: Training) -
     assert training.told(Silent) == []
     training.later(2.0)
     (silent,) = training.told(Silent)
-    assert [(rank, making, in_step) for rank, _, _, making, in_step in silent.ranks] == [(0, 6, 1), (1, 6, 1)]  # type: ignore[attr-defined]
+    assert [(rank, making, in_step) for rank, _, _, making, in_step in silent.ranks] == [(0, 6, 1), (1, 6, 1)]
 
 
 # ---- the coordinator is another one

@@ -1,0 +1,62 @@
+"""Faults in the worker processes of a torch data loader, seen by the training process as torch shows them to it.
+
+What the workers have read ahead is used up, so that the fault shows at the very batch it was asked for. An iterator
+that has failed is of no use afterwards anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import Any
+
+
+class _BadBatch:
+    """What a sampler could name as the indices of a batch, but that no dataset can read.
+
+    Args:
+        error: raised in the worker that tries.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def _refuse(self, *_: Any) -> Any:
+        raise self._error
+
+    __getitem__ = __index__ = __iter__ = __len__ = _refuse
+
+
+def raise_in_worker(iterator: Any, error: Exception) -> None:
+    """Have a worker raise while it reads a batch.
+
+    Args:
+        iterator: torch's iterator over a ``DataLoader`` with workers.
+        error: what the worker raises; it is pickled, and its type must take a message alone.
+
+    Raises:
+        Exception: of the type of ``error``, as torch raises it again, with the worker's traceback in its message.
+    """
+    iterator._sampler_iter = itertools.repeat(_BadBatch(error))
+    _use_up(iterator)
+
+
+def kill_worker(iterator: Any) -> None:
+    """Kill a worker with SIGKILL.
+
+    Args:
+        iterator: torch's iterator over a ``DataLoader`` with workers.
+
+    Raises:
+        RuntimeError: torch's own, which finds the worker dead.
+    """
+    worker = next(each for each in iterator._workers if each.is_alive())
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # torch's handler of SIGCHLD asks how it ended
+    _use_up(iterator)
+
+
+def _use_up(iterator: Any) -> None:
+    for _ in iterator:
+        pass

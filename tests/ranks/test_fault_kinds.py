@@ -1,0 +1,129 @@
+"""Kinds of fault that a process reports, survives or leaves with, and what follows each in a real NeMo job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.incidents import Outcome
+from tests.ranks.jobs import Disturb, run_job
+from tests.ranks.layouts import DROPOUT, TP2
+from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.test_state import SMALL_BUCKETS, THREE_HOLDERS
+from tests.ranks.test_worker_streams import NOISY
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+
+STEP_PHASES = ("forward", "backward", "optimizer", "between")
+
+
+@pytest.mark.parametrize("phase", STEP_PHASES)
+def test_who_gets_sigterm_finishes_the_step_and_is_replaced(disturb: Disturb, phase: str) -> None:
+    job = disturb(4, 5, f"sigterm@{phase}:rank=1,step=3", args=(*TP2, *DROPOUT))
+    (incident,) = job.incidents
+    assert incident.outcome is Outcome.RESUMED
+    assert incident.respawned == (1,)
+    assert incident.target == 3
+    assert "exited with code 0" in "\n".join(job.said)
+
+
+def test_sigterm_in_the_last_step(disturb: Disturb) -> None:
+    job = disturb(4, 4, "sigterm@forward:rank=2,step=4", args=DROPOUT)
+    (incident,) = job.incidents
+    assert incident.respawned == (2,)
+    assert incident.target == 4
+
+
+@pytest.mark.parametrize("phase", ["init", "recovery"])
+def test_sigterm_before_lightning_listens_kills(disturb: Disturb, phase: str) -> None:
+    faults = ("exception@forward:rank=0,step=3", f"sigterm@{phase}:rank=2,step=2")
+    job = disturb(4, 4, *faults, args=DROPOUT)
+    assert job.incidents[-1].outcome is Outcome.RESUMED
+    assert "rank 2 killed by SIGTERM" in "\n".join(job.said)
+
+
+def test_sigterm_during_a_transfer_kills(disturb: Disturb) -> None:
+    faults = ("sigkill@between:rank=0,step=2", "sigterm@transfer:rank=2,step=2")
+    job = disturb(6, 4, *faults, args=(*THREE_HOLDERS, *SMALL_BUCKETS))
+    assert job.incidents[-1].outcome is Outcome.RESUMED
+    assert "rank 2 killed by SIGTERM" in "\n".join(job.said)
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "sync", "before_optimizer", "after_optimizer"])
+def test_memory_that_runs_out_is_recovered_from_in_place(disturb: Disturb, phase: str) -> None:
+    job = disturb(4, 5, f"oom@{phase}:rank=3,step=3", args=(*TP2, *DROPOUT))
+    (incident,) = job.incidents
+    assert incident.outcome is Outcome.RESUMED
+    assert incident.culprit == 3
+    assert incident.respawned == ()
+    assert incident.target == (3 if phase == "after_optimizer" else 2)
+    assert "can't allocate memory" in "\n".join(job.said)
+
+
+def test_memory_that_runs_out_during_a_transfer(disturb: Disturb) -> None:
+    faults = ("sigkill@between:rank=0,step=2", "oom@transfer:rank=2,step=2")
+    job = disturb(4, 4, *faults, args=DROPOUT)
+    assert job.incidents[-1].outcome is Outcome.RESUMED
+    assert job.incidents[-1].target == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("raise", "Caught InjectedFault in DataLoader worker process"), ("kill", "is killed by signal: Killed")],
+)
+def test_a_worker_of_the_data_loader_fails(disturb: Disturb, how: str, says: str) -> None:
+    job = disturb(4, 5, f"dataloader@data:rank=1,step=3,how={how}", args=(*NOISY, *DROPOUT))
+    (incident,) = job.incidents
+    assert incident.outcome is Outcome.RESUMED
+    assert incident.culprit == 1
+    assert incident.respawned == ()
+    assert incident.target == 2
+    assert says in "\n".join(job.said)
+
+
+def test_workers_fail_again_after_a_recovery_and_at_the_last_step(disturb: Disturb) -> None:
+    """What torch set up once per process, to hear of the death of workers, is there in later generations, too."""
+    faults = (
+        "exception@forward:rank=2,step=2",
+        "dataloader@data:rank=2,step=3,how=kill",
+        "dataloader@data:rank=1,step=4,how=kill",
+        "dataloader@data:rank=2,step=5",
+    )
+    job = disturb(4, 5, *faults, args=(*NOISY, *DROPOUT))
+    assert [incident.culprit for incident in job.incidents] == [2, 2, 1, 2]
+    assert [incident.respawned for incident in job.incidents] == [()] * 4
+    assert "\n".join(job.said).count("is killed by signal: Killed") == 2
+
+
+def test_a_job_without_workers_in_which_one_was_to_fail_ends_with_the_reason(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    args = ("trainer.max_steps=4",)
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=("dataloader@data:rank=1,step=2",))
+    assert job.code == 1
+    assert "no workers (num_workers=0)" in job.said[-1]
+    assert fired(job.run_dir) == {}, "it did not happen"
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "sync", "optimizer", "between"])
+def test_nobody_is_interrupted_for_being_slow(disturb: Disturb, phase: str) -> None:
+    job = disturb(4, 4, f"slow@{phase}:rank=2,step=3,seconds=1.5", args=(*TP2, *DROPOUT), heartbeat_timeout_s=4.0)
+    assert job.incidents == []
+
+
+def test_slowness_during_a_recovery_prolongs_it(disturb: Disturb) -> None:
+    faults = ("sigkill@forward:rank=0,step=3", "slow@recovery:rank=1,step=2,seconds=1.5")
+    job = disturb(4, 4, *faults, args=DROPOUT)
+    (incident,) = job.incidents
+    assert incident.outcome is Outcome.RESUMED
+    assert incident.headline_s is not None
+    assert incident.headline_s > 1.5
+
+
+def test_who_is_slow_for_longer_than_the_limit_hangs(disturb: Disturb) -> None:
+    job = disturb(4, 4, "slow@forward:rank=2,step=3,seconds=600", args=DROPOUT, heartbeat_timeout_s=3.0)
+    (incident,) = job.incidents
+    assert incident.culprit == 2
+    assert incident.respawned == (2,)
