@@ -405,12 +405,10 @@ def _report(options: argparse.Namespace) -> int:
 
 def _faults(_options: argparse.Namespace) -> int:
     from checkpointless.cli_tables import console, support_table
-    from checkpointless.faults.spec import SUPPORT, FaultKind, FaultPhase
+    from checkpointless.faults.spec import FaultPhase
 
     console().print(support_table())
     _out(f"phases: {', '.join(phase.value for phase in FaultPhase)}")
-    later = ", ".join(kind.value for kind in FaultKind if kind not in SUPPORT)
-    _out(f"not in this version: {later}")
     _out("for example: --fault exception@forward:rank=2,step=7 --fault sigkill@optimizer:rank=1,step=5")
     return 0
 
@@ -421,7 +419,7 @@ def _faults(_options: argparse.Namespace) -> int:
 def _specs(
     texts: Sequence[str], world_size: int, max_steps: int | None, nnodes: int = 1, cpu: bool = False
 ) -> tuple[FaultSpec, ...]:
-    from checkpointless.faults.spec import FaultKind, FaultSpecError, parse_all, validate
+    from checkpointless.faults.spec import NODE_KINDS, FaultKind, FaultSpecError, parse_all, validate
 
     try:
         specs = parse_all(texts, world_size, max_steps)
@@ -430,7 +428,7 @@ def _specs(
     except FaultSpecError as error:
         raise UsageError(str(error)) from error
     for spec in specs:
-        if spec.kind is FaultKind.NODE and nnodes == 1:
+        if spec.kind in NODE_KINDS and nnodes == 1:
             raise UsageError(f"fault {spec.text!r}: a node can only be lost in a job of several (--nnodes)")
     return specs
 

@@ -21,7 +21,7 @@ from checkpointless.agent.handshake import MIN_TOKEN_CHARACTERS, SPARE, TOKEN_EN
 from checkpointless.agent.preload import preloads_of
 from checkpointless.agent.rank_process import Script
 from checkpointless.agent.workers import FreshStarter, Worker, ZygoteStarter
-from checkpointless.faults.inject import AGENT_PID_ENV
+from checkpointless.faults.node import AGENT_PID_ENV, CUT_SIGNAL
 from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
 
 if TYPE_CHECKING:
@@ -224,15 +224,16 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     own = range(first, first + config.nproc_per_node) if config.node_rank < config.nnodes else range(0)
     events_path = config.run_dir / EVENTS_FILE
     signals: list[int] = []
+    cuts = (CUT_SIGNAL,) if config.faults and not config.is_alone else ()
     if config.http_port is None:
-        with _handling(signals.append):
+        with _handling(signals.append, *cuts):
             return _run(config, own, EventLog(events_path, node=config.node_rank), signals, say)
     from checkpointless.agent.http_status import HttpStatus
     from checkpointless.agent.status import Watch
 
     watch = Watch(config.node_rank)
     http = HttpStatus(config.http_host, config.http_port, watch)
-    with _handling(signals.append), http:
+    with _handling(signals.append, *cuts), http:
         return _run(config, own, watch.log(events_path), signals, say, http)
 
 
@@ -426,9 +427,9 @@ def _module_exists(name: str) -> bool:
 
 
 @contextmanager
-def _handling(note: Callable[[int], None]) -> Iterator[None]:
-    """Note SIGINT and SIGTERM instead of dying of them."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+def _handling(note: Callable[[int], None], *more: int) -> Iterator[None]:
+    """Note SIGINT and SIGTERM, and more signals, instead of dying of them."""
+    numbers = (signal.SIGINT, signal.SIGTERM, *more)
     before = {number: signal.signal(number, lambda received, _: note(received)) for number in numbers}
     try:
         yield

@@ -70,6 +70,10 @@ class Link(abc.ABC):
         """Whether this process has to stay although its own agent has ended."""
 
     @abc.abstractmethod
+    def cut(self) -> None:
+        """Lose the coordinator, as a fault on purpose."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Let go of every descriptor."""
 
@@ -108,6 +112,10 @@ class HostLink(Link):
         if self._until_s is None:
             self._until_s = now_s + FAREWELL_S
         return self._port is not None and self._port.has_guests() and now_s < self._until_s
+
+    def cut(self) -> None:
+        """Impossible, so the job ends."""
+        self._coordinator.end(FAILED, "fault store: this agent coordinates, so it has no connection to be cut")
 
     def close(self) -> None:
         """Close the port."""
@@ -195,6 +203,12 @@ class GuestLink(Link):
     def is_needed(self, now_s: float) -> bool:
         """Never: the coordinator hears of the end by the connection's."""
         return False
+
+    def cut(self) -> None:
+        """Close the connection; it is looked for again in the next turn."""
+        if self._search is None:
+            self._channel.close()
+            self._lost = "cut on purpose"
 
     def close(self) -> None:
         """Close the connection."""

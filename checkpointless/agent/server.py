@@ -10,6 +10,7 @@ from checkpointless.agent.links import Link
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.node_protocol import End
 from checkpointless.agent.status import Watch
+from checkpointless.faults.node import CUT_SIGNAL
 
 
 def serve(
@@ -37,7 +38,11 @@ def serve(
                 key.data()
             now_s = time.monotonic()
             while signals:
-                agent.interrupted(signals.pop(0))
+                number = signals.pop(0)
+                if number == CUT_SIGNAL:
+                    link.cut()
+                else:
+                    agent.interrupted(number)
             agent.tick(now_s)
             link.deliver(agent, now_s)
             if watch is not None:

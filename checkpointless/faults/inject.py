@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointless.faults import device, loader
+from checkpointless.faults import device, loader, node
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import (
+    NODE_KINDS,
     SETUP_PHASES,
-    SLOW_S,
     FaultKind,
     FaultPhase,
     FaultSpec,
@@ -29,7 +29,6 @@ from checkpointless.telemetry.events import FAULT_INJECTED, RUN_DIR_ENV, event_l
 logger = logging.getLogger(__name__)
 
 FAULTS_ENV = "CHECKPOINTLESS_FAULTS"
-AGENT_PID_ENV = "CHECKPOINTLESS_AGENT_PID"
 INJECTED_EXIT_CODE = 17
 _HANG_S = 3600.0
 
@@ -108,7 +107,7 @@ class FaultInjector:
         if spec.kind is FaultKind.EXCEPTION:
             return lambda: _raise(InjectedFault(f"injected fault {text}"))
         if spec.kind is FaultKind.SLOW:
-            return lambda: time.sleep(SLOW_S if spec.seconds is None else spec.seconds)
+            return lambda: time.sleep(spec.duration_s)
         if spec.kind is FaultKind.OOM:
             if not device.has_torch():
                 raise _impossible(text, "this process has not imported torch, whose memory is to run out")
@@ -125,17 +124,17 @@ class FaultInjector:
                 return lambda: _must_raise(lambda: loader.kill_worker(batches), text)
             error = InjectedFault(f"injected fault {text}")
             return lambda: _must_raise(lambda: loader.raise_in_worker(batches, error), text)
-        if spec.kind is FaultKind.NODE:
-            agent = os.environ.get(AGENT_PID_ENV)
+        if spec.kind in NODE_KINDS:
+            agent = node.agent_pid()
             if agent is None:
                 raise _impossible(text, "a node can only be lost in a job of several nodes")
-            return lambda: _lose_node(int(agent))
+            if spec.kind is FaultKind.PARTITION:
+                return lambda: node.cut_off(agent, spec.duration_s)
+            return lambda: (node.lose if spec.kind is FaultKind.NODE else node.drop_coordinator)(agent)
         if spec.kind is FaultKind.BITFLIP:
             if damage is None:
                 raise _impossible(text, "the strategy does not say where this rank's state is")
             return damage
-        if spec.kind not in _ENDS:
-            raise _impossible(text, f"kind {spec.kind.value!r} is not supported yet in this version")
         return _ENDS[spec.kind]
 
 
@@ -150,11 +149,6 @@ def _raise(error: Exception) -> None:
 def _must_raise(cause: Callable[[], None], text: str) -> None:
     cause()
     raise _impossible(text, "torch reported nothing")
-
-
-def _lose_node(agent: int) -> None:
-    os.kill(agent, signal.SIGKILL)  # its ranks die with it
-    time.sleep(_HANG_S)
 
 
 def _hang() -> None:

@@ -53,7 +53,7 @@ SETUP_PHASES = frozenset({FaultPhase.INIT, FaultPhase.TRANSFER, FaultPhase.RECOV
 
 _ALL_PHASES = frozenset(FaultPhase)
 
-#: Which kinds can be caused in which phases in this version; a kind that is not here cannot be caused yet.
+#: Which kinds can be caused in which phases.
 SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
     FaultKind.EXCEPTION: _ALL_PHASES,
     FaultKind.OOM: _ALL_PHASES,
@@ -68,6 +68,8 @@ SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
     FaultKind.SIGSTOP: _ALL_PHASES,
     FaultKind.GIL: _ALL_PHASES,
     FaultKind.CUDA: _ALL_PHASES - SETUP_PHASES,
+    FaultKind.PARTITION: _ALL_PHASES,
+    FaultKind.STORE: _ALL_PHASES,
     FaultKind.NODE: _ALL_PHASES,
     FaultKind.BITFLIP: _ALL_PHASES - {FaultPhase.INIT, FaultPhase.RECOVERY},
 }
@@ -87,6 +89,8 @@ EXPECTED: dict[FaultKind, str] = {
     FaultKind.SIGSTOP: "found by its heartbeat; recovered by a new process",
     FaultKind.GIL: "found by its heartbeat; recovered by a new process",
     FaultKind.CUDA: "found by the health check; recovered by a new process",
+    FaultKind.PARTITION: "taken for a lost node; its own processes are ended when it is back",
+    FaultKind.STORE: "taken for a lost node, which comes back at once with new processes",
     FaultKind.NODE: "recovered by a spare node's processes, or by those of the node when it is back",
     FaultKind.BITFLIP: "found by checksums; refilled from the majority, or the job ends and says why",
 }
@@ -94,7 +98,11 @@ EXPECTED: dict[FaultKind, str] = {
 #: The variants (``how=``) of the kinds that have any, the default one first.
 VARIANTS: dict[FaultKind, tuple[str, ...]] = {FaultKind.DATALOADER: ("raise", "kill")}
 
-SLOW_S = 2.0
+#: Kinds that happen to a node, so there must be several.
+NODE_KINDS = frozenset({FaultKind.PARTITION, FaultKind.STORE, FaultKind.NODE})
+
+#: How long the kinds take that take a while, unless ``seconds=`` says.
+DEFAULT_S: dict[FaultKind, float] = {FaultKind.SLOW: 2.0, FaultKind.PARTITION: 15.0}
 _KEYS = ("rank", "step", "times", "prob", "seed", "how", "seconds")
 _Member = TypeVar("_Member", bound=enum.Enum)
 _FORM = "KIND[@PHASE][:key=value,...], for example exception@forward:rank=2,step=7"
@@ -118,7 +126,7 @@ class FaultSpec:
         prob: chance of each opportunity, in (0, 1]; None: certain.
         seed: of the draws for ``prob``, which never touch the training's random numbers.
         how: a variant of the kind; None: the first of its :data:`VARIANTS`.
-        seconds: how long ``slow`` takes; None: :data:`SLOW_S`.
+        seconds: how long it takes, for the kinds in :data:`DEFAULT_S`; None: what stands there.
         text: the spec as the user wrote it.
     """
 
@@ -132,6 +140,11 @@ class FaultSpec:
     how: str | None = None
     seconds: float | None = None
     text: str = field(default="", compare=False)
+
+    @property
+    def duration_s(self) -> float:
+        """How long it takes (0: no time of its own)."""
+        return DEFAULT_S.get(self.kind, 0.0) if self.seconds is None else self.seconds
 
     def __str__(self) -> str:
         """The spec in full, in the form that :func:`parse` reads."""
@@ -164,14 +177,9 @@ def parse(text: str) -> FaultSpec:
     kind_text, at, phase_text = head.partition("@")
     kind = _member(text, "kind", kind_text, FaultKind)
     phase = _member(text, "phase", phase_text, FaultPhase) if at else FaultPhase.FORWARD
-    if kind not in SUPPORT:
-        raise _error(text, f"kind {kind.value!r} is not supported yet in this version; use {_names(SUPPORT)}")
     if phase not in SUPPORT[kind]:
-        raise _error(
-            text,
-            f"{kind.value!r} in phase {phase.value!r} is not supported yet in this version; "
-            f"use {_names(phase for phase in FaultPhase if phase in SUPPORT[kind])}",
-        )
+        phases = _names(phase for phase in FaultPhase if phase in SUPPORT[kind])
+        raise _error(text, f"{kind.value!r} cannot come in phase {phase.value!r}; use {phases}")
     options = _options(text, tail) if colon else {}
     spec = FaultSpec(
         kind=kind,
@@ -202,8 +210,8 @@ def parse(text: str) -> FaultSpec:
         raise _error(
             text, f"unknown how={spec.how!r}{_suggestion(spec.how, variants)}; use {' or '.join(variants)}"
         )
-    if spec.seconds is not None and kind is not FaultKind.SLOW:
-        raise _error(text, f"seconds= goes with {FaultKind.SLOW.value!r}, not with {kind.value!r}")
+    if spec.seconds is not None and kind not in DEFAULT_S:
+        raise _error(text, f"seconds= goes with {_names(DEFAULT_S)}, not with {kind.value}")
     return spec
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.incidents import Rung
 from checkpointless.telemetry.verify import Steps, compare
 from tests.ranks.jobs import Job, Scene, run_nodes
 from tests.ranks.layouts import DROPOUT, TP2
@@ -64,6 +65,7 @@ def test_two_nodes_train_as_one_does(disturb_nodes: Run) -> None:
 def test_a_worker_killed_on_each_node(disturb_nodes: Run, rank: int, args: tuple[str, ...]) -> None:
     job = disturb_nodes(f"sigkill@backward:rank={rank},step=3", "exception@optimizer:rank=3,step=5", args=args)
     assert [incident.respawned for incident in job.incidents] == [(rank,), ()]
+    assert [incident.rung for incident in job.incidents] == [Rung.PROCESS, Rung.IN_PROCESS]
 
 
 @pytest.mark.parametrize("phase", ["backward", "optimizer", "between"])
@@ -72,6 +74,7 @@ def test_a_whole_node_killed_with_a_spare(disturb_nodes: Run, phase: str) -> Non
     (incident,) = job.incidents
     assert incident.respawned == (2, 3)
     assert any("a spare takes the place of node 1" in line for line in job.said)
+    assert incident.rung is Rung.NODE
 
 
 def test_a_whole_node_killed_and_replaced_five_seconds_later(disturb_nodes: Run) -> None:
@@ -156,6 +159,13 @@ def test_a_node_cut_off_for_longer_than_the_limit_and_coming_back(
     (incident,) = job.incidents
     assert incident.respawned == (2, 3)
     assert "no word from it for 4 s" in incident.cause
+
+
+@pytest.mark.parametrize("fault", ["store@backward:rank=2,step=3", "partition@forward:rank=3,step=3,seconds=8"])
+def test_a_node_that_loses_its_coordinator_on_purpose(disturb_nodes: Run, fault: str) -> None:
+    job = disturb_nodes(fault, "slow@between:rank=0,step=3,seconds=3")
+    (incident,) = job.incidents
+    assert (incident.respawned, incident.rung) == ((2, 3), Rung.NODE)
 
 
 def _pull(scene: Scene, node: int) -> Callable[[], None]:

@@ -38,7 +38,6 @@ from checkpointless.agent.rendezvous import LOOPBACK
 from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker, WorkerState
 from checkpointless.telemetry.events import EventLog
 
-
 Told = TypeVar("Told", Progress, Silent)
 
 
