@@ -12,36 +12,46 @@ from checkpointless.agent.standalone import StandaloneClient
 
 logger = logging.getLogger(__name__)
 
+_HYPERPOD_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"  # set by SageMaker HyperPod's agent for its ranks
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-_agentless: RankClient | None = None
+_of_other_launcher: RankClient | None = None
 
 
 class HPAgentK8sAPIFactory:
     """Makes the client of the agent that started this process, whichever it is.
 
-    (The name is the reference API's; nothing in it is about Kubernetes.)
+    (The name is the reference API's; nothing in it is about Kubernetes.) Under SageMaker HyperPod's agent that is a
+    :class:`~checkpointless.agent.hyperpod.HyperPodClient`.
     """
 
     def __call__(self) -> RankClient:
-        """This process's client; the same one at every call."""
-        global _agentless
+        """This process's client; the same one at every call.
+
+        Raises:
+            RuntimeError: this process does not know its rank, or its agent's client cannot be used.
+        """
+        global _of_other_launcher
         client = AgentClient.from_environment()
         if client is not None:
             return client
-        if _agentless is None:
-            _agentless = _make_agentless()
+        if _of_other_launcher is None:
+            _of_other_launcher = _make_for_other_launcher()
             # A thread that is inside c10d while the interpreter ends would end the process by SIGABRT.
-            atexit.register(_agentless.close)
-            if _agentless.rank == 0:
+            atexit.register(_of_other_launcher.close)
+            if _of_other_launcher.rank == 0 and not os.environ.get(_HYPERPOD_ENV):
                 logger.warning(
                     "this launcher does not respawn ranks or look for hangs (`checkpointless run` does): "
                     "exceptions are recovered from in place, but the job ends if a process does"
                 )
-        return _agentless
+        return _of_other_launcher
 
 
-def _make_agentless() -> RankClient:
+def _make_for_other_launcher() -> RankClient:
+    if os.environ.get(_HYPERPOD_ENV):
+        from checkpointless.agent.hyperpod import HyperPodClient
+
+        return HyperPodClient.from_environment()
     if int(os.environ.get("WORLD_SIZE") or "1") == 1:
         return StandaloneClient()
     wait_rank()
@@ -54,13 +64,22 @@ def wait_rank() -> None:
     """See that this process knows its rank before anything distributed starts.
 
     Under our agent, torchrun and the like the ranks are in the environment when the process starts, so this only
-    checks them. Does nothing in a child process of the rank (a data-loader worker, say).
+    checks them. SageMaker HyperPod's agent is asked for them. Does nothing in a child process of the rank (a
+    data-loader worker, say).
 
     Raises:
-        RuntimeError: a variable is missing or no number, or the rank is not below the world size.
+        RuntimeError: a variable is missing or no number, the rank is not below the world size, or SageMaker
+            HyperPod's agent does not say.
     """
     if multiprocessing.parent_process() is not None:
         return
+    if os.environ.get(_HYPERPOD_ENV) and AgentClient.from_environment() is None:
+        from checkpointless.agent.hyperpod import HyperPodClient
+
+        client = HPAgentK8sAPIFactory()()
+        if isinstance(client, HyperPodClient):
+            client.wait_rank()
+            return  # checked again at the start of a generation: a spare may have no rank before
     missing = [name for name in _RANK_VARIABLES if not os.environ.get(name)]
     if missing:
         raise RuntimeError(

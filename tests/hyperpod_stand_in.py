@@ -1,0 +1,273 @@
+"""A stand-in for the package ``hyperpod-elastic-agent``: the public names that the adapter uses, and an agent.
+
+The client keeps what matters of the real one's behaviour (1.1.3): a message goes on the queue of its kind; the
+waits for a fault and at the barrier first drop what is queued, the wait for rank information takes the newest;
+whatever goes wrong, and every time limit, is a ``HyperPodIPCException``. The messages on the wire are our own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import types
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
+_TICK_S = 0.05  # the real agent looks every --monitor-interval
+
+
+class HyperPodIPCException(RuntimeError):
+    """As the package's."""
+
+
+class RestartMode(str, Enum):
+    """As the package's."""
+
+    IN_PROCESS_RESTART = "in_process_restart"
+    PROCESS_LEVEL_RESTART = "process_level_restart"
+
+
+class InProcessRestartSocketClient:
+    """As the package's; connects when it is made."""
+
+    def __init__(self) -> None:
+        path = os.environ.get(SOCKET_ENV)
+        if not path:
+            raise ValueError(f"{SOCKET_ENV} not set")
+        self._queues: dict[str, queue.Queue[Any]] = {
+            kind: queue.Queue() for kind in ("job_start", "job_fault", "job_rank_info")
+        }
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(path)
+        threading.Thread(target=self._read, daemon=True).start()
+        self._say("init")
+
+    def hyperpod_wait_rank_info(self, timeout: float | None = None) -> tuple[str, Any]:
+        newest = self._drain("job_rank_info")
+        return newest[-1] if newest else self._get("job_rank_info", timeout)
+
+    def hyperpod_barrier(self, timeout: float | None = None) -> tuple[str, Any]:
+        self._say("at_rcb_barrier")
+        self._drain("job_start")
+        return self._get("job_start", timeout)
+
+    def hyperpod_past_rcb_barrier(self) -> None:
+        self._say("past_rcb_barrier")
+
+    def hyperpod_wait_fault(self, timeout: float | None = None) -> tuple[str, Any]:
+        self._drain("job_fault")
+        return self._get("job_fault", timeout)
+
+    def hyperpod_send_fault(
+        self,
+        rank: int,
+        restart_mode: RestartMode = RestartMode.IN_PROCESS_RESTART,
+        reason: str | None = None,
+        message: str | None = None,
+    ) -> None:
+        self._say("job_fault", rank=rank, restart_mode=restart_mode, reason=reason, message=message)
+
+    def _say(self, kind: str, **body: Any) -> None:
+        body |= {"type": kind, "local_rank": int(os.environ.get("LOCAL_RANK", "0"))}
+        try:
+            self._connection.sendall(json.dumps(body).encode() + b"\n")
+        except OSError as error:
+            raise HyperPodIPCException(f"Failed to send {kind}") from error
+
+    def _read(self) -> None:
+        for line in self._connection.makefile("rb"):
+            body = json.loads(line)
+            kind = body.pop("type")
+            self._queues[kind].put((kind, body))
+
+    def _drain(self, kind: str) -> list[tuple[str, Any]]:
+        found = []
+        while not self._queues[kind].empty():
+            found.append(self._queues[kind].get())
+        return found
+
+    def _get(self, kind: str, timeout: float | None) -> tuple[str, Any]:
+        try:
+            found: tuple[str, Any] = self._queues[kind].get(timeout=timeout)
+        except queue.Empty:
+            raise HyperPodIPCException(f"Timed out reading data from server after {timeout} seconds") from None
+        return found
+
+
+def modules(**names: Any) -> dict[str, types.ModuleType]:
+    """The package, for ``sys.modules``; ``names`` replace those of its module ``ipc`` (None: missing)."""
+    package = types.ModuleType("hyperpod_elastic_agent")
+    package.__path__ = []
+    ipc = types.ModuleType("hyperpod_elastic_agent.ipc")
+    for name, value in {
+        "InProcessRestartSocketClient": InProcessRestartSocketClient,
+        "HyperPodIPCException": HyperPodIPCException,
+        "RestartMode": RestartMode,
+        **names,
+    }.items():
+        if value is not None:
+            setattr(ipc, name, value)
+    package.ipc = ipc  # type: ignore[attr-defined]
+    return {package.__name__: package, ipc.__name__: ipc}
+
+
+def install() -> None:
+    """Put the stand-in where ``import hyperpod_elastic_agent`` finds it."""
+    sys.modules.update(modules())
+
+
+def free_port() -> int:
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        port: int = each.getsockname()[1]
+        return port
+
+
+class Agent:
+    """The vendor's agent and its operator in one, for one node, in threads of the test's process.
+
+    Args:
+        path: of its socket.
+        world_size: number of ranks.
+
+    Attributes:
+        heard: every message of a rank so far.
+        restart_count: of the next start.
+        envs: more for, or other than, what a start tells each rank.
+        automatic: starts the job when all ranks are at the barrier, and tells all of every fault; False: the test
+            does it.
+    """
+
+    def __init__(self, path: Path, world_size: int, automatic: bool = True) -> None:
+        self.path = str(path)
+        self.world_size = world_size
+        self.automatic = automatic
+        self.heard: list[dict[str, Any]] = []
+        self.restart_count = 0
+        self.envs: dict[str, str] = {}
+        self.port = free_port()
+        self._mutex = threading.RLock()
+        self._connections: dict[int, socket.socket] = {}
+        self._at_barrier: set[int] = set()
+        self._running = False
+        self._closed = False
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(self.path)
+        self._server.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What a rank's process gets: like the real agent's, before the operator has given it a rank."""
+        started = {"RANK": str(rank - self.world_size), "WORLD_SIZE": str(self.world_size), "MASTER_ADDR": ""}
+        count = str(self.restart_count)
+        started |= {"MASTER_PORT": "-1", "JOB_RESTART_COUNT": count, "TORCHELASTIC_RESTART_COUNT": count}
+        return started | {"LOCAL_RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "False", SOCKET_ENV: self.path}
+
+    def start(self) -> None:
+        """Let all ranks pass the barrier."""
+        with self._mutex:
+            self._running = True
+            self._at_barrier.clear()
+            self._tell("job_start")
+
+    def fault(self, restart_count: int | None = None) -> None:
+        """Tell all ranks of a fault; the next start has the next number."""
+        with self._mutex:
+            self._running = False
+            count = self.restart_count if restart_count is None else restart_count
+            self.restart_count += 1
+            for rank in list(self._connections):
+                self.say(rank, "job_fault", restart_count=count)
+
+    def tell_ranks(self) -> None:
+        """Tell every rank which it is."""
+        with self._mutex:
+            self._tell("job_rank_info")
+
+    def say(self, rank: int, kind: str, **body: Any) -> None:
+        """One message to one rank."""
+        try:
+            self._connections[rank].sendall(json.dumps({"type": kind, **body}).encode() + b"\n")
+        except OSError:
+            self._connections.pop(rank, None)
+
+    def count(self, kind: str) -> int:
+        """How many messages of ``kind`` have come."""
+        return sum(message["type"] == kind for message in self.heard)
+
+    def wait_for(self, kind: str, count: int = 1, timeout_s: float = 10) -> list[dict[str, Any]]:
+        """All messages of ``kind``, once there are ``count``."""
+        by_s = time.monotonic() + timeout_s
+        while self.count(kind) < count:
+            assert time.monotonic() < by_s, f"{self.count(kind)} of {count} {kind} came: {self.heard}"
+            time.sleep(0.01)
+        return [message for message in self.heard if message["type"] == kind]
+
+    def close(self) -> None:
+        self._closed = True
+        for each in (self._server, *self._connections.values()):
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            each.close()
+
+    def _tell(self, kind: str) -> None:
+        for rank in list(self._connections):
+            count = str(self.restart_count)
+            env = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "SPARE": "False"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "JOB_RESTART_COUNT": count}
+            env |= {"TORCHELASTIC_RESTART_COUNT": count}
+            self.say(rank, kind, worker_envs=env | self.envs, aggregate_worker_data={})
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        rank = -1
+        try:
+            for line in connection.makefile("rb"):
+                message = json.loads(line)
+                rank = message["local_rank"]
+                self._take(rank, message, connection)
+        except OSError:
+            pass
+        with self._mutex:
+            self._at_barrier.discard(rank)
+            if self._connections.get(rank) is connection:
+                del self._connections[rank]
+                if self.automatic and self._running:
+                    self.fault()
+
+    def _take(self, rank: int, message: dict[str, Any], connection: socket.socket) -> None:
+        with self._mutex:
+            kind = message["type"]
+            if kind == "init":
+                self._connections[rank] = connection
+                if self.automatic:
+                    self.tell_ranks()
+            elif kind == "at_rcb_barrier":
+                self._at_barrier.add(rank)
+            elif kind == "job_fault" and self.automatic and self._running:
+                self.fault()
+            self.heard.append(message)
+
+    def _look(self) -> None:
+        while not self._closed:
+            time.sleep(_TICK_S)
+            with self._mutex:
+                if self.automatic and len(self._at_barrier) == self.world_size:
+                    self.start()
