@@ -14,7 +14,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from checkpointless.cli_chaos import (
+    add_demo_options,
+    add_job_options,
+    check_goes_with_chaos,
+    demo_chaos,
+    draw_into,
+    judge_chaos,
+)
+from checkpointless.cli_values import UsageError, count, modules, port, positive, seconds
+
 if TYPE_CHECKING:
+    from checkpointless.faults.chaos import Outcome
     from checkpointless.faults.spec import FaultSpec
 
 PROG = "checkpointless"
@@ -80,10 +91,6 @@ _FAULT_HELP = (
 )
 
 
-class UsageError(Exception):
-    """What was asked for cannot be done; the message is one line that says what to do instead."""
-
-
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
@@ -145,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_job_options(run)
     run.add_argument(
         "--preload",
-        type=_modules,
+        type=modules,
         metavar="MODULE,...",
         help="import these once and fork ranks with them, so that a replaced rank is ready at once "
         "(default: what the script imports from installed packages)",
@@ -162,9 +169,9 @@ def _parser() -> argparse.ArgumentParser:
     alone = add(
         "coordinator", _coordinator, "coordinate a job of several nodes from outside of them", _COORDINATOR_EPILOG
     )
-    alone.add_argument("--nnodes", type=_positive, required=True, metavar="M", help="nodes of the job")
+    alone.add_argument("--nnodes", type=positive, required=True, metavar="M", help="nodes of the job")
     alone.add_argument(
-        "--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N", help="ranks (default: 1)"
+        "--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)"
     )
     alone.add_argument(
         "--rdzv-endpoint", "--rdzv_endpoint", required=True, metavar="H[:P]", help="where to listen; for all nodes"
@@ -173,12 +180,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_limits(alone)
 
     demo = add("demo", _demo, "train a small GPT with and without faults and compare the two", _DEMO_EPILOG)
-    demo.add_argument("--nproc", type=_positive, default=4, metavar="N", help="CPU ranks (default: 4)")
-    demo.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps of each run (default: 10)")
+    demo.add_argument("--nproc", type=positive, metavar="N", help="CPU ranks (default: 4; chaos: up to 8)")
+    demo.add_argument("--steps", type=positive, metavar="N", help="steps of each run (default: 10; chaos: 6)")
     demo.add_argument("--layout", default="", metavar="tp=N,...", help="tp, pp, ep and cp sizes (default: all 1)")
     demo.add_argument("--dropout", type=float, default=0.0, metavar="P", help="in [0, 1) (default: 0)")
     demo.add_argument("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
     demo.add_argument("--run-dir", type=Path, metavar="D", help="where both runs are kept (default: under runs/)")
+    add_demo_options(demo)
 
     verify = add("verify", _verify, "compare the recorded losses and parameters of two runs, bit by bit")
     verify.add_argument("run_a", type=Path, metavar="RUN_A", help="run directory of a run with --record-steps")
@@ -194,26 +202,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N", help="ranks (default: 1)")
-    add("--nnodes", type=_positive, default=1, metavar="M", help="nodes of the job (default: 1)")
-    add("--node-rank", "--node_rank", type=_count, default=0, metavar="I", help="this node's number, from 0")
+    add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
+    add("--nnodes", type=positive, default=1, metavar="M", help="nodes of the job (default: 1)")
+    add("--node-rank", "--node_rank", type=count, default=0, metavar="I", help="this node's number, from 0")
     add("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="H[:P]", help="node 0, as all nodes reach it")
-    add("--spares", type=_count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
+    add("--spares", type=count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
     add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
     add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
     _add_limits(parser)
-    add("--http-port", type=_port, metavar="P", help="serve health and metrics over HTTP (0: on any free port)")
+    add("--http-port", type=port, metavar="P", help="serve health and metrics over HTTP (0: on any free port)")
     add("--http-host", metavar="H", help="address to serve them on (default: 127.0.0.1, this machine only)")
     add("--record-steps", action="store_true", help="record each step's loss and parameter digest, for `verify`")
     add("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
+    add_job_options(parser)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max-incidents", type=_count, metavar="K", help="give up after so many incidents")
-    add("--heartbeat-timeout", type=_seconds, metavar="S", help=_HEARTBEAT_HELP)
-    add("--node-timeout", type=_seconds, metavar="S", help="seconds after which a silent node counts as lost")
-    add("--regroup-timeout", type=_seconds, metavar="S", help="seconds within which all ranks must meet again")
+    add("--max-incidents", type=count, metavar="K", help="give up after so many incidents")
+    add("--heartbeat-timeout", type=seconds, metavar="S", help=_HEARTBEAT_HELP)
+    add("--node-timeout", type=seconds, metavar="S", help="seconds after which a silent node counts as lost")
+    add("--regroup-timeout", type=seconds, metavar="S", help="seconds within which all ranks must meet again")
 
 
 # --- commands -----------------------------------------------------------------------------------------------------
@@ -222,9 +231,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     _check_importable(options.preload or ())
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
-    specs = _specs(options.faults, options.nproc_per_node * options.nnodes, None, options.nnodes, options.cpu)
+    world_size = options.nproc_per_node * options.nnodes
+    expected = draw_into(options, world_size, None)
+    specs = _specs(options.faults, world_size, None, options.nnodes, options.cpu)
     job = {"script": options.script, "script_args": tuple(options.script_args), "module": options.module}
-    return _launch(options, name, specs, preload=options.preload, **job)
+    return _launch(options, name, specs, expected, preload=options.preload, **job)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -241,11 +252,14 @@ def _train(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.recipe} trains on the CPU (trainer.accelerator=cpu): add --cpu")
     max_steps = config.trainer.get("max_steps")
     last = max_steps if isinstance(max_steps, int) else None
-    specs = _specs(options.faults, options.nproc_per_node * options.nnodes, last, options.nnodes, options.cpu)
+    world_size = options.nproc_per_node * options.nnodes
+    expected = draw_into(options, world_size, last)
+    specs = _specs(options.faults, world_size, last, options.nnodes, options.cpu)
     return _launch(
         options,
         Path(options.recipe).stem,
         specs,
+        expected,
         script=RECIPE_RUNNER,
         script_args=(options.recipe, *options.overrides),
         module=True,
@@ -253,7 +267,9 @@ def _train(options: argparse.Namespace) -> int:
     )
 
 
-def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], **job: Any) -> int:
+def _launch(
+    options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], expected: Outcome | None, **job: Any
+) -> int:
     from checkpointless.agent.handshake import TOKEN_ENV
     from checkpointless.agent.launch import LaunchConfig, launch
     from checkpointless.faults.ledger import not_fired
@@ -268,7 +284,7 @@ def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], 
     }
     if options.http_host is not None and options.http_port is None:
         raise UsageError("--http-host is where health and metrics are served if there is --http-port: add it")
-    run_dir = _run_dir(options.run_dir, name, shared=options.nnodes + options.spares > 1)
+    run_dir = _new_run_dir(options.run_dir, name, shared=options.nnodes + options.spares > 1)
     try:
         config = LaunchConfig(
             nproc_per_node=options.nproc_per_node,
@@ -298,9 +314,12 @@ def _launch(options: argparse.Namespace, name: str, specs: Sequence[FaultSpec], 
     missing = not_fired(specs, run_dir)
     for text in missing:
         _say(f"fault {text} did not happen, or not as often as asked for: the run never came there")
-    return status or int(
-        bool(missing) and config.is_alone
-    )  # with several nodes it may be in another's run directory
+    if not config.is_alone:  # what happened to the others may be in their own run directories
+        return status
+    problem = "" if expected is None else judge_chaos(run_dir, status, expected)
+    if problem:
+        _say(f"chaos: {problem}; the same again: --chaos {options.chaos} --seed {options.seed or 0}")
+    return status or int(bool(missing or problem))
 
 
 def _coordinator(options: argparse.Namespace) -> int:
@@ -330,6 +349,10 @@ def _coordinator(options: argparse.Namespace) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    check_goes_with_chaos(options)
+    if options.chaos is not None:
+        return demo_chaos(options, _new_run_dir(options.run_dir, "chaos"))
+    options.nproc, options.steps = options.nproc or 4, options.steps or 10
     from checkpointless.demo.config import DemoConfig, DemoError, parse_layout
 
     middle, late = max(1, options.steps * 4 // 10), max(1, options.steps * 7 // 10)
@@ -456,7 +479,7 @@ def _check_run_dir(run_dir: Path) -> None:
         raise UsageError(f"there is no run directory {run_dir}")
 
 
-def _run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
+def _new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
     """The directory of a new run; one that holds a run already is refused, because the two would mix.
 
     Args:
@@ -472,44 +495,6 @@ def _run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
     if not shared and asked.exists() and any(asked.iterdir()):
         raise UsageError(f"run directory {asked} is not empty: name a new one")
     return asked
-
-
-def _positive(text: str) -> int:
-    return _at_least(text, 1)
-
-
-def _count(text: str) -> int:
-    return _at_least(text, 0)
-
-
-def _port(text: str) -> int:
-    port = _count(text)
-    if port > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
-    return port
-
-
-def _at_least(text: str, minimum: int) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) < minimum:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
-
-
-def _modules(text: str) -> tuple[str, ...]:
-    modules = tuple(module.strip() for module in text.split(","))
-    if not all(part.isidentifier() for module in modules for part in module.split(".")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of modules with commas between them")
-    return modules
 
 
 def _say(line: str) -> None:

@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+RECIPE = "tiny_gpt_cpu"
+
 #: Parallel sizes that a layout may give: tensor, pipeline, expert, context.
 LAYOUT_KEYS = ("tp", "pp", "ep", "cp")
+
+
+_LAYOUT_OVERRIDES = {
+    "tp": "strategy.tensor_model_parallel_size",
+    "pp": "strategy.pipeline_model_parallel_size",
+    "ep": "strategy.expert_model_parallel_size",
+    "cp": "strategy.context_parallel_size",
+}
 
 
 class DemoError(ValueError):
@@ -79,3 +89,28 @@ def parse_layout(text: str) -> dict[str, int]:
             raise DemoError(f"layout {text!r}: {key} must be a whole number of at least 1, not {size!r}")
         layout[key] = int(size)
     return layout
+
+
+def overrides(steps: int, layout: Mapping[str, int], dropout: float) -> tuple[str, ...]:
+    """The recipe's overrides for a run.
+
+    Args:
+        steps: optimizer steps.
+        layout: as in :class:`DemoConfig`.
+        dropout: likewise.
+    """
+    changed = [
+        f"trainer.max_steps={steps}",
+        f"model.config.hidden_dropout={dropout}",
+        f"model.config.attention_dropout={dropout}",
+    ]
+    changed += [f"{_LAYOUT_OVERRIDES[key]}={size}" for key, size in layout.items()]
+    if layout.get("ep", 1) > 1:
+        changed += [
+            "model.config.num_moe_experts=4",
+            "model.config.moe_router_topk=2",
+            "model.config.moe_grouped_gemm=false",
+            # Megatron-core 0.15 leaves the router's bias uninitialised: without biases there is none
+            "model.config.add_bias_linear=false",
+        ]
+    return tuple(changed)

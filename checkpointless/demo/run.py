@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,8 +12,8 @@ from rich.console import Console
 
 from checkpointless.agent.launch import LaunchConfig, launch
 from checkpointless.demo import show
-from checkpointless.demo.config import DemoConfig
-from checkpointless.faults.ledger import fired
+from checkpointless.demo.config import RECIPE, DemoConfig, overrides
+from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse_all
 from checkpointless.recipes.settings import load, modules
 from checkpointless.telemetry.events import read_events
@@ -22,15 +21,7 @@ from checkpointless.telemetry.incidents import IncidentSummary, summarize
 from checkpointless.telemetry.steps import read_steps
 from checkpointless.telemetry.verify import Steps, Verdict, compare
 
-RECIPE = "tiny_gpt_cpu"
 HEARTBEAT_TIMEOUT_S = 20.0  # a step of the demo takes a tenth of a second; its set-up a few seconds
-
-_LAYOUT_OVERRIDES = {
-    "tp": "strategy.tensor_model_parallel_size",
-    "pp": "strategy.pipeline_model_parallel_size",
-    "ep": "strategy.expert_model_parallel_size",
-    "cp": "strategy.context_parallel_size",
-}
 
 
 @dataclass(frozen=True)
@@ -92,36 +83,16 @@ def run_demo(config: DemoConfig) -> int:
 def judge(config: DemoConfig, run_dir: Path) -> DemoResult:
     """Compare the two runs in ``run_dir``."""
     undisturbed, disturbed = read_steps(run_dir / "undisturbed"), read_steps(run_dir / "disturbed")
-    wanted = Counter({spec.text: spec.times for spec in parse_all(list(config.faults), None, None)})
-    missing = wanted - Counter(fired(run_dir / "disturbed"))
+    specs = parse_all(list(config.faults), None, None)
     verdict = compare(undisturbed, disturbed)
     return DemoResult(
         verdict=verdict,
         undisturbed=undisturbed,
         disturbed=disturbed,
         incidents=summarize(read_events(run_dir / "disturbed")),
-        not_fired=tuple(missing),
+        not_fired=not_fired(specs, run_dir / "disturbed"),
         complete=verdict.steps == config.steps and len(verdict.ranks) == config.nproc,
     )
-
-
-def overrides(config: DemoConfig) -> tuple[str, ...]:
-    """The recipe's overrides for this demo."""
-    changed = [
-        f"trainer.max_steps={config.steps}",
-        f"model.config.hidden_dropout={config.dropout}",
-        f"model.config.attention_dropout={config.dropout}",
-    ]
-    changed += [f"{_LAYOUT_OVERRIDES[key]}={size}" for key, size in config.layout.items()]
-    if config.layout.get("ep", 1) > 1:
-        changed += [
-            "model.config.num_moe_experts=4",
-            "model.config.moe_router_topk=2",
-            "model.config.moe_grouped_gemm=false",
-            # Megatron-core 0.15 leaves the router's bias uninitialised: without biases there is none
-            "model.config.add_bias_linear=false",
-        ]
-    return tuple(changed)
 
 
 def _train(console: Console, config: DemoConfig, directory: Path, faults: tuple[str, ...]) -> int:
@@ -129,7 +100,7 @@ def _train(console: Console, config: DemoConfig, directory: Path, faults: tuple[
     with_faults = f" through {len(faults)} faults" if faults else ", undisturbed"
     console.print(f"[bold]training {config.nproc} ranks for {config.steps} steps{with_faults}[/bold]")
     began_s = time.monotonic()
-    arguments = overrides(config)
+    arguments = overrides(config.steps, config.layout, config.dropout)
     with console.status("importing NeMo once (about 10 s), then forking the ranks ..."):
         code = launch(
             LaunchConfig(

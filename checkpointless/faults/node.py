@@ -10,6 +10,8 @@ import time
 AGENT_PID_ENV = "CHECKPOINTLESS_AGENT_PID"
 CUT_SIGNAL = signal.SIGUSR1  # has an agent drop its connection to the coordinator; only where faults are asked for
 _HANG_S = 3600.0
+_NOTICED_S = 10.0  # by then what was done to the agent has been noticed
+_TURN_S = 0.02  # so that this thread can be interrupted
 
 
 def agent_pid() -> int | None:
@@ -38,5 +40,8 @@ def cut_off(agent: int, seconds: float) -> None:
 
 
 def drop_coordinator(agent: int) -> None:
-    """Have the agent close its connection to the coordinator."""
+    """Have the agent close its connection to the coordinator, and wait for what follows."""
     os.kill(agent, CUT_SIGNAL)
+    until_s = time.monotonic() + _NOTICED_S
+    while time.monotonic() < until_s:
+        time.sleep(_TURN_S)

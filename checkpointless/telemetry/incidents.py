@@ -176,7 +176,7 @@ def _summary(
 
     ends = [event for event in events if event.edge == "end"]
     targets = [event.fields.get("target") for event in ends if event.stage == "decide"]
-    ups = [event for event in events if event.stage == RUNG]
+    ups = _steps_up(events)
     fills = [event for event in ends if event.stage == "transfer" and _ranks(event.fields.get("sources"))]
     if end is not None:
         outcome = Outcome.RESUMED
@@ -200,8 +200,8 @@ def _summary(
         ),
         sources=tuple(sorted({rank for event in fills for rank in _ranks(event.fields["sources"])})),
         respawned=tuple(sorted({e.rank for e in events if e.stage == "respawn" and e.rank is not None})),
-        rung=max((_rung(event) for event in ups), default=Rung.IN_PROCESS),
-        steps_up=tuple(str(event.fields.get("why")) for event in ups),
+        rung=max(ups, default=Rung.IN_PROCESS),
+        steps_up=tuple(why for _, why in sorted(ups.items())),
         outcome=outcome,
         reason="" if end is not None else _reason(events, None if superseded else job_end),
     )
@@ -281,9 +281,17 @@ def _ranks(value: object) -> tuple[int, ...]:
     return tuple(rank for rank in value if isinstance(rank, int)) if isinstance(value, list | tuple) else ()
 
 
-def _rung(event: Event) -> Rung:
-    name = event.fields.get("rung")
-    return next((rung for rung in Rung if rung.label == name), Rung.IN_PROCESS)
+def _steps_up(events: Sequence[Event]) -> dict[Rung, str]:
+    """Why each rung was needed. Ranks that load from storage know it better than an agent that sees it later."""
+    by_label = {rung.label: rung for rung in Rung}
+    ups: dict[Rung, str] = {}
+    for event in events:
+        if event.stage == RUNG and event.fields.get("rung") in by_label:
+            ups.setdefault(by_label[event.fields["rung"]], str(event.fields.get("why")))
+    for event in events:
+        if event.stage == "fallback":
+            ups[Rung.JOB] = str(event.fields.get("reason"))
+    return ups
 
 
 def _whole(value: object) -> int:

@@ -161,9 +161,16 @@ def test_a_node_cut_off_for_longer_than_the_limit_and_coming_back(
     assert "no word from it for 4 s" in incident.cause
 
 
-@pytest.mark.parametrize("fault", ["store@backward:rank=2,step=3", "partition@forward:rank=3,step=3,seconds=8"])
-def test_a_node_that_loses_its_coordinator_on_purpose(disturb_nodes: Run, fault: str) -> None:
-    job = disturb_nodes(fault, "slow@between:rank=0,step=3,seconds=3")
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("store@backward:rank=2,step=3",),
+        ("partition@forward:rank=3,step=3,seconds=8", "slow@between:rank=0,step=3,seconds=6"),
+    ],
+    ids=["store", "partition"],
+)
+def test_a_node_that_loses_its_coordinator_on_purpose(disturb_nodes: Run, faults: tuple[str, ...]) -> None:
+    job = disturb_nodes(*faults)
     (incident,) = job.incidents
     assert (incident.respawned, incident.rung) == ((2, 3), Rung.NODE)
 

@@ -1,0 +1,318 @@
+"""Chaos: many small jobs with drawn faults, each held against what must come of it and an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import socket
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from checkpointless.agent.launch import LaunchConfig
+from checkpointless.demo.config import RECIPE, overrides
+from checkpointless.demo.nursery import Ended, Nursery
+from checkpointless.faults.chaos import HANGING, Case, Outcome, draw, outcome_of
+from checkpointless.faults.ledger import not_fired
+from checkpointless.faults.spec import parse, parse_all
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.incidents import IncidentSummary, summarize
+from checkpointless.telemetry.steps import read_steps
+from checkpointless.telemetry.verify import Steps, compare
+
+LIMIT_S = 150.0
+_HEARTBEAT_S, _HANG_HEARTBEAT_S = 20.0, 6.0
+_NODE_TIMEOUT_S, _REGROUP_S = 3.0, 60.0
+_SMALL_BUCKETS = ("checkpointless.memory_budget_bytes=262144",)  # so that a transfer has a middle
+
+
+@dataclass(frozen=True)
+class ChaosConfig:
+    """Which cases are to be run.
+
+    Attributes:
+        cases: how many.
+        seed: that they are drawn from.
+        overlap: let half of them have a second fault.
+        only: the number of the one case to be run; None: all.
+        steps: optimizer steps of each job.
+        most_ranks: of a job.
+        run_dir: where the jobs of cases that went wrong are kept, and the results.
+    """
+
+    cases: int
+    seed: int
+    overlap: bool
+    only: int | None
+    steps: int
+    most_ranks: int
+    run_dir: Path
+
+    def drawn(self) -> list[Case]:
+        """The cases.
+
+        Raises:
+            ValueError: they cannot be drawn so.
+        """
+        numbers = range(self.cases) if self.only is None else (self.only,)
+        return [
+            draw(self.seed, number, steps=self.steps, overlap=self.overlap, most_ranks=self.most_ranks)
+            for number in numbers
+        ]
+
+    def repeat(self, case: Case) -> str:
+        """The command that runs one of them again."""
+        overlap = " --overlap" if self.overlap else ""
+        return (
+            f"checkpointless demo --chaos {self.cases} --seed {self.seed}{overlap} --steps {self.steps} "
+            f"--nproc {self.most_ranks} --chaos-case {case.number}"
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a case.
+
+    Attributes:
+        outcome: what it was; None if it was none of them.
+        problem: what is wrong with that ("" if nothing is).
+        seconds: from the first fault to the end of the first step of the last incident; None if there was none.
+    """
+
+    case: Case
+    outcome: Outcome | None
+    problem: str = ""
+    seconds: float | None = None
+    took_s: float = field(default=0.0, compare=False)
+
+
+def run_chaos(config: ChaosConfig, console: Console) -> int:
+    """Run all cases, and show what came of them.
+
+    Args:
+        config: which.
+        console: takes text as it is.
+
+    Returns:
+        0 if every case ended as it must, else 1.
+
+    Raises:
+        ValueError: the cases cannot be drawn as asked.
+        ImportError: NeMo is not installed.
+    """
+    cases = config.drawn()
+    shown = "one case" if config.only is not None else f"{len(cases)} cases"
+    console.print(
+        f"chaos: {shown} of seed {config.seed}; faults will be caused on purpose; importing NeMo once ..."
+    )
+    calm = _Calm(Nursery(), config.run_dir / "calm")
+    results = []
+    for index, case in enumerate(cases, start=1):
+        result = _run(case, calm, config.run_dir)
+        results.append(result)
+        _say(console, index, len(cases), result)
+        if result.problem:
+            console.print(f"    repeat it: {config.repeat(case)}")
+        elif config.only is None:
+            shutil.rmtree(_directory(case, config.run_dir))
+        _write(results, config.run_dir / "chaos.json")
+    console.print(table(results))
+    wrong = [result for result in results if result.problem]
+    console.print(
+        f"{len(results) - len(wrong)} of {len(results)} cases ended as they must"
+        + (f"; logs of the others: {config.run_dir}" if wrong else "")
+    )
+    return 1 if wrong else 0
+
+
+def judge(case: Case, ended: Ended, run_dir: Path, calm: Steps) -> Result:
+    """Hold a job against what must come of it.
+
+    Args:
+        case: what was run.
+        ended: how the agent of node 0 did.
+        run_dir: of the job.
+        calm: the steps of a run without faults.
+    """
+    incidents = summarize(read_events(run_dir))
+    outcome = None if ended.code is None else outcome_of(ended.code, incidents)
+    problems = []
+    if outcome is not case.outcome:
+        found = "did not end in time" if ended.code is None else f"ended with code {ended.code}"
+        found = outcome.value if outcome is not None else found
+        problems.append(f"expected: {case.outcome.value}; it {found}")
+    if case.reason and case.reason not in "\n".join(ended.said):
+        problems.append(f"it does not say {case.reason!r}")
+    problems += [f"fault {text} did not happen" for text in not_fired(parse_all(case.faults, None, None), run_dir)]
+    problems += _differences(case, read_steps(run_dir), calm)
+    return Result(case, outcome, "; ".join(problems), _seconds(incidents))
+
+
+def _differences(case: Case, steps: Steps, calm: Steps) -> list[str]:
+    verdict = compare(calm, steps)
+    if verdict.difference is not None:
+        return [verdict.sentence]
+    if case.outcome is Outcome.REFUSED:
+        return []  # it ended earlier, and what it did until then is the same
+    if verdict.missing or (verdict.repeated and case.outcome is not Outcome.STORAGE):
+        return [verdict.sentence]
+    return []
+
+
+def _seconds(incidents: Sequence[IncidentSummary]) -> float | None:
+    if not incidents or incidents[-1].end_ns is None:
+        return None
+    return (incidents[-1].end_ns - incidents[0].start_ns) / 1e9
+
+
+class _Calm:
+    """Undisturbed runs, each kind made once."""
+
+    def __init__(self, nursery: Nursery, directory: Path) -> None:
+        self.nursery = nursery
+        self._directory = directory
+        self._known: dict[tuple[Any, ...], Steps] = {}
+
+    def steps(self, case: Case) -> Steps:
+        """Those that a case must make.
+
+        Raises:
+            RuntimeError: the run without faults failed.
+        """
+        key = (case.layout.nproc, case.layout.holders, *_overrides(case, None))
+        if key not in self._known:
+            directory = self._directory / str(len(self._known))
+            (config,) = _configs(case, directory, faulty=False)
+            (ended,) = self.nursery.run([config], LIMIT_S)
+            if ended.code != 0:
+                raise RuntimeError(f"the undisturbed run of {case.layout.text} failed; its logs: {directory}")
+            self._known[key] = read_steps(directory)
+        return self._known[key]
+
+
+def _run(case: Case, calm: _Calm, run_dir: Path) -> Result:
+    reference = calm.steps(case)
+    directory = _directory(case, run_dir)
+    if directory.exists():
+        shutil.rmtree(directory)
+    began_s = time.monotonic()
+    ended = calm.nursery.run(_configs(case, directory, faulty=True), LIMIT_S)
+    took_s = time.monotonic() - began_s
+    result = judge(case, ended[0], directory, reference)
+    return Result(result.case, result.outcome, result.problem, result.seconds, took_s)
+
+
+def _directory(case: Case, run_dir: Path) -> Path:
+    return run_dir / f"case-{case.number}"
+
+
+def _configs(case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]:
+    nodes, spares = (case.nodes, case.spares) if faulty else (1, 0)
+    meeting: Mapping[str, Any] = {}
+    if nodes + spares > 1:
+        meeting = {"rdzv_endpoint": f"127.0.0.1:{_port()}", "token": secrets.token_hex(32)}
+    hangs = any(parse(text).kind in HANGING for text in case.faults)
+    checkpoints = directory / "nemo" if faulty and case.checkpoint_every else None
+    return [
+        LaunchConfig(
+            nproc_per_node=case.layout.nproc // nodes,
+            script="checkpointless.recipes.runner",
+            script_args=(RECIPE, *_overrides(case, checkpoints)),
+            module=True,
+            run_dir=directory,
+            preload=(),
+            cpu=True,
+            heartbeat_timeout_s=_HANG_HEARTBEAT_S if hangs else _HEARTBEAT_S,
+            regroup_timeout_s=_REGROUP_S,
+            node_timeout_s=_NODE_TIMEOUT_S,
+            faults=case.faults if faulty else (),
+            record_steps=True,
+            stream_logs=False,
+            fork_here=True,
+            nnodes=nodes,
+            node_rank=node,
+            spares=spares,
+            **meeting,
+        )
+        for node in range(nodes + spares)
+    ]
+
+
+def _overrides(case: Case, checkpoints: Path | None) -> tuple[str, ...]:
+    changed = [*overrides(case.steps, case.layout.sizes, case.dropout), *_SMALL_BUCKETS]
+    if case.layout.holders != 2:
+        changed.append(f"strategy.num_distributed_optimizer_instances={case.layout.holders}")
+        changed.append("data.global_batch_size=24")
+    if case.workers:
+        changed.append(f"data.num_workers={case.workers}")
+    if case.checksum:
+        changed.append("checkpointless.enable_checksum=true")
+    if checkpoints is not None:
+        changed += [
+            "trainer.enable_checkpointing=true",
+            "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, "
+            f"every_n_train_steps: {case.checkpoint_every}, save_last: true, save_top_k: -1, monitor: null, "
+            "save_context_on_train_end: false}",
+            f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{checkpoints}', name: tiny_gpt}}",
+            "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, "
+            "resume_ignore_no_checkpoint: true}",
+        ]
+    return tuple(changed)
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- showing ------------------------------------------------------------------------------------------------------
+
+
+def table(results: Iterable[Result]) -> Table:
+    """Kind, phase and outcome of every fault, how many cases there were of each, and their median seconds."""
+    shown = Table("kind", "phase", "what came of it", "cases", "median s", title="chaos", title_justify="left")
+    groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
+    for result in results:
+        outcome = "NOT AS IT MUST" if result.problem else result.case.outcome.value
+        for spec in map(parse, result.case.faults):
+            groups[spec.kind.value, spec.phase.value, outcome].append(result)
+    for (kind, phase, outcome), group in sorted(groups.items()):
+        seconds = [result.seconds for result in group if result.seconds is not None]
+        median = f"{statistics.median(seconds):.2f}" if seconds else ""
+        shown.add_row(kind, phase, outcome, str(len(group)), median)
+    return shown
+
+
+def _say(console: Console, index: int, count: int, result: Result) -> None:
+    case = result.case
+    where = case.layout.text + (f", {case.nodes} nodes" if case.nodes > 1 else "")
+    console.print(f"[{index}/{count}] case {case.number}: {where}: {' '.join(case.faults)}")
+    seconds = "" if result.seconds is None else f" in {result.seconds:.2f} s"
+    if result.problem:
+        console.print(f"    NOT AS IT MUST: {result.problem}")
+    else:
+        console.print(f"    {case.outcome.value}{seconds}" + (f": {case.reason}" if case.reason else ""))
+
+
+def _write(results: Sequence[Result], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = [
+        {
+            **asdict(result.case),
+            "outcome": result.case.outcome.value,
+            "problem": result.problem,
+            "seconds": result.seconds,
+            "took_s": round(result.took_s, 2),
+        }
+        for result in results
+    ]
+    path.write_text(json.dumps(entries, indent=1) + "\n")

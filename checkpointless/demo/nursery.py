@@ -1,0 +1,120 @@
+"""A process that has imported NeMo once, and forks the agents of whole jobs, one job after the other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointless.agent.launch import LaunchConfig, launch
+from checkpointless.agent.rank_process import die_with_parent
+
+_REAP_EVERY_S = 0.02
+_LEAVE_S = 10.0  # for agents that were interrupted together with this process
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an agent ended.
+
+    Attributes:
+        code: its exit code, or minus the number of the signal that killed it; None if it was still running.
+        said: its lines for the terminal.
+    """
+
+    code: int | None
+    said: tuple[str, ...]
+
+
+class Nursery:
+    """This process, from now on: with NeMo on the CPU platform, and with one thread.
+
+    Raises:
+        ImportError: NeMo is not installed.
+    """
+
+    def __init__(self) -> None:
+        os.environ["CHECKPOINTLESS_CPU"] = "1"
+        from checkpointless.recipes import runner
+
+        runner.prepare_process()
+        import torch
+
+        import checkpointless.agent.server
+        import checkpointless.demo.text
+        import checkpointless.strategies  # noqa: F401 - what agents and ranks need
+
+        torch.set_num_threads(1)
+        gc.collect()
+        gc.freeze()
+
+    def run(self, configs: Sequence[LaunchConfig], limit_s: float) -> list[Ended]:
+        """Run the agents of one job until all have ended.
+
+        Args:
+            configs: one per agent.
+            limit_s: after how many seconds those that are left are killed.
+        """
+        agents = [(_fork(config), config) for config in configs]
+        codes: dict[int, int | None] = {}
+        try:
+            _reap([pid for pid, _ in agents], codes, time.monotonic() + limit_s)
+        except KeyboardInterrupt:
+            _reap([pid for pid, _ in agents], codes, time.monotonic() + _LEAVE_S)
+            raise
+        finally:
+            for pid, _ in agents:
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+        return [Ended(codes.get(pid), tuple(_said(config).read_text().splitlines())) for pid, config in agents]
+
+
+def _fork(config: LaunchConfig) -> int:
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    _said(config).write_text("")
+    nursery = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        die_with_parent(nursery)
+        with _said(config).open("a", buffering=1) as said, _into(config.run_dir / f"agent-{config.node_rank}.log"):
+            code = launch(config, lambda line: print(line, file=said))
+    except BaseException:  # noqa: BLE001 - the edge of the process
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+@contextmanager
+def _into(log: Path) -> Iterator[None]:
+    """Whatever this process and its children print goes to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _reap(pids: Sequence[int], codes: dict[int, int | None], until_s: float) -> None:
+    while len(codes) < len(pids) and time.monotonic() < until_s:
+        for pid in pids:
+            if pid not in codes and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        time.sleep(_REAP_EVERY_S)
+
+
+def _said(config: LaunchConfig) -> Path:
+    return config.run_dir / f"agent-{config.node_rank}.said"
