@@ -1,0 +1,318 @@
+"""Seeded defects of the recovery: a recipe takes one as a callback, and a test shows that somebody notices.
+
+A callback is made anew whenever a rank enters the block, in a respawned process too, and puts the defect in before
+trainer and strategy exist. ``tests/ranks/test_mutants.py`` gives them to disturbed runs only.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
+from checkpointless.megatron.update import sub_optimizers
+from checkpointless.recovery import CheckpointManager, manager, transfer
+from checkpointless.recovery.buckets import Bucket
+from checkpointless.recovery.state_tree import tensor_bytes
+from checkpointless.recovery.transfer import Key, TensorEntry
+from checkpointless.strategies.live_state import TrainerLiveState
+from checkpointless.telemetry.events import event_log
+
+UPDATE_HELD_UP = "update_held_up"
+_NOTICE_LIMIT_S = 10.0
+_HELD_S = 1.0  # for which a fault thread that waits for nobody has its chance
+
+_originals: dict[tuple[Any, str], Any] = {}
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put ``make(original)`` in the place of ``owner.name``; what an earlier generation put there is not kept."""
+    original = _originals.setdefault((owner, name), getattr(owner, name))
+    setattr(owner, name, make(original))
+
+
+# --- the parameter-update lock ------------------------------------------------------------------------------------
+
+
+class HeldUpUpdate(Callback):
+    """No defect, but the moment at which the lock is needed: an update that is half made when a fault comes.
+
+    In ``step`` of the first generation the optimizer changes half of the parameters on ``ranks``, waits until the
+    fault is known, and a second more, and then changes the others.
+
+    Args:
+        step: counted from 1.
+        ranks: which.
+        fails: do not wait for a fault: be one, by an error between the halves.
+    """
+
+    def __init__(self, step: int, ranks: Sequence[int], fails: bool = False) -> None:
+        self.step = step
+        self.ranks = list(ranks)
+        self.fails = fails
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        call = active_call_wrapper()
+        if call is None or call.generation != 0 or int(os.environ["RANK"]) not in self.ranks:
+            return
+        optimizers: Any = trainer.strategy.optimizers
+        for optimizer in sub_optimizers(optimizers[0].mcore_optimizer):
+            inner = optimizer.optimizer
+            inner.step = lambda inner=inner: self._in_halves(inner)
+
+    def _in_halves(self, inner: torch.optim.Optimizer) -> None:
+        call = active_call_wrapper()
+        assert call is not None
+        _step_some(inner, slice(0, None, 2))
+        if call.generation == 0 and call.making_step == self.step:
+            if self.fails:
+                raise RuntimeError("an update fails half-way")
+            noticed = self._wait_for_notice(call)
+            event_log().emit(UPDATE_HELD_UP, "point", generation=call.generation, noticed=noticed)
+        _step_some(inner, slice(1, None, 2))
+
+    @staticmethod
+    def _wait_for_notice(call: Any) -> bool:
+        deadline = time.monotonic() + _NOTICE_LIMIT_S
+        while call._noticed_generation < call.generation:  # without a lock that an interruption could leave taken
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        going_on = time.monotonic() + _HELD_S
+        while time.monotonic() < going_on:
+            time.sleep(0.01)
+        return True
+
+
+def _step_some(inner: torch.optim.Optimizer, which: slice) -> None:
+    """Update some parameters, through a copy of the optimizer that shares the rest: nothing has to be undone."""
+    part = copy.copy(inner)
+    part.state = inner.state
+    part.param_groups = [{**group, "params": group["params"][which]} for group in inner.param_groups]
+    type(inner).step(part)  # type: ignore[call-arg]
+
+
+class NoLock(Callback):
+    """The lock does nothing: the fault thread waits for no update, and nobody is told of one that failed."""
+
+    def __init__(self) -> None:
+        @contextmanager
+        def update(lock: ParameterUpdateLock, step: int) -> Iterator[None]:
+            yield
+            lock.set_committed(step)
+
+        _replace(ParameterUpdateLock, "close", lambda original: lambda lock, timeout: True)
+        _replace(ParameterUpdateLock, "update", lambda original: update)
+
+
+class LockWithoutWaiting(Callback):
+    """The fault thread keeps new updates out, but does not wait for the one in progress."""
+
+    def __init__(self) -> None:
+        def make(original: Any) -> Any:
+            def close(lock: ParameterUpdateLock, timeout: timedelta) -> bool:
+                original(lock, timedelta(0))
+                return True
+
+            return close
+
+        _replace(ParameterUpdateLock, "close", make)
+
+
+class LockWithoutTorn(Callback):
+    """An update that failed counts as one that did not begin."""
+
+    def __init__(self) -> None:
+        def make(original: Any) -> Any:
+            @contextmanager
+            def update(lock: ParameterUpdateLock, step: int) -> Iterator[None]:
+                try:
+                    with original(lock, step):
+                        yield
+                finally:
+                    lock._torn = False
+
+            return update
+
+        _replace(ParameterUpdateLock, "update", make)
+
+
+# --- random streams and data --------------------------------------------------------------------------------------
+
+
+class StaleStreams(Callback):
+    """After a recovery the random streams of an earlier step are put back.
+
+    Args:
+        steps: how many steps earlier (0: no defect).
+        only: a single stream, by its name in ``RngStates.streams``; default: all.
+    """
+
+    def __init__(self, steps: int = 1, only: str | None = None) -> None:
+        def make(original: Any) -> Any:
+            def recover(keeper: CheckpointManager, live: Any) -> Any:
+                objects = original(keeper, live)
+                right = keeper._rng_to_restore
+                if right is not None:
+                    stale = keeper.rng_of(objects["checkpoint"]["global_step"] - steps)
+                    assert stale is not None
+                    assert steps == 0 or not right.same_streams(stale)
+                    streams = {name: stale.streams[name] for name in right.streams if only in (None, name)}
+                    assert streams
+                    keeper._rng_to_restore = dataclasses.replace(right, streams={**right.streams, **streams})
+                return objects
+
+            return recover
+
+        _replace(CheckpointManager, "recover", make)
+
+
+class LostStreams(Callback):
+    """After a recovery no random stream is put back."""
+
+    def __init__(self) -> None:
+        _replace(CheckpointManager, "restore_rng_at", lambda original: lambda keeper, batch_start: None)
+
+
+class ShiftedData(Callback):
+    """After a recovery the data does not go on where it stood.
+
+    Args:
+        samples: how many of the whole job are skipped (0: no defect; negative: used again).
+    """
+
+    def __init__(self, samples: int) -> None:
+        def make(original: Any) -> Any:
+            def objects(live: TrainerLiveState, step: int) -> dict[str, Any]:
+                held: dict[str, Any] = original(live, step)
+                places = [held, *(each for each in held["checkpoint"].values() if isinstance(each, dict))]
+                for each in places:
+                    if "consumed_samples" in each:
+                        each["consumed_samples"] += samples
+                return held
+
+            return objects
+
+        _replace(TrainerLiveState, "objects", make)
+
+
+# --- the transfer of a shard --------------------------------------------------------------------------------------
+
+
+class TensorLeftOut(Callback):
+    """One tensor is left out when a state moves; the rank that should get it keeps what it has.
+
+    Args:
+        where: ``wire``: its bytes are lost before they are in their place; ``order``: it is not asked for;
+            ``source``: the holders do not speak of it; ``room``: it is put beside its place; ``own``: a living rank
+            does not take it back; ``nowhere``: no defect.
+        tensor: a part of the last word of its key; the first such tensor.
+        rank: which rank is without it at the end.
+    """
+
+    def __init__(self, where: str, tensor: str, rank: int) -> None:
+        self.tensor = tensor
+        self._place: torch.Tensor | None = None
+        if where == "source":
+            _replace(manager, "send_state", self._not_spoken_of)
+        elif int(os.environ["RANK"]) != rank:
+            return
+        elif where in ("wire", "nowhere"):
+            _replace(TrainerLiveState, "room", self._found)
+            _replace(transfer, "_in_place", self._never_in_place)
+            _replace(transfer, "_unpack", lambda original: self._lost(original, lose=where == "wire"))
+        elif where == "order":
+            _replace(transfer, "_keep", self._not_asked_for)
+        elif where == "room":
+            _replace(TrainerLiveState, "room", self._beside)
+        else:
+            assert where == "own"
+            _replace(CheckpointManager, "_take_back", self._not_taken_back)
+
+    def _is_chosen(self, key: Key) -> bool:
+        return self.tensor in str(key[-1])
+
+    def _chosen(self, keys: Iterable[Key]) -> Key:
+        return next(filter(self._is_chosen, keys))
+
+    def _found(self, original: Any) -> Any:
+        def room(live: TrainerLiveState, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+            places: Mapping[Key, torch.Tensor] = original(live, entries)
+            self._place = places[self._chosen(places)]
+            return places
+
+        return room
+
+    def _never_in_place(self, original: Any) -> Any:
+        def in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | None:
+            packed = any(tensors[part.index] is self._place for part in bucket)
+            return None if packed else original(tensors, bucket)
+
+        return in_place
+
+    def _lost(self, original: Any, lose: bool) -> Any:
+        def unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor) -> int:
+            offset = 0
+            for part in bucket:
+                target = tensors[part.index]
+                if lose and target is self._place:
+                    landed[offset : offset + part.nbytes] = tensor_bytes(target)[part.start : part.stop]
+                offset += part.nbytes
+            return int(original(tensors, bucket, landed))
+
+        return unpack
+
+    def _not_asked_for(self, original: Any) -> Any:
+        def keep(entry: TensorEntry, known: Mapping[Key, torch.Tensor], places: Mapping[Key, torch.Tensor]) -> bool:
+            if self._place is None and self._is_chosen(entry.key):
+                self._place = places[entry.key]
+                _make_definite(entry.key, self._place)
+                return True
+            return bool(original(entry, known, places))
+
+        return keep
+
+    def _not_spoken_of(self, original: Any) -> Any:
+        def send(tensors: Mapping[Key, torch.Tensor], *args: Any, **kwargs: Any) -> None:
+            chosen = self._chosen(tensors)
+            original({key: tensor for key, tensor in tensors.items() if key != chosen}, *args, **kwargs)
+
+        return send
+
+    def _beside(self, original: Any) -> Any:
+        def room(live: TrainerLiveState, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+            places: Mapping[Key, torch.Tensor] = original(live, entries)
+            chosen = self._chosen(places)
+            _make_definite(chosen, places[chosen])
+            return {**places, chosen: torch.empty_like(places[chosen])}
+
+        return room
+
+    def _not_taken_back(self, original: Any) -> Any:
+        def take_back(live: TrainerLiveState, held: Any) -> Any:
+            chosen = self._chosen(held.tensors)
+            place = live.room([TensorEntry.of(chosen, held.tensors[chosen])])[chosen]
+            before = place.clone()
+            report = original(live, held)
+            with torch.no_grad():
+                place.copy_(before)
+            return report
+
+        return staticmethod(take_back)
+
+
+def _make_definite(key: Key, tensor: torch.Tensor) -> None:
+    """Optimizer state that was just made is memory that anybody may have written to."""
+    if key[0] == "optimizer":
+        with torch.no_grad():
+            tensor.zero_()

@@ -1,0 +1,190 @@
+"""Defects that were put in on purpose are noticed: a test that cannot fail proves nothing.
+
+Every mutant is put into a real NeMo job with the fault that brings it to light, and has to die: the job ends with
+the reason, or its steps are not those of the undisturbed run. The controls are the same jobs without the defects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.incidents import Outcome
+from checkpointless.telemetry.verify import Quantity, Steps, compare
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.layouts import DROPOUT
+from tests.ranks.mutants import UPDATE_HELD_UP
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+
+STEPS = 4
+# Samples with noise that the ranks themselves draw, so that training needs every one of the streams.
+ARGS = (f"trainer.max_steps={STEPS}", *DROPOUT, "data._target_=tests.ranks.noisy_text.NoisyTextDataModule")
+CHECKSUM = ("checkpointless.enable_checksum=true",)
+
+
+def callback(name: str, target: str, **settings: object) -> str:
+    """An override that puts a callback of ``tests.ranks.mutants`` into the recipe."""
+    given = "".join(f", {key}: {value}" for key, value in settings.items())
+    return f"callbacks.{name}={{_target_: tests.ranks.mutants.{target}{given}}}"
+
+
+def mutant(target: str, **settings: object) -> str:
+    """The defect of a job."""
+    return callback("mutant", target, **settings)
+
+
+def left_out(where: str, tensor: str, rank: int = 1) -> str:
+    """A tensor that is left out of a transfer."""
+    return mutant("TensorLeftOut", where=where, tensor=tensor, rank=rank)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a mutant and its control have in common.
+
+    Attributes:
+        faults: specs, each of which happens once.
+        args: overrides for the disturbed run.
+        target: the step that its first recovery resumes at, if nothing is wrong.
+    """
+
+    faults: tuple[str, ...]
+    args: tuple[str, ...] = ()
+    target: int = 3
+
+
+# Rank 1 is filled; the others take back what is theirs. Once more with checksums and a fault after that.
+KILLED = Scene(("sigkill@forward:rank=1,step=3",), target=2)
+TWICE = Scene((*KILLED.faults, "exception@backward:rank=0,step=4"), CHECKSUM, target=2)
+# The others are in the middle of an update when rank 1 is lost before its own, or raises after it. (It waits for
+# them to get there.)
+HELD_UP = (callback("hold", "HeldUpUpdate", step=3, ranks="[0,2,3]"),)
+WAIT = "slow@optimizer:rank=1,step=3,seconds=0.5"
+BEFORE_UPDATE = Scene((WAIT, "sigkill@optimizer:rank=1,step=3"), HELD_UP)
+AFTER_UPDATE = Scene((WAIT, "exception@after_optimizer:rank=1,step=3"), HELD_UP)
+# The update of rank 1 fails half-way when the others have made theirs.
+FAILING = Scene((WAIT,), (callback("hold", "HeldUpUpdate", step=3, ranks="[1]", fails="true"),))
+
+
+def run(zygote: Zygote, directory: Path, scene: Scene, *defects: str) -> Job:
+    """Run a disturbed job to its end, and see that it was disturbed as it should be."""
+    job = run_job(zygote, directory / "run", 4, args=(*ARGS, *scene.args, *defects), faults=scene.faults)
+    assert fired(job.run_dir) == dict.fromkeys(scene.faults, 1), job.story()
+    return job
+
+
+@pytest.mark.parametrize(
+    ("scene", "harmless"),
+    [
+        (KILLED, (mutant("StaleStreams", steps=0), callback("data", "ShiftedData", samples=0))),
+        (TWICE, (left_out("nowhere", "word_embeddings"),)),
+        (BEFORE_UPDATE, ()),
+        (AFTER_UPDATE, ()),
+        (FAILING, ()),
+    ],
+    ids=["killed", "twice", "before-update", "after-update", "failing"],
+)
+def test_without_a_defect_every_bit_is_the_same(
+    nemo_zygote: Zygote,
+    undisturbed: Callable[..., Steps],
+    tmp_path: Path,
+    scene: Scene,
+    harmless: tuple[str, ...],
+) -> None:
+    """The controls, with what the mutants put into the product, made harmless."""
+    job = run(nemo_zygote, tmp_path, scene, *harmless)
+    assert job.code == 0, job.story()
+    verdict = compare(undisturbed(4, ARGS), job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == STEPS
+    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * len(job.incidents)
+    assert job.incidents[0].target == scene.target
+    if scene.args == HELD_UP:
+        noticed = {
+            event.rank: event.fields["noticed"]
+            for event in read_events(job.run_dir)
+            if event.stage == UPDATE_HELD_UP
+        }
+        assert noticed == dict.fromkeys((0, 2, 3), True), "the fault came in the middle of their updates"
+
+
+@pytest.mark.parametrize(
+    ("scene", "defect", "quantity", "target"),
+    [
+        pytest.param(BEFORE_UPDATE, mutant("NoLock"), Quantity.LOSS, 2, id="no-lock-and-half-an-update-left-in"),
+        pytest.param(AFTER_UPDATE, mutant("NoLock"), Quantity.PARAMS, 3, id="no-lock-and-an-update-made-again"),
+        pytest.param(FAILING, mutant("LockWithoutTorn"), Quantity.PARAMS, 3, id="a-failed-update-not-noted"),
+        pytest.param(KILLED, mutant("StaleStreams"), Quantity.LOSS, 2, id="stale-streams"),
+        *(
+            pytest.param(KILLED, mutant("StaleStreams", only=f"'{name}'"), Quantity.LOSS, 2, id=f"stale-{name}")
+            for name in ("python", "numpy", "source:megatron")
+        ),
+        pytest.param(KILLED, mutant("LostStreams"), Quantity.LOSS, 2, id="no-streams"),
+        pytest.param(KILLED, mutant("ShiftedData", samples=1), Quantity.LOSS, 2, id="a-sample-skipped"),
+        # What is left out of the plan has no digest that could be wrong: the losses show it.
+        pytest.param(KILLED, left_out("source", "word_embeddings"), Quantity.LOSS, 2, id="a-tensor-not-offered"),
+        pytest.param(KILLED, left_out("room", "word_embeddings"), Quantity.LOSS, 2, id="a-tensor-beside-its-place"),
+        pytest.param(KILLED, left_out("own", "output_layer", 0), Quantity.LOSS, 2, id="a-tensor-not-taken-back"),
+    ],
+)
+def test_a_mutant_trains_on_and_its_steps_show_it(
+    nemo_zygote: Zygote,
+    undisturbed: Callable[..., Steps],
+    tmp_path: Path,
+    scene: Scene,
+    defect: str,
+    quantity: Quantity,
+    target: int,
+) -> None:
+    job = run(nemo_zygote, tmp_path, scene, defect)
+    assert job.code == 0, job.story()
+    (incident,) = job.incidents
+    assert (incident.outcome, incident.target) == (Outcome.RESUMED, target)
+    verdict = compare(undisturbed(4, ARGS), job.steps)
+    assert not verdict.equal, "nobody noticed"
+    assert not verdict.missing
+    assert not verdict.repeated
+    assert verdict.difference is not None
+    assert (verdict.difference.step, verdict.difference.quantity) == (3, quantity), verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("scene", "defect", "reason", "last"),
+    [
+        pytest.param(
+            BEFORE_UPDATE,
+            mutant("LockWithoutWaiting"),
+            "no living rank holds the shard of ranks 0, 2 (an update failed half-way on 0, 2)",
+            2,
+            id="a-lock-that-does-not-wait",
+        ),
+        pytest.param(
+            KILLED,
+            left_out("wire", "word_embeddings"),
+            "TransferError: 1 buckets stayed damaged after 4 tries",
+            2,
+            id="a-tensor-lost-on-the-way",
+        ),
+        pytest.param(
+            TWICE,
+            left_out("order", "exp_avg"),
+            "the replicas of the shard of ranks 1, 3 differ at step 3",
+            3,
+            id="a-tensor-not-asked-for",
+        ),
+    ],
+)
+def test_a_mutant_is_noticed_and_ends_the_job(
+    nemo_zygote: Zygote, tmp_path: Path, scene: Scene, defect: str, reason: str, last: int
+) -> None:
+    job = run(nemo_zygote, tmp_path, scene, defect)
+    assert job.code == 1, job.story()
+    assert any(reason in line for line in job.said), job.said
+    assert max(record.step for records in job.steps.values() for record in records) == last
