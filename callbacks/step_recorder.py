@@ -39,6 +39,14 @@ class StepRecorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Record the step that was resumed at, if the fault came before it was."""
+        self._catch_up(trainer)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Likewise if that was the last one, after which there is no batch."""
+        self._catch_up(trainer)
+
+    def _catch_up(self, trainer: pl.Trainer) -> None:
         if self._caught_up:
             return
         self._caught_up = True

@@ -36,11 +36,14 @@ class Ended:
 class Nursery:
     """This process, from now on: with NeMo on the CPU platform, and with one thread.
 
+    Args:
+        preload: names of modules that ranks would import else, each for itself.
+
     Raises:
         ImportError: NeMo is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str]) -> None:
         os.environ["CHECKPOINTLESS_CPU"] = "1"
         from checkpointless.recipes import runner
 
