@@ -23,6 +23,7 @@ from checkpointless.demo.nursery import Ended, Nursery
 from checkpointless.faults.chaos import HANGING, Case, Outcome, draw, outcome_of
 from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse, parse_all
+from checkpointless.recipes.settings import load, modules
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import IncidentSummary, summarize
 from checkpointless.telemetry.steps import read_steps
@@ -113,7 +114,7 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
     console.print(
         f"chaos: {shown} of seed {config.seed}; faults will be caused on purpose; importing NeMo once ..."
     )
-    calm = _Calm(Nursery(), config.run_dir / "calm")
+    calm = _Calm(Nursery(modules(load(RECIPE, ()))), config.run_dir / "calm")
     results = []
     for index, case in enumerate(cases, start=1):
         result = _run(case, calm, config.run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -48,11 +49,9 @@ class Nursery:
         from checkpointless.recipes import runner
 
         runner.prepare_process()
+        for name in ("checkpointless.agent.server", *preload):
+            importlib.import_module(name)
         import torch
-
-        import checkpointless.agent.server
-        import checkpointless.demo.text
-        import checkpointless.strategies  # noqa: F401 - what agents and ranks need
 
         torch.set_num_threads(1)
         gc.collect()
