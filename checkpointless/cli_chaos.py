@@ -90,7 +90,7 @@ def judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
     outcome = outcome_of(code, summarize(read_events(run_dir)))
     if outcome is expected:
         return ""
-    return f"expected: {expected.value}; " + (f"it {outcome.value}" if outcome else f"it ended with code {code}")
+    return f"expected: {expected.value}; found: " + (outcome.value if outcome else f"it ended with code {code}")
 
 
 def demo_chaos(options: argparse.Namespace, run_dir: Path) -> int:

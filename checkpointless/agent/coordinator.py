@@ -279,7 +279,9 @@ class Coordinator:
         elif self._replace_at_s is not None and now_s >= self._replace_at_s:
             self._replace_at_s = None
             for index in sorted(self._roster.lost):
-                self._replace(self.nodes[index])
+                missing = self.nodes[index]
+                missing.send, missing.lost = _drop, "it did not find the new coordinator"
+                self._replace(missing)
         elif self._gather_by_s is not None and now_s >= self._gather_by_s:
             self._too_late(now_s)
 

@@ -23,6 +23,10 @@ class JoinError(RuntimeError):
     """This agent cannot take part in the job; the message says why."""
 
 
+class RefusedError(JoinError):
+    """The coordinator has no place for this node."""
+
+
 class Joining:
     """A connection to the coordinator that both sides have proved themselves on.
 
@@ -104,7 +108,7 @@ class Joining:
             except ConnectionError as error:
                 raise JoinError(f"the coordinator at {self.where} does not accept this job's token") from error
             if isinstance(answer, Refused):
-                raise JoinError(f"the coordinator at {self.where} has no place for this node: {answer.reason}")
+                raise RefusedError(f"the coordinator at {self.where} has no place for this node: {answer.reason}")
             if not isinstance(answer, Welcome) or not is_welcome(token, challenge, proof, answer):
                 raise JoinError(f"what listens at {self.where} does not know this job's token")
         except BaseException:

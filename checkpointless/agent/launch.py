@@ -354,6 +354,7 @@ def _link(
     return GuestLink(
         join,
         config.node_rank if config.node_rank < config.nnodes else SPARE,
+        nproc=config.nproc_per_node,
         selector=selector,
         silence_s=config.node_timeout_s,
         say=say,

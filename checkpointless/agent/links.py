@@ -14,7 +14,7 @@ from collections.abc import Callable
 from checkpointless.agent.channel import Channel
 from checkpointless.agent.coordinate import FAREWELL_S
 from checkpointless.agent.coordinator import FAILED, Coordinator
-from checkpointless.agent.joining import JoinError, Joining
+from checkpointless.agent.joining import JoinError, Joining, RefusedError
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.node_protocol import (
     Alive,
@@ -137,6 +137,7 @@ class GuestLink(Link):
         join: connects with it as the node of the number that it takes, and proves itself; may take long, and looks
             at what it is given in between, which says whether to give up.
         number: this node's number, or :data:`~checkpointless.agent.handshake.SPARE`.
+        nproc: how many ranks it runs.
         selector: of the loop.
         silence_s: after how many seconds without a word the coordinator is lost.
         say: takes lines for the terminal.
@@ -151,6 +152,7 @@ class GuestLink(Link):
         join: Callable[[int, Callable[[], bool]], Joining],
         number: int,
         *,
+        nproc: int,
         selector: selectors.BaseSelector,
         silence_s: float,
         say: Callable[[str], None],
@@ -160,6 +162,7 @@ class GuestLink(Link):
         super().__init__(joining.own_address)
         self._join = join
         self._number = number
+        self._nproc = nproc
         self._selector = selector
         self._silence_s = silence_s
         self._say = say
@@ -197,7 +200,8 @@ class GuestLink(Link):
             agent.end(End(FAILED, [f"the coordinator at {self._where} does not keep to the protocol: {error}"]))
         if self._lost and agent.outcome is None:
             self._say(f"the coordinator at {self._where} was lost ({self._lost}): training goes on without it")
-            self._number = agent.number if agent.number is not None else self._number
+            if agent.workers:  # a spare has got a number with its ranks
+                self._number = min(agent.workers) // self._nproc
             self._search = _Search(self._join, self._number)
 
     def is_needed(self, now_s: float) -> bool:
@@ -222,7 +226,11 @@ class GuestLink(Link):
             return
         found = search.result()
         if isinstance(found, JoinError):
-            agent.end(End(FAILED, [f"the coordinator at {self._where} was lost: {self._lost}", str(found)]))
+            words = [f"the coordinator at {self._where} was lost: {self._lost}", str(found)]
+            if isinstance(found, RefusedError):  # at once: others may be where these ranks were
+                agent.end(End(FAILED, words), grace_s=0.0)
+            else:
+                agent.end(End(FAILED, words))
         elif found is not None:
             self._say(f"the coordinator at {self._where} is back")
             self._search, self._lost = None, ""

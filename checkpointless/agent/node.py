@@ -182,11 +182,6 @@ class NodeAgent:
         self._tell_silent(readings, now_s)
 
     @property
-    def number(self) -> int | None:
-        """The number of this node in its job, which a spare is given with its ranks; None if there are none."""
-        return min(self.workers) // len(self.workers) if self.workers else None
-
-    @property
     def has_ended_well(self) -> bool:
         """Whether every rank's block has returned, and every process here exited with 0."""
         return self.finished and self._failures == 0 and not self.alive()

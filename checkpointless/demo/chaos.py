@@ -147,9 +147,9 @@ def judge(case: Case, ended: Ended, run_dir: Path, calm: Steps) -> Result:
     outcome = None if ended.code is None else outcome_of(ended.code, incidents)
     problems = []
     if outcome is not case.outcome:
-        found = "did not end in time" if ended.code is None else f"ended with code {ended.code}"
+        found = "it did not end in time" if ended.code is None else f"it ended with code {ended.code}"
         found = outcome.value if outcome is not None else found
-        problems.append(f"expected: {case.outcome.value}; it {found}")
+        problems.append(f"expected: {case.outcome.value}; found: {found}")
     if case.reason and case.reason not in "\n".join(ended.said):
         problems.append(f"it does not say {case.reason!r}")
     problems += [f"fault {text} did not happen" for text in not_fired(parse_all(case.faults, None, None), run_dir)]

@@ -858,6 +858,15 @@ def test_a_spare_takes_the_place_of_a_node_that_does_not_find_the_new_coordinato
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1]
 
 
+def test_a_spare_may_come_later_than_the_time_that_a_missing_node_had() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    job.tick(10.5)
+    assert "no spare is ready" in job.said[-1]
+    job.join(-1)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1]
+
+
 def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
     job = Job()
     standing(job, 1, RUNNING, RUNNING)

@@ -1,0 +1,198 @@
+"""Drawn faults: the same from the same seed, always possible, and each with what must come of it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless import cli
+from checkpointless.agent.launch import LaunchConfig
+from checkpointless.faults.chaos import (
+    DEADLY,
+    LAYOUTS,
+    Case,
+    Layout,
+    Outcome,
+    draw,
+    draw_faults,
+    outcome_of,
+)
+from checkpointless.faults.spec import SETUP_PHASES, FaultKind, parse, parse_all
+from checkpointless.telemetry.incidents import IncidentSummary, Rung
+from checkpointless.telemetry.incidents import Outcome as Ending
+
+MANY = [(seed, number, seed % 2 == 1) for seed in range(12) for number in range(40)]
+
+
+def cases() -> list[Case]:
+    return [draw(seed, number, overlap=overlap) for seed, number, overlap in MANY]
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.text)
+def test_the_replica_groups_of_a_layout_divide_its_ranks(layout: Layout) -> None:
+    groups = {layout.replicas(rank) for rank in range(layout.nproc)}
+    assert {len(group) for group in groups} == {layout.holders}
+    assert sorted(itertools.chain(*groups)) == list(range(layout.nproc))
+    assert all(rank in layout.replicas(rank) for rank in range(layout.nproc))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "group"),
+    [  # as Megatron-core's own groups were seen to be
+        (Layout(4), 1, {1, 3}),
+        (Layout(4, {"tp": 2}), 0, {0, 2}),
+        (Layout(4, {"pp": 2}), 3, {2, 3}),
+        (Layout(6, holders=3), 4, {0, 2, 4}),
+        (Layout(8, {"tp": 2, "pp": 2}), 5, {5, 7}),
+    ],
+)
+def test_who_holds_the_same_shard(layout: Layout, rank: int, group: set[int]) -> None:
+    assert layout.replicas(rank) == group
+
+
+# ---- cases
+
+
+def test_a_case_is_the_same_whenever_it_is_drawn() -> None:
+    assert draw(3, 17, overlap=True) == draw(3, 17, overlap=True)
+    assert len({case.faults for case in cases()}) > 200
+    assert draw(3, 17) != draw(4, 17)
+
+
+def test_every_case_can_happen() -> None:
+    for case in cases():
+        specs = parse_all(case.faults, case.layout.nproc, case.steps)
+        assert case.layout.nproc % case.nodes == 0
+        several = any(spec.kind in (FaultKind.NODE, FaultKind.PARTITION, FaultKind.STORE) for spec in specs)
+        assert several == (case.nodes > 1)
+        assert (case.workers > 0) == any(spec.kind is FaultKind.DATALOADER for spec in specs)
+        if any(spec.phase in SETUP_PHASES for spec in specs):
+            assert specs[0].phase not in SETUP_PHASES
+
+
+def test_all_outcomes_kinds_and_layouts_are_drawn() -> None:
+    drawn = cases()
+    assert {case.outcome for case in drawn} == set(Outcome)
+    kinds = {parse(text).kind for case in drawn for text in case.faults}
+    assert kinds == set(FaultKind) - {FaultKind.CUDA}
+    assert {case.layout.text for case in drawn} == {layout.text for layout in LAYOUTS}
+
+
+def test_a_case_that_loses_all_holders_says_which() -> None:
+    for case in cases():
+        assert bool(case.reason) == (case.outcome is Outcome.REFUSED)
+        if case.outcome not in (Outcome.REFUSED, Outcome.STORAGE) or case.nodes > 1 or case.checksum:
+            continue
+        lost = {spec.rank for spec in map(parse, case.faults) if spec.kind in DEADLY}
+        assert case.layout.replicas(min(rank for rank in lost if rank is not None)) <= lost
+        assert (case.checkpoint_every > 0) == (case.outcome is Outcome.STORAGE)
+
+
+@pytest.mark.parametrize(("steps", "most_ranks", "what"), [(5, 8, "6 steps"), (6, 1, "2 ranks")])
+def test_what_cannot_be_drawn_is_refused(steps: int, most_ranks: int, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        draw(0, 0, steps=steps, most_ranks=most_ranks)
+
+
+# ---- a job that is not ours
+
+
+@given(st.integers(0, 10**6), st.integers(1, 20), st.integers(1, 16), st.integers(4, 200), st.booleans())
+def test_drawn_faults_of_a_job_come_one_at_a_time(
+    seed: int, count: int, nproc: int, steps: int, overlap: bool
+) -> None:
+    if count > (steps - 2) // 2:
+        with pytest.raises(ValueError, match="one at a time"):
+            draw_faults(seed, count, nproc=nproc, steps=steps, overlap=overlap)
+        return
+    texts, expected = draw_faults(seed, count, nproc=nproc, steps=steps, overlap=overlap)
+    specs = parse_all(texts, nproc, steps)
+    steps_of = [spec.step for spec in specs if spec.phase not in SETUP_PHASES]
+    assert len(steps_of) == count
+    assert all(a is not None and b is not None and a < b for a, b in itertools.pairwise(steps_of))
+    deadly = any(spec.kind in DEADLY for spec in specs)
+    assert expected is (Outcome.PROCESS if deadly else Outcome.IN_PROCESS)
+
+
+def incident(rung: Rung, ending: Ending = Ending.RESUMED) -> IncidentSummary:
+    return IncidentSummary("1", 0, "", None, "", 0, None, None, rung=rung, outcome=ending)
+
+
+@pytest.mark.parametrize(
+    ("code", "incidents", "outcome"),
+    [
+        (0, [], Outcome.NOTHING),
+        (0, [incident(Rung.IN_PROCESS)], Outcome.IN_PROCESS),
+        (0, [incident(Rung.PROCESS, Ending.ESCALATED), incident(Rung.IN_PROCESS)], Outcome.PROCESS),
+        (0, [incident(Rung.NODE)], Outcome.NODE),
+        (0, [incident(Rung.JOB)], Outcome.STORAGE),
+        (0, [incident(Rung.PROCESS, Ending.FAILED)], None),
+        (1, [incident(Rung.PROCESS, Ending.FAILED)], Outcome.REFUSED),
+        (1, [], None),
+        (-9, [incident(Rung.PROCESS)], None),
+    ],
+)
+def test_what_came_of_a_job(code: int, incidents: list[IncidentSummary], outcome: Outcome | None) -> None:
+    assert outcome_of(code, incidents) is outcome
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("demo --seed 3", "--seed goes with --chaos"),
+        ("demo --chaos-case 1", "--chaos-case goes with --chaos"),
+        ("demo --chaos 4 --layout tp=2", "leave --layout out"),
+        ("demo --chaos 4 --chaos-case 4", "below 4"),
+        ("demo --chaos 4 --steps 3", "at least 6 steps"),
+        ("run --overlap SCRIPT", "--overlap goes with --chaos"),
+        ("run --chaos 2 SCRIPT", "--chaos-steps"),
+        ("run --chaos 5 --chaos-steps 8 SCRIPT", "at least 12"),
+    ],
+)
+def test_chaos_that_cannot_be_is_refused_in_one_line(
+    words: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    try:
+        code = cli.main(words.replace("SCRIPT", str(script)).split())
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    said = capsys.readouterr().err
+    assert (code, said.count("\n")) == (2, 1)
+    assert what in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_gets_the_drawn_faults_and_fails_if_they_come_to_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched: list[LaunchConfig] = []
+
+    def launch(config: LaunchConfig, say: object) -> int:
+        launched.append(config)
+        return 0
+
+    monkeypatch.setattr("checkpointless.agent.launch.launch", launch)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = ["run", "--chaos", "3", "--seed", "7", "--chaos-steps", "30", "--nproc-per-node", "4"]
+    code = cli.main([*words, "--run-dir", str(tmp_path / "run"), str(script)])
+    expected, outcome = draw_faults(7, 3, nproc=4, steps=30)
+    assert launched[0].faults == expected
+    said = capsys.readouterr().err
+    assert f"faults will be caused on purpose: {' '.join(expected)}" in said
+    assert f"expected: {outcome.value}; found: no incident" in said
+    assert "--chaos 3 --seed 7" in said
+    assert code == 1
