@@ -46,6 +46,7 @@ class Nursery:
 
     def __init__(self, preload: Sequence[str]) -> None:
         os.environ["CHECKPOINTLESS_CPU"] = "1"
+        os.environ["OMP_NUM_THREADS"] = "1"  # or sums would depend on how many ranks a node has
         from checkpointless.recipes import runner
 
         runner.prepare_process()
