@@ -54,6 +54,10 @@ class HPFaultInjectionCallback(Callback):
         self.injector = injector
         self._step = 0
         self._backward_hook: Any = None
+        self.listen()
+
+    def listen(self) -> None:
+        """Be the one who hears of the phases that a strategy announces."""
         call = active_call_wrapper()
         if call is not None:
             call.phase_hook = self.enter_phase

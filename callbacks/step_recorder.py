@@ -27,6 +27,7 @@ class StepRecorder(Callback):
     def __init__(self, log: StepLog) -> None:
         self._log = log
         self._caught_up = False
+        self._recorded = 0
 
     @classmethod
     def from_environment(cls) -> StepRecorder | None:
@@ -63,7 +64,10 @@ class StepRecorder(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the step."""
+        """Record the step, if the batch completed one."""
+        if trainer.global_step == self._recorded:
+            return
+        self._recorded = trainer.global_step
         self._log.record(
             trainer.global_step, loss_of(outputs), digest_parameters(filter(None, [trainer.strategy.model]))
         )

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
+from checkpointless.callbacks.external import without_external
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.megatron import cleanup as megatron_cleanup
@@ -323,6 +324,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
     def _add_callbacks(self, trainer: pl.Trainer) -> None:
         """Add the callbacks that are asked for by environment or missing; they missed their ``setup`` hook."""
         present = _callbacks(trainer)
+        present[:] = without_external(present)
         added: list[Any] = []
         if not any(isinstance(callback, CheckpointlessCallback) for callback in present):
             added.append(CheckpointlessCallback())
@@ -331,6 +333,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             added.append(recorder)
         if self._fault_injection is not None:
             added.append(self._fault_injection)
+            self._fault_injection.listen()
         present.extend(added)
         self._records_steps = any(isinstance(callback, StepRecorder) for callback in present)
 

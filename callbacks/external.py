@@ -1,0 +1,29 @@
+"""What ``checkpointless run`` asks of a Lightning trainer, whichever strategy that has.
+
+Lightning adds what the entry points of the group ``lightning.pytorch.callbacks_factory`` return to every trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning.pytorch.callbacks import Callback
+
+from checkpointless.callbacks.fault_injection import HPFaultInjectionCallback
+from checkpointless.callbacks.step_recorder import StepRecorder
+
+_MARK = "_checkpointless_external"
+
+
+def asked_for() -> list[Callback]:
+    """The callbacks that ``--record-steps`` and ``--fault`` ask this process for; none outside of such a run."""
+    asked = [StepRecorder.from_environment(), HPFaultInjectionCallback.from_environment()]
+    found: list[Callback] = [callback for callback in asked if callback is not None]
+    for callback in found:
+        setattr(callback, _MARK, True)
+    return found
+
+
+def without_external(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Those that did not come from here: a checkpointless strategy adds its own, after all others."""
+    return [callback for callback in callbacks if not getattr(callback, _MARK, False)]
