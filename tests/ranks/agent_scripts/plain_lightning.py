@@ -6,14 +6,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Line(pl.LightningModule):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
 
-    def training_step(self, batch):
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         return (self.layer(batch[0]) ** 2).mean()
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
