@@ -174,7 +174,7 @@ def test_without_another_node_the_job_ends_with_the_reason(tmp_path: Path) -> No
 
 
 def test_a_stopped_agent_is_lost_by_its_silence_and_never_comes_back(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", spares=1)
+    nodes = Nodes(tmp_path, 2, "2:5:0:sleep", spares=1, regroup_timeout_s=8.0)
     wait_until(lambda: nodes.notes("fault", 2))
     nodes.agents[1].process.send_signal(signal.SIGSTOP)
     try:

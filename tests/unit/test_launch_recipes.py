@@ -336,7 +336,8 @@ def test_the_liveness_probe_finds_a_coordinator_that_hangs(
     command = container_of("jobset.yaml", "coordinator")["livenessProbe"]["exec"]["command"]
     words = [word.replace(str(DEFAULT_PORT), str(port)) for word in command]
     environment = {**os.environ, "POD_IP": "127.0.0.1"}
-    assert subprocess.run(words, env=environment, timeout=30).returncode == 0
+    greeted = (subprocess.run(words, env=environment, timeout=30).returncode == 0 for _ in range(3))
+    assert any(greeted)  # as often as kubelet tries: this machine may be busy
     process.send_signal(signal.SIGSTOP)
     assert subprocess.run(words, env=environment, timeout=30).returncode != 0
     process.kill()
