@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,10 +157,10 @@ def soak(incidents: int, run_dir: Path) -> tuple[list[IncidentSummary], list[Sam
         agent.wait()
     sampler.join(timeout=10)
     found = summarize(read_events(run_dir))
-    resumed = [incident for incident in found if incident.outcome is Outcome.RESUMED]
-    if agent.returncode != 0 or len(fired(run_dir)) != incidents or len(resumed) != len(found):
+    lost = [incident.sentence for incident in found if incident.outcome is Outcome.FAILED]
+    if agent.returncode != 0 or len(fired(run_dir)) != incidents or lost:
         raise RuntimeError(
-            f"exit code {agent.returncode}, {len(fired(run_dir))} faults, {len(resumed)} of {len(found)} resumed"
+            f"exit code {agent.returncode}, {len(fired(run_dir))} faults; not recovered from: {lost}"
         )
     return found, sampler.samples
 
@@ -248,7 +248,11 @@ def main() -> None:
         half = len(seconds) // 2
         halves = [f"{statistics.median(part):.2f}" if part else "" for part in (seconds[:half], seconds[half:])]
         print(f"| {how} | {len(seconds)} | {halves[0]} | {halves[1]} |")
-    print(f"\n{len(incidents)} incidents of {len(faults_of(args.incidents))} faults, all resumed")
+    endings = Counter(incident.outcome.value for incident in incidents)
+    print(f"\n{len(incidents)} incidents of {args.incidents} faults: {dict(endings)}")
+    for incident in incidents:
+        if incident.outcome is not Outcome.RESUMED:
+            print(f"* {incident.sentence}")
     if args.plot is not None:
         draw(incidents, settled, samples, args.plot)
     if args.json is not None:
