@@ -173,6 +173,7 @@ def edges(values: Sequence[float]) -> tuple[float, float]:
 def table(settled: Sequence[dict[str, int]], samples: Sequence[Sample]) -> list[tuple[str, float, float, float]]:
     """For each quantity its median at the beginning and at the end, and its largest value."""
     rows = []
+    samples = [sample for sample in samples if sample.processes >= 2 + NPROC]  # without start and end
     series: dict[str, list[float]] = {
         "survivor: memory, MB": [each["rss_bytes"] / 1e6 for each in settled],
         "survivor: threads": [each["threads"] for each in settled],

@@ -129,9 +129,9 @@ def test_both_holders_gone_falls_back_to_the_checkpoint(
 
 
 def test_after_twenty_incidents_nothing_is_left_behind(disturb: Disturb) -> None:
-    steps = range(2, 42, 2)
-    faults = [f"exception@{PHASES[step // 2 % 7]}:rank={step // 2 % 4},step={step}" for step in steps]
-    job = disturb(4, 42, *faults, args=TP2)
+    steps = range(2, 82, 4)
+    faults = [f"exception@{PHASES[step // 4 % 7]}:rank={step // 4 % 4},step={step}" for step in steps]
+    job = disturb(4, 82, *faults, args=TP2)
     for rank in range(4):
         residues = [
             (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])
