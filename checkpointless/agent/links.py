@@ -221,6 +221,9 @@ class GuestLink(Link):
         self._channel.close()
 
     def _look(self, search: _Search, agent: NodeAgent) -> None:
+        if agent.outcome is not None:  # its ranks are on their way out, and nobody should count on them
+            search.stop()
+            return
         if agent.has_ended_well:
             agent.end(End(0, []))
             return

@@ -1,0 +1,139 @@
+"""An agent's link to a coordinator elsewhere that is lost: what is kept, said again, and given up."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpointless.agent.joining import JoinError, RefusedError
+from checkpointless.agent.links import GuestLink
+from checkpointless.agent.node_protocol import Alive, End, Joined, Progress, RankEnded, Standing
+
+STANDING = Standing(3, 1, 7, "a run", False, [])
+ENDED = RankEnded(2, 0, -9, False, 7, 8, "rank-2.log", [])
+
+
+class Coordinators:
+    """Stands for all coordinators that are ever joined, one after the other."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.heard: list[Any] = []
+        self.lose: Callable[[str], None]
+        self.refusal: JoinError | None = None
+        self.own_address, self.where, self.bytes_heard = "10.0.0.2", "node0:29400", 0
+
+    def join(self, number: int, stopped: Callable[[], bool]) -> Any:
+        self.numbers.append(number)
+        if self.refusal is not None:
+            raise self.refusal
+        return self
+
+    def open(self, selector: object, on_message: object, on_close: Callable[[str], None]) -> Any:
+        self.lose = on_close
+        return self
+
+    def send(self, message: Any) -> None:
+        if not isinstance(message, Alive):
+            self.heard.append(message)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Agent(SimpleNamespace):
+    """As much of an agent as a link needs."""
+
+    def __init__(self, *ranks: int) -> None:
+        super().__init__(
+            workers=dict.fromkeys(ranks), outcome=None, joined=True, has_ended_well=False, grace_s=None
+        )
+
+    def standing(self) -> Standing:
+        return STANDING
+
+    def end(self, outcome: End, grace_s: float = 5.0) -> None:
+        self.outcome, self.grace_s = outcome, grace_s
+
+
+class Scene:
+    def __init__(self, *ranks: int) -> None:
+        self.coordinators, self.agent, self.said = Coordinators(), Agent(*ranks), list[str]()
+        self.link = GuestLink(
+            self.coordinators.join,
+            -1,
+            nproc=2,
+            selector=selectors.DefaultSelector(),
+            silence_s=5.0,
+            say=self.said.append,
+            stopped=lambda: False,
+        )
+
+    def deliver(self) -> None:
+        self.link.deliver(self.agent, time.monotonic())  # type: ignore[arg-type]
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < deadline_s
+            self.deliver()
+            time.sleep(0.005)
+
+
+def test_what_went_wrong_meanwhile_is_told_before_the_standing_and_a_spare_keeps_its_number() -> None:
+    scene = Scene(2, 3)
+    scene.coordinators.lose("it closed the connection")
+    scene.deliver()
+    scene.link.report(ENDED)
+    scene.link.report(Progress(7, 7, 8, 0))
+    scene.until(lambda: scene.coordinators.heard)
+    assert scene.coordinators.heard == [ENDED, STANDING]
+    assert scene.coordinators.numbers == [-1, 1]
+    assert scene.said[-1] == "the coordinator at node0:29400 is back"
+
+
+def test_a_node_without_ranks_joins_again_as_what_it_was() -> None:
+    scene = Scene()
+    scene.coordinators.lose("it closed the connection")
+    scene.until(lambda: scene.coordinators.heard)
+    assert (scene.coordinators.heard, scene.coordinators.numbers) == ([Joined()], [-1, -1])
+
+
+@pytest.mark.parametrize(
+    ("refusal", "grace_s"),
+    [(JoinError("it was not reached within 2 s"), 5.0), (RefusedError("node 1 is here already"), 0.0)],
+)
+def test_a_search_in_vain_ends_the_ranks_and_at_once_if_others_have_their_place(
+    refusal: JoinError, grace_s: float
+) -> None:
+    scene = Scene(2, 3)
+    scene.coordinators.refusal = refusal
+    scene.coordinators.lose("no word")
+    scene.until(lambda: scene.agent.outcome)
+    assert scene.agent.outcome.code == 1
+    assert str(refusal) in scene.agent.outcome.last_words
+    assert scene.agent.grace_s == grace_s
+
+
+def test_an_agent_that_ends_does_not_offer_its_ranks_to_another_coordinator() -> None:
+    scene = Scene(2, 3)
+    scene.coordinators.lose("it closed the connection")
+    scene.deliver()
+    scene.agent.end(End(1, ["stopped by SIGTERM"]))
+    time.sleep(0.1)  # by now it has been found
+    scene.deliver()
+    assert scene.coordinators.heard == []
+
+
+def test_ranks_that_ended_well_need_no_coordinator_to_say_so() -> None:
+    scene = Scene(2, 3)
+    scene.coordinators.lose("it closed the connection")
+    scene.deliver()
+    scene.agent.has_ended_well = True
+    scene.deliver()
+    assert scene.agent.outcome == End(0, [])
