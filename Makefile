@@ -3,6 +3,7 @@
 #   make demo   see it work
 #   make test   all tests
 #   make lint   ruff and mypy
+#   make docs   the documentation, into build/docs
 #
 # The first of them makes .venv (about 3 minutes, 4 GB); after that it is there.
 
@@ -19,7 +20,7 @@ STAMP := .venv/.installed
 TYPED := checkpointless callbacks strategies recipes tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint docs format clean
 
 help: ## what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 14
@@ -37,6 +38,9 @@ lint: $(STAMP) ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
 
+docs: $(STAMP) ## build the documentation, into build/docs/index.html
+	$(BIN)/python -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
+
 format: $(STAMP) ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -48,5 +52,5 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
 	@echo "make: installing checkpointless, NeMo and the tools into .venv; about 3 minutes, once"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[nemo,dev]' -c $(CONSTRAINTS) $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[nemo,dev,docs]' -c $(CONSTRAINTS) $(TORCH)
 	@touch $@
