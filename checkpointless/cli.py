@@ -178,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     alone.add_argument("--run-dir", type=Path, metavar="D", help="the job's run directory (default: no events)")
     _add_limits(alone)
+    _add_http(alone)
 
     demo = add("demo", _demo, "train a small GPT with and without faults and compare the two", _DEMO_EPILOG)
     demo.add_argument("--nproc", type=positive, metavar="N", help="CPU ranks (default: 4; chaos: up to 8)")
@@ -210,11 +211,21 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
     add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
     _add_limits(parser)
-    add("--http-port", type=port, metavar="P", help="serve health and metrics over HTTP (0: on any free port)")
-    add("--http-host", metavar="H", help="address to serve them on (default: 127.0.0.1, this machine only)")
+    _add_http(parser)
     add("--record-steps", action="store_true", help="record each step's loss and parameter digest, for `verify`")
     add("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
     add_job_options(parser)
+
+
+def _add_http(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--http-port", type=port, metavar="P", help="serve health and metrics over HTTP (0: on any free port)")
+    add("--http-host", metavar="H", help="address to serve them on (default: 127.0.0.1, this machine only)")
+
+
+def _check_http(options: argparse.Namespace) -> None:
+    if options.http_host is not None and options.http_port is None:
+        raise UsageError("--http-host is where health and metrics are served if there is --http-port: add it")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -273,6 +284,7 @@ def _launch(
     from checkpointless.agent.handshake import TOKEN_ENV
     from checkpointless.agent.launch import LaunchConfig, launch
     from checkpointless.faults.ledger import not_fired
+    from checkpointless.terminal import Terminal
 
     limits: dict[str, Any] = {
         "max_incidents": options.max_incidents,
@@ -282,8 +294,7 @@ def _launch(
         "http_port": options.http_port,
         "http_host": options.http_host,
     }
-    if options.http_host is not None and options.http_port is None:
-        raise UsageError("--http-host is where health and metrics are served if there is --http-port: add it")
+    _check_http(options)
     run_dir = _new_run_dir(options.run_dir, name, shared=options.nnodes + options.spares > 1)
     try:
         config = LaunchConfig(
@@ -310,7 +321,8 @@ def _launch(
     _say(f"{config.nproc_per_node} ranks of {name}{where}; events in {run_dir}")
     if options.faults:
         _say(f"faults will be caused on purpose: {' '.join(options.faults)}")
-    status = launch(config, _say)
+    with Terminal(_say, run_dir, config.node_rank) as terminal:
+        status = launch(config, terminal.say)
     missing = not_fired(specs, run_dir)
     for text in missing:
         _say(f"fault {text} did not happen, or not as often as asked for: the run never came there")
@@ -326,11 +338,14 @@ def _coordinator(options: argparse.Namespace) -> int:
     from checkpointless.agent.handshake import TOKEN_ENV
     from checkpointless.agent.launch import CoordinatorConfig, launch_coordinator
 
-    limits = {
+    _check_http(options)
+    limits: dict[str, Any] = {
         "max_incidents": options.max_incidents,
         "heartbeat_timeout_s": options.heartbeat_timeout,
         "regroup_timeout_s": options.regroup_timeout,
         "node_timeout_s": options.node_timeout,
+        "http_port": options.http_port,
+        "http_host": options.http_host,
     }
     try:
         config = CoordinatorConfig(
@@ -499,7 +514,8 @@ def _new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
 
 def _say(line: str) -> None:
     """Say something about a job, beside what its ranks print."""
-    sys.stderr.write(f"{PROG}: {line}\n")
+    shown = "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in line)
+    sys.stderr.write(f"{PROG}: {shown}\n")
     sys.stderr.flush()
 
 

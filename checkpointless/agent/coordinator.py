@@ -55,10 +55,12 @@ from checkpointless.agent.roster import NOT_YET, Node, Rank, Roster, Standings
 from checkpointless.agent.workers import COUNTED, IN_BLOCK, WorkerState
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.telemetry.incidents import RUNG, Rung
+from checkpointless.telemetry.narration import detected_line, recovered_line
 
 logger = logging.getLogger(__name__)
 
 FAILED = 1  # as torchrun: whatever the reason
+_NOTE_PROGRESS_EVERY_S = 60.0  # in the event log, for who looks at a run that has not ended
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class OpenIncident:
         said: the one that the terminal was told.
         stillborn: how many successors ended before they entered the block.
         rung: how far up its recovery goes.
+        steps_lost: how many committed steps storage did not bring back.
     """
 
     id: str
@@ -99,6 +102,7 @@ class OpenIncident:
     killed_the_late: bool = False
     stillborn: int = 0
     rung: Rung = Rung.IN_PROCESS
+    steps_lost: int = 0
 
 
 class Coordinator:
@@ -149,12 +153,18 @@ class Coordinator:
         self._finishing = False  # every rank's block has returned
         self._history = History(limits.max_incidents)
         self._high_water = NO_STEP
+        self._note_progress_at_s = time.monotonic() + _NOTE_PROGRESS_EVERY_S
         self._hangs = HangWatch(limits.heartbeat, self._inquire)
         self._standings = Standings()
         self._adoption = Adoption(self._roster)
         self._replace_at_s: float | None = None  # the nodes of a running job that have not come by then
 
     # ---- what nodes say, and time
+
+    @property
+    def high_water(self) -> int:
+        """The highest optimizer step that any rank was seen to commit (-1: none)."""
+        return self._high_water
 
     def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
         """Let the agent of a node in; it has to say that it has joined, too, when it can start processes.
@@ -450,7 +460,7 @@ class Coordinator:
     def _tell(self, incident: OpenIncident, cause: Cause) -> None:
         incident.said = cause
         self._emit("detect", "point", cause=str(cause), culprit=culprit(cause), how=cause.how)
-        self._say(f"incident {incident.id}: {cause}; recovering")
+        self._say(detected_line(incident.id, str(cause)))
 
     def _on_ready(self, rank: Rank) -> None:
         if self._running:
@@ -536,6 +546,7 @@ class Coordinator:
         if newest < self._high_water:  # every rank is behind what was committed: storage brought that state back
             self._history = self._history.fell_back(self._high_water, newest)
             if self._recovering is not None:
+                self._recovering.steps_lost += self._high_water - newest
                 back = "nothing" if newest == NO_STEP else f"step {newest}"
                 why = f"storage brought {back} back; step {self._high_water} had been committed"
                 self._step_up(Rung.JOB, why)
@@ -548,14 +559,19 @@ class Coordinator:
         if not self._running or len(self._standings) < len(self.nodes):
             return
         self._resumed_at(self._standings.newest)
+        now_s = time.monotonic()
+        if now_s >= self._note_progress_at_s:
+            self._note_progress_at_s = now_s + _NOTE_PROGRESS_EVERY_S
+            self._emit("progress", "point", high_water=self._high_water)
         if self._recovering is not None and self._standings.oldest >= self._target:
             self._recovered(self._recovering)
 
     def _recovered(self, incident: OpenIncident) -> None:
         seconds = time.monotonic() - incident.opened_at_s
-        self._emit("recovered", "point", seconds=seconds)
+        rung, lost = incident.rung.label, incident.steps_lost
+        self._emit("recovered", "point", seconds=seconds, rung=rung, steps_lost=lost)
         self._recovering = None
-        self._say(f"incident {incident.id}: recovered in {seconds:.2f} s")
+        self._say(recovered_line(incident.id, seconds, rung, lost))
 
     def _coming(self) -> int:
         return self.generation + 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from checkpointless.agent import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
 from checkpointless.agent.board import Board
+from checkpointless.agent.protocol import FAULT_AT_ENV
 from checkpointless.faults.spec import FaultSpecError
 from checkpointless.inprocess.abort import CheckpointlessAbortManager, communicators_first, gloo_sockets
 from checkpointless.inprocess.exceptions import (
@@ -36,6 +37,7 @@ from checkpointless.inprocess.signal_handlers import SignalHandlers
 from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.store_wait import InterruptibleStore
 from checkpointless.telemetry.events import event_log
+from checkpointless.telemetry.tracebacks import keep_traceback
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +148,7 @@ class HPCallWrapper:
         checkpoint_manager: keeps the state over restarts (None until the strategy installs one).
         high_water: the highest optimizer step that any rank of the job was seen to commit (-1: none).
         incident: id of the incident that led to this generation (None at the first start).
+        recovering_since_s: when this node noticed it, on the monotonic clock (None if that is not known).
         board: this rank's board, or None under another launcher.
         making_step: the optimizer step in the making (-1: none).
         making_loss: its loss, once it is known and somebody records it.
@@ -164,6 +167,9 @@ class HPCallWrapper:
         self.restart_in_process = True
         self.phase_hook: Callable[[str, int, Callable[[], None] | None], None] | None = None
         self._open_span: tuple[str, float] | None = None
+        self.recovering_since_s: float | None = None
+        told = os.environ.pop(FAULT_AT_ENV, "")
+        self._fault_at_s = float(told) if told else None  # of the fault that this process comes after
         self.high_water = -1
         self.incident: str | None = None
         self.generation = int(os.environ.get("JOB_RESTART_COUNT", "0"))
@@ -229,6 +235,7 @@ class HPCallWrapper:
         self.generation = go.generation
         self.incident = go.incident
         self.high_water = go.high_water
+        self.recovering_since_s, self._fault_at_s = self._fault_at_s, None
         self.step_upon_restart = 0
         if self.board is not None:
             self.board.set_generation(go.generation)
@@ -270,11 +277,14 @@ class HPCallWrapper:
             raise SystemExit(GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
+        self._fault_noticed()
+        text = "".join(traceback.format_exception(call_ex))
+        keep_traceback(self.generation, int(os.environ.get("RANK", "0")), text)
         self.client.report_fault(
             self.generation,
             error=type(call_ex).__name__,
             message=str(call_ex),
-            traceback="".join(traceback.format_exception(call_ex)),
+            traceback=text,
             step=self.making_step,
             victim=is_victim(call_ex),
         )
@@ -329,9 +339,13 @@ class HPCallWrapper:
         if self.phase_hook is not None:
             self.phase_hook(phase, step, damage)
 
-    def begin_data(self) -> None:
-        """The state is in place; the first batch is asked for."""
-        self._begin_stage("data")
+    def begin_data(self, samples_per_step: int | None = None) -> None:
+        """The state is in place; the first batch is asked for.
+
+        Args:
+            samples_per_step: how many samples of the whole job a step takes, if that is known, for the report.
+        """
+        self._begin_stage("data", **({} if samples_per_step is None else {"samples_per_step": samples_per_step}))
 
     def begin_step(self, step: int) -> None:
         """The optimizer step ``step`` is in the making."""
@@ -357,6 +371,10 @@ class HPCallWrapper:
             reap()
         self.beat()
 
+    def end_training(self, step: int) -> None:
+        """No step is left to make after ``step``; what is left to do is no training."""
+        event_log().emit("trained", "point", generation=self.generation, step=step)
+
     def committed(self, step: int) -> None:
         """The rank's state is that after ``step``."""
         if self.board is not None:
@@ -375,9 +393,9 @@ class HPCallWrapper:
         for patch in self._torch_patches:
             patch.uninstall()
 
-    def _begin_stage(self, stage: str) -> None:
+    def _begin_stage(self, stage: str, **fields: Any) -> None:
         self._open_span = (stage, time.monotonic())
-        event_log().emit(stage, "begin", generation=self.generation, incident=self.incident)
+        event_log().emit(stage, "begin", generation=self.generation, incident=self.incident, **fields)
 
     def _end_stage(self, **fields: Any) -> None:
         if self._open_span is not None:
@@ -400,8 +418,14 @@ class HPCallWrapper:
 
     def _on_notice(self, notice: FaultNotice) -> None:
         self._noticed_generation = max(self._noticed_generation, notice.generation)
+        if notice.generation >= self.generation:
+            self._fault_noticed()
         if self._fault_thread is not None and notice.generation >= self.generation:
             self._fault_thread.notify(notice.generation)
+
+    def _fault_noticed(self) -> None:
+        if self._fault_at_s is None:
+            self._fault_at_s = time.monotonic()
 
     def _on_fault(self, generation: int) -> None:
         """In the fault thread: free the main thread and see that it leaves the block."""

@@ -226,6 +226,15 @@ def read_events(run_dir: Path) -> list[Event]:
     return events
 
 
+def parse_event(line: bytes) -> Event | None:
+    """The event that a line of the log is; None, with a warning, if it is none."""
+    try:
+        return _event(json.loads(line))
+    except (KeyError, TypeError, ValueError) as error:
+        logger.warning("a line is not an event and was left out: %r", error)
+        return None
+
+
 def json_safe(value: Any) -> Any:
     """``value`` as plain JSON types; what has no JSON form becomes text, non-finite floats too."""
     if value is None or isinstance(value, bool | int | str):

@@ -30,6 +30,7 @@ FLOORS = {
     "cli_chaos": 7,
     "cli_tables": 7,
     "cli_values": 7,
+    "terminal": 7,
     "__main__": 7,
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}

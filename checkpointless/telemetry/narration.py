@@ -1,0 +1,280 @@
+"""Tell an incident while it happens: events in, lines for the terminal out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkpointless.telemetry.events import Event
+from checkpointless.telemetry.tracebacks import traceback_path
+
+#: What is told of a generation that begins, as soon as all ranks are through with it.
+_STARTING = ("init", "rebuild", "decide", "transfer", "first_step")
+#: What is told of the one that ended, when all ranks have met again.
+_ENDING = ("abort", "finalize")
+#: Usually too short for a line of their own.
+_BRIEF = {"health": "finalize", "verify": "transfer", "data": "transfer"}
+_BRIEF_S = 0.5
+_SILENCE_S = 5.0
+_GENERATIONS_KEPT = 2
+_INDENT = "  "
+INCIDENT = "incident "  # how the first and the last line of a block begin
+
+
+def detected_line(incident: str, cause: str) -> str:
+    """An incident begins."""
+    return f"{INCIDENT}{incident}: {cause}; recovering"
+
+
+def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int) -> str:
+    """An incident is over.
+
+    Args:
+        seconds: from the first notice until the lost step was made again.
+        rung: how far up the recovery went.
+        steps_lost: committed steps that have to be made once more.
+    """
+    lost = "nothing was lost" if steps_lost == 0 else f"{steps_lost} steps are made once more"
+    return f"{INCIDENT}{incident}: recovered in {seconds:.2f} s ({rung}); {lost}"
+
+
+@dataclass
+class _Generation:
+    """What ranks said of a generation.
+
+    Attributes:
+        seconds: of each finished stage, by rank.
+        began_to_wait: when each came to the barrier, in nanoseconds of the coordinator's monotonic clock (-1: of
+            another one).
+        target: the step after which training resumes.
+        reason: why it does not resume from memory.
+        nbytes: what the ranks in ``filled`` received from those in ``sources``.
+        step: the first that it made.
+    """
+
+    seconds: defaultdict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    began_to_wait: dict[int, int] = field(default_factory=dict)
+    target: int | None = None
+    reason: str = ""
+    nbytes: int = 0
+    filled: set[int] = field(default_factory=set)
+    sources: set[int] = field(default_factory=set)
+    step: int | None = None
+
+
+@dataclass
+class _Incident:
+    id: str
+    ended: int  # the generation
+    began: int | None = None  # the one after it
+    told: list[str] = field(default_factory=list)
+    respawned: set[int] = field(default_factory=set)
+    last_words_s: float = 0.0
+    closing: str = ""  # the last line, as soon as the stages have been told
+
+
+class Narrator:
+    """Turns the events of a job into a block of a dozen lines per incident.
+
+    Args:
+        run_dir: where tracebacks and logs are.
+        node: of the coordinator, and
+        pid: its process: the incidents that it found are told.
+    """
+
+    def __init__(self, run_dir: Path, node: int, pid: int) -> None:
+        self._run_dir = run_dir
+        self._coordinator = (node, pid)
+        self._world = 0
+        self._generations: dict[int, _Generation] = {}
+        self._incident: _Incident | None = None
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether an incident is open, or its last lines have still to come."""
+        return self._incident is not None
+
+    @property
+    def closing(self) -> str:
+        """The last line of an incident that is over, which waits for what ranks have still to say; else ""."""
+        return self._incident.closing if self._incident is not None else ""
+
+    def take(self, event: Event, now_s: float) -> Iterator[str]:
+        """Take note of an event.
+
+        Args:
+            now_s: on the monotonic clock.
+
+        Yields:
+            Lines that can be told now.
+        """
+        if event.stage == "job" and event.edge == "begin":
+            self._world = int(event.fields.get("nproc", 0))
+        elif event.rank is not None:
+            self._rank_said(event, event.rank)
+        elif (event.node, event.pid) == self._coordinator:
+            yield from self._coordinator_said(event, now_s)
+        incident = self._incident
+        if incident is not None and incident.began is not None:
+            for line in self._starting(incident, incident.began):
+                incident.last_words_s = now_s
+                yield line
+            heard = self._of(incident.began).seconds
+            if incident.closing and ("first_step" in incident.told or not any(heard[each] for each in _STARTING)):
+                yield from self.close()
+
+    def tick(self, now_s: float) -> Iterator[str]:
+        """Yields:
+        A line if nothing was told of an open incident for some time.
+        """
+        incident = self._incident
+        if incident is None or incident.closing or now_s - incident.last_words_s < _SILENCE_S:
+            return
+        incident.last_words_s = now_s
+        if incident.began is None:
+            old, new = self._of(incident.ended), self._of(incident.ended + 1)  # which a new process waits for
+            here = len(old.began_to_wait.keys() | new.began_to_wait.keys())
+            of = f" of {self._world}" if self._world else ""
+            yield f"{_INDENT}barrier: {here}{of} ranks are here; waiting for the others"
+        else:
+            stage = next((each for each in _STARTING if each not in incident.told), "first_step")
+            yield f"{_INDENT}{stage}: {len(self._of(incident.began).seconds[stage])} ranks are through"
+
+    def close(self) -> Iterator[str]:
+        """Yields:
+        The last line of an incident that is over, whether or not all ranks have said how long they took.
+        """
+        incident, self._incident = self._incident, None
+        if incident is not None and incident.closing:
+            yield incident.closing
+
+    def _coordinator_said(self, event: Event, now_s: float) -> Iterator[str]:
+        incident = self._incident
+        if event.stage == "detect" and event.incident is not None:
+            if incident is None or incident.id != event.incident:
+                yield from self.close()
+                incident = self._incident = _Incident(event.incident, event.generation)
+            incident.last_words_s = now_s
+            yield detected_line(event.incident, str(event.fields.get("cause")))
+            yield from self._where_to_look(event)
+        elif incident is None:
+            return
+        elif event.stage == "go":
+            incident.began = event.generation
+            incident.last_words_s = now_s
+            yield from self._ending(incident, event)
+        elif event.stage == "recovered":
+            fields = event.fields
+            incident.closing = recovered_line(
+                incident.id, fields["seconds"], str(fields.get("rung")), int(fields.get("steps_lost", 0))
+            )
+
+    def _rank_said(self, event: Event, rank: int) -> None:
+        if event.stage == "respawn":
+            if self._incident is not None:
+                self._incident.respawned.add(rank)
+            return
+        generation = self._of(event.generation)
+        fields = event.fields
+        if event.stage == "barrier" and event.edge == "begin":
+            generation.began_to_wait[rank] = event.mono if event.node == self._coordinator[0] else -1
+        if event.stage == "fallback":
+            generation.reason = str(fields.get("reason") or "")
+        if event.edge != "end" or "error" in fields:
+            return
+        spent = generation.seconds[event.stage]
+        spent[rank] = spent.get(rank, 0.0) + float(fields.get("seconds", 0.0))
+        if event.stage == "decide" and isinstance(fields.get("target"), int):
+            generation.target = fields["target"]
+        elif event.stage == "transfer" and fields.get("sources"):
+            generation.filled.add(rank)
+            generation.sources.update(fields["sources"])
+            generation.nbytes += int(fields.get("bytes") or 0)
+        elif event.stage == "first_step":
+            generation.step = fields.get("step")
+
+    def _where_to_look(self, event: Event) -> Iterator[str]:
+        rank = event.fields.get("culprit")
+        if not isinstance(rank, int):
+            return
+        traceback = traceback_path(self._run_dir, event.generation, rank)
+        log = self._run_dir / "logs" / f"rank-{rank}.log"
+        if traceback.is_file():
+            yield f"{_INDENT}its traceback: {traceback}"
+        elif log.is_file():
+            yield f"{_INDENT}its last output: {log}"
+
+    def _ending(self, incident: _Incident, go: Event) -> Iterator[str]:
+        ended = self._of(incident.ended)
+        for stage in _ENDING:
+            if ended.seconds[stage]:
+                yield self._line(ended, stage)
+        here = ended.began_to_wait
+        note = f"{self._world or len(here)} ranks are together again, generation {go.generation}"
+        if incident.respawned:
+            note += f"; new: {_ranks(incident.respawned)}"
+        first = min((at for at in here.values() if at >= 0), default=go.mono)
+        yield _line("barrier", (go.mono - first) / 1e9, note)
+
+    def _starting(self, incident: _Incident, number: int) -> Iterator[str]:
+        generation = self._of(number)
+        for stage in _STARTING:
+            if stage in incident.told:
+                continue
+            if len(generation.seconds[stage]) < max(self._world, 1):
+                if stage == "transfer" and generation.seconds["first_step"]:
+                    incident.told.append(stage)  # nobody decided, so nothing was moved
+                    continue
+                return
+            incident.told.append(stage)
+            yield self._line(generation, stage, self._note(generation, stage))
+
+    def _note(self, generation: _Generation, stage: str) -> str:
+        if stage == "decide":
+            if generation.reason:
+                return f"not from memory: {generation.reason}"
+            return "" if generation.target is None else f"resume after step {generation.target}"
+        if stage == "transfer":
+            if not generation.filled:
+                return "every rank has kept its own state"
+            filled, sources = _ranks(generation.filled), _ranks(generation.sources)
+            return f"{filled} filled with {_size(generation.nbytes)} from {sources}"
+        if stage == "first_step" and generation.step is not None:
+            return f"step {generation.step} is made"
+        return ""
+
+    def _line(self, generation: _Generation, stage: str, note: str = "") -> str:
+        """Of a stage that all ranks are through with."""
+        more = [note] if note else []
+        for name, seconds in generation.seconds.items():
+            slowest_s = max(seconds.values(), default=0.0)
+            if _BRIEF.get(name) == stage and slowest_s >= _BRIEF_S:
+                more.append(f"{name} {slowest_s:.2f} s")
+        return _line(stage, max(generation.seconds[stage].values(), default=0.0), "; ".join(more))
+
+    def _of(self, number: int) -> _Generation:
+        if number not in self._generations:
+            self._generations[number] = _Generation()
+            for old in [each for each in self._generations if each < number - _GENERATIONS_KEPT]:
+                del self._generations[old]
+        return self._generations[number]
+
+
+def _line(stage: str, seconds: float, note: str) -> str:
+    return f"{_INDENT}{stage:<10} {seconds:6.2f} s  {note}".rstrip()
+
+
+def _ranks(numbers: set[int]) -> str:
+    """``rank 3``, ``ranks 1, 2``, ``8 ranks``."""
+    if len(numbers) > 4:
+        return f"{len(numbers)} ranks"
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, sorted(numbers)))
+
+
+def _size(nbytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} B"

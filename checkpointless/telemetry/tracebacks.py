@@ -1,0 +1,37 @@
+"""Tracebacks in full, one file per rank and generation in ``<run dir>/tracebacks``: the terminal shows only where."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from checkpointless.telemetry.events import RUN_DIR_ENV
+
+logger = logging.getLogger(__name__)
+
+TRACEBACKS_DIR = "tracebacks"
+
+
+def traceback_path(run_dir: Path, generation: int, rank: int) -> Path:
+    """Where the traceback of what ``rank`` raised in ``generation`` is, if it raised anything."""
+    return run_dir / TRACEBACKS_DIR / f"generation-{generation}-rank-{rank}.txt"
+
+
+def keep_traceback(generation: int, rank: int, text: str) -> None:
+    """Write a traceback into this process's run directory, if it has one; a full disk is no reason to fail.
+
+    Args:
+        generation: the one that the exception ended.
+        rank: whose it was.
+        text: as Python prints it.
+    """
+    run_dir = os.environ.get(RUN_DIR_ENV)
+    if not run_dir:
+        return
+    path = traceback_path(Path(run_dir), generation, rank)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, errors="backslashreplace")
+    except OSError as error:
+        logger.warning("rank %d: its traceback could not be written: %s\n%s", rank, error, text)

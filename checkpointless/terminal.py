@@ -1,0 +1,128 @@
+"""What the terminal shows of a job beside the ranks' own output: one calm block per incident."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self
+
+from checkpointless.telemetry.events import EVENTS_FILE, Event
+from checkpointless.telemetry.narration import INCIDENT, Narrator
+from checkpointless.telemetry.tail import EventTail
+
+logger = logging.getLogger(__name__)
+
+_CALM_S = 0.25
+_TELLING_S = 0.05
+_PORTION_BYTES = 64 * 1024  # a look: a few milliseconds of this process, whose other thread runs the job
+_LAST_WORDS_S = 0.5  # for what ranks have still to say of an incident that is over
+_CLOSE_S = 5.0
+
+
+class Terminal:
+    """Shows the agent's lines, and between them how each incident goes on, from the job's event log.
+
+    A thread of its own writes, so that a terminal that does not take any more holds nobody up but itself.
+
+    Args:
+        write: shows one line.
+        run_dir: the job's run directory.
+        node: the number of this node's agent; -1 for a coordinator in a process of its own.
+    """
+
+    def __init__(self, write: Callable[[str], None], run_dir: Path, node: int) -> None:
+        self._write = write
+        self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with when, as events have it
+        self._tail = EventTail(run_dir / EVENTS_FILE, from_end=True)
+        self._narrator = Narrator(run_dir, node, os.getpid())
+        self._can_read = True
+        # An incident's first and last line come from the agent and from the event log: shown is what comes first.
+        self._from_agent: Counter[str] = Counter()
+        self._from_log: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+
+    def say(self, line: str) -> None:
+        """Show a line of the agent's; never waits."""
+        self._said.put((time.time_ns(), line))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._said.put((time.time_ns(), None))
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                self._show(self._narrator.tick(time.monotonic()))
+            self._look([])
+            self._show(self._narrator.close())
+        except Exception:
+            logger.exception("the terminal shows no more of the incidents")
+            while (line := self._said.get()[1]) is not None:
+                self._write(line)
+
+    def _turn(self) -> bool:
+        """Show what has come, in the order in which it came; False at the end."""
+        said = []
+        try:
+            said.append(self._said.get(timeout=_TELLING_S if self._narrator.is_telling else _CALM_S))
+            while True:
+                said.append(self._said.get_nowait())
+        except queue.Empty:
+            pass
+        self._look([(at_ns, line) for at_ns, line in said if line is not None])
+        return all(line is not None for _, line in said)
+
+    def _look(self, said: Iterable[tuple[int, str]]) -> None:
+        """Show the agent's lines, and between them what the event log has to tell."""
+        both: list[tuple[int, str | Event]] = [*said]
+        both += [(event.ts, event) for event in self._events()]
+        for _, each in sorted(both, key=lambda item: item[0]):
+            if isinstance(each, Event):
+                self._show(self._narrator.take(each, time.monotonic()))
+            else:
+                self._wait_for_last_words(each)
+                self._show_once(each, self._from_agent, self._from_log)
+
+    def _events(self) -> list[Event]:
+        try:
+            return self._tail.read(_PORTION_BYTES)
+        except OSError as error:
+            if self._can_read:
+                logger.warning("the stages of incidents are not shown: %s cannot be read: %s", self._tail.path, error)
+            self._can_read = False
+            return []
+
+    def _wait_for_last_words(self, line: str) -> None:
+        """If ``line`` is the last of an incident, let the ranks' lines come before it."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while self._narrator.closing == line and time.monotonic() < deadline_s:
+            time.sleep(_TELLING_S / 5)
+            self._look([])
+        if self._narrator.closing == line:
+            self._show(self._narrator.close())
+
+    def _show(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._show_once(line, self._from_log, self._from_agent)
+
+    def _show_once(self, line: str, source: Counter[str], other: Counter[str]) -> None:
+        if other[line] > 0:
+            other[line] -= 1
+            return
+        if line.startswith(INCIDENT):
+            source[line] += 1
+        self._write(line)

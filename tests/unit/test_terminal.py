@@ -1,0 +1,231 @@
+"""What the terminal shows of an incident, from the events of real runs' shape."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
+from checkpointless.telemetry.narration import Narrator, detected_line, recovered_line
+from checkpointless.telemetry.tail import EventTail
+from checkpointless.telemetry.tracebacks import keep_traceback, traceback_path
+from checkpointless.terminal import Terminal
+
+CAUSE = "rank 1 raised ValueError at step 3: no"
+RANKS = (0, 1)
+
+
+def begin(log: EventLog) -> None:
+    log.emit("job", "begin", generation=0, nproc=len(RANKS), nnodes=1)
+
+
+def ranks_end(
+    log: EventLog, generation: int, *stages: str, ranks: tuple[int, ...] = RANKS, **fields: Any
+) -> None:
+    for stage in stages:
+        for rank in ranks:
+            log.emit(stage, "end", generation=generation, rank=rank, seconds=0.1 * (rank + 1), **fields)
+
+
+def incident(log: EventLog, number: int = 1) -> None:
+    """From the fault of generation ``number - 1`` until all ranks enter the next one."""
+    generation, name = number - 1, str(number)
+    log.emit("detect", "point", generation=generation, incident=name, cause=CAUSE, culprit=1, how="exception")
+    ranks_end(log, generation, "abort", "finalize", "health")
+    for rank in RANKS:
+        log.emit("barrier", "begin", generation=generation, rank=rank, incident=name)
+    log.emit("go", "point", generation=number, incident=name, high_water=2)
+
+
+def recovery(log: EventLog, number: int = 1) -> None:
+    """The rest of it."""
+    ranks_end(log, number, "init", "rebuild")
+    ranks_end(log, number, "decide", target=2)
+    ranks_end(log, number, "transfer", ranks=(0,), bytes=0, sources=[])
+    ranks_end(log, number, "transfer", ranks=(1,), bytes=1_629_284, sources=[0])
+    ranks_end(log, number, "verify", "data")
+    ranks_end(log, number, "first_step", step=3)
+
+
+def recovered(log: EventLog, number: int = 1) -> str:
+    log.emit(
+        "recovered", "point", generation=number, incident=str(number), seconds=1.25, rung="process", steps_lost=0
+    )
+    return recovered_line(str(number), 1.25, "process", 0)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> EventLog:
+    return EventLog(tmp_path / EVENTS_FILE, node=0)
+
+
+@pytest.fixture
+def narrator(tmp_path: Path) -> Narrator:
+    return Narrator(tmp_path, 0, os.getpid())
+
+
+def told(narrator: Narrator, log: EventLog) -> list[str]:
+    assert log.path is not None
+    lines: list[str] = []
+    for event in EventTail(log.path).read():
+        lines += narrator.take(event, 0.0)
+    return lines
+
+
+def test_an_incident_is_a_block_of_a_dozen_lines(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    log.emit("respawn", "begin", generation=1, rank=1, incident="1")
+    recovery(log)
+    last = recovered(log)
+    lines = told(narrator, log)
+    assert lines[0] == detected_line("1", CAUSE)
+    assert lines[-1] == last
+    assert [line.split()[0] for line in lines[1:-1]] == [
+        *("abort", "finalize", "barrier", "init", "rebuild", "decide", "transfer", "first_step")
+    ]
+    assert "rank 1 filled with 1.6 MB from rank 0" in lines[7]
+    assert "resume after step 2" in lines[6]
+    assert "0.20 s" in lines[1]  # the slowest rank's
+    assert not narrator.is_telling
+
+
+def test_a_stage_is_told_when_the_last_rank_is_through(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    ranks_end(log, 1, "init", ranks=(0,))
+    assert not any("init" in line for line in told(narrator, log))
+    ranks_end(log, 1, "init", ranks=(1,))
+    assert any("init" in line for line in told(Narrator(narrator._run_dir, 0, os.getpid()), log))
+
+
+def test_other_coordinators_incidents_are_theirs(tmp_path: Path, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    recovery(log)
+    recovered(log)
+    assert told(Narrator(tmp_path, 1, os.getpid()), log) == []
+    assert told(Narrator(tmp_path, 0, os.getpid() + 1), log) == []
+
+
+def test_a_second_fault_begins_a_second_block(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    ranks_end(log, 1, "init")
+    incident(log, 2)
+    recovery(log, 2)
+    last = recovered(log, 2)
+    lines = told(narrator, log)
+    assert [line for line in lines if not line.startswith(" ")] == [
+        detected_line("1", CAUSE),
+        detected_line("2", CAUSE),
+        last,
+    ]
+
+
+def test_a_block_without_stages_of_ours_ends_at_once(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    last = recovered(log)
+    assert told(narrator, log)[-1] == last
+
+
+def test_a_fallback_says_why(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    log.emit("fallback", "point", generation=1, rank=0, reason="no living holder of shard 0")
+    ranks_end(log, 1, "init", "rebuild", "decide", "first_step", step=1)
+    lines = told(narrator, log)
+    assert any("not from memory: no living holder of shard 0" in line for line in lines)
+    assert lines[-1].split()[0] == "first_step"  # nothing was transferred, and that holds nothing up
+
+
+def test_silence_is_broken(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    log.emit("detect", "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="exception")
+    log.emit("barrier", "begin", generation=0, rank=0)
+    told(narrator, log)
+    assert list(narrator.tick(4.0)) == []
+    assert list(narrator.tick(6.0)) == ["  barrier: 1 of 2 ranks are here; waiting for the others"]
+    assert list(narrator.tick(7.0)) == []
+
+
+def test_the_terminal_shows_each_line_once_and_in_order(tmp_path: Path, log: EventLog) -> None:
+    shown: list[str] = []
+    with Terminal(shown.append, tmp_path, 0) as terminal:
+        terminal.say("hello")
+        terminal.say("hello")
+        begin(log)
+        incident(log)
+        terminal.say(detected_line("1", CAUSE))
+        recovery(log)
+        terminal.say(recovered(log))
+        terminal.say("bye")
+    assert shown[:3] == ["hello", "hello", detected_line("1", CAUSE)]
+    assert shown[-2:] == [recovered_line("1", 1.25, "process", 0), "bye"]
+    assert len(shown) == len({*shown}) + 1  # but for the greeting
+
+
+def test_the_last_line_waits_for_the_ranks_but_not_for_ever(tmp_path: Path, log: EventLog) -> None:
+    shown: list[str] = []
+    began_s = time.monotonic()
+    with Terminal(shown.append, tmp_path, 0) as terminal:
+        begin(log)
+        incident(log)
+        ranks_end(log, 1, "init")
+        terminal.say(detected_line("1", CAUSE))
+        terminal.say(recovered(log))
+    assert shown[-1] == recovered_line("1", 1.25, "process", 0)
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_without_a_readable_log_the_agents_lines_are_shown(tmp_path: Path) -> None:
+    (tmp_path / EVENTS_FILE).mkdir()
+    shown: list[str] = []
+    with Terminal(shown.append, tmp_path, 0) as terminal:
+        terminal.say(detected_line("1", CAUSE))
+        terminal.say("bye")
+    assert shown == [detected_line("1", CAUSE), "bye"]
+
+
+def test_a_tail_reads_every_line_once(log: EventLog) -> None:
+    assert log.path is not None
+    tail = EventTail(log.path)
+    assert tail.read() == []
+    begin(log)
+    assert [event.stage for event in tail.read()] == ["job"]
+    with log.path.open("a") as file:
+        file.write('{"torn": ')
+    assert tail.read() == []
+    assert tail.is_behind()
+    with log.path.open("a") as file:
+        file.write("1}\n")
+    assert tail.read() == []  # it was no event
+    begin(log)
+    assert len(tail.read()) == 1
+    assert EventTail(log.path, from_end=True).read() == []
+
+
+def test_a_tail_takes_portions_and_survives_a_long_line(log: EventLog) -> None:
+    assert log.path is not None
+    log.emit("note", "point", generation=0, text="x" * 5000)
+    for _ in range(10):
+        begin(log)
+    tail = EventTail(log.path)
+    events = [event for _ in range(20) for event in tail.read(1000)]
+    assert [event.stage for event in events] == ["job"] * 10
+    log.path.write_text("")
+    begin(log)
+    assert len(tail.read()) == 1  # truncated: from its start
+
+
+def test_a_traceback_is_kept_and_a_full_disk_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RUN_DIR_ENV, raising=False)
+    keep_traceback(0, 1, "nowhere")
+    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
+    keep_traceback(3, 1, "Traceback: \udc80")
+    assert traceback_path(tmp_path, 3, 1).read_text() == "Traceback: \\udc80"
+    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path / "missing"))
+    keep_traceback(3, 1, "nowhere")
