@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from checkpointless.callbacks.incident_metrics import log_incident
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
 
@@ -111,10 +112,20 @@ class CheckpointlessCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """An optimizer step is over."""
+        """An optimizer step is over; the first one after an incident has the loggers told of it."""
+        wrapper = self.get_wrapper_from_trainer(trainer)
+        if wrapper is None:
+            return
+        wrapper.end_step()
+        if wrapper.incident is not None and wrapper.step_upon_restart == 1:
+            log_incident(trainer, wrapper, wrapper.making_step)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """No step is left to make: the report tells training from what comes after it."""
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None:
-            wrapper.end_step()
+            wrapper.end_training(trainer.global_step)
 
     @override
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:

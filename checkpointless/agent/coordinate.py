@@ -12,6 +12,7 @@ from checkpointless.agent.coordinator import FAILED, Coordinator, Limits
 from checkpointless.agent.incidents import signal_name
 from checkpointless.agent.port import CoordinatorPort
 from checkpointless.agent.rendezvous import resolve
+from checkpointless.agent.status import Watch
 from checkpointless.telemetry.events import EventLog
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,12 @@ def host(
 
 
 def coordinate(
-    meeting: Meeting, limits: Limits, events: EventLog, say: Callable[[str], None], signals: list[int]
+    meeting: Meeting,
+    limits: Limits,
+    events: EventLog,
+    say: Callable[[str], None],
+    signals: list[int],
+    watch: Watch | None = None,
 ) -> int:
     """Coordinate a job from this process until it is over.
 
@@ -81,6 +87,7 @@ def coordinate(
         events: the job's event log.
         say: takes lines for the terminal.
         signals: the signals that this process got; a handler appends to it. The first ends the job.
+        watch: looks at the job in every turn.
 
     Returns:
         0 if every rank ended well, else 1.
@@ -101,6 +108,8 @@ def coordinate(
                 coordinator.end(FAILED, f"stopped by {signal_name(signals.pop(0))}")
             door.tick(now_s)
             coordinator.tick(now_s)
+            if watch is not None:
+                watch.look_from_outside(coordinator, now_s)
             if coordinator.outcome is not None and until_s == float("inf"):
                 until_s = now_s + FAREWELL_S
         for line in coordinator.outcome.last_words:

@@ -1,7 +1,8 @@
 """Health, status and metrics over HTTP: ``/healthz``, ``/status`` and ``/metrics``, to be read and nothing else.
 
-One daemon thread serves them from the agent's snapshot. It never waits for a client and never makes the loop wait:
-who is slow loses the connection, and a flood is taken at a fixed pace.
+One daemon thread serves them from the snapshot of the agent, or of a coordinator in a process of its own. It never
+waits for a client and never makes the loop wait: who is slow loses the connection, and a flood is taken at a fixed
+pace.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 
-from checkpointless.agent.status import Recoveries, Snapshot, Watch
+from checkpointless.agent.durations import Durations
+from checkpointless.agent.status import Snapshot, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,12 @@ class Pages:
             page = Page(HTTPStatus.NOT_IMPLEMENTED, _TEXT, f"{self.lacks}\n".encode())
             self._pages["/metrics"] = lambda _: page
         else:
-            self._pages["/metrics"] = lambda now: Page(HTTPStatus.OK, metrics.CONTENT_TYPE, metrics.render(now))
+
+            def rendered(now: Snapshot) -> Page:
+                measured = watch.measuring.ask() if watch.measuring is not None else None
+                return Page(HTTPStatus.OK, metrics.CONTENT_TYPE, metrics.render(now, measured))
+
+            self._pages["/metrics"] = rendered
 
     def at(self, path: str) -> Page | None:
         """The page of exactly this path; None if there is none."""
@@ -221,6 +228,8 @@ class HttpStatus:
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
+        if self.watch.measuring is not None:
+            self.watch.measuring.close()
 
     def _serve(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         accept = functools.partial(self._accept, listener, selector)
@@ -302,6 +311,6 @@ def _status(snapshot: Snapshot) -> Page:
 
 
 def _plain(value: object) -> dict[str, object]:
-    if isinstance(value, Recoveries):
+    if isinstance(value, Durations):
         return {"count": value.counts[-1], "seconds": round(value.seconds, 3)}
     return {key: item for key, item in vars(value).items() if key != "looked_at_s"}  # a clock of this machine's own

@@ -131,8 +131,7 @@ class LaunchConfig:
                 raise ValueError(f"{name} must be a positive number of seconds, not {limit_s}")
         if self.max_incidents is not None and self.max_incidents < 0:
             raise ValueError(f"max_incidents must be 0 or more, not {self.max_incidents}")
-        if self.http_port is not None and not 0 <= self.http_port < 65536:
-            raise ValueError(f"the HTTP port must be from 0 to 65535, not {self.http_port}")
+        _check_http_port(self.http_port)
         if self.module:
             if not _module_exists(self.script):
                 raise ValueError(f"there is no module {self.script!r}")
@@ -154,7 +153,7 @@ class CoordinatorConfig:
         run_dir: where the job's events go (None: nowhere).
 
     Raises:
-        ValueError: the endpoint or the token is none.
+        ValueError: the endpoint, the token or the port is none.
     """
 
     nnodes: int
@@ -167,8 +166,11 @@ class CoordinatorConfig:
     max_incidents: int | None = None
     node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    http_port: int | None = None
+    http_host: str = DEFAULT_HTTP_HOST
 
     def __post_init__(self) -> None:
+        _check_http_port(self.http_port)
         _check_token(self.token)
         _endpoint(self.rdzv_endpoint)
 
@@ -184,21 +186,30 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
 
     Raises:
         OSError: the endpoint cannot be listened on, or the run directory not be made.
+        ValueError: HTTP cannot be served where it is to be.
     """
     from checkpointless.agent.coordinate import Meeting, coordinate
+    from checkpointless.agent.status import OUTSIDE, Watch
 
     if config.run_dir is not None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
     address, port = _endpoint(config.rdzv_endpoint)
+    events_path = config.run_dir / EVENTS_FILE if config.run_dir is not None else None
+    meeting = Meeting(config.nnodes, config.nproc_per_node, address, port, config.token, config.node_timeout_s)
     signals: list[int] = []
-    with _handling(signals.append):
-        return coordinate(
-            Meeting(config.nnodes, config.nproc_per_node, address, port, config.token, config.node_timeout_s),
-            _limits(config),
-            EventLog(config.run_dir / EVENTS_FILE if config.run_dir is not None else None, node=-1),
-            say,
-            signals,
-        )
+    if config.http_port is None:
+        with _handling(signals.append):
+            return coordinate(meeting, _limits(config), EventLog(events_path, node=OUTSIDE), say, signals)
+    from checkpointless.agent.http_status import HttpStatus
+
+    watch = Watch(OUTSIDE)
+    http = HttpStatus(config.http_host, config.http_port, watch)
+    with _handling(signals.append), http:
+        try:
+            http.open(say)
+        except OSError as error:
+            raise ValueError(str(error)) from error  # the endpoint has nothing to do with it
+        return coordinate(meeting, _limits(config), watch.log(events_path), say, signals, watch)
 
 
 def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
@@ -382,6 +393,11 @@ def _endpoint(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"the rendezvous endpoint must be HOST[:PORT], not {text!r}")
     return host.strip("[]"), int(port)
+
+
+def _check_http_port(port: int | None) -> None:
+    if port is not None and not 0 <= port < 65536:
+        raise ValueError(f"the HTTP port must be from 0 to 65535, not {port}")
 
 
 def _check_token(token: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from checkpointless.agent.status import BUCKETS_S, JobStatus, Snapshot
+from checkpointless.agent.durations import Durations
+from checkpointless.agent.measured import Measured
+from checkpointless.agent.status import OUTSIDE, JobStatus, Snapshot
 from checkpointless.agent.workers import WorkerState
 
 __all__ = ["CONTENT_TYPE", "render"]
@@ -19,18 +21,24 @@ _CAUSES = ("SIGKILL", "exception", "exit", "hang", "node", "replace")  # from th
 _NODE_STATES = ("absent", "joined", "loading")
 
 
-def render(snapshot: Snapshot) -> bytes:
-    """The metrics, in the format that :data:`CONTENT_TYPE` names."""
+def render(snapshot: Snapshot, measured: Measured | None = None) -> bytes:
+    """The metrics, in the format that :data:`CONTENT_TYPE` names.
+
+    Args:
+        snapshot: of a node's agent, or of a coordinator in a process of its own, which tells of the job alone.
+        measured: by the ranks of the node.
+    """
     registry = CollectorRegistry()
-    registry.register(_Families(snapshot))
+    registry.register(_Families(snapshot, measured))
     return generate_latest(registry)
 
 
 class _Families(Collector):
     """The families of one snapshot; what is not known yet has no sample."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, measured: Measured | None) -> None:
         self._snapshot = snapshot
+        self._measured = measured
 
     def collect(self) -> Iterator[Metric]:
         """Every family that this node can tell of."""
@@ -38,22 +46,49 @@ class _Families(Collector):
         yield _gauge("generation", "How often all ranks have begun together, less one.", now.generation)
         yield _gauge("high_water_step", "Newest committed optimizer step that this node knows of.", now.high_water)
         yield _gauge("incident_in_progress", "1 while ranks are brought together again.", now.incident is not None)
-        yield _by_state("ranks", "Ranks of this node.", (rank.state for rank in now.ranks), _RANK_STATES)
-        yield _by_rank(
-            "committed_step",
-            "Last optimizer step that a rank of this node has applied.",
-            ((rank.rank, rank.committed) for rank in now.ranks),
-        )
-        yield _by_rank(
-            "beat_age_seconds",
-            "Seconds since a rank of this node showed progress.",
-            ((rank.rank, rank.beat_age_s) for rank in now.ranks),
-        )
-        yield CounterMetricFamily(
-            "checkpointless_respawns", "Processes started on this node in place of dead ones.", now.respawns
-        )
+        if now.node != OUTSIDE:
+            yield from _of_node(now)
+        if self._measured is not None:
+            yield from _of_ranks(self._measured)
         if now.job is not None:
             yield from _of_job(now.job)
+
+
+def _of_node(now: Snapshot) -> Iterator[Metric]:
+    yield _by_state("ranks", "Ranks of this node.", (rank.state for rank in now.ranks), _RANK_STATES)
+    yield _by_rank(
+        "committed_step",
+        "Last optimizer step that a rank of this node has applied.",
+        ((rank.rank, rank.committed) for rank in now.ranks),
+    )
+    yield _by_rank(
+        "beat_age_seconds",
+        "Seconds since a rank of this node showed progress.",
+        ((rank.rank, rank.beat_age_s) for rank in now.ranks),
+    )
+    yield CounterMetricFamily(
+        "checkpointless_respawns", "Processes started on this node in place of dead ones.", now.respawns
+    )
+
+
+def _of_ranks(measured: Measured) -> Iterator[Metric]:
+    yield _histogram(
+        "stage_seconds",
+        "Of each incident, how long a stage took the rank of this node that took longest.",
+        "stage",
+        measured.stages,
+    )
+    yield CounterMetricFamily(
+        "checkpointless_transfer_bytes",
+        "Bytes that ranks of this node received from living replicas.",
+        measured.transfer_bytes,
+    )
+    faults = CounterMetricFamily(
+        "checkpointless_faults_injected", "Faults caused on purpose in ranks of this node.", labels=["kind"]
+    )
+    for kind, count in measured.faults.items():
+        faults.add_metric([kind], count)
+    yield faults
 
 
 def _of_job(job: JobStatus) -> Iterator[Metric]:
@@ -63,12 +98,9 @@ def _of_job(job: JobStatus) -> Iterator[Metric]:
     for cause, count in {**dict.fromkeys(_CAUSES, 0), **job.causes}.items():
         incidents.add_metric([cause], count)
     yield incidents
-    bounds = (*(str(bound_s) for bound_s in BUCKETS_S), "+Inf")
-    yield HistogramMetricFamily(
-        "checkpointless_recovery_seconds",
-        "From a fault until the lost step was made.",
-        buckets=list(zip(bounds, job.recoveries.counts)),
-        sum_value=job.recoveries.seconds,
+    yield _histogram("recovery_seconds", "From a fault until the lost step was made.", "rung", job.rungs)
+    yield CounterMetricFamily(
+        "checkpointless_steps_lost", "Committed steps that storage did not bring back.", job.steps_lost
     )
     yield _by_state("job_nodes", "Nodes of the job.", (node.state for node in job.nodes), _NODE_STATES)
     yield _by_state("job_ranks", "Ranks of the job.", (rank.state for rank in job.ranks), _RANK_STATES)
@@ -82,6 +114,14 @@ def _gauge(name: str, what: str, value: float | None) -> Metric:
     family = GaugeMetricFamily(f"checkpointless_{name}", what)
     if value is not None:
         family.add_metric([], value)
+    return family
+
+
+def _histogram(name: str, what: str, label: str, values: Mapping[str, Durations]) -> Metric:
+    family = HistogramMetricFamily(f"checkpointless_{name}", what, labels=[label])
+    for value, durations in values.items():
+        bounds = (*(str(bound_s) for bound_s in durations.bounds_s), "+Inf")
+        family.add_metric([value], list(zip(bounds, durations.counts)), durations.seconds)
     return family
 
 

@@ -41,6 +41,7 @@ from checkpointless.agent.node_protocol import (
     Trouble,
 )
 from checkpointless.agent.protocol import (
+    FAULT_AT_ENV,
     Answer,
     Barrier,
     Done,
@@ -143,6 +144,7 @@ class NodeAgent:
         self._events = events
         self._say = say
         self._incident: str | None = None
+        self._fault_at: tuple[str, float] = ("", 0.0)  # the incident, and when this node was told of it
         self._run_id = ""
         self._store: GenerationStore | None = None
         self._discarding = False
@@ -334,6 +336,7 @@ class NodeAgent:
     def _interrupt(self, interrupt: Interrupt) -> None:
         now_s = time.monotonic()
         self._incident = interrupt.incident
+        self._fault_at = (interrupt.incident, now_s)
         if self._store is not None and self._store.generation <= interrupt.generation:
             self._close_store()
         culprit = interrupt.culprit if interrupt.culprit >= 0 else None
@@ -448,6 +451,9 @@ class NodeAgent:
         ours, theirs = socket.socketpair()
         log = os.open(worker.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         env = {**self._rank_env, **spawn.env, "CHECKPOINTLESS_INCARNATION": str(worker.incarnation)}
+        if spawn.incident:
+            told_of, at_s = self._fault_at
+            env[FAULT_AT_ENV] = str(at_s if told_of == spawn.incident else time.monotonic())
         order = Order(worker.rank, worker.incarnation, env)
         if worker.incarnation > 0:
             self._emit("respawn", "begin", rank=worker.rank, incarnation=worker.incarnation)

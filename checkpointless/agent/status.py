@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointless.agent.board import NO_STEP
+from checkpointless.agent.durations import Durations
+from checkpointless.agent.measured import Measuring
 from checkpointless.agent.workers import WorkerState
 from checkpointless.telemetry.events import Edge, EventLog
+from checkpointless.telemetry.incidents import Rung
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,10 +25,13 @@ if TYPE_CHECKING:
     from checkpointless.agent.node import NodeAgent
     from checkpointless.agent.roster import Node
 
-BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+RECOVERY_BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+OUTSIDE = -1  # in place of its number: the coordinator in a process of its own is no node
 STALE_S = 5.0  # a loop that has not turned for so long does not turn
 _EVERY_S = 0.25
 _SHARE = 50  # looking takes less than a fiftieth of the loop's time, however many ranks there are
+_RUNGS = tuple(rung.label for rung in Rung)
+_NO_RECOVERIES = Durations.none(RECOVERY_BUCKETS_S)
 _BEATING = (WorkerState.RUNNING, WorkerState.LEAVING)
 
 
@@ -73,33 +79,17 @@ class JobRank:
 
 
 @dataclass(frozen=True)
-class Recoveries:
-    """How long recoveries took: from the fault until the lost step was made.
-
-    Attributes:
-        seconds: of all together.
-        counts: how many took no longer than each of :data:`BUCKETS_S`, and the number of all at the end.
-    """
-
-    seconds: float = 0.0
-    counts: tuple[int, ...] = (0,) * (len(BUCKETS_S) + 1)
-
-    def and_one_of(self, seconds: float) -> Recoveries:
-        """These and one more."""
-        more = (*(int(seconds <= bound_s) for bound_s in BUCKETS_S), 1)
-        return Recoveries(self.seconds + seconds, tuple(map(sum, zip(self.counts, more))))
-
-
-@dataclass(frozen=True)
 class JobStatus:
-    """The whole job, which only the coordinator's node knows.
+    """The whole job, which only the coordinator knows.
 
     Attributes:
         spares: nodes that wait to take a lost one's place.
         incidents: how many there were, with the one in progress.
         cause: how the cause of the one in progress came about: ``exception``, ``hang``, ``SIGKILL``...
         causes: how many the ranks have met again after, by how their cause came about.
-        recoveries: those after which the lost step was made.
+        recoveries: those after which the lost step was made: how long from the fault until then.
+        rungs: the same, by how far up they went (the labels of :class:`~checkpointless.telemetry.incidents.Rung`).
+        steps_lost: committed steps that storage did not bring back.
     """
 
     nodes: tuple[JobNode, ...]
@@ -108,7 +98,9 @@ class JobStatus:
     incidents: int
     cause: str | None
     causes: Mapping[str, int]
-    recoveries: Recoveries
+    recoveries: Durations
+    rungs: Mapping[str, Durations]
+    steps_lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ class Snapshot:
     """One look at this node's part of the job.
 
     Attributes:
-        node: its number.
+        node: its number; :data:`OUTSIDE` if this is the coordinator, in a process of its own.
         at_s: when, in seconds since the epoch.
         looked_at_s: likewise, on the monotonic clock; None: the agent has not joined the job.
         generation: the one that began last (None: none yet).
@@ -124,7 +116,7 @@ class Snapshot:
         incident: the one that ranks are being brought together for.
         respawns: processes that were started to take a dead one's place.
         exit_code: how the job ended, if it has.
-        job: None on nodes other than the coordinator's.
+        job: None where the coordinator is not.
     """
 
     node: int
@@ -150,7 +142,7 @@ class Snapshot:
             return False, f"the job is over with exit code {self.exit_code}"
         age_s = now_s - self.looked_at_s
         if age_s > STALE_S:
-            return False, f"the agent's loop has not turned for {age_s:.1f} s"
+            return False, f"the loop has not turned for {age_s:.1f} s"
         if self.incident is not None:
             return True, f"ok, recovering from incident {self.incident}"
         return True, "ok" if self.generation is not None else "ok, waiting for all ranks"
@@ -158,21 +150,25 @@ class Snapshot:
 
 @dataclass
 class Tally:
-    """Counts what the agent of this node writes into the event log.
+    """Counts what the agent of this node, or the coordinator, writes into the event log.
 
     Attributes:
         incidents: how many were seen.
         open: how the cause of each came about whose ranks have not met again.
         causes: how many there were of each kind of the others.
         recoveries: as in :class:`JobStatus`.
+        rungs: likewise.
         respawns: as in :class:`Snapshot`.
+        steps_lost: as in :class:`JobStatus`.
     """
 
     incidents: int = 0
     open: dict[str, str] = field(default_factory=dict)
     causes: Counter[str] = field(default_factory=Counter)
-    recoveries: Recoveries = Recoveries()
+    recoveries: Durations = _NO_RECOVERIES
+    rungs: dict[str, Durations] = field(default_factory=lambda: dict.fromkeys(_RUNGS, _NO_RECOVERIES))
     respawns: int = 0
+    steps_lost: int = 0
 
     def event(self, stage: str, edge: str, incident: str | None, fields: Mapping[str, Any]) -> None:
         """Take note of an event; of several ``detect`` of an incident the last knows best how it came about."""
@@ -184,27 +180,40 @@ class Tally:
         elif stage == "go" and incident in self.open:
             self.causes[self.open.pop(incident)] += 1
         elif stage == "recovered":
-            self.recoveries = self.recoveries.and_one_of(float(fields["seconds"]))
+            seconds = float(fields["seconds"])
+            rung = str(fields["rung"])
+            self.recoveries = self.recoveries.and_one_of(seconds)
+            self.steps_lost += int(fields["steps_lost"])
+            self.rungs[rung] = self.rungs[rung].and_one_of(seconds)
 
 
 class Watch:
     """Keeps the snapshot of a loop.
 
     Args:
-        node: index of this node.
+        node: index of this node, or :data:`OUTSIDE`.
 
     Attributes:
         snapshot: the newest; replaced, never changed.
+        measuring: reads what the ranks of this node measured; None before :meth:`log`, and outside of nodes.
     """
 
     def __init__(self, node: int) -> None:
         self.snapshot = Snapshot(node)
+        self.measuring: Measuring | None = None
         self._tally = Tally()
-        self._again_at_s = 0.0
+        self._began_s = self._again_at_s = 0.0
 
-    def log(self, path: Path) -> EventLog:
-        """The event log of this node's agent, of which note is taken here."""
-        return _WatchedLog(path, self.snapshot.node, self._tally)
+    def log(self, path: Path | None) -> EventLog:
+        """The event log of this node's agent, or the coordinator's, of which note is taken here.
+
+        Args:
+            path: None drops what is written, after note was taken.
+        """
+        node = self.snapshot.node
+        if node != OUTSIDE and path is not None:
+            self.measuring = Measuring(path, node, self._own_ranks)
+        return _WatchedLog(path, node, self._tally)
 
     def look(self, agent: NodeAgent, coordinator: Coordinator | None, now_s: float) -> None:
         """Replace the snapshot if it is time to.
@@ -213,9 +222,8 @@ class Watch:
             coordinator: None on nodes other than its own.
             now_s: on the monotonic clock.
         """
-        if now_s < self._again_at_s:
+        if not self._is_due(now_s):
             return
-        began_s = time.perf_counter()
         ranks = tuple(_ranks(agent, now_s))
         committed = max((rank.committed for rank in ranks if rank.committed is not None), default=None)
         self.snapshot = Snapshot(
@@ -230,7 +238,35 @@ class Watch:
             ranks=ranks,
             job=None if coordinator is None else self._job(coordinator),
         )
-        self._again_at_s = now_s + max(_EVERY_S, _SHARE * (time.perf_counter() - began_s))
+        self._looked(now_s)
+
+    def look_from_outside(self, coordinator: Coordinator, now_s: float) -> None:
+        """Likewise, of a coordinator in a process of its own."""
+        if not self._is_due(now_s):
+            return
+        job = self._job(coordinator)
+        self.snapshot = Snapshot(
+            node=OUTSIDE,
+            at_s=round(time.time(), 3),
+            looked_at_s=now_s,
+            generation=_known(coordinator.generation),
+            high_water=_known(coordinator.high_water),
+            incident=next(reversed(self._tally.open), None),
+            exit_code=None if coordinator.outcome is None else coordinator.outcome.code,
+            job=job,
+        )
+        self._looked(now_s)
+
+    def _is_due(self, now_s: float) -> bool:
+        self._began_s = time.perf_counter()
+        return now_s >= self._again_at_s
+
+    def _looked(self, now_s: float) -> None:
+        self._again_at_s = now_s + max(_EVERY_S, _SHARE * (time.perf_counter() - self._began_s))
+
+    def _own_ranks(self) -> tuple[frozenset[int], bool]:
+        now = self.snapshot
+        return frozenset(rank.rank for rank in now.ranks), now.exit_code is not None
 
     def _job(self, coordinator: Coordinator) -> JobStatus:
         return JobStatus(
@@ -244,13 +280,15 @@ class Watch:
             cause=next(reversed(self._tally.open.values()), None),
             causes=dict(self._tally.causes),
             recoveries=self._tally.recoveries,
+            rungs=dict(self._tally.rungs),
+            steps_lost=self._tally.steps_lost,
         )
 
 
 class _WatchedLog(EventLog):
     """An event log that counts what it is given."""
 
-    def __init__(self, path: Path, node: int, tally: Tally) -> None:
+    def __init__(self, path: Path | None, node: int, tally: Tally) -> None:
         super().__init__(path, node=node)
         self._tally = tally
 

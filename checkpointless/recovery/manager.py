@@ -89,6 +89,7 @@ class CheckpointManager:
         checksum_manager: digests of tensors.
         parameter_update_lock: the lock of the running block.
         refusal: why the last recovery from memory was refused ("" if it was not).
+        bytes_received: bytes of tensors that this rank was sent in the last recovery.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class CheckpointManager:
         self.rng_states: dict[int, RngStates] = {}
         self._rng_replicas = RngReplicas(rng_replication_jump)
         self.refusal = ""
+        self.bytes_received = 0
         self._fallback_lock = ParameterUpdateLock()
         self._held: HeldState | None = None
         self._attached: LiveState | None = None
@@ -331,6 +333,7 @@ class CheckpointManager:
             self._rng_to_restore = None
 
     def _decide(self, live: LiveState) -> Decision:
+        self.bytes_received = 0
         call = active_call_wrapper()
         high_water = call.high_water if call is not None else -1
         with span("decide") as fields:
@@ -372,6 +375,7 @@ class CheckpointManager:
                 report = self._take_back(live, held)
             else:
                 raise RuntimeError(f"rank {rank} was decided to be healthy but holds no state")
+            self.bytes_received += report.bytes
             fields.update(asdict(report))
         with span("verify", refilled=bool(sources)) as fields:
             live.load_objects(objects)

@@ -194,6 +194,7 @@ class PEFTCheckpointManager(CheckpointManager):
             else:
                 self._serve_base(decision, lacking, rank)
                 report = self._take_base_back(live)
+            self.bytes_received += report.bytes
             fields.update(asdict(report))
 
     def _ranks_without_base(self, decision: Decision) -> set[int]:

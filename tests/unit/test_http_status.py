@@ -1,6 +1,7 @@
 """Health, status and metrics: what is said of a snapshot, and how the server takes what it is sent."""
 
 import json
+import re
 import socket
 import sys
 import threading
@@ -17,20 +18,25 @@ from hypothesis import strategies as st
 
 from checkpointless import agent
 from checkpointless.agent import http_status
+from checkpointless.agent.durations import Durations
 from checkpointless.agent.http_status import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpStatus, Pages, answer
+from checkpointless.agent.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
 from checkpointless.agent.node_protocol import End
 from checkpointless.agent.status import (
+    OUTSIDE,
+    RECOVERY_BUCKETS_S,
     STALE_S,
     JobNode,
     JobRank,
     JobStatus,
     RankStatus,
-    Recoveries,
     Snapshot,
     Tally,
     Watch,
 )
 
+NONE = Durations.none(RECOVERY_BUCKETS_S)
+RUNGS = {"in-process": NONE.and_one_of(0.75), "process": NONE.and_one_of(40.0), "node": NONE, "job": NONE}
 JOB = JobStatus(
     nodes=(JobNode(0, "joined", ""), JobNode(1, "absent", "it closed the connection")),
     ranks=(JobRank(0, 0, "leaving", 1), JobRank(1, 1, "gone", 0)),
@@ -38,7 +44,9 @@ JOB = JobStatus(
     incidents=4,
     cause="node",
     causes={"SIGKILL": 2, "SIGSEGV": 1},
-    recoveries=Recoveries().and_one_of(0.75).and_one_of(40.0),
+    recoveries=NONE.and_one_of(0.75).and_one_of(40.0),
+    rungs=RUNGS,
+    steps_lost=3,
 )
 SNAPSHOT = Snapshot(
     node=0,
@@ -72,7 +80,7 @@ def get(pages: Pages, path: str) -> tuple[int, str]:
         (Snapshot(0), 1.0, False, "the agent has not joined the job yet"),
         (Snapshot(0, looked_at_s=1.0), 1.0, True, "ok, waiting for all ranks"),
         (Snapshot(0, looked_at_s=1.0, generation=0), 1.0 + STALE_S, True, "ok"),
-        (Snapshot(0, looked_at_s=1.0, generation=0), 8.25, False, "the agent's loop has not turned for 7.2 s"),
+        (Snapshot(0, looked_at_s=1.0, generation=0), 8.25, False, "the loop has not turned for 7.2 s"),
         (SNAPSHOT, 100.0, True, "ok, recovering from incident 4"),
         (Snapshot(0, looked_at_s=1.0, generation=0, exit_code=1), 1.0, False, "the job is over with exit code 1"),
     ],
@@ -110,6 +118,8 @@ def test_the_status_is_the_snapshot() -> None:
     assert found["job"]["incidents"] == 4
     assert found["job"]["nodes"][1] == {"node": 1, "state": "absent", "why": "it closed the connection"}
     assert found["job"]["recoveries"] == {"count": 2, "seconds": 40.75}
+    assert found["job"]["rungs"]["process"] == {"count": 1, "seconds": 40.0}
+    assert found["job"]["steps_lost"] == 3
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -137,9 +147,19 @@ def test_the_metrics_are_those_of_the_snapshot() -> None:
     causes = {label: value for (name, label), value in found.items() if name == "incidents_total"}
     zeros = dict.fromkeys(("exception", "exit", "hang", "node", "replace"), 0)
     assert causes == {"SIGKILL": 2, "SIGSEGV": 1, **zeros}
-    buckets = [value for (name, _), value in found.items() if name == "recovery_seconds_bucket"]
-    assert buckets == [0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]
-    assert (found["recovery_seconds_count", ""], found["recovery_seconds_sum", ""]) == (2, 40.75)
+    counts = {rung: found["recovery_seconds_count", rung] for rung in RUNGS}
+    assert counts == {"in-process": 1, "process": 1, "node": 0, "job": 0}
+    assert found["recovery_seconds_sum", "process"] == 40
+    buckets = re.findall(r'recovery_seconds_bucket{le="([^"]+)",rung="process"} (\S+)', body)
+    assert buckets == [
+        ("0.5", "0.0"),
+        ("1.0", "0.0"),
+        ("2.0", "0.0"),
+        ("5.0", "0.0"),
+        ("10.0", "0.0"),
+        ("30.0", "0.0"),
+    ] + [(bound, "1.0") for bound in ("60.0", "120.0", "300.0", "600.0", "+Inf")]
+    assert found["steps_lost_total", ""] == 3
     assert found["job_nodes", "absent"] == found["job_nodes", "joined"] == found["job_spares", ""] == 1
     assert found["job_ranks", "gone"] == 1
 
@@ -149,6 +169,32 @@ def test_what_is_not_known_has_no_sample() -> None:
     names = {name for name, _ in found}
     assert names == {"incident_in_progress", "ranks", "respawns_total"}
     assert json.loads(get(pages_of(Snapshot(1)), "/status")[1])["job"] is None
+
+
+def test_what_ranks_measured_has_every_stage_and_kind_from_the_start() -> None:
+    metrics = pytest.importorskip("checkpointless.agent.metrics")
+    stages = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
+    stages["abort"] = stages["abort"].and_one_of(0.25)
+    found = samples(metrics.render(SNAPSHOT, Measured(stages, 4096, {"sigkill": 0, "hang": 2})).decode())
+    assert {label for name, label in found if name == "stage_seconds_count"} == set(MEASURED_STAGES)
+    assert (found["stage_seconds_count", "abort"], found["stage_seconds_sum", "abort"]) == (1, 0.25)
+    assert found["stage_seconds_count", "verify"] == 0
+    assert found["transfer_bytes_total", ""] == 4096
+    assert (found["faults_injected_total", "sigkill"], found["faults_injected_total", "hang"]) == (0, 2)
+
+
+def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
+    watch = Watch(OUTSIDE)
+    watch.log(None).emit("detect", "point", generation=0, incident="1", how="hang")
+    job: dict[str, Any] = {"nodes": [], "ranks": [], "spares": []}
+    known = {"generation": 2, "high_water": 7, "outcome": None, **job}
+    watch.look_from_outside(cast(Any, SimpleNamespace(**known)), time.monotonic())
+    pages = Pages(watch)
+    assert get(pages, "/healthz") == (200, "ok, recovering from incident 1\n")
+    found = samples(get(pages, "/metrics")[1])
+    assert (found["generation", ""], found["high_water_step", ""]) == (2, 7)
+    assert found["job_nodes", "absent"] == found["incidents_total", "hang"] == 0
+    assert not {name for name, _ in found} & {"ranks", "respawns_total", "stage_seconds_count"}
 
 
 def test_without_the_library_everything_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +223,12 @@ def test_an_incident_is_counted_when_the_ranks_are_together_again_and_by_its_las
     assert (tally.incidents, tally.open, dict(tally.causes)) == (1, {"1": "SIGKILL"}, {})
     tally.event("respawn", "end", "1", {})
     tally.event("go", "point", "1", {})
-    tally.event("recovered", "point", "1", {"seconds": 0.07})
+    tally.event("recovered", "point", "1", {"seconds": 0.07, "rung": "process", "steps_lost": 2})
     tally.event("detect", "point", "2", {"how": "hang"})
     assert (tally.incidents, tally.open, dict(tally.causes)) == (2, {"2": "hang"}, {"SIGKILL": 1})
     assert (tally.respawns, tally.recoveries.counts[-1], tally.recoveries.seconds) == (1, 1, 0.07)
+    assert {rung: found.counts[-1] for rung, found in tally.rungs.items() if found.counts[-1]} == {"process": 1}
+    assert tally.steps_lost == 2
 
 
 def test_the_snapshot_is_replaced_a_few_times_per_second() -> None:
@@ -295,7 +343,7 @@ def test_a_request_may_come_byte_by_byte() -> None:
 def test_who_asks_and_does_not_listen_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_status, "REQUEST_TIMEOUT_S", 0.5)
     ranks = tuple(JobRank(rank, 0, "running", 0) for rank in range(200_000))
-    large = Snapshot(0, job=JobStatus((), ranks, 0, 0, None, {}, Recoveries()))
+    large = Snapshot(0, job=JobStatus((), ranks, 0, 0, None, {}, NONE, {}))
     watch, said = Watch(0), list[str]()
     watch.snapshot = large
     with HttpStatus("127.0.0.1", 0, watch) as http:

@@ -1,0 +1,67 @@
+"""What the trainer's own loggers are told of an incident, beside the loss that goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+
+if TYPE_CHECKING:
+    from checkpointless.inprocess import HPCallWrapper
+
+__all__ = ["PREFIX", "incident_metrics", "log_incident"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "checkpointless/"
+
+
+def incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, float]:
+    """What rank 0 knows of the incident that this generation came after, without asking any other.
+
+    Args:
+        call: the running wrapper.
+        step: the first optimizer step that was committed since.
+        now_s: on the monotonic clock.
+
+    Returns:
+        By name: ``incidents`` (of the job so far) and ``generation``; where they are known ``recovery_seconds``
+        from this node's notice of the fault until now, and ``steps_lost``, the committed steps that had to be made
+        again; ``bytes_received`` by this rank from living replicas.
+    """
+    found: dict[str, float] = {"generation": float(call.generation)}
+    if call.incident is not None and call.incident.isdecimal():  # agents number incidents through
+        found["incidents"] = float(call.incident)
+    if call.recovering_since_s is not None:
+        found["recovery_seconds"] = now_s - call.recovering_since_s
+    if call.high_water >= 0:
+        found["steps_lost"] = float(max(0, call.high_water - (step - 1)))
+    manager = call.checkpoint_manager
+    if manager is not None:
+        found["bytes_received"] = float(manager.bytes_received)
+    return {f"{PREFIX}{name}": value for name, value in found.items()}
+
+
+def log_incident(trainer: pl.Trainer, call: HPCallWrapper, step: int) -> None:
+    """Tell every logger of rank 0 of the incident, where the loss of ``step`` stands.
+
+    A logger that fails does not end the training for it: the warning has its traceback. Nothing is communicated and
+    no random number drawn.
+
+    Args:
+        trainer: in ``on_train_batch_end`` of that step.
+        call: the running wrapper, in a generation that came after an incident.
+        step: the first optimizer step of the generation.
+    """
+    if not trainer.is_global_zero:
+        return
+    metrics = incident_metrics(call, step, time.monotonic())
+    row = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning's own axis, of the loss and learning rate
+    for each in trainer.loggers:
+        try:
+            each.log_metrics(metrics, step=row)
+            each.save()
+        except Exception:
+            logger.warning("%s did not take the metrics of an incident", type(each).__name__, exc_info=True)
