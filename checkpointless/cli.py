@@ -22,6 +22,8 @@ from checkpointless.cli_chaos import (
     draw_into,
     judge_chaos,
 )
+from checkpointless.cli_report import EPILOG as REPORT_EPILOG
+from checkpointless.cli_report import add_report_options, report_command
 from checkpointless.cli_values import UsageError, count, modules, port, positive, seconds
 
 if TYPE_CHECKING:
@@ -193,9 +195,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("run_a", type=Path, metavar="RUN_A", help="run directory of a run with --record-steps")
     verify.add_argument("run_b", type=Path, metavar="RUN_B", help="another one")
 
-    report = add("report", _report, "show a run's incidents and how long each stage took")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
-    report.add_argument("--html", type=Path, metavar="FILE", help="also write it to a web page")
+    report = add("report", report_command, "show a run's incidents, and what its time was spent on", REPORT_EPILOG)
+    add_report_options(report)
 
     add("faults", _faults, "list the faults that can be caused on purpose")
     return parser
@@ -410,35 +411,6 @@ def _verify(options: argparse.Namespace) -> int:
     console().print(verdict_table(verdict, steps[0], steps[1], (str(options.run_a), str(options.run_b))))
     _out(verdict.sentence)
     return 0 if verdict.equal else 1
-
-
-def _report(options: argparse.Namespace) -> int:
-    from checkpointless.cli_tables import console, incident_table, stage_table
-    from checkpointless.faults.ledger import fired
-    from checkpointless.telemetry.events import EVENTS_FILE, read_events
-    from checkpointless.telemetry.incidents import goodput, summarize
-
-    _check_run_dir(options.run_dir)
-    if not (options.run_dir / EVENTS_FILE).is_file():
-        raise UsageError(f"{options.run_dir} has no {EVENTS_FILE}: it is not a run directory")
-    events = read_events(options.run_dir)
-    summaries = summarize(events)
-    page = console(record=options.html is not None)
-    page.print(f"{options.run_dir}: {len(summaries)} incident{'' if len(summaries) == 1 else 's'}")
-    for text, times in fired(options.run_dir).items():
-        page.print(f"caused on purpose, {times} x: {text}")
-    if summaries:
-        page.print(incident_table(summaries))
-        page.print(stage_table(summaries))
-    share = goodput(events, summaries)
-    if share is not None:
-        page.print(f"goodput: {share:.1%} of the run's time was in no incident")
-    if options.html is not None:
-        try:
-            page.save_html(str(options.html))
-        except OSError as error:
-            raise UsageError(f"cannot write {options.html}: {error.strerror}") from error
-    return 0
 
 
 def _faults(_options: argparse.Namespace) -> int:

@@ -2,63 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.table import Table
 
 from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
-from checkpointless.telemetry.events import STAGES
-from checkpointless.telemetry.incidents import IncidentSummary
+from checkpointless.telemetry import wording
+from checkpointless.telemetry.incidents import Outcome
+from checkpointless.telemetry.report import Report
+from checkpointless.telemetry.restart import Comparison
 from checkpointless.telemetry.verify import Quantity, Steps, Verdict
 
 #: Columns where the output is a pipe or a file, which has no width of its own.
 _FILE_WIDTH = 160
+_MOST_INCIDENTS = 30
+_MOST_COLUMNS = 5
+_LONGEST_CAUSE = 160
+_BAR_WIDTH = 20
+_STAGE_TITLE = "seconds of each stage, on the rank that took longest"
 
 
-def console(record: bool = False) -> Console:
-    """A console that shows text as it is.
-
-    Args:
-        record: keep what is shown, so that it can be saved.
-    """
-    plain = Console(record=record, markup=False, highlight=False, emoji=False)
+def console() -> Console:
+    """A console that shows text as it is."""
+    plain = Console(markup=False, highlight=False, emoji=False)
     if not plain.is_terminal:
         plain.width = _FILE_WIDTH
     return plain
 
 
-def incident_table(summaries: Sequence[IncidentSummary]) -> Table:
-    """What each incident was and how it ended."""
+def time_table(report: Report) -> Table:
+    """What the run's time was spent on, and what restarts from a checkpoint would have made of it."""
+    table = Table("time", "", "", title="what the time was spent on", title_justify="left")
+    spent = report.spent
+    if spent is None:
+        return table
+
+    def row(name: str, seconds: float | None, note: str = "") -> None:
+        of = None if seconds is None or spent.wall_s <= 0 else seconds / spent.wall_s
+        table.add_row(name, wording.duration(seconds), note or wording.share(of))
+
+    row("start-up", spent.startup_s)
+    row("training", spent.training_s)
+    row("recovery", spent.recovery_s)
+    if spent.repeated_s != 0:
+        row("steps made again", spent.repeated_s)
+    if spent.shutdown_s:
+        row("after the last step", spent.shutdown_s)
+    row("wall clock", spent.wall_s, "from the first event to the end")
+    table.add_section()
+    table.add_row("ETTR", wording.share(spent.ettr), "training / wall clock")
+    table.add_row("ETTR while training", wording.share(spent.ettr_while_training), "without start-up and shutdown")
+    return table
+
+
+def restart_table(comparison: Comparison) -> Table:
+    """What restarts from a checkpoint would have cost, with every figure that it rests on."""
+    table = Table("", "", "", title="had each fault been a restart from a checkpoint", title_justify="left")
+    for each in comparison.assumptions:
+        value = "per fault" if each.seconds is None else wording.duration(each.seconds)
+        table.add_row(each.name, value, f"{each.source.value}{each.why and ': '}{each.why} ({each.option})")
+    table.add_section()
+    count = wording.plural(len(comparison.restarts), "restart")
+    table.add_row("restarts", wording.duration(comparison.restart_s), f"{count}, estimated with the above")
+    factor = "" if comparison.factor is None else f"measured; restarts: {comparison.factor:.3g} times as much"
+    table.add_row("recovery", wording.duration(comparison.recovered_s), factor)
+    table.add_row("ETTR with restarts", wording.share(comparison.ettr), "the same training, the same faults")
+    if comparison.left_out:
+        table.add_row("left out", str(comparison.left_out), "incidents that ended the job, or have not ended")
+    return table
+
+
+def incident_table(report: Report) -> Table:
+    """What each incident was and how it ended; of many the newest."""
+    incidents = report.incidents
+    hidden = max(0, len(incidents) - _MOST_INCIDENTS)
+    title = "incidents" + (f" ({hidden} earlier ones are in --json and --html)" if hidden else "")
     table = Table(
-        "#", "gen.", "rank", "cause", "rung", "outcome", "after step", "filled from", "seconds", title="incidents"
+        "#", "fault", "cause", "rung", "ended", "lost", "filled from", "took", title=title, title_justify="left"
     )
-    for number, summary in enumerate(summaries, start=1):
-        sources = ", ".join(map(str, summary.sources))
+    for number, incident in list(enumerate(incidents, start=1))[hidden:]:
+        ended = incident.outcome.value
+        if incident.outcome is Outcome.RESUMED and incident.resumed_after is not None:
+            ended += f" after step {incident.resumed_after}"
+        lost, samples = incident.steps_lost, report.samples(incident.steps_lost)
         table.add_row(
             str(number),
-            str(summary.generation),
-            "" if summary.culprit is None else str(summary.culprit),
-            f"{summary.cause} ({summary.how})" if summary.how else summary.cause,
-            "; ".join((summary.rung.label, *summary.steps_up)),
-            summary.outcome.value + (f": {summary.reason}" if summary.reason else ""),
-            "" if summary.target is None else str(summary.target),
-            f"ranks {sources}: {summary.nbytes:,} B" if sources else "",
-            "" if summary.headline_s is None else f"{summary.headline_s:.3f}",
+            wording.printable(incident.kind, 24),
+            wording.printable(incident.cause or "unknown", _LONGEST_CAUSE),
+            "; ".join(
+                (incident.rung.label, *(wording.printable(why, _LONGEST_CAUSE) for why in incident.steps_up))
+            ),
+            ended + (f": {wording.printable(incident.reason, _LONGEST_CAUSE)}" if incident.reason else ""),
+            "?" if lost is None else f"{lost} steps" + (f", {samples:,} samples" if samples else ""),
+            f"{wording.ranks(incident.sources)}: {wording.size(incident.nbytes)}" if incident.sources else "",
+            "" if incident.headline_s is None else wording.duration(incident.headline_s),
         )
     return table
 
 
-def stage_table(summaries: Sequence[IncidentSummary]) -> Table:
-    """Seconds of each stage (rows) of each incident (columns)."""
-    table = Table("stage", title="seconds of each stage, on the rank that took longest")
-    for number in range(1, len(summaries) + 1):
-        table.add_column(f"#{number}", justify="right")
-    for stage in STAGES:
-        seconds = [summary.stages_s.get(stage) for summary in summaries]
-        if any(each is not None for each in seconds):
-            table.add_row(stage, *("" if each is None else f"{each:.3f}" for each in seconds))
+def stage_table(report: Report) -> Table:
+    """How long each stage took, over all incidents and, of a few, in each."""
+    single = report.incidents if len(report.incidents) <= _MOST_COLUMNS else ()
+    table = Table("stage", "share of the time", title=_STAGE_TITLE, title_justify="left")
+    for name in ("median", "longest", *(f"#{number}" for number in range(1, len(single) + 1))):
+        table.add_column(name, justify="right")
+    total_s = sum(stage.tile_s for stage in report.stages) or 1.0
+    for stage in report.stages:
+        of = stage.tile_s / total_s
+        table.add_row(
+            stage.stage,
+            f"{'█' * round(_BAR_WIDTH * of):<{_BAR_WIDTH}} {of:4.0%}",
+            f"{stage.median_s:.3f}",
+            f"{stage.longest_s:.3f}",
+            *(_in_seconds(incident.stages_s.get(stage.stage)) for incident in single),
+        )
     return table
+
+
+def _in_seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3f}"
 
 
 def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) -> Table:

@@ -107,6 +107,13 @@ class TrainerLiveState:
         self._tensors.settle()
 
 
+def samples_per_step(trainer: pl.Trainer) -> int | None:
+    """How many samples of the whole job an optimizer step takes; None if no Megatron sampler says so, or it varies."""
+    sampler = _sampler(trainer)
+    size = getattr(sampler, "global_batch_size", None)
+    return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None
+
+
 def _sampler(trainer: pl.Trainer) -> Any:
     sampler = getattr(trainer.strategy, "data_sampler", None)
     return sampler if hasattr(sampler, "init_consumed_samples") else None

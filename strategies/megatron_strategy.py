@@ -25,7 +25,7 @@ from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.guard import vote
 from checkpointless.strategies import cleanup
 from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
-from checkpointless.strategies.live_state import InMemoryCheckpoint, TrainerLiveState
+from checkpointless.strategies.live_state import InMemoryCheckpoint, TrainerLiveState, samples_per_step
 from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained_names
 from checkpointless.strategies.phases import PhasedIterator, announce_gradient_sync
 from checkpointless.strategies.progress import StepBoundary
@@ -229,7 +229,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._restored_without_adapters = True
         else:
             self._manager.attach(self.live_state(), self.trainer.global_step)
-        call.begin_data()
+        call.begin_data(samples_per_step(self.trainer))
 
     @override
     def process_dataloader(self, dataloader: DataLoader) -> DataLoader:

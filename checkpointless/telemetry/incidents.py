@@ -63,6 +63,11 @@ class IncidentSummary:
         respawned: the ranks that got a new process.
         rung: how far up the recovery went.
         steps_up: why it went higher than a block that is run again in the living process, rung by rung.
+        tiles_s: seconds of the incident by stage, without overlap: a stage lasts from the end of the one before
+            until its last rank has ended it. They add up to the headline where every rank writes its stages.
+        injected: the spec of the fault that was caused on purpose ("" if none was).
+        committed: the newest optimizer step that a rank had committed (0: none); None if no event says so.
+        resumed_after: the step after which training really went on; None if no event says so.
         outcome: how it ended.
         reason: why recovery was refused or broke off ("" if it was not).
     """
@@ -83,8 +88,24 @@ class IncidentSummary:
     respawned: tuple[int, ...] = ()
     rung: Rung = Rung.IN_PROCESS
     steps_up: tuple[str, ...] = ()
+    tiles_s: Mapping[str, float] = field(default_factory=dict)
+    injected: str = ""
+    committed: int | None = None
+    resumed_after: int | None = None
     outcome: Outcome = Outcome.FAILED
     reason: str = ""
+
+    @property
+    def steps_lost(self) -> int | None:
+        """How many committed steps had to be made again; None if that is not known, or nothing was resumed."""
+        if self.outcome is not Outcome.RESUMED or self.committed is None or self.resumed_after is None:
+            return None
+        return max(0, self.committed - self.resumed_after)
+
+    @property
+    def kind(self) -> str:
+        """What kind of fault it was: as the injected fault's spec says, else how it was noticed."""
+        return self.injected.partition("@")[0].partition(":")[0] or self.how.lower() or "unknown"
 
     @property
     def sentence(self) -> str:
@@ -104,66 +125,66 @@ def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
     Args:
         events: all events of the run, in any order.
     """
-    in_order = sorted(events, key=lambda event: event.ts)
-    ended_by = {e.generation: e.incident for e in in_order if e.stage == "detect" and e.incident is not None}
-    groups: dict[str, list[Event]] = defaultdict(list)
-    injected: list[Event] = []
-    job_end: Event | None = None
-    for event in in_order:
-        if event.stage == FAULT_INJECTED:
-            injected.append(event)
-        elif event.stage == JOB and event.edge == "end":
-            job_end = event
-        else:
+    log = _Log(events)
+    ended = [_generation(group) for group in log.groups.values()]
+    return [
+        _summary(incident, group, log, superseded=any(other > generation for other in ended))
+        for (incident, group), generation in zip(log.groups.items(), ended, strict=True)
+    ]
+
+
+def by_incident(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """The events of each incident, by time; the incidents in the order in which they began.
+
+    Args:
+        events: all events of the run, in any order.
+    """
+    return _Log(events).groups
+
+
+class _Log:
+    """The events of a run, sorted by what they say of incidents.
+
+    Attributes:
+        groups: the events of each incident, by time.
+        injected: the faults that were caused on purpose.
+        first_steps: the step with which training began, by generation.
+        job_end: the end of the job, if it has come.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        in_order = sorted(events, key=lambda event: event.ts)
+        ended_by = {e.generation: e.incident for e in in_order if e.stage == "detect" and e.incident is not None}
+        self.groups: dict[str, list[Event]] = defaultdict(list)
+        self.injected: list[Event] = []
+        self.first_steps: dict[int, int] = {}
+        self.job_end: Event | None = None
+        for event in in_order:
+            if event.stage == FAULT_INJECTED:
+                self.injected.append(event)
+                continue
+            if event.stage == JOB:
+                self.job_end = event if event.edge == "end" else self.job_end
+                continue
+            step = event.fields.get("step")
+            if event.stage == "first_step" and event.edge == "end" and isinstance(step, int):
+                self.first_steps[event.generation] = max(step, self.first_steps.get(event.generation, step))
             named = event.incident
             # A rank begins to clean up before the agent has told it the incident's name.
             incident = ended_by.get(event.generation, named) if event.stage in _CLEANING_UP else named
             if incident is not None:
-                groups[incident].append(event)
-    ended = [_generation(group) for group in groups.values()]
-    return [
-        _summary(incident, group, injected, any(other > generation for other in ended), job_end)
-        for (incident, group), generation in zip(groups.items(), ended, strict=True)
-    ]
+                self.groups[incident].append(event)
 
 
-def goodput(events: Sequence[Event], summaries: Sequence[IncidentSummary]) -> float | None:
-    """The share of a run's time, in [0, 1], in which no incident was open; None for a run without duration.
-
-    Args:
-        events: all events of the run: it lasts from the first to the last.
-        summaries: its incidents, in order. One that did not end lasts until the next one or the end of the run.
-    """
-    if not events:
-        return None
-    last_ns = max(event.ts for event in events)
-    first_ns = min(event.ts for event in events)
-    if last_ns <= first_ns:
-        return None
-    lost_ns = 0
-    lost_until_ns = first_ns
-    for index, summary in enumerate(summaries):
-        following = summaries[index + 1].start_ns if index + 1 < len(summaries) else last_ns
-        end_ns = following if summary.end_ns is None else summary.end_ns
-        lost_ns += max(0, end_ns - max(summary.start_ns, lost_until_ns))
-        lost_until_ns = max(lost_until_ns, end_ns)
-    return 1.0 - lost_ns / (last_ns - first_ns)
-
-
-def _summary(
-    incident: str,
-    events: Sequence[Event],
-    injected: Sequence[Event],
-    superseded: bool,
-    job_end: Event | None,
-) -> IncidentSummary:
+def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool) -> IncidentSummary:
+    job_end = log.job_end
     generation = _generation(events)
     # The first notice is the earliest; the last detection knows best, since victims are often heard first.
     told = [event for event in events if event.stage == "detect"] or events[:1]
     about = told[-1].fields
     culprit = about["culprit"] if isinstance(about.get("culprit"), int) else None
     noticed = next((event for event in events if event.stage in _NOTICING), events[0])
-    fault = _fault_behind(injected, generation, culprit, noticed.ts)
+    fault = _fault_behind(log.injected, generation, culprit, noticed.ts)
     start = fault or events[0]
 
     spans = _spans(events)
@@ -176,6 +197,7 @@ def _summary(
 
     ends = [event for event in events if event.edge == "end"]
     targets = [event.fields.get("target") for event in ends if event.stage == "decide"]
+    target = next((target for target in targets if isinstance(target, int)), None)
     ups = _steps_up(events)
     fills = [event for event in ends if event.stage == "transfer" and _ranks(event.fields.get("sources"))]
     if end is not None:
@@ -192,7 +214,7 @@ def _summary(
         end_ns=None if end is None else end.ts,
         headline_s=None if end is None else _seconds(start, end),
         stages_s={stage: stages_s[stage] for stage in STAGES if stage in stages_s},
-        target=next((target for target in targets if isinstance(target, int)), None),
+        target=target,
         nbytes=sum(_whole(event.fields.get("bytes")) for event in fills),
         peak_growth_bytes=max(
             (_whole(event.fields["peak_growth_bytes"]) for event in ends if "peak_growth_bytes" in event.fields),
@@ -202,6 +224,10 @@ def _summary(
         respawned=tuple(sorted({e.rank for e in events if e.stage == "respawn" and e.rank is not None})),
         rung=max(ups, default=Rung.IN_PROCESS),
         steps_up=tuple(why for _, why in sorted(ups.items())),
+        tiles_s=_tiles(events, start.ts, noticed.ts if fault is not None else None, end),
+        injected="" if fault is None else str(fault.fields.get("spec") or ""),
+        committed=_committed(events, generation, log.first_steps),
+        resumed_after=_resumed_after(events, generation, target),
         outcome=outcome,
         reason="" if end is not None else _reason(events, None if superseded else job_end),
     )
@@ -259,6 +285,47 @@ def _end(events: Sequence[Event], generation: int) -> Event | None:
     if not ranks <= committed.keys():
         return None
     return max(committed.values(), key=lambda event: event.ts)
+
+
+def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: Event | None) -> dict[str, float]:
+    """The time of an incident, cut at the moments at which the last rank ended each stage.
+
+    By UTC, since the last rank may be on any node.
+    """
+    ended_ns: dict[str, int] = {}
+    for event in events:
+        if event.edge == "end":
+            ended_ns[event.stage] = max(event.ts, ended_ns.get(event.stage, 0))
+    if noticed_ns is not None:
+        ended_ns["detect"] = noticed_ns
+    tiles: dict[str, float] = {}
+    reached_ns = start_ns
+    for stage in STAGES:
+        until_ns = ended_ns.get(stage, 0) if end is None else min(ended_ns.get(stage, 0), end.ts)
+        if until_ns > reached_ns:
+            tiles[stage] = (until_ns - reached_ns) / _NS_PER_S
+            reached_ns = until_ns
+    return tiles
+
+
+def _committed(events: Sequence[Event], generation: int, first_steps: Mapping[int, int]) -> int | None:
+    """The newest step committed before: as the agents saw it, and as the ended generation's ranks wrote it."""
+    seen = [event.fields.get("high_water") for event in events if event.stage == "go"]
+    known = [step for step in (*seen, first_steps.get(generation)) if isinstance(step, int)]
+    return max(0, *known) if known else None
+
+
+def _resumed_after(events: Sequence[Event], generation: int, target: int | None) -> int | None:
+    """The step before the first one of the new generation; without such a step, the one that was decided."""
+    made = [
+        event.fields["step"]
+        for event in events
+        if event.stage == "first_step"
+        and event.edge == "end"
+        and event.generation > generation
+        and isinstance(event.fields.get("step"), int)
+    ]
+    return min(made) - 1 if made else target
 
 
 def _reason(events: Sequence[Event], job_end: Event | None) -> str:

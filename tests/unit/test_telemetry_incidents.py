@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Edge, Event
-from checkpointless.telemetry.incidents import IncidentSummary, Outcome, goodput, summarize
+from checkpointless.telemetry.incidents import IncidentSummary, Outcome, summarize
 
 MS = 1_000_000
 UTC = 1_700_000_000_000_000_000  # nothing may depend on where a clock begins
@@ -208,20 +208,6 @@ def test_with_no_step_left_to_make_the_end_of_the_job_decides(code: int, outcome
     assert summary.outcome is outcome
     assert summary.headline_s == (pytest.approx(0.011) if code == 0 else None)
     assert summary.reason == ("" if code == 0 else "too many incidents")
-
-
-def test_goodput_is_the_time_outside_of_incidents() -> None:
-    script = Script()
-    script.add(0, "job", "begin", None, 0, None)
-    script.detect(100, 0, "i1", culprit=1)
-    done = script.recovery(200, 0, "i1", ranks=2, lengths={("barrier", 0): 88.0})
-    script.detect(600, 1, "i2", culprit=1)
-    script.add(1000, "job", "end", None, 0, None, code=1, reason=[])
-    summaries = summarize(script.events)
-    assert [summary.outcome for summary in summaries] == [Outcome.RESUMED, Outcome.FAILED]
-    assert goodput(script.events, summaries) == pytest.approx(1 - ((done - 100) + 400) / 1000)
-    assert goodput([], []) is None
-    assert goodput(script.events, []) == 1.0
 
 
 def test_no_events_no_incidents() -> None:

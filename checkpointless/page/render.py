@@ -1,0 +1,198 @@
+"""Fills in the page's template."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from statistics import median
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from checkpointless.page import pictures
+from checkpointless.telemetry import wording
+from checkpointless.telemetry.events import STAGES, Event
+from checkpointless.telemetry.incidents import IncidentSummary, Outcome, by_incident
+from checkpointless.telemetry.report import Report, RunState, utc
+
+#: Of more incidents than this only the telling ones are shown in full.
+_MOST_IN_FULL = 20
+_SLOWEST = 6
+_OPEN = 2
+_LONGEST_TEXT = 600
+
+
+@dataclass(frozen=True)
+class IncidentView:
+    """An incident as the page shows it.
+
+    Attributes:
+        number: its place in the run, from 1.
+        incident: the incident.
+        samples_lost: samples that were gone through again; None if not known.
+        bars: its time by stage, on a scale that all incidents share.
+        in_full: whether all is shown of it.
+        lanes: what each rank did; empty where it is not shown in full.
+        lanes_hidden: how many ranks are not shown.
+        restart_s: what a restart would have cost; None if it is not compared. Seconds.
+    """
+
+    number: int
+    incident: IncidentSummary
+    samples_lost: int | None
+    bars: tuple[pictures.Bar, ...]
+    in_full: bool
+    lanes: tuple[pictures.Lane, ...] = ()
+    lanes_hidden: int = 0
+    restart_s: float | None = None
+
+
+@dataclass(frozen=True)
+class KindView:
+    """All incidents of one kind.
+
+    Attributes:
+        kind: the kind.
+        count: how many there were.
+        resumed: how many training went on after.
+        median_s: how long those took, in the middle; None without any.
+        longest_s: and at the most.
+        rungs: how far up they went.
+    """
+
+    kind: str
+    count: int
+    resumed: int
+    median_s: float | None
+    longest_s: float | None
+    rungs: tuple[str, ...]
+
+
+def render(report: Report, events: Sequence[Event]) -> str:
+    """The page.
+
+    Args:
+        report: the run, summed up.
+        events: all of its events, in any order.
+    """
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(
+        plain=lambda text, limit=_LONGEST_TEXT: wording.printable(str(text), limit),
+        duration=wording.duration,
+        size=wording.size,
+        share=wording.share,
+        number=wording.number,
+        ranks=wording.ranks,
+        utc=_readable_utc,
+        pc=lambda value: f"{value:.3f}%",
+    )
+    here = files(__package__)
+    template = environment.from_string(here.joinpath("report.html").read_text(encoding="utf-8"))
+    views = _views(report, events)
+    field, field_top_s = pictures.incident_field(report)
+    return template.render(
+        css=Markup(here.joinpath("report.css").read_text(encoding="utf-8")),
+        report=report,
+        run=report.run,
+        spent=report.spent,
+        comparison=report.comparison,
+        is_empty=report.run.state is RunState.EMPTY,
+        state=report.run.state.name.lower(),
+        strip=pictures.run_strip(report),
+        marks=pictures.incident_marks(report),
+        field=field,
+        field_top_s=field_top_s,
+        compared=_compared(report),
+        phases=pictures.PHASES,
+        stages_total_s=sum(stage.tile_s for stage in report.stages) or 1.0,
+        stages_longest_s=max((stage.longest_s for stage in report.stages), default=0.0) or 1.0,
+        phase_of={stage: phase for phase, stages in pictures.PHASES.items() for stage in stages},
+        stage_order=STAGES,
+        kinds=_kinds(report),
+        in_full=[view for view in views if view.in_full],
+        views=views,
+        open_first=_OPEN,
+        Outcome=Outcome,
+        took_median_s=median(_took(report.incidents)) if _took(report.incidents) else None,
+        plural=wording.plural,
+    )
+
+
+def _compared(report: Report) -> tuple[pictures.Lane, ...]:
+    comparison = report.comparison
+    return pictures.comparison_lanes(comparison) if comparison is not None and comparison.restarts else ()
+
+
+def _views(report: Report, events: Sequence[Event]) -> list[IncidentView]:
+    groups: Mapping[str, Sequence[Event]] = by_incident(events)
+    longest_s = max((sum(incident.tiles_s.values()) for incident in report.incidents), default=0.0)
+    shown = _telling(report.incidents)
+    restarts = (
+        {}
+        if report.comparison is None
+        else {restart.incidents[-1]: restart.total_s for restart in report.comparison.restarts}
+    )
+    views = []
+    for number, incident in enumerate(report.incidents, start=1):
+        lanes: tuple[pictures.Lane, ...] = ()
+        hidden = 0
+        if incident.incident in shown:
+            lanes, hidden = pictures.rank_lanes(incident, groups.get(incident.incident, ()))
+        views.append(
+            IncidentView(
+                number=number,
+                incident=incident,
+                samples_lost=report.samples(incident.steps_lost),
+                bars=pictures.tile_bars(incident, longest_s),
+                in_full=incident.incident in shown,
+                lanes=lanes,
+                lanes_hidden=hidden,
+                restart_s=restarts.get(incident.incident),
+            )
+        )
+    return views
+
+
+def _telling(incidents: Sequence[IncidentSummary]) -> set[str]:
+    """Those to be shown in full: all of a few; of many those that ended badly, the slowest, one of each kind."""
+    if len(incidents) <= _MOST_IN_FULL:
+        return {incident.incident for incident in incidents}
+    badly = [each for each in incidents if each.outcome is not Outcome.RESUMED]
+    slowest = sorted(incidents, key=lambda each: -(each.headline_s or 0.0))[:_SLOWEST]
+    of_each_kind = {each.kind: each for each in reversed(incidents)}.values()
+    chosen = [*badly[-_SLOWEST:], *slowest, *of_each_kind]
+    return {each.incident for each in chosen[:_MOST_IN_FULL]}
+
+
+def _kinds(report: Report) -> list[KindView]:
+    by_kind: dict[str, list[IncidentSummary]] = defaultdict(list)
+    for incident in report.incidents:
+        by_kind[incident.kind].append(incident)
+    views = []
+    for kind, count in report.kinds.items():
+        took = _took(by_kind[kind])
+        rungs = sorted({incident.rung for incident in by_kind[kind]})
+        views.append(
+            KindView(
+                kind=kind,
+                count=count,
+                resumed=sum(1 for each in by_kind[kind] if each.outcome is Outcome.RESUMED),
+                median_s=median(took) if took else None,
+                longest_s=max(took, default=None),
+                rungs=tuple(rung.label for rung in rungs),
+            )
+        )
+    return views
+
+
+def _took(incidents: Sequence[IncidentSummary]) -> list[float]:
+    return [incident.headline_s for incident in incidents if incident.headline_s is not None]
+
+
+def _readable_utc(ns: int | None) -> str:
+    text = utc(ns)
+    return wording.UNKNOWN if text is None else f"{text[:10]} {text[11:19]} UTC"

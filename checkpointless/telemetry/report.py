@@ -1,0 +1,292 @@
+"""A run, summed up once for the terminal, JSON and the page, so that all of them say the same."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from statistics import median
+from typing import Any
+
+from checkpointless.telemetry.ettr import TimeAccount, account, milestones, step_time_s
+from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Event, json_safe
+from checkpointless.telemetry.incidents import JOB, IncidentSummary, Outcome, summarize
+from checkpointless.telemetry.restart import Comparison, RestartOptions, compare_with_restart
+
+#: Changes when a field of the JSON changes its meaning or goes away.
+FORMAT = 1
+SAMPLES_PER_STEP = "samples_per_step"
+
+
+class RunState(enum.Enum):
+    """How a run stands."""
+
+    EMPTY = "nothing recorded"
+    SUCCEEDED = "ended well"
+    FAILED = "failed"
+    OPEN = "in progress, or killed: its log has no end"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run itself.
+
+    Attributes:
+        path: the run directory.
+        state: how it stands.
+        reason: why it failed ("" if it did not, or no event says so).
+        script: what it ran.
+        nnodes: its nodes; None if no event says so.
+        nproc: its ranks; None if no event says so.
+        begin_ns: UTC nanoseconds of its first event; None without events.
+        end_ns: UTC nanoseconds of its end, or of its last event.
+        last_step: the newest step that any event tells of; None if none does.
+        step_s: seconds of an undisturbed step; None if not known.
+        samples_per_step: samples of the whole job in a step; None if not known.
+        caused: faults that were caused on purpose, and how often.
+        lines_left_out: lines of the log that were no events.
+    """
+
+    path: str
+    state: RunState
+    reason: str = ""
+    script: str = ""
+    nnodes: int | None = None
+    nproc: int | None = None
+    begin_ns: int | None = None
+    end_ns: int | None = None
+    last_step: int | None = None
+    step_s: float | None = None
+    samples_per_step: int | None = None
+    caused: Mapping[str, int] | None = None
+    lines_left_out: int = 0
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """One stage over all incidents in which it happened. Seconds, of the rank that took longest.
+
+    Attributes:
+        stage: its name.
+        count: in how many incidents it happened.
+        median_s: the median.
+        longest_s: the longest.
+        tile_s: how much of all incidents' own time it was, without overlap.
+    """
+
+    stage: str
+    count: int
+    median_s: float
+    longest_s: float
+    tile_s: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run and its incidents.
+
+    Attributes:
+        run: the run.
+        incidents: its incidents, in the order in which they began.
+        stages: the stages over all incidents, in order.
+        spent: what its time was spent on; None without events.
+        comparison: what restarts from a checkpoint would have cost; None without events.
+    """
+
+    run: Run
+    incidents: tuple[IncidentSummary, ...] = ()
+    stages: tuple[StageFigures, ...] = ()
+    spent: TimeAccount | None = None
+    comparison: Comparison | None = None
+
+    @property
+    def outcomes(self) -> Mapping[Outcome, int]:
+        """How many incidents ended how."""
+        counts = Counter(incident.outcome for incident in self.incidents)
+        return {outcome: counts[outcome] for outcome in Outcome}
+
+    @property
+    def kinds(self) -> Mapping[str, int]:
+        """How many incidents there were of each kind, the most frequent first."""
+        return dict(Counter(incident.kind for incident in self.incidents).most_common())
+
+    @property
+    def steps_lost(self) -> int | None:
+        """Committed steps that had to be made again; None if one incident does not tell."""
+        lost = [incident.steps_lost for incident in self.incidents if incident.outcome is Outcome.RESUMED]
+        known = [each for each in lost if each is not None]
+        return sum(known) if len(known) == len(lost) else None
+
+    @property
+    def samples_lost(self) -> int | None:
+        """Samples that had to be gone through again; None if not known."""
+        return self.samples(self.steps_lost)
+
+    def samples(self, steps: int | None) -> int | None:
+        """The samples of so many steps; None if not known."""
+        if steps == 0:
+            return 0
+        if steps is None or self.run.samples_per_step is None:
+            return None
+        return steps * self.run.samples_per_step
+
+
+def build_report(
+    path: str,
+    events: Sequence[Event],
+    *,
+    caused: Mapping[str, int] | None = None,
+    lines_left_out: int = 0,
+    options: RestartOptions | None = None,
+) -> Report:
+    """Sum up a run.
+
+    Args:
+        path: its directory, as it is to be shown.
+        events: all of its events, in any order.
+        caused: faults that were caused on purpose, and how often.
+        lines_left_out: lines of its log that were no events.
+        options: what a restart from a checkpoint would cost.
+    """
+    marks = milestones(events)
+    if marks is None:
+        return Report(Run(path, RunState.EMPTY, caused=caused, lines_left_out=lines_left_out))
+    incidents = tuple(summarize(events))
+    step_s = step_time_s(events, incidents)
+    spent = account(marks, incidents, step_s)
+    trained = marks.trains_ns is not None and not (incidents and incidents[0].start_ns < marks.trains_ns)
+    comparison = compare_with_restart(options or RestartOptions(), spent, incidents, step_s, trained)
+    jobs = [event for event in events if event.stage == JOB]
+    begins = [event.fields for event in jobs if event.edge == "begin"]
+    ends = sorted((event for event in jobs if event.edge == "end"), key=lambda event: event.ts)
+    run = Run(
+        path=path,
+        state=_state(ends[-1] if ends else None),
+        reason="" if not ends or ends[-1].fields.get("code") == 0 else _first_line(ends[-1].fields.get("reason")),
+        script=next((str(each["script"]) for each in begins if each.get("script")), ""),
+        nnodes=_newest(begins, "nnodes"),
+        nproc=_newest(begins, "nproc"),
+        begin_ns=marks.begin_ns,
+        end_ns=marks.end_ns,
+        last_step=_last_step(events),
+        step_s=step_s,
+        samples_per_step=_newest([event.fields for event in events if event.stage == "data"], SAMPLES_PER_STEP),
+        caused=caused,
+        lines_left_out=lines_left_out,
+    )
+    return Report(run, incidents, _stage_figures(incidents), spent, comparison)
+
+
+def as_json(report: Report) -> str:
+    """The report as a JSON document. Times are seconds, and UTC in ISO 8601; what is not known is null."""
+    run, spent = report.run, report.spent
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "run": {
+            **{key: value for key, value in asdict(run).items() if not key.endswith("_ns")},
+            "state": run.state.name.lower(),
+            "begin": utc(run.begin_ns),
+            "end": utc(run.end_ns),
+            "caused": dict(run.caused or {}),
+        },
+        "time": spent
+        and {
+            "wall_s": spent.wall_s,
+            "startup_s": spent.startup_s,
+            "training_s": spent.training_s,
+            "recovery_s": spent.recovery_s,
+            "repeated_s": spent.repeated_s,
+            "shutdown_s": spent.shutdown_s,
+            "ettr": spent.ettr,
+            "ettr_while_training": spent.ettr_while_training,
+            "periods": [
+                {"activity": each.activity.value, "begin": utc(each.begin_ns), "seconds": each.seconds}
+                for each in spent.periods
+            ],
+        },
+        "steps_lost": report.steps_lost,
+        "samples_lost": report.samples_lost,
+        "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
+        "kinds": report.kinds,
+        "stages": [asdict(each) for each in report.stages],
+        "incidents": [_incident(number, each, report) for number, each in enumerate(report.incidents, start=1)],
+        "restart_from_checkpoint": report.comparison and _comparison(report.comparison),
+    }
+    return json.dumps(json_safe(document), indent=2, allow_nan=False)
+
+
+def utc(ns: int | None) -> str | None:
+    """UTC nanoseconds as ISO 8601, to the millisecond; None if there are none, or a date cannot hold them."""
+    if ns is None:
+        return None
+    try:
+        at = datetime.fromtimestamp(ns // 1_000_000 / 1000, timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _incident(number: int, incident: IncidentSummary, report: Report) -> dict[str, Any]:
+    plain = {key: value for key, value in asdict(incident).items() if not key.endswith("_ns")}
+    return {
+        "number": number,
+        **plain,
+        "kind": incident.kind,
+        "rung": incident.rung.label,
+        "outcome": incident.outcome.value,
+        "begin": utc(incident.start_ns),
+        "end": utc(incident.end_ns),
+        "steps_lost": incident.steps_lost,
+        "samples_lost": report.samples(incident.steps_lost),
+    }
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "assumptions": [{**asdict(each), "source": each.source.value} for each in comparison.assumptions],
+        "restarts": [{**asdict(each), "total_s": each.total_s} for each in comparison.restarts],
+        "restart_s": comparison.restart_s,
+        "recovered_s": comparison.recovered_s,
+        "factor": comparison.factor,
+        "ettr": comparison.ettr,
+        "incidents_left_out": comparison.left_out,
+    }
+
+
+def _state(end: Event | None) -> RunState:
+    if end is None:
+        return RunState.OPEN
+    return RunState.SUCCEEDED if end.fields.get("code") == 0 else RunState.FAILED
+
+
+def _first_line(said: object) -> str:
+    return str(next(iter(said), "")) if isinstance(said, list | tuple) else str(said or "")
+
+
+def _newest(fields: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    values = [each[name] for each in fields if isinstance(each.get(name), int)]
+    return values[-1] if values else None
+
+
+def _last_step(events: Sequence[Event]) -> int | None:
+    committed = [event for event in events if event.stage != FAULT_INJECTED]  # whose step is in the making
+    known = [event.fields.get(name) for event in committed for name in ("step", "high_water", "target")]
+    return max((step for step in known if isinstance(step, int) and step >= 0), default=None)
+
+
+def _stage_figures(incidents: Sequence[IncidentSummary]) -> tuple[StageFigures, ...]:
+    longest: dict[str, list[float]] = defaultdict(list)
+    tiles: dict[str, float] = defaultdict(float)
+    for incident in incidents:
+        for stage, seconds in incident.stages_s.items():
+            longest[stage].append(seconds)
+        for stage, seconds in incident.tiles_s.items():
+            tiles[stage] += seconds
+    return tuple(
+        StageFigures(stage, len(longest[stage]), median(longest[stage]), max(longest[stage]), tiles[stage])
+        for stage in STAGES
+        if longest.get(stage)
+    )

@@ -1,0 +1,93 @@
+"""Numbers and foreign text, as they are shown to a person."""
+
+from __future__ import annotations
+
+import unicodedata
+
+UNKNOWN = "unknown"
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def printable(text: str, limit: int | None = None) -> str:
+    """``text`` in one line of printable characters, for a terminal or a page.
+
+    White space becomes single blanks; what could move a cursor, change a colour, turn the direction of writing or
+    not be encoded (control and format characters, lone surrogates) is shown by its code.
+
+    Args:
+        text: from anywhere, an exception's message for example.
+        limit: longest result, in characters; None: any.
+    """
+    if limit is not None:
+        text = text[: 8 * limit]  # more is not looked at
+    line = " ".join(text.split())
+    shown = "".join(_code(each) if unicodedata.category(each) in _UNPRINTABLE else each for each in line)
+    return shown if limit is None or len(shown) <= limit else f"{shown[: limit - 1]}…"
+
+
+def duration(seconds: float | None) -> str:
+    """``1.27 s``, ``35 min 12 s``, ``3 d 4 h``: about three digits."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 0.0005:
+        return "0 s" if seconds <= 0 else "<1 ms"
+    if seconds < 0.1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.{2 if seconds < 10 else 1}f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def size(nbytes: int) -> str:
+    """``1.63 MB``: decimal units, three digits."""
+    value, power = float(nbytes), 0
+    while value >= 999.5 and power + 1 < len(_UNITS):
+        value, power = value / 1000, power + 1
+    return f"{value:.0f} {_UNITS[power]}" if power == 0 or value >= 100 else f"{value:.3g} {_UNITS[power]}"
+
+
+def share(value: float | None) -> str:
+    """``98.7 %``; never 100 % where a little is missing."""
+    if value is None:
+        return UNKNOWN
+    percent = 100 * value
+    digits = next((n for n in (1, 2, 3) if value >= 1 or round(percent, n) < 100), 4)
+    return f"{percent:.{digits}f} %"
+
+
+def number(value: int | None) -> str:
+    """``12,345``, or that it is not known."""
+    return UNKNOWN if value is None else f"{value:,}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 incident``, ``2 incidents``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def ranks(numbers: tuple[int, ...], shown: int = 8) -> str:
+    """``ranks 0-2, 5``; of many the first."""
+    if not numbers:
+        return "no rank"
+    runs: list[list[int]] = []
+    for each in sorted(set(numbers)):
+        if runs and each == runs[-1][1] + 1:
+            runs[-1][1] = each
+        else:
+            runs.append([each, each])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    more = f" and {len(words) - shown} more" if len(words) > shown else ""
+    return f"rank{'' if len(set(numbers)) == 1 else 's'} {', '.join(words[:shown])}{more}"
+
+
+def _code(character: str) -> str:
+    point = ord(character)
+    return f"\\x{point:02x}" if point < 0x100 else f"\\u{point:04x}" if point < 0x10000 else f"\\U{point:08x}"
