@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.megatron import cpu_platform
-from checkpointless.recipes.settings import RecipeError, load
+from checkpointless.recipes.layout import check_layout, layout_of
+from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, load, needs_gpu, require_complete
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -56,11 +58,6 @@ def prepare_process() -> None:
         cpu_platform.install()
 
 
-def checkpointless_enabled(config: DictConfig) -> bool:
-    """Whether the recipe has a `checkpointless:` block that is not switched off."""
-    return bool(OmegaConf.select(config, "checkpointless.enabled", default="checkpointless" in config))
-
-
 def with_checkpointless(config: DictConfig) -> DictConfig:
     """The recipe with the strategy and the callback that its `checkpointless:` block stands for."""
     config = config.copy()
@@ -83,7 +80,9 @@ def build(config: DictConfig) -> Job:
     Raises:
         RecipeError: an object cannot be made from what the recipe gives it, or the layout does not fit the ranks.
     """
-    _check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    check_layout(config, layout_of(config, 1, int(os.environ.get("WORLD_SIZE", "1"))))
+    if needs_gpu(config) and not torch.cuda.is_available():
+        raise RecipeError("this recipe needs GPUs, and there is none here")
     if checkpointless_enabled(config):
         config = with_checkpointless(config)
     data = _make(config, "data")
@@ -147,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not arguments or arguments[0].startswith("-"):
             raise RecipeError("usage: python -m checkpointless.recipes.runner RECIPE [key=value ...]")
-        train(load(arguments[0], arguments[1:]))
+        config = load(arguments[0], arguments[1:])
+        require_complete(config, arguments[0])
+        train(config)
     except RecipeError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -171,35 +172,6 @@ def _set_with_io(target: Any, attribute: str, value: Any) -> None:
     setattr(target, attribute, value)
     if hasattr(target, "__io__") and hasattr(value, "__io__"):
         setattr(target.__io__, attribute, copy.deepcopy(value.__io__))
-
-
-def _check_layout(config: DictConfig, world_size: int) -> None:
-    """Raise if the parallel sizes do not divide what they have to: Megatron's own checks come late and terse."""
-    tensor, pipeline, context, instances, layers, heads, micro, batch = (
-        OmegaConf.select(config, key) or 1
-        for key in (
-            "strategy.tensor_model_parallel_size",
-            "strategy.pipeline_model_parallel_size",
-            "strategy.context_parallel_size",
-            "strategy.num_distributed_optimizer_instances",
-            "model.config.num_layers",
-            "model.config.num_attention_heads",
-            "data.micro_batch_size",
-            "data.global_batch_size",
-        )
-    )
-    model_size = tensor * pipeline * context
-    data_size = world_size // model_size
-    checks = [
-        (world_size, model_size, f"{world_size} ranks cannot be cut into models of {model_size} ranks"),
-        (heads, tensor, f"{heads} attention heads cannot be shared by {tensor} tensor-parallel ranks"),
-        (layers, pipeline, f"{layers} layers cannot be shared by {pipeline} pipeline stages"),
-        (data_size, instances, f"{data_size} data-parallel ranks cannot hold {instances} optimizer instances"),
-        (batch, micro * data_size, f"a global batch of {batch} is not a multiple of {micro} x {data_size} ranks"),
-    ]
-    for whole, part, message in checks:
-        if not part or whole % part:
-            raise RecipeError(message)
 
 
 if __name__ == "__main__":

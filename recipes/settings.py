@@ -43,6 +43,37 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     return config
 
 
+def checkpointless_enabled(config: DictConfig) -> bool:
+    """Whether the recipe has a `checkpointless:` block that is not switched off."""
+    return bool(OmegaConf.select(config, "checkpointless.enabled", default="checkpointless" in config))
+
+
+def missing(config: DictConfig) -> list[str]:
+    """The keys that the recipe leaves to its user (`???`) and that have no value yet."""
+    return sorted(OmegaConf.missing_keys(config))
+
+
+def require_complete(config: DictConfig, recipe: str | Path) -> None:
+    """Raise unless every key that the recipe leaves to its user has a value.
+
+    Args:
+        config: a recipe with its overrides.
+        recipe: what it was loaded from.
+
+    Raises:
+        RecipeError: with the keys that have none, in one line.
+    """
+    keys = missing(config)
+    if keys:
+        given = " ".join(f"{key}=..." for key in keys)
+        raise RecipeError(f"{recipe} leaves {len(keys)} value{'s' * (len(keys) > 1)} to you: add {given}")
+
+
+def needs_gpu(config: DictConfig) -> bool:
+    """Whether the recipe trains on GPUs only."""
+    return str(OmegaConf.select(config, "trainer.accelerator", default="auto")) in ("gpu", "cuda")
+
+
 def modules(config: DictConfig) -> tuple[str, ...]:
     """The modules that hold what the recipe names: what is worth importing once, before ranks are forked."""
     names: set[str] = set()
@@ -99,6 +130,9 @@ def _read(recipe: str | Path) -> DictConfig:
         raise RecipeError(f"no recipe {recipe}{hint}") from None
     except OSError as error:
         raise RecipeError(f"cannot read recipe {recipe}: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
+        raise RecipeError(f"{recipe} is not YAML: {line}{error.problem or _first_line(error)}") from error
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise RecipeError(f"{recipe} is not YAML: {_first_line(error)}") from error
     if not isinstance(config, DictConfig) or "trainer" not in config:
@@ -117,7 +151,9 @@ def _override(config: DictConfig, override: str) -> None:
     value = parsed["value"]
     parent = _parent(config, key)
     name = key.rsplit(".", 1)[-1]
-    if name in parent:
+    if OmegaConf.is_missing(parent, name):
+        pass  # the recipe leaves it to its user
+    elif name in parent:
         values: Any = OmegaConf.to_container(parent, resolve=False)
         _check_value(key, None if OmegaConf.is_interpolation(parent, name) else values[name], value)
     elif key != "callbacks." + name:
@@ -133,7 +169,7 @@ def _parent(config: DictConfig, key: str) -> DictConfig:
         if part not in node:
             where = ".".join(parts[: depth + 1])
             raise RecipeError(f"no key {where} in the recipe{_suggestion(part, map(str, node), parts[:depth])}")
-        node = node[part]
+        node = None if OmegaConf.is_missing(node, part) else node[part]
         if not isinstance(node, DictConfig):
             raise RecipeError(f"{'.'.join(parts[: depth + 1])} has no keys of its own, so {key} cannot be set")
     return node

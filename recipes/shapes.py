@@ -1,0 +1,214 @@
+"""How many parameters each GPU holds, counted on the real model.
+
+NeMo and Megatron build the part of one rank of each pipeline stage, at the job's real world size, on torch's meta
+device (shapes without memory) and in a process group that connects to nobody. `checkpointless.recipes.counting`
+runs this module in a process of its own, because it imports NeMo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from checkpointless.recipes.layout import Layout, check_layout, layout_of
+from checkpointless.recipes.memory import Count, Stage
+from checkpointless.recipes.runner import prepare_process
+from checkpointless.recipes.settings import RecipeError, load, parameters
+
+NOT_COUNTED_EXIT_CODE = 3
+
+# Kernels that a model's configuration asks for and that change no parameter. The model is built of Megatron's own
+# layers, which have the same parameters as TransformerEngine's and can be built where that is not installed.
+_KERNELS = (
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "gradient_accumulation_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "persist_layer_norm",
+)
+
+
+class NotCountedError(RecipeError):
+    """The model cannot be built here, so its parameters are not known; the message is one line that says why."""
+
+
+def count(config: DictConfig, layout: Layout) -> list[Stage]:
+    """The parameters on each GPU of every pipeline stage.
+
+    Tensor- and expert-parallel ranks of one stage hold equal numbers, so one rank of each stage is looked at.
+
+    Args:
+        config: a recipe.
+        layout: its layout, which can work.
+
+    Raises:
+        NotCountedError: the model cannot be built.
+        RecipeError: the model cannot be laid out so.
+    """
+    try:
+        strategy = instantiate(config.strategy, _convert_="all")
+        return [_stage(config, layout, strategy, number) for number in range(layout.pipeline)]
+    except RecipeError:
+        raise
+    except InstantiationException as error:
+        raise NotCountedError(_one_line(error.__cause__ or error)) from error
+    except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise NotCountedError(_one_line(error)) from error
+
+
+def rank_of_stage(layout: Layout, stage: int) -> int:
+    """The first rank of a pipeline stage."""
+    model = layout.tensor * layout.context
+    return stage * (model if layout.pipeline_before_data else layout.world_size // layout.pipeline)
+
+
+@contextmanager
+def as_rank(layout: Layout, rank: int) -> Iterator[None]:
+    """Be one rank of a job, as far as Megatron's process groups tell, without any other rank being there."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            num_distributed_optimizer_instances=layout.instances,
+            order="tp-cp-ep-pp-dp" if layout.pipeline_before_data else "tp-cp-ep-dp-pp",
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _stage(config: DictConfig, layout: Layout, strategy: Any, number: int) -> Stage:
+    from megatron.core import parallel_state
+
+    found: list[nn.Parameter] = []
+    with as_rank(layout, rank_of_stage(layout, number)):
+        for chunk in range(layout.virtual_pipeline):
+            if layout.virtual_pipeline > 1:
+                parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+            found += _build(config, layout, strategy, chunk).parameters()
+    expert = [each for each in found if not getattr(each, "allreduce", True)]  # Megatron's own mark
+    dense = [each for each in found if getattr(each, "allreduce", True)]
+    again = [each for each in dense if number and getattr(each, "shared_embedding", False)]  # the first stage's
+    return Stage(
+        dense=_counted(dense),
+        expert=_counted(expert),
+        whole=_whole(dense, layout.tensor)
+        + _whole(expert, layout.expert_tensor) * layout.expert
+        - _whole(again, layout.tensor),
+    )
+
+
+def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.Module:
+    """One rank's part of the model, with the adapters that training would add, on the meta device."""
+    from nemo.collections.llm.gpt.model.base import default_layer_spec, local_layer_spec
+    from nemo.lightning._strategy_lib import set_model_parallel_attributes
+
+    model = instantiate(_without_kernels(config.model), _convert_="all", tokenizer=_tokenizer(config))
+    check_layout(config, layout, model.config.num_layers, model.config.num_attention_heads)
+    set_model_parallel_attributes(model, strategy.parallelism)
+    settings = model.config
+    settings.use_cpu_initialization = True  # weights where torch's default device is, not on the current GPU
+    if settings.transformer_layer_spec is default_layer_spec:
+        settings.transformer_layer_spec = local_layer_spec
+    # Neither changes a parameter, and Megatron's own layers refuse them.
+    settings.sequence_parallel, settings.context_parallel_size = False, 1
+    with torch.device("meta"):
+        model.module = settings.configure_model(model.tokenizer, vp_stage=chunk)
+        if OmegaConf.select(config, "peft") is not None:
+            peft = instantiate(config.peft, _convert_="all")
+            prepare_process()  # NeMo's LoRA needs the CPU platform as well, where that is asked for
+            model.freeze()  # as NeMo's PEFT callback does when training begins
+            model.walk(peft.transform)
+    built: nn.Module = model.module
+    return built
+
+
+def _without_kernels(model: DictConfig) -> DictConfig:
+    """The model's configuration, for layers without fused kernels."""
+    target = OmegaConf.select(model, "config._target_")
+    if target is None:
+        return model
+    known = parameters(target)
+    plain = model.copy()
+    plain.config.update({kernel: False for kernel in _KERNELS if kernel in known})
+    return plain
+
+
+def _tokenizer(config: DictConfig) -> Any:
+    """The tokenizer, where only it knows how large the vocabulary is."""
+    if OmegaConf.select(config, "model.config.vocab_size") is not None or "vocab_size" in _class_defaults(config):
+        return None
+    if OmegaConf.missing_keys(config.data):
+        raise NotCountedError(
+            "the size of the vocabulary is the tokenizer's: give data.tokenizer, or model.config.vocab_size"
+        )
+    return instantiate(config.data, _convert_="all").tokenizer
+
+
+def _class_defaults(config: DictConfig) -> set[str]:
+    """What the class of the model's configuration sets to something."""
+    fields = getattr(get_class(config.model.config._target_), "__dataclass_fields__", {})
+    return {name for name, field in fields.items() if field.default not in (None, dataclasses.MISSING)}
+
+
+def _counted(found: Sequence[nn.Parameter]) -> Count:
+    return Count(
+        total=sum(each.numel() for each in found), trained=sum(each.numel() for each in found if each.requires_grad)
+    )
+
+
+def _whole(found: Sequence[nn.Parameter], tensor: int) -> int:
+    """The numbers in parameters of which tensor-parallel ranks hold a part each, if Megatron has marked them so."""
+    return sum(each.numel() * (tensor if getattr(each, "tensor_model_parallel", False) else 1) for each in found)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count the parameters of a recipe's model.
+
+    Args:
+        argv: the file to write the answer to (JSON), nodes, ranks per node, recipe, overrides.
+
+    Returns:
+        0, or after one line on standard error 2 if the model cannot be laid out so, 3 if it cannot be built here.
+    """
+    answer, nodes, ranks_per_node, recipe, *overrides = sys.argv[1:] if argv is None else argv
+    prepare_process()
+    try:
+        config = load(recipe, overrides)
+        stages = count(config, layout_of(config, int(nodes), int(ranks_per_node)))
+    except RecipeError as error:
+        sys.stderr.write(f"{error}\n")
+        return NOT_COUNTED_EXIT_CODE if isinstance(error, NotCountedError) else 2
+    Path(answer).write_text(json.dumps([dataclasses.asdict(stage) for stage in stages]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
