@@ -39,7 +39,7 @@ lint: $(STAMP) ## check style and types
 	$(BIN)/mypy $(TYPED)
 
 docs: $(STAMP) ## build the documentation, into build/docs/index.html
-	$(BIN)/python -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
+	$(BIN)/python -W ignore -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs
 
 format: $(STAMP) ## put the code into shape
 	$(BIN)/ruff check --fix .

@@ -24,8 +24,6 @@ myst_enable_extensions = ["attrs_block"]
 
 # --- API reference ---
 
-# Importing NeMo takes 10 to 40 s and gigabytes of wheels; of it the pages need the names of base classes only.
-autodoc_mock_imports = ["megatron", "nemo"]
 autodoc_default_options = {"members": True, "show-inheritance": False}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
