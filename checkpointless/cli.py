@@ -24,6 +24,8 @@ from checkpointless.cli_chaos import (
 )
 from checkpointless.cli_report import EPILOG as REPORT_EPILOG
 from checkpointless.cli_report import add_report_options, report_command
+from checkpointless.cli_train import EPILOG as TRAIN_EPILOG
+from checkpointless.cli_train import add_train_options, check_train, dry_run
 from checkpointless.cli_values import UsageError, count, modules, port, positive, seconds
 
 if TYPE_CHECKING:
@@ -71,12 +73,6 @@ examples:
 
 Then `checkpointless run` with the same --rdzv-endpoint on every node. No node is special any more: also the loss of
 node 0 is recovered from. CHECKPOINTLESS_TOKEN must be the same as on the nodes, and so should the limits be.
-"""
-_TRAIN_EPILOG = """\
-examples:
-  checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4
-  checkpointless train my_recipe.yaml --nproc-per-node 8 trainer.max_steps=1000 optim.config.lr=3e-4
-  checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4 --fault exception@forward:rank=2,step=7
 """
 _DEMO_EPILOG = """\
 examples:
@@ -163,10 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", metavar="SCRIPT", help="the training script")
     run.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
 
-    train = add("train", _train, "train a NeMo recipe, through faults", _TRAIN_EPILOG)
-    _add_job_options(train)
-    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that comes along")
-    train.add_argument("overrides", metavar="key=value", nargs="*", help="a value to set in it, by dotted key")
+    train = add("train", _train, "train a NeMo recipe, through faults", TRAIN_EPILOG)
+    _add_job_options(train, ranks="the recipe's")
+    add_train_options(train)
 
     alone = add(
         "coordinator", _coordinator, "coordinate a job of several nodes from outside of them", _COORDINATOR_EPILOG
@@ -202,9 +197,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_job_options(parser: argparse.ArgumentParser) -> None:
+def _add_job_options(parser: argparse.ArgumentParser, ranks: str = "1") -> None:
     add = parser.add_argument
-    add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
+    add(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=positive,
+        default=1,
+        metavar="N",
+        help=f"ranks (default: {ranks})",
+    )
     add("--nnodes", type=positive, default=1, metavar="M", help="nodes of the job (default: 1)")
     add("--node-rank", "--node_rank", type=count, default=0, metavar="I", help="this node's number, from 0")
     add("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="H[:P]", help="node 0, as all nodes reach it")
@@ -251,17 +253,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    try:
-        from checkpointless.recipes.settings import RecipeError, load
-    except ImportError as error:
-        raise UsageError(f"`train` needs {error.name}: pip install 'checkpointless[nemo]'") from error
-    try:
-        config = load(options.recipe, options.overrides)
-    except RecipeError as error:
-        raise UsageError(str(error)) from error
-    options.cpu = options.cpu or os.environ.get("CHECKPOINTLESS_CPU") == "1"
-    if config.trainer.get("accelerator") == "cpu" and not options.cpu:
-        raise UsageError(f"{options.recipe} trains on the CPU (trainer.accelerator=cpu): add --cpu")
+    config = check_train(options, _has_cuda)
+    if options.dry_run:
+        return dry_run(options, config)
     max_steps = config.trainer.get("max_steps")
     last = max_steps if isinstance(max_steps, int) else None
     world_size = options.nproc_per_node * options.nnodes
