@@ -6,6 +6,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,9 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
+from checkpointless.agent.handshake import TOKEN_ENV
 from checkpointless.agent.http_status import MAX_CONNECTIONS
+from checkpointless.cli import main
 from tests.ranks.agent_job import Job, wait_until
-from tests.ranks.test_agent_nodes import Nodes
+from tests.ranks.test_agent_nodes import TOKEN, Nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
@@ -27,12 +31,12 @@ class Http:
     """What the agent of a job serves.
 
     Args:
-        job: one that was told to; its standard error is read until it has said where.
+        process: one that was told to; its standard error is read until it has said where.
     """
 
-    def __init__(self, job: Job) -> None:
-        assert job.process.stderr is not None
-        said = iter(job.process.stderr.readline, "")
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        said = iter(process.stderr.readline, "")
         where = (re.search(r"health and metrics at http://127\.0\.0\.1:(\d+) ", line) for line in said)
         found = next(filter(None, where))
         self.port = int(found[1])
@@ -78,7 +82,7 @@ def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
     """Rank 1 is killed while rank 2 sleeps, which comes back only as a new process; then rank 0 sleeps."""
     faults = ("2:4:0:sleep", "1:6:0:SIGKILL", "0:9:1:sleep")
     job = Job(tmp_path, "steps.py", *faults, http_port=0, regroup_timeout_s=3.0, heartbeat_timeout_s=6.0)
-    http = Http(job)
+    http = Http(job.process)
     assert http.get("/healthz")[0] in (200, 503)  # it may not have joined its own job yet
 
     during = http.until(lambda now: now["incident"])
@@ -107,8 +111,10 @@ def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
     assert http.metric("incidents_total", cause="SIGKILL") == 1
     assert http.metric("incidents_total", cause="hang") == 0
     assert http.metric("respawns_total") == 2
-    assert http.metric("recovery_seconds_count") == 1
-    assert http.metric("recovery_seconds_bucket", le="2.0") == 0
+    assert http.metric("recovery_seconds_count", rung="process") == 1
+    assert http.metric("recovery_seconds_count", rung="in-process") == 0
+    assert http.metric("recovery_seconds_bucket", rung="process", le="2.0") == 0
+    assert http.metric("steps_lost_total") == http.metric("faults_injected_total", kind="sigkill") == 0
     assert http.metric("committed_step", rank="0") == 8
     assert (http.metric("ranks", state="running"), http.metric("ranks", state="done")) == (1, 2)
 
@@ -119,7 +125,7 @@ def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
 
 def test_only_the_coordinators_node_tells_of_the_whole_job(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "3:4:0:sleep", http_port=0, heartbeat_timeout_s=5.0)
-    first, second = (Http(agent) for agent in nodes.agents)
+    first, second = (Http(agent.process) for agent in nodes.agents)
     wait_until(lambda: nodes.notes("fault", 3))
     here = first.until(lambda now: now["generation"] == 0)
     there = second.until(lambda now: now["generation"] == 0 and now["ranks"][1]["making"] == 4)
@@ -129,14 +135,54 @@ def test_only_the_coordinators_node_tells_of_the_whole_job(tmp_path: Path) -> No
     assert (there["node"], [rank["rank"] for rank in there["ranks"]], there["job"]) == (1, [2, 3], None)
     assert second.get("/healthz") == (200, "ok\n")
     assert (second.metric("generation"), second.metric("incidents_total", cause="hang")) == (0, None)
+    assert (first.metric("stage_seconds_count", stage="init"), second.metric("transfer_bytes_total")) == (0, 0)
     assert [ended.code for ended in nodes.end()] == [0, 0]
     assert first.is_closed()
     assert second.is_closed()
 
 
+class WatchedNodes(Nodes):
+    """A job of several nodes whose coordinator, in a process of its own, serves what it knows."""
+
+    def coordinate(self) -> subprocess.Popen[str]:
+        """Start it, and wait until it listens."""
+        command = ["coordinator", "--nnodes", str(self.nnodes), "--nproc-per-node", "2", "--http-port", "0"]
+        command += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--node-timeout", "3"]
+        environment = {**os.environ, TOKEN_ENV: TOKEN}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "checkpointless", *command], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        self.http = Http(process)
+        assert process.stderr is not None
+        assert "coordinating 2 nodes of 2 ranks" in process.stderr.readline()
+        return process
+
+
+def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job(tmp_path: Path) -> None:
+    """Without a run directory, too."""
+    nodes = WatchedNodes(tmp_path, 2, "3:4:0:SIGKILL", "0:9:1:sleep", outside=True)
+    during = nodes.http.until(lambda now: now["job"] and now["job"]["nodes"][1]["state"] == "joined")
+    assert (during["node"], during["ranks"], during["exit_code"]) == (-1, [], None)
+    wait_until(lambda: nodes.notes("fault", 0))
+    after = nodes.http.until(lambda now: now["job"]["recoveries"]["count"] == 1)
+    assert (after["generation"], after["job"]["causes"], after["job"]["incidents"]) == (1, {"SIGKILL": 1}, 1)
+    assert after["high_water"] >= 4
+    assert nodes.http.get("/healthz") == (200, "ok\n")
+    assert nodes.http.metric("recovery_seconds_count", rung="process") == 1
+    assert nodes.http.metric("incidents_total", cause="SIGKILL") == 1
+    assert nodes.http.metric("job_nodes", state="joined") == 2
+    assert nodes.http.metric("respawns_total") is None  # each node tells of its own
+    assert nodes.coordinator is not None
+    nodes.coordinator.terminate()
+    assert [ended.code for ended in nodes.end()] == [1, 1]
+    nodes.coordinator.communicate(timeout=20)
+    assert nodes.coordinator.returncode == 1
+    assert nodes.http.is_closed()
+
+
 def test_two_hundred_slow_and_strange_connections_change_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, "steps.py", "2:7:0:sleep", http_port=0, heartbeat_timeout_s=5.0)
-    http = Http(job)
+    http = Http(job.process)
     wait_until(lambda: job.notes("fault", 2))
     agent = psutil.Process(job.process.pid)
     before = agent.num_fds()
@@ -178,3 +224,12 @@ def test_a_port_that_is_taken_ends_it_before_it_begins(tmp_path: Path) -> None:
     assert f"cannot serve http://127.0.0.1:{port}: Address already in use; choose another --http-port" in ended.err
     assert "Traceback" not in ended.err
     assert list(tmp_path.glob("notes-*")) == []
+
+
+def test_a_coordinators_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN_ENV, TOKEN)
+        port = str(taken.getsockname()[1])
+        words = ["coordinator", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1", "--http-port", port]
+        assert main(words) == 2
+    assert f"error: cannot serve http://127.0.0.1:{port}: Address already in use" in capsys.readouterr().err

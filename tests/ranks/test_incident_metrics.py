@@ -1,15 +1,18 @@
-"""What a trainer's own logger has of an incident, in a real NeMo job: a CSV file, read."""
+"""What a trainer's own logger, and Prometheus, have of an incident: the files of a real NeMo job, read."""
 
 from __future__ import annotations
 
 import csv
+import re
+import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from checkpointless.telemetry.incidents import Rung
-from tests.ranks.jobs import Disturb
+from tests.ranks.jobs import Disturb, Scene
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(120)]
 
@@ -22,11 +25,48 @@ def rows(folder: Path) -> Iterator[dict[str, float]]:
                 yield {key: float(value) for key, value in row.items() if value}
 
 
+class Scraper:
+    """Asks an agent for its metrics until the ranks have been through an incident.
+
+    Args:
+        port: where it serves them.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.text = ""
+
+    def __call__(self, scene: Scene) -> None:
+        scene.wait_for(lambda: self.ask() and self.value('stage_seconds_count{stage="first_step"}') > 0)
+
+    def ask(self) -> bool:
+        """Whether it answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as reply:
+                self.text = reply.read().decode()
+        except OSError:
+            return False
+        return True
+
+    def value(self, sample: str) -> float:
+        """The value of a sample, by its name and labels."""
+        (found,) = re.findall(rf"^checkpointless_{re.escape(sample)} (\S+)$", self.text, re.M)
+        return float(found)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def test_each_incident_is_logged_once_where_the_loss_goes_on(disturb: Disturb, tmp_path: Path) -> None:
     """The first is another rank's; of the second rank 0, which logs, dies: its next process knows when."""
+    pytest.importorskip("prometheus_client")
+    scraper = Scraper(free_port())
     logger = f"trainer.logger={{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: {tmp_path}}}"
     faults = ("exception@backward:rank=1,step=2", "sigkill@forward:rank=0,step=4")
-    job = disturb(2, 5, *faults, args=(logger,))
+    job = disturb(2, 5, *faults, args=(logger,), http_port=scraper.port, meanwhile=scraper)
 
     found = list(rows(tmp_path / "lightning_logs"))
     assert [row["step"] for row in found if "reduced_train_loss" in row] == [0, 1, 2, 3, 4]
@@ -42,3 +82,21 @@ def test_each_incident_is_logged_once_where_the_loss_goes_on(disturb: Disturb, t
         nbytes = row.pop("checkpointless/bytes_received")
         assert (nbytes > 0) == (incident.rung is Rung.PROCESS)
         assert row == {"step": 2 * number - 1, **shared}
+
+    stages_s = job.incidents[0].stages_s
+    for stage in (
+        "notify",
+        "abort",
+        "finalize",
+        "health",
+        "barrier",
+        "init",
+        "rebuild",
+        "decide",
+        "verify",
+        "data",
+    ):
+        assert scraper.value(f'stage_seconds_count{{stage="{stage}"}}') >= 1
+    assert scraper.value('stage_seconds_sum{stage="init"}') >= 0.9 * stages_s["init"]
+    assert scraper.value('faults_injected_total{kind="exception"}') == 1
+    assert scraper.value('faults_injected_total{kind="hang"}') == 0

@@ -275,7 +275,9 @@ def test_the_coordinator_has_a_name_a_port_and_probes(name: str) -> None:
     annotation = "metadata.annotations['jobset.sigs.k8s.io/coordinator']"
     assert env_of(name)["COORDINATOR"]["valueFrom"]["fieldRef"]["fieldPath"] == annotation
     container = container_of(name, "coordinator")
-    assert container["ports"] == [{"name": "coordinator", "containerPort": DEFAULT_PORT}]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert (set(ports), ports["coordinator"]) == ({"coordinator", "http"}, DEFAULT_PORT)
+    assert f"--http-port {ports['http']}" in script_of(name, "coordinator")
     for probe in ("readinessProbe", "startupProbe"):
         assert container[probe]["tcpSocket"] == {"port": "coordinator"}
     assert f"/dev/tcp/$POD_IP/{DEFAULT_PORT}" in container["livenessProbe"]["exec"]["command"][-1]
