@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.megatron.update import GuardedUpdate
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.guard import vote
-from checkpointless.strategies import cleanup
+from checkpointless.strategies import chatter, cleanup
 from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.live_state import InMemoryCheckpoint, TrainerLiveState, samples_per_step
 from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained_names
@@ -73,6 +74,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._fault_injection = HPFaultInjectionCallback.from_environment()
         megatron_cleanup.install()
         cleanup.install()
+        chatter.install()
+        if self._call.generation > 0:  # also in a new process, which has said nothing yet
+            chatter.quiet()
 
     @property
     def checkpoint_manager(self) -> CheckpointManager | None:
@@ -258,6 +262,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     def on_train_start(self) -> None:
         """The loop starts: streams that were taken before the next batch was asked for are put back here."""
+        chatter.speak()
         if self._call is not None:
             announce_gradient_sync(get_model_config(self.megatron_parallel[0]), self._call)
         if self._manager is not None:
@@ -352,3 +357,15 @@ def _callbacks(trainer: Any) -> list[Any]:
     """The trainer's own list of callbacks."""
     callbacks: list[Any] = trainer.callbacks
     return callbacks
+
+
+def _signature() -> inspect.Signature:
+    """That of ``MegatronStrategy`` with our default: editors show it, and NeMo-Run's configurations go by it."""
+    name = "num_distributed_optimizer_instances"
+    default = inspect.signature(CheckpointlessMegatronStrategy.__init__).parameters[name].default
+    theirs = inspect.signature(MegatronStrategy)
+    parameters = {**theirs.parameters, name: theirs.parameters[name].replace(default=default)}
+    return theirs.replace(parameters=list(parameters.values()))
+
+
+CheckpointlessMegatronStrategy.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -1,0 +1,49 @@
+"""Switching a recipe of NeMo's collection on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+    from checkpointless.strategies.nemo_run_recipe import CheckpointlessRecipe
+
+
+def enable(
+    recipe: Any,
+    replicas: int | None = None,
+    *,
+    enable_checksum: bool = False,
+    wrapper: run.Config | None = None,
+) -> CheckpointlessRecipe:
+    """Have a pretrain or finetune recipe of ``nemo.collections.llm`` recover from faults without a checkpoint.
+
+    The recipe itself is changed, as NeMo's own functions do that take one; it can be shown, edited, serialised and
+    run as before. Enabling it again changes nothing. What is put into it later is switched on when it runs.
+
+    Args:
+        recipe: what ``llm.llama3_8b.pretrain_recipe(...)`` returns, for example.
+        replicas: on how many ranks each shard of the optimizer is held. Default: what the recipe has, but at least
+            2. Without the distributed optimizer, as in most LoRA recipes, it is all data-parallel ranks anyway.
+        enable_checksum: compare the replicas before a recovery.
+        wrapper: settings of the block that is entered again, as a ``run.Config`` of
+            :class:`checkpointless.inprocess.HPWrapper`.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        TypeError: ``recipe`` is no ``run.Partial``.
+        ValueError: the recipe cannot recover as it is; one line that says what to change. It is left as it was.
+    """
+    # A script that uses the strategy without NeMo-Run need not import that.
+    import nemo_run as run
+
+    from checkpointless.strategies.nemo_run_recipe import CheckpointlessRecipe
+    from checkpointless.strategies.recipe_changes import switch_on
+
+    if not isinstance(recipe, run.Partial):
+        raise TypeError(f"enable() takes a run.Partial, as NeMo's recipes return it, not {type(recipe).__name__}")
+    switch_on(recipe, replicas, enable_checksum)
+    return CheckpointlessRecipe.adopt(recipe, wrapper)

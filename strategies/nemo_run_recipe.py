@@ -1,0 +1,131 @@
+"""A NeMo-Run recipe whose objects are made inside the block that is entered again, not before it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import fiddle as fdl
+import nemo_run as run
+import yaml
+from fiddle.experimental import serialization
+from nemo_run.config import register_supported_cast
+from typing_extensions import override
+
+from checkpointless.inprocess import HPWrapper
+from checkpointless.megatron import cpu_platform
+from checkpointless.strategies.recipe_changes import switch_on
+
+
+class Unbuilt:
+    """Holds a recipe where Fiddle would make objects of it: Fiddle does not look inside.
+
+    Args:
+        recipe: as NeMo made it.
+    """
+
+    def __init__(self, recipe: run.Partial) -> None:
+        self.recipe = recipe
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unbuilt) and self.recipe == other.recipe
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Unbuilt({self.recipe!r})"
+
+
+def train(recipe: Unbuilt, wrapper: HPWrapper | None = None) -> Any:
+    """Make the objects of a recipe and train it; again, in the same process, after every fault.
+
+    Args:
+        recipe: what :class:`CheckpointlessRecipe` holds. What was put into it since it was enabled, a strategy for
+            example, is switched on, too.
+        wrapper: settings; None: those of ``HPWrapper()``.
+
+    Returns:
+        What the recipe's function returns.
+
+    Raises:
+        ValueError: the recipe cannot recover, or not on the ranks that there are.
+    """
+    if cpu_platform.requested():
+        cpu_platform.install()
+    plain = copy.deepcopy(recipe.recipe)
+    switch_on(plain)
+    return (wrapper or HPWrapper())(_build_and_call)(plain)
+
+
+def _build_and_call(recipe: run.Partial) -> Any:
+    """The block that is executed again. Values of the recipe that are no configurations are copies, too."""
+    return fdl.build(copy.deepcopy(recipe))()
+
+
+class CheckpointlessRecipe(run.Partial):
+    """A recipe that is shown and edited like any other and that, when run, calls :func:`train` with itself unbuilt.
+
+    Fiddle makes the objects of a recipe once, before it calls the function. Here it sees, wherever it takes the
+    recipe apart, a call of :func:`train` with one opaque argument. It has the same attributes as before.
+    """
+
+    @classmethod
+    def adopt(cls, recipe: run.Partial, wrapper: run.Config | None) -> CheckpointlessRecipe:
+        """Make ``recipe`` itself one of these.
+
+        Args:
+            recipe: any.
+            wrapper: a configuration of :class:`HPWrapper`; None: as it was, or that of ``HPWrapper()``.
+        """
+        object.__setattr__(recipe, "__class__", cls)
+        if wrapper is not None or "_wrapper" not in vars(recipe):
+            object.__setattr__(recipe, "_wrapper", wrapper)
+        assert isinstance(recipe, cls)
+        return recipe
+
+    def plain(self) -> run.Partial:
+        """The same arguments in an ordinary ``run.Partial``, which NeMo-Run would run without re-entry."""
+        return run.Partial.__unflatten__(*super().__flatten__())
+
+    @override
+    def visualize(self, **kwargs: Any) -> Any:
+        """As for every recipe."""
+        return self.plain().visualize(**kwargs)
+
+    @override
+    def diff(self, old: Any, trim: bool = True, **kwargs: Any) -> Any:
+        """As for every recipe."""
+        old = old.plain() if isinstance(old, CheckpointlessRecipe) else old
+        return self.plain().diff(old, trim=trim, **kwargs)
+
+    @override
+    def __flatten__(self) -> tuple[tuple[Any, ...], Any]:
+        call = run.Partial(train, bind_args=False, recipe=Unbuilt(self.plain()), wrapper=vars(self)["_wrapper"])
+        return call.__flatten__()
+
+    @override
+    def __path_elements__(self) -> tuple[Any, ...]:
+        return fdl.daglish.Attr("recipe"), fdl.daglish.Attr("wrapper")
+
+    @classmethod
+    @override
+    def __unflatten__(cls, values: Iterable[Any], metadata: Any) -> Any:
+        arguments = metadata.arguments(values)
+        return cls.adopt(copy.copy(arguments["recipe"].recipe), arguments["wrapper"])
+
+    @override
+    def __build__(self, *args: Any, **kwargs: Any) -> Any:
+        built = fdl.Partial.__build__(run.Partial(train), *args, **kwargs)
+        built.keywords["recipe"] = copy.deepcopy(built.keywords["recipe"])
+        return built
+
+
+serialization.register_node_traverser(
+    Unbuilt,
+    flatten_fn=lambda value: ((value.recipe,), None),
+    unflatten_fn=lambda values, _: Unbuilt(*values),
+    path_elements_fn=lambda _: (fdl.daglish.Attr("recipe"),),
+)
+register_supported_cast(CheckpointlessRecipe, run.Partial)
+yaml.SafeDumper.add_representer(CheckpointlessRecipe, lambda dumper, recipe: dumper.represent_data(recipe.plain()))

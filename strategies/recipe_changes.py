@@ -1,0 +1,244 @@
+"""What has to be different in a NeMo-Run recipe so that it recovers from memory, and what stands against it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import fiddle as fdl
+import nemo_run as run
+from nemo.lightning import AutoResume, MegatronOptimizerModule, MegatronStrategy
+
+from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
+from checkpointless.strategies.resume import CheckpointlessAutoResume
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_REPLICAS = 2
+
+# Callbacks of nvidia-resiliency-ext (NVRx), by name, as the package need not be there, and why they cannot stay.
+_UNFIT_CALLBACKS = {
+    "FaultToleranceCallback": "it reports to NVRx's launcher, which restarts all processes",
+    "FaultToleranceSectionsCallback": "it reports to NVRx's launcher, which restarts all processes",
+    "StragglerDetectionCallback": "it can be set up once per process, and fails when training is entered again",
+}
+_EARLY_GATHER = "overlap_param_gather_with_optimizer_step"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of a recipe are laid out.
+
+    Attributes:
+        world_size: all ranks.
+        devices: ranks of a node.
+        tensor: ranks that share a layer.
+        pipeline: stages.
+        context: ranks that share a sequence.
+        expert: ranks that share the experts of a layer.
+        expert_tensor: ranks that share an expert.
+    """
+
+    world_size: int
+    devices: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    def holders(self) -> tuple[int, int]:
+        """How many ranks train the same dense layers, and the same experts; zeros if the sizes do not fit."""
+        dense, rest = divmod(self.world_size, self.tensor * self.pipeline)
+        experts, rest_of_experts = divmod(self.world_size, self.expert_tensor * self.expert * self.pipeline)
+        return (0, 0) if rest or rest_of_experts or dense % self.context else (dense, experts)
+
+    def nodes_for(self, replicas: int) -> int:
+        """The smallest number of nodes on which there can be so many replicas, not below that of now."""
+        ranks = math.lcm(
+            self.tensor * self.pipeline * math.lcm(self.context, replicas),
+            self.expert_tensor * self.expert * self.pipeline * replicas,
+        )
+        step = ranks // math.gcd(ranks, self.devices)
+        return math.ceil(self.world_size / self.devices / step) * step
+
+    def require(self, replicas: int) -> None:
+        """Raise unless each shard can be held so many times.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        dense, experts = self.holders()
+        if dense and dense % replicas == experts % replicas == 0:
+            return
+        sizes = {
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "context": self.context,
+            "expert": self.expert,
+            "expert tensor": self.expert_tensor if self.expert_tensor != self.tensor else 1,
+        }
+        shape = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no model parallelism"
+        made = f"leave {dense} data-parallel ranks" + (f" ({experts} for experts)" if self.expert > 1 else "")
+        raise ValueError(
+            f"{self.world_size} ranks ({shape}) {made if dense else 'are no whole number of models'}, which cannot "
+            f"hold {replicas} replicas: set num_nodes={self.nodes_for(replicas)} with {self.devices} devices each, "
+            "or smaller parallel sizes"
+        )
+
+
+def switch_on(recipe: run.Partial, replicas: int | None = None, enable_checksum: bool = False) -> None:
+    """Change a recipe in place, after checking that all can be changed. Doing it twice changes nothing more.
+
+    Args:
+        recipe: of a function that takes a ``trainer``.
+        replicas: as for :func:`checkpointless.strategies.enable`.
+        enable_checksum: likewise.
+
+    Raises:
+        ValueError: the recipe cannot be made to recover; one line that says what to change.
+    """
+    strategy = _strategy_of(recipe)
+    _check_optimizer(recipe)
+    instances = _instances(recipe, strategy, replicas)
+    _swap(strategy, CheckpointlessMegatronStrategy)
+    strategy.num_distributed_optimizer_instances = instances
+    _set_callbacks(recipe.trainer, enable_checksum)
+    resume = getattr(recipe, "resume", None)
+    if isinstance(resume, fdl.Buildable) and _is(resume, AutoResume):
+        _swap(resume, CheckpointlessAutoResume)
+
+
+def _strategy_of(recipe: run.Partial) -> Any:
+    """The configuration of the recipe's Megatron strategy."""
+    trainer = getattr(recipe, "trainer", None)
+    strategy = getattr(trainer, "strategy", None)
+    if not isinstance(trainer, fdl.Buildable) or strategy is None:
+        raise ValueError("the recipe has no trainer.strategy: set it to a run.Config of nl.MegatronStrategy")
+    if not isinstance(strategy, fdl.Buildable):
+        raise ValueError(
+            f"trainer.strategy is {_name(strategy)}, made already: set it to a run.Config, so that it can be made "
+            "anew after a fault"
+        )
+    if not _is(strategy, MegatronStrategy):
+        raise ValueError(f"trainer.strategy is {_name(strategy)}: only nl.MegatronStrategy can recover from memory")
+    if strategy.__fn_or_cls__ is not MegatronStrategy and not _is(strategy, CheckpointlessMegatronStrategy):
+        raise ValueError(
+            f"trainer.strategy is {_name(strategy)}, a subclass of MegatronStrategy: derive it from "
+            "CheckpointlessMegatronStrategy instead"
+        )
+    ddp = getattr(strategy, "ddp", None)
+    sharded = any(getattr(ddp, name, False) for name in ("use_custom_fsdp", "use_megatron_fsdp"))
+    if getattr(strategy, "fsdp", None) is not None or sharded:
+        raise ValueError(
+            "FSDP shards parameters over all data-parallel ranks, so that nobody holds them twice: set "
+            "trainer.strategy.fsdp=None, without use_custom_fsdp or use_megatron_fsdp in its ddp"
+        )
+    if ddp == "pytorch":
+        raise ValueError('trainer.strategy.ddp="pytorch" has no Megatron optimizer: set it to "megatron"')
+    return strategy
+
+
+def _check_optimizer(recipe: run.Partial) -> None:
+    """Raise if the update of the recipe's optimizer cannot be guarded."""
+    optim = getattr(recipe, "optim", None)
+    of_class = isinstance(optim, fdl.Buildable) and isinstance(optim.__fn_or_cls__, type)
+    if of_class and not _is(optim, MegatronOptimizerModule):
+        raise ValueError(f"optim is {_name(optim)}: only nl.MegatronOptimizerModule can recover from memory")
+    for place in (getattr(optim, "config", None), *_callbacks_of(recipe.trainer)):
+        if getattr(place, _EARLY_GATHER, None):
+            raise ValueError(
+                f"{_name(place)} sets {_EARLY_GATHER}, with which an update cannot be guarded: set it to False"
+            )
+
+
+def _instances(recipe: run.Partial, strategy: Any, replicas: int | None) -> int:
+    """How many instances of the distributed optimizer there have to be.
+
+    If the optimizer is not distributed all data-parallel ranks hold the same, and Megatron wants one instance.
+    """
+    present = strategy.__arguments__.get("num_distributed_optimizer_instances") or 1
+    wanted = replicas if replicas is not None else max(present, DEFAULT_REPLICAS)
+    if wanted < 2:
+        raise ValueError(f"replicas={wanted}: a rank that dies is filled by another holder, so 2 are needed")
+    distributed = _optimizer_is_distributed(recipe)
+    layout = _layout(recipe.trainer, strategy)
+    if layout is not None:
+        layout.require(wanted if distributed else max(2, min(layout.holders())))
+    return wanted if distributed else 1
+
+
+def _optimizer_is_distributed(recipe: run.Partial) -> bool:
+    """Whether the optimizer will be Megatron's distributed one: NeMo has the optimizer's configuration decide."""
+    config = getattr(getattr(recipe, "optim", None), "config", None)
+    return True if config is None else bool(getattr(config, "use_distributed_optimizer", False))
+
+
+def _layout(trainer: Any, strategy: Any) -> Layout | None:
+    """The layout on the ranks that there are, or that the recipe asks for; None if it leaves that open."""
+    devices, nodes = getattr(trainer, "devices", None), getattr(trainer, "num_nodes", 1)
+    if isinstance(devices, list | tuple):
+        devices = len(devices)
+    if not isinstance(devices, int) or not isinstance(nodes, int) or devices < 1:
+        return None
+    tensor = _size(strategy, "tensor_model_parallel_size")
+    return Layout(
+        world_size=int(os.environ.get("WORLD_SIZE", devices * nodes)),
+        devices=devices,
+        tensor=tensor,
+        pipeline=_size(strategy, "pipeline_model_parallel_size"),
+        context=_size(strategy, "context_parallel_size"),
+        expert=_size(strategy, "expert_model_parallel_size"),
+        expert_tensor=getattr(strategy, "expert_tensor_parallel_size", None) or tensor,
+    )
+
+
+def _size(strategy: Any, name: str) -> int:
+    return getattr(strategy, name, None) or 1
+
+
+def _set_callbacks(trainer: Any, enable_checksum: bool) -> None:
+    """Add ours if it is not there, and take away those that cannot be entered again."""
+    kept = []
+    for callback in _callbacks_of(trainer):
+        why = _UNFIT_CALLBACKS.get(_name(callback))
+        if why is None:
+            kept.append(callback)
+        else:
+            logger.warning("%s is taken out of the recipe: %s", _name(callback), why)
+    ours = next((each for each in kept if _is(each, CheckpointlessCallback)), None)
+    if ours is None:
+        ours = run.Config(CheckpointlessCallback)
+        kept.append(ours)
+    if enable_checksum and isinstance(ours, fdl.Buildable):
+        ours.enable_checksum = True
+    trainer.callbacks = kept
+
+
+def _callbacks_of(trainer: Any) -> list[Any]:
+    """The trainer's callbacks, however they are given."""
+    callbacks = getattr(trainer, "callbacks", None)
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+
+
+def _swap(config: Any, cls: type) -> None:
+    """Have a configuration make ``cls``, with the arguments that it has, unless it makes one already."""
+    if not _is(config, cls):
+        fdl.update_callable(config, cls)
+
+
+def _is(value: Any, cls: type) -> bool:
+    """Whether ``value`` is, or is a configuration of, ``cls`` or a subclass."""
+    made = value.__fn_or_cls__ if isinstance(value, fdl.Buildable) else type(value)
+    return isinstance(made, type) and issubclass(made, cls)
+
+
+def _name(value: Any) -> str:
+    made = value.__fn_or_cls__ if isinstance(value, fdl.Buildable) else type(value)
+    return getattr(made, "__name__", str(made))
