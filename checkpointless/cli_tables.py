@@ -7,7 +7,7 @@ from rich.table import Table
 
 from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
 from checkpointless.telemetry import wording
-from checkpointless.telemetry.incidents import Outcome
+from checkpointless.telemetry.incidents import IncidentSummary, Outcome
 from checkpointless.telemetry.report import Report
 from checkpointless.telemetry.restart import Comparison
 from checkpointless.telemetry.verify import Quantity, Steps, Verdict
@@ -88,9 +88,7 @@ def incident_table(report: Report) -> Table:
             str(number),
             wording.printable(incident.kind, 24),
             wording.printable(incident.cause or "unknown", _LONGEST_CAUSE),
-            "; ".join(
-                (incident.rung.label, *(wording.printable(why, _LONGEST_CAUSE) for why in incident.steps_up))
-            ),
+            _rung(incident),
             ended + (f": {wording.printable(incident.reason, _LONGEST_CAUSE)}" if incident.reason else ""),
             "?" if lost is None else f"{lost} steps" + (f", {samples:,} samples" if samples else ""),
             f"{wording.ranks(incident.sources)}: {wording.size(incident.nbytes)}" if incident.sources else "",
@@ -116,6 +114,11 @@ def stage_table(report: Report) -> Table:
             *(_in_seconds(incident.stages_s.get(stage.stage)) for incident in single),
         )
     return table
+
+
+def _rung(incident: IncidentSummary) -> str:
+    whys = (wording.printable(why, _LONGEST_CAUSE) for why in incident.steps_up if why != incident.cause)
+    return "; ".join((incident.rung.label, *whys))
 
 
 def _in_seconds(seconds: float | None) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from statistics import median
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from checkpointless.page import pictures
@@ -77,25 +78,10 @@ def render(report: Report, events: Sequence[Event]) -> str:
         report: the run, summed up.
         events: all of its events, in any order.
     """
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters.update(
-        plain=lambda text, limit=_LONGEST_TEXT: wording.printable(str(text), limit),
-        duration=wording.duration,
-        size=wording.size,
-        share=wording.share,
-        number=wording.number,
-        ranks=wording.ranks,
-        utc=_readable_utc,
-        pc=lambda value: f"{value:.3f}%",
-    )
-    here = files(__package__)
-    template = environment.from_string(here.joinpath("report.html").read_text(encoding="utf-8"))
     views = _views(report, events)
     field, field_top_s = pictures.incident_field(report)
-    return template.render(
-        css=Markup(here.joinpath("report.css").read_text(encoding="utf-8")),
+    return _template().render(
+        css=Markup(_text("report.css")),
         report=report,
         run=report.run,
         spent=report.spent,
@@ -120,6 +106,28 @@ def render(report: Report, events: Sequence[Event]) -> str:
         took_median_s=median(_took(report.incidents)) if _took(report.incidents) else None,
         plural=wording.plural,
     )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(
+        plain=lambda text, limit=_LONGEST_TEXT: wording.printable(str(text), limit),
+        duration=wording.duration,
+        size=wording.size,
+        share=wording.share,
+        number=wording.number,
+        ranks=wording.ranks,
+        utc=_readable_utc,
+        pc=lambda value: f"{value:.3f}%",
+    )
+    return environment.from_string(_text("report.html"))
+
+
+def _text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _compared(report: Report) -> tuple[pictures.Lane, ...]:

@@ -38,12 +38,11 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.{2 if seconds < 10 else 1}f} s"
     whole = round(seconds)
     if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
+        return _two(whole, 60, "min", "s")
     minutes = round(seconds / 60)
     if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    hours = round(seconds / 3600)
-    return f"{hours // 24} d {hours % 24} h"
+        return _two(minutes, 60, "h", "min")
+    return _two(round(seconds / 3600), 24, "d", "h")
 
 
 def size(nbytes: int) -> str:
@@ -86,6 +85,11 @@ def ranks(numbers: tuple[int, ...], shown: int = 8) -> str:
     words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
     more = f" and {len(words) - shown} more" if len(words) > shown else ""
     return f"rank{'' if len(set(numbers)) == 1 else 's'} {', '.join(words[:shown])}{more}"
+
+
+def _two(count: int, per: int, larger: str, smaller: str) -> str:
+    rest = f" {count % per} {smaller}" if count % per else ""
+    return f"{count // per} {larger}{rest}" if count >= per else rest.strip()
 
 
 def _code(character: str) -> str:

@@ -1,0 +1,107 @@
+"""Events of runs that never were, for tests of what is made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkpointless.telemetry.events import FAULT_INJECTED, Edge, Event
+
+S = 1_000_000_000
+UTC = 1_700_000_000 * S
+ENDING = ("abort", "finalize", "health", "barrier")
+STARTING = ("init", "rebuild", "decide", "transfer", "verify", "data")
+STAGE_S = 0.1
+
+
+class MadeUpRun:
+    """Writes the events of a run, second by second.
+
+    Args:
+        ranks: how many ranks.
+        per_node: how many of them are on a node.
+    """
+
+    def __init__(self, ranks: int = 2, per_node: int = 8) -> None:
+        self.ranks = ranks
+        self.per_node = per_node
+        self.generation = 0
+        self.events: list[Event] = []
+
+    def add(self, at_s: float, stage: str, edge: Edge, rank: int | None = None, **fields: Any) -> None:
+        incident = fields.pop("incident", None)
+        generation = fields.pop("generation", self.generation)
+        node = 0 if rank is None else rank // self.per_node
+        ns = round(at_s * S)
+        pid = 100 if rank is None else 1000 + rank
+        self.events.append(Event(UTC + ns, ns, node, rank, pid, generation, incident, stage, edge, fields))
+
+    def span(self, at_s: float, stage: str, rank: int, **fields: Any) -> None:
+        about = {key: fields[key] for key in ("incident", "generation") if key in fields}
+        self.add(at_s, stage, "begin", rank, **about)
+        self.add(at_s + STAGE_S, stage, "end", rank, **fields)
+
+    def start(self, at_s: float = 10.0, samples: int | None = 16) -> None:
+        """The job begins at 0, trains from ``at_s`` on, and has made its first step a second later."""
+        self.add(0.0, "job", "begin", nproc=self.ranks, nnodes=1, script="train.py")
+        for rank in range(self.ranks):
+            said = {} if samples is None else {"samples_per_step": samples}
+            self.add(at_s - 0.1, "data", "begin", rank, **said)
+            self.add(at_s, "data", "end", rank)
+            self.add(at_s, "first_step", "begin", rank)
+            self.add(at_s + 1, "first_step", "end", rank, step=1)
+
+    def incident(
+        self, at_s: float, name: str, committed: int, resumed: int | None = None, cause: str = "", **about: Any
+    ) -> float:
+        """A fault at ``at_s`` and the recovery from it; when its last rank has made its step.
+
+        Args:
+            committed: the newest step that was committed.
+            resumed: the step after which training goes on; default: the same.
+            cause: what is said of it.
+            about: ``spec`` of an injected fault, ``how`` it was noticed, ``culprit``, ``until`` which stage.
+        """
+        resumed = committed if resumed is None else resumed
+        culprit, until = about.get("culprit", 1), about.get("until", "first_step")
+        if "spec" in about:
+            self.add(at_s, FAULT_INJECTED, "point", culprit, spec=about["spec"], step=committed + 1)
+        how = about.get("how", "exception")
+        self.add(
+            at_s + 0.1,
+            "detect",
+            "point",
+            incident=name,
+            cause=cause or f"rank {culprit} failed",
+            culprit=culprit,
+            how=how,
+        )
+        self.add(at_s + 0.1, "notify", "begin", incident=name)
+        self.add(at_s + 0.15, "notify", "end", incident=name, ranks=list(range(self.ranks)))
+        at_s += 0.2
+        for stage in ENDING:
+            for rank in range(self.ranks):
+                self.span(at_s, stage, rank, incident=name)
+            at_s += STAGE_S
+        self.generation += 1
+        self.add(at_s, "go", "point", incident=name, high_water=committed)
+        for stage in (*STARTING, "first_step"):
+            for rank in range(self.ranks):
+                fields: dict[str, Any] = {"incident": name}
+                if stage == "decide":
+                    fields |= {"target": resumed, "reason": ""}
+                if stage == "transfer" and rank == culprit:
+                    fields |= {"bytes": 1_500_000, "sources": [0]}
+                if stage == "first_step":
+                    fields |= {"step": resumed + 1}
+                self.span(at_s, stage, rank, **fields)
+            at_s += STAGE_S
+            if stage == until:
+                break
+        return at_s
+
+    def end(self, at_s: float, code: int = 0, step: int | None = None, reason: str = "") -> None:
+        """The job ends at ``at_s``; a second before, its ranks have made the last step."""
+        if step is not None:
+            for rank in range(self.ranks):
+                self.add(at_s - 1, "trained", "point", rank, step=step)
+        self.add(at_s, "job", "end", code=code, reason=[reason] if reason else [])
