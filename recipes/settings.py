@@ -185,7 +185,12 @@ def _check_name(parent: DictConfig, key: str, name: str) -> None:
 
 
 def _check_value(key: str, old: Any, new: Any) -> None:
-    """Raise if `new` is of another kind than the recipe's `old` value; anything may replace null, and be null."""
+    """Raise if `new` is of another kind than the recipe's `old` value; anything may replace null, and be null.
+
+    An object that is to be made may replace anything: Lightning's `logger` is true, false or one.
+    """
+    if isinstance(new, dict) and "_target_" in new:
+        return
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
     if old is None or new is None or type(old) not in kinds or (isinstance(new, str) and "${" in new):
         return
