@@ -15,8 +15,8 @@ from checkpointless.telemetry.verify import Quantity, Steps, Verdict
 #: Columns where the output is a pipe or a file, which has no width of its own.
 _FILE_WIDTH = 160
 _MOST_INCIDENTS = 30
-_MOST_COLUMNS = 5
-_LONGEST_CAUSE = 160
+_MOST_COLUMNS = 8
+_LONGEST_CAUSE = 120
 _BAR_WIDTH = 20
 _STAGE_TITLE = "seconds of each stage, on the rank that took longest"
 
@@ -83,14 +83,13 @@ def incident_table(report: Report) -> Table:
         ended = incident.outcome.value
         if incident.outcome is Outcome.RESUMED and incident.resumed_after is not None:
             ended += f" after step {incident.resumed_after}"
-        lost, samples = incident.steps_lost, report.samples(incident.steps_lost)
         table.add_row(
             str(number),
             wording.printable(incident.kind, 24),
             wording.printable(incident.cause or "unknown", _LONGEST_CAUSE),
             _rung(incident),
             ended + (f": {wording.printable(incident.reason, _LONGEST_CAUSE)}" if incident.reason else ""),
-            "?" if lost is None else f"{lost} steps" + (f", {samples:,} samples" if samples else ""),
+            _lost(incident, report),
             f"{wording.ranks(incident.sources)}: {wording.size(incident.nbytes)}" if incident.sources else "",
             "" if incident.headline_s is None else wording.duration(incident.headline_s),
         )
@@ -114,6 +113,15 @@ def stage_table(report: Report) -> Table:
             *(_in_seconds(incident.stages_s.get(stage.stage)) for incident in single),
         )
     return table
+
+
+def _lost(incident: IncidentSummary, report: Report) -> str:
+    if incident.outcome is not Outcome.RESUMED:
+        return ""
+    lost, samples = incident.steps_lost, report.samples(incident.steps_lost)
+    if lost is None:
+        return wording.UNKNOWN
+    return wording.plural(lost, "step") + (f", {wording.plural(samples, 'sample')}" if samples else "")
 
 
 def _rung(incident: IncidentSummary) -> str:

@@ -64,7 +64,7 @@ class IncidentSummary:
         rung: how far up the recovery went.
         steps_up: why it went higher than a block that is run again in the living process, rung by rung.
         tiles_s: seconds of the incident by stage, without overlap: a stage lasts from the end of the one before
-            until its last rank has ended it. They add up to the headline where every rank writes its stages.
+            until its last rank has ended it. They add up to the headline if a step was left to make.
         injected: the spec of the fault that was caused on purpose ("" if none was).
         committed: the newest optimizer step that a rank had committed (0: none); None if no event says so.
         resumed_after: the step after which training really went on; None if no event says so.
@@ -294,8 +294,9 @@ def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: 
     """
     ended_ns: dict[str, int] = {}
     for event in events:
-        if event.edge == "end":
-            ended_ns[event.stage] = max(event.ts, ended_ns.get(event.stage, 0))
+        stage = "barrier" if event.stage == "go" else event.stage  # nobody is past it before that
+        if event.edge == "end" or event.stage == "go":
+            ended_ns[stage] = max(event.ts, ended_ns.get(stage, 0))
     if noticed_ns is not None:
         ended_ns["detect"] = noticed_ns
     tiles: dict[str, float] = {}
@@ -334,6 +335,8 @@ def _reason(events: Sequence[Event], job_end: Event | None) -> str:
         said = event.fields.get("reason") or event.fields.get("error")
         if isinstance(said, list):
             said = next(iter(said), "")
+        if str(said or "").startswith("RankShouldRestart"):
+            continue  # a rank that was told to leave has nothing to say of why
         if said and event.edge != "begin" and event.stage != "detect":
             return str(said)
     return ""
