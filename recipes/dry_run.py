@@ -190,8 +190,12 @@ def _on_each(stages: Sequence[Stage], number: int) -> str:
     stage = stages[number]
     held = stage.dense.total + stage.expert.total
     trained = stage.dense.trained + stage.expert.trained
-    where = f"pipeline stage {number + 1} of {len(stages)}, the fullest" if len(stages) > 1 else "every rank"
-    return f"On each rank of {where}: {held:,}" + (f", {trained:,} of them trained." if trained != held else ".")
+    where = (
+        f"each rank of pipeline stage {number + 1} of {len(stages)}, the fullest"
+        if len(stages) > 1
+        else "every rank"
+    )
+    return f"On {where}: {held:,}" + (f", {trained:,} of them trained." if trained != held else ".")
 
 
 def _trained(stages: Sequence[Stage]) -> bool:

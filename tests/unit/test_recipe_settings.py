@@ -1,13 +1,16 @@
 """Recipes and overrides: what is wrong with them is said in one line that helps."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("hydra", reason="recipes need hydra-core")
 
+from omegaconf import OmegaConf
+
 from checkpointless.recipes import runner
-from checkpointless.recipes.settings import RecipeError, load
+from checkpointless.recipes.settings import RECIPES, RecipeError, available, load, require_complete
 
 
 def test_the_recipe_loads_and_overrides_apply() -> None:
@@ -85,3 +88,51 @@ def test_main_ends_in_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
     assert runner.main(["no_such_recipe"]) == 2
     assert runner.main([]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_value_that_is_left_to_the_user_takes_anything() -> None:
+    config = load("llama3_8b_pretrain", ["data.paths=[/data/a, /data/b]"])
+    assert list(config.data.paths) == ["/data/a", "/data/b"]
+    with pytest.raises(
+        RecipeError, match=r"leaves 1 value to you: add data\.tokenizer\.pretrained_model_name=\.\.\."
+    ):
+        require_complete(config, "llama3_8b_pretrain")
+    require_complete(load("tiny_gpt_cpu"), "tiny_gpt_cpu")
+
+
+def test_the_runner_asks_for_what_is_left_to_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main(["gpt_oss_120b_lora"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "add data.dataset_root=..." in line
+    assert "resume.restore_config.path=..." in line
+
+
+def test_a_recipe_that_is_no_yaml_is_named_with_the_line(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("trainer:\n  max_steps: 1\n  path: {a: ???}\n")
+    with pytest.raises(RecipeError, match="is not YAML: line 3"):
+        load(broken)
+
+
+@pytest.mark.parametrize("recipe", available())
+def test_every_recipe_is_plain_nemo_and_one_block(recipe: str) -> None:
+    config = load(recipe)
+    assert set(config.checkpointless) == set(load("tiny_gpt_cpu").checkpointless)
+    assert config.strategy._target_ == "nemo.lightning.MegatronStrategy"
+    text = (RECIPES / f"{recipe}.yaml").read_text()
+    assert "fault" not in text.replace("default", "")
+    assert "\ncheckpointless:\n" in text
+    del config.checkpointless
+    assert "checkpointless" not in OmegaConf.to_yaml(config).replace("checkpointless.demo.text", "")
+
+
+def test_tiny_recipes_differ_in_what_they_say_they_differ_in() -> None:
+    recipes: list[Any] = [OmegaConf.to_container(load(f"tiny_{kind}_cpu")) for kind in ("gpt", "lora", "moe")]
+    gpt, lora, moe = recipes
+    assert lora.pop("peft")
+    assert lora == gpt
+    for key in ("num_moe_experts", "moe_router_topk", "moe_grouped_gemm", "add_bias_linear"):
+        del moe["model"]["config"][key]
+    moe["strategy"]["expert_model_parallel_size"] = 1
+    assert moe == gpt

@@ -1,0 +1,117 @@
+"""The recipes on real NeMo and Megatron: their names, their parameters at the real size, and that they train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.recipes.layout import layout_of
+from checkpointless.recipes.memory import Count, Stage, memory, precision_of
+from checkpointless.recipes.settings import available, load
+from checkpointless.telemetry.incidents import Outcome
+from checkpointless.telemetry.verify import compare
+from tests.ranks.jobs import run_job
+from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.test_state import BF16
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
+
+# Published: Hugging Face's model pages (8.03 B, 70.6 B), OpenAI's model card of gpt-oss (116.83 B).
+PUBLISHED = {
+    "llama3_8b_pretrain": 8_030_261_248,
+    "llama3_70b_pretrain": 70_553_706_496,
+    "gpt_oss_120b_full": 116_829_156_672,
+}
+TINY = [recipe for recipe in available() if recipe.startswith("tiny_")]
+
+
+def stages(answer: list[dict[str, Any]]) -> list[Stage]:
+    return [
+        Stage(dense=Count(**stage["dense"]), expert=Count(**stage["expert"]), whole=stage["whole"])
+        for stage in answer
+    ]
+
+
+@pytest.mark.parametrize("recipe", available())
+def test_every_name_in_a_recipe_exists(nemo_zygote: Zygote, recipe: str) -> None:
+    assert nemo_zygote.run(1, "tests.ranks.recipe_ranks:unknown_names", {"recipe": recipe}) == [[]]
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_the_model_built_at_the_real_world_size_has_the_published_parameters(
+    nemo_zygote: Zygote, recipe: str
+) -> None:
+    (answer,) = nemo_zygote.run(1, "tests.ranks.recipe_ranks:count", {"recipe": recipe})
+    counted = stages(answer)
+    assert len(counted) == layout_of(load(recipe)).pipeline
+    assert sum(stage.whole for stage in counted) == PUBLISHED[recipe]
+    assert all(count.trained == count.total for stage in counted for count in (stage.dense, stage.expert))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "base"), [("llama3_70b_lora", "llama3_70b_pretrain"), ("gpt_oss_120b_lora", "gpt_oss_120b_full")]
+)
+def test_lora_trains_adapters_only(nemo_zygote: Zygote, recipe: str, base: str) -> None:
+    (answer,) = nemo_zygote.run(1, "tests.ranks.recipe_ranks:count", {"recipe": recipe})
+    (stage,) = stages(answer)
+    assert 0 < stage.dense.trained < stage.dense.total / 100
+    assert stage.expert.trained == 0
+    assert 0 < stage.whole - PUBLISHED[base] < PUBLISHED[base] / 100
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy.tensor_model_parallel_size=3", "trainer.devices=6"], "RecipeError: 32 attention heads cannot"),
+        (["model.config.vocab_size=null"], "NotCountedError: the size of the vocabulary is the tokenizer's"),
+        (["model.config.normalization=nonsense"], "NotCountedError: "),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_one_line(nemo_zygote: Zygote, overrides: list[str], message: str) -> None:
+    arguments = {"recipe": "llama3_8b_pretrain", "overrides": [*overrides, "data.global_batch_size=512"]}
+    if "devices" in " ".join(overrides):
+        arguments["overrides"] = [*overrides, "trainer.num_nodes=2", "data.global_batch_size=8"]
+    (answer,) = nemo_zygote.run(1, "tests.ranks.recipe_ranks:count", arguments)
+    assert answer.startswith(message)
+    assert "\n" not in answer
+
+
+@pytest.mark.parametrize("overrides", [(), BF16], ids=["fp32", "bf16"])
+def test_the_memory_table_is_what_megatron_allocates(nemo_zygote: Zygote, overrides: tuple[str, ...]) -> None:
+    """But for padding, which Megatron adds to each parameter and bucket, and which a small model feels."""
+    config = load("tiny_gpt_cpu", overrides)
+    (answer,) = nemo_zygote.run(1, "tests.ranks.recipe_ranks:count", {"recipe": "tiny_gpt_cpu"})
+    expected = memory(stages(answer)[0], layout_of(config), precision_of(config))
+    for instances in (1, 2):
+        args = [*overrides, f"strategy.num_distributed_optimizer_instances={instances}"]
+        measured = nemo_zygote.run(4, "tests.ranks.recipe_ranks:measure", {"overrides": args})
+        optimizer = expected.optimizer if instances == 2 else expected.optimizer_without_replicas
+        assert {rank["parameters"] for rank in measured} == {expected.parameters}
+        for rank in measured:
+            assert expected.gradients <= rank["gradients"] < expected.gradients * 1.02
+        # Shards differ by what of their ends is padding; together they hold every parameter as often as it is held.
+        assert sum(rank["optimizer"] for rank in measured) == pytest.approx(4 * optimizer, rel=0.001)
+        assert max(rank["optimizer"] for rank in measured) < optimizer * 1.02
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_without_its_block_a_recipe_is_plain_nemo(nemo_zygote: Zygote, recipe: str) -> None:
+    for rank in nemo_zygote.run(4, "tests.ranks.recipe_ranks:plain", {"recipe": recipe}):
+        assert rank["strategy"] == "nemo.lightning.pytorch.strategies.megatron_strategy.MegatronStrategy"
+        assert "checkpointless" not in rank["callbacks"]
+
+
+def test_experts_train_through_a_kill(nemo_zygote: Zygote, tmp_path: Any) -> None:
+    args = ["tiny_moe_cpu", "trainer.max_steps=4"]
+    fault = "sigkill@optimizer:rank=1,step=3"
+    undisturbed = run_job(nemo_zygote, tmp_path / "undisturbed", 4, script_args=args)
+    disturbed = run_job(nemo_zygote, tmp_path / "disturbed", 4, script_args=args, faults=(fault,))
+    assert (undisturbed.code, disturbed.code) == (0, 0), disturbed.story()
+    assert fired(disturbed.run_dir) == {fault: 1}
+    assert [incident.outcome for incident in disturbed.incidents] == [Outcome.RESUMED]
+    verdict = compare(undisturbed.steps, disturbed.steps)
+    assert verdict.equal, verdict.sentence
+    losses = [float.fromhex(record.loss) for record in undisturbed.steps[0]]
+    assert losses[-1] < losses[0]

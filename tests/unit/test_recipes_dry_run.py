@@ -1,0 +1,140 @@
+"""`train --dry-run`: what it says of a layout, and that the command line takes its launch commands."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra", reason="recipes need hydra-core")
+
+from rich.console import Console
+
+from checkpointless import cli
+from checkpointless.recipes.dry_run import Plan, launch_lines, replica_lines, show
+from checkpointless.recipes.layout import Layout, layout_of
+from checkpointless.recipes.memory import Count, Stage
+from checkpointless.recipes.settings import available, load
+
+GIGA = 10**9
+STAGES = [Stage(dense=Count(GIGA, GIGA), expert=Count(0, 0), whole=GIGA)]
+
+
+def plan_of(recipe: str, *overrides: str, stages: list[Stage] | str = STAGES, enabled: bool = True) -> Plan:
+    config = load(recipe, overrides)
+    cpu = config.trainer.accelerator == "cpu"
+    return Plan(recipe, overrides, config, layout_of(config), stages, enabled, cpu)
+
+
+def shown(plan: Plan) -> str:
+    page = io.StringIO()
+    show(plan, Console(file=page, markup=False, highlight=False, emoji=False, width=160))
+    return page.getvalue()
+
+
+def test_the_loss_of_a_node_is_said_plainly() -> None:
+    apart = replica_lines(Layout(nodes=2, ranks_per_node=8, instances=2), enabled=True)
+    assert "8 replica groups of 2 ranks, 8 ranks apart (8 ranks are a node): ranks 0 and 8, ranks 7 and 15" in apart
+    assert any(line.startswith("The loss of a whole node: survivable") for line in apart)
+    together = replica_lines(Layout(nodes=2, ranks_per_node=8, pipeline=2, instances=2), enabled=True)
+    assert any("NOT survivable. 8 of 8 groups" in line and "ranks 0 and 4 for example" in line for line in together)
+    alone = replica_lines(Layout(nodes=1, ranks_per_node=8, instances=2), enabled=True)
+    assert alone[-1] == "The loss of the node: not survivable, there is no other."
+    assert replica_lines(Layout(nodes=1, ranks_per_node=8), enabled=False) == [
+        "checkpointless is off in this recipe: nothing is recovered from memory.",
+        "No replicas: each of the 8 shards has one holder.",
+    ]
+
+
+def test_the_cost_of_the_replica_is_said() -> None:
+    text = shown(plan_of("llama3_8b_pretrain"))
+    assert "1,000,000,000 parameters in all. On every rank: 1,000,000,000." in text
+    assert "The cost of the replica is 0.70 GiB on each GPU." in text  # 12 bytes x (2/16 - 1/16)
+    assert "buffers take at most 0.12 GiB more" in text
+    assert "not known: no module named x" in shown(plan_of("llama3_8b_pretrain", stages="no module named x"))
+
+
+def test_what_it_shows_is_the_recipe_as_it_would_be_trained() -> None:
+    plan = plan_of("llama3_8b_pretrain", "trainer.max_steps=77")
+    text = shown(replace(plan, layout=replace(plan.layout, nodes=3, ranks_per_node=4)))
+    assert "max_steps: 77" in text
+    assert "num_nodes: 3" in text
+    assert "devices: 4" in text
+    assert "${" not in text
+    assert "paths: ???" in text
+    assert all(line == line.rstrip() for line in text.splitlines() if "GiB" not in line)
+
+
+@pytest.mark.parametrize("recipe", available())
+def test_the_launch_command_is_one_that_parses(recipe: str) -> None:
+    plan = plan_of(recipe, "trainer.max_steps=5")
+    (command,) = (line for line in launch_lines(plan) if line.startswith("checkpointless "))
+    words = [{"I": "0"}.get(word, word) for word in shlex.split(command)[1:]]
+    options, extra = cli._parser().parse_known_args(words)
+    assert (options.nnodes or 1) * options.nproc_per_node == plan.layout.world_size
+    assert options.recipe == recipe
+    assert "trainer.max_steps=5" in [*options.overrides, *extra]
+    assert options.cpu is recipe.endswith("cpu")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["llama3_70b_pretrain", "--dry-run", "--nnodes", "1"], "8 ranks cannot be cut into models of 32 ranks"),
+        (["llama3_70b_pretrain", "--dry-run", "--nnodes", "4"], "cannot hold 2 optimizer instances"),
+        (
+            ["llama3_8b_pretrain", "--dry-run", "strategy.num_distributed_optimizer_instances=1"],
+            "there is no replica",
+        ),
+        (["llama3_8b_pretrain", "--dry-run", "--cpu"], "leave out --cpu"),
+        (["llama3_8b_pretran", "--dry-run"], "did you mean llama3_8b_pretrain"),
+        (["tiny_gpt_cpu", "--cpu", "--nproc-per-node", "3"], "cannot hold 2 optimizer instances"),
+        (["tiny_gpt_cpu"], "add --cpu"),
+    ],
+)
+def test_what_cannot_work_ends_in_one_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_recipe_for_gpus_says_so_where_there_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_has_cuda", lambda: False)
+    assert cli.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
+    line = capsys.readouterr().err
+    assert "needs GPUs and this machine has none" in line
+    assert "--dry-run" in line
+
+
+def test_values_that_are_the_users_are_asked_for_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_has_cuda", lambda: True)
+    assert cli.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert "add data.paths=... data.tokenizer.pretrained_model_name=..." in line
+
+
+@pytest.mark.nemo
+def test_a_real_dry_run_piped_is_plain_text_and_starts_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("nemo.lightning")
+    command = [sys.executable, "-m", "checkpointless", "train", "tiny_moe_cpu", "--dry-run", "trainer.max_steps=7"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "\x1b" not in ended.stdout
+    assert "max_steps: 7" in ended.stdout
+    assert "399,488 parameters in all" in ended.stdout
+    assert "checkpointless train tiny_moe_cpu --cpu --nproc-per-node 4 trainer.max_steps=7" in ended.stdout
+    assert not list(tmp_path.iterdir())
