@@ -109,7 +109,7 @@ def report_command(options: argparse.Namespace) -> int:
 
 
 def _show(report: Report) -> None:
-    from checkpointless.cli_tables import console, incident_table, restart_table, stage_table, time_table
+    from checkpointless.cli_tables import bar_table, console, incident_table, restart_table, stage_table, time_table
     from checkpointless.telemetry import wording
     from checkpointless.telemetry.report import RunState
 
@@ -126,6 +126,7 @@ def _show(report: Report) -> None:
         return
     if report.incidents:
         page.print(incident_table(report))
+        page.print(bar_table(report))
         page.print(stage_table(report))
     page.print(time_table(report))
     if report.comparison is not None and report.comparison.restarts:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
 from checkpointless.telemetry import wording
 from checkpointless.telemetry.incidents import IncidentSummary, Outcome
-from checkpointless.telemetry.report import Report
+from checkpointless.telemetry.report import PHASE_OF, PHASES, Report
 from checkpointless.telemetry.restart import Comparison
 from checkpointless.telemetry.verify import Quantity, Steps, Verdict
 
@@ -18,6 +19,16 @@ _MOST_INCIDENTS = 30
 _MOST_COLUMNS = 8
 _LONGEST_CAUSE = 120
 _BAR_WIDTH = 20
+_LONG_BAR = 56
+#: How the phases of an incident are drawn, for terminals with colours and without.
+_MARKS = {
+    "notice": ("!", "red"),
+    "stop": ("x", "yellow"),
+    "meet": ("=", "bright_yellow"),
+    "rebuild": ("#", "blue"),
+    "restore": ("<", "magenta"),
+    "resume": (">", "green"),
+}
 _STAGE_TITLE = "seconds of each stage, on the rank that took longest"
 
 
@@ -93,6 +104,23 @@ def incident_table(report: Report) -> Table:
             f"{wording.ranks(incident.sources)}: {wording.size(incident.nbytes)}" if incident.sources else "",
             "" if incident.headline_s is None else wording.duration(incident.headline_s),
         )
+    return table
+
+
+def bar_table(report: Report) -> Table:
+    """The time of each incident as a bar of its stages, on one scale; of many incidents the newest."""
+    key = "  ".join(f"{_MARKS[phase][0]} {phase}" for phase in PHASES)
+    table = Table("#", key, "took", title="where their time went", title_justify="left")
+    shown = list(enumerate(report.incidents, start=1))[-_MOST_INCIDENTS:]
+    longest_s = max((sum(incident.tiles_s.values()) for _, incident in shown), default=0.0) or 1.0
+    for number, incident in shown:
+        bar, at_s = Text(), 0.0
+        for stage, seconds in incident.tiles_s.items():
+            mark, colour = _MARKS[PHASE_OF[stage]]
+            at_s += seconds
+            bar.append(mark * (round(_LONG_BAR * at_s / longest_s) - len(bar)), colour)
+        took = incident.outcome.value if incident.headline_s is None else wording.duration(incident.headline_s)
+        table.add_row(str(number), bar, took)
     return table
 
 

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Event
 from checkpointless.telemetry.incidents import IncidentSummary, Outcome
-from checkpointless.telemetry.report import Report
+from checkpointless.telemetry.report import PHASE_OF, Report
 from checkpointless.telemetry.restart import Comparison
 from checkpointless.telemetry.trace import Thread, threads
 from checkpointless.telemetry.wording import duration, printable
 
-#: What stages have in common, in order: the colours of the bars.
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "notice": ("detect", "notify"),
-    "stop": ("abort", "finalize", "health"),
-    "meet": ("respawn", "barrier"),
-    "rebuild": ("init", "rebuild"),
-    "restore": ("decide", "transfer", "verify"),
-    "resume": ("data", "first_step"),
-}
-_PHASE_OF = {stage: phase for phase, stages in PHASES.items() for stage in stages}
 _MOST_LANES = 16
 _NS_PER_S = 1e9
 
@@ -129,7 +119,7 @@ def tile_bars(incident: IncidentSummary, longest_s: float | None = None) -> tupl
     bars, at_s = [], 0.0
     for stage, seconds in incident.tiles_s.items():
         bars.append(
-            Bar(100 * at_s / whole_s, 100 * seconds / whole_s, _PHASE_OF[stage], f"{stage}, {duration(seconds)}")
+            Bar(100 * at_s / whole_s, 100 * seconds / whole_s, PHASE_OF[stage], f"{stage}, {duration(seconds)}")
         )
         at_s += seconds
     return tuple(bars)
@@ -198,7 +188,7 @@ def _stage_bars(thread: Thread, start_ns: int, span_ns: int) -> list[Bar]:
         seconds = max(0, span.end_ns - span.begin.ts) / _NS_PER_S
         error = span.end.fields.get("error") if span.end is not None else "interrupted"
         title = f"{stage}, {duration(seconds)}" + (f": {printable(str(error), 120)}" if error else "")
-        css = "respawn" if stage == "respawn" else _PHASE_OF[stage]
+        css = "respawn" if stage == "respawn" else PHASE_OF[stage]
         bars.append(Bar(begin, end - begin, css, title))
     return sorted(bars, key=lambda bar: bar.css != "respawn")  # what is drawn later lies on top
 

@@ -14,9 +14,9 @@ from markupsafe import Markup
 
 from checkpointless.page import pictures
 from checkpointless.telemetry import wording
-from checkpointless.telemetry.events import STAGES, Event
+from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.incidents import IncidentSummary, Outcome, by_incident
-from checkpointless.telemetry.report import Report, RunState, utc
+from checkpointless.telemetry.report import PHASE_OF, PHASES, Report, RunState, utc
 
 #: Of more incidents than this only the telling ones are shown in full.
 _MOST_IN_FULL = 20
@@ -93,11 +93,10 @@ def render(report: Report, events: Sequence[Event]) -> str:
         field=field,
         field_top_s=field_top_s,
         compared=_compared(report),
-        phases=pictures.PHASES,
+        phases=PHASES,
         stages_total_s=sum(stage.tile_s for stage in report.stages) or 1.0,
         stages_longest_s=max((stage.longest_s for stage in report.stages), default=0.0) or 1.0,
-        phase_of={stage: phase for phase, stages in pictures.PHASES.items() for stage in stages},
-        stage_order=STAGES,
+        phase_of=PHASE_OF,
         kinds=_kinds(report),
         in_full=[view for view in views if view.in_full],
         views=views,

@@ -19,6 +19,16 @@ from checkpointless.telemetry.restart import Comparison, RestartOptions, compare
 #: Changes when a field of the JSON changes its meaning or goes away.
 FORMAT = 1
 SAMPLES_PER_STEP = "samples_per_step"
+#: What stages have in common, in order: the colours of the bars.
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "notice": ("detect", "notify"),
+    "stop": ("abort", "finalize", "health"),
+    "meet": ("respawn", "barrier"),
+    "rebuild": ("init", "rebuild"),
+    "restore": ("decide", "transfer", "verify"),
+    "resume": ("data", "first_step"),
+}
+PHASE_OF = {stage: phase for phase, stages in PHASES.items() for stage in stages}
 
 
 class RunState(enum.Enum):

@@ -1,6 +1,7 @@
 """A run summed up: what its time was spent on, what was lost, what restarts would have cost, how it is shown."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpointless.agent.node_protocol import Progress
 from checkpointless.cli import main
 from checkpointless.telemetry.ettr import Activity, Milestones, account
-from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, STAGES, Event, EventLog
+from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, STAGES, Event, EventLog, read_events
 from checkpointless.telemetry.incidents import IncidentSummary, Outcome, Rung
 from checkpointless.telemetry.report import Report, RunState, as_json, build_report
 from checkpointless.telemetry.restart import DEFAULT_STARTUP_S, RestartOptions, Source
 from checkpointless.telemetry.wording import duration, plural, printable, ranks, share, size
 from tests.unit.made_up_run import UTC, MadeUpRun, S
+from tests.unit.test_coordinator import Job
 
 
 def simple_run() -> tuple[MadeUpRun, float]:
@@ -316,6 +319,10 @@ def test_the_terminal_shows_it_all(tmp_path: Path, shown: Callable[..., str]) ->
     for option in ("detect", "requeue", "startup", "load"):
         assert f"--restart-{option}" in text
     assert "finished steps lost: 0" in text
+    (bar,) = [line for line in text.splitlines() if "!" in line and ">" in line and "notice" not in line]
+    drawn = "".join(mark for mark in bar if mark in "!x=#<>")
+    assert len(drawn) == 56
+    assert [len(part) for part in re.findall(r"!+|x+|=+|#+|<+|>+", drawn)] == [6, 16, 4, 8, 13, 9]
 
 
 def test_a_hostile_cause_does_nothing_to_a_terminal(tmp_path: Path, shown: Callable[..., str]) -> None:
@@ -400,3 +407,21 @@ def test_a_refused_recovery_names_rung_and_reason() -> None:
         Rung.JOB,
         ("nobody holds shard 3",),
     )
+
+
+def test_a_coordinator_notes_progress_now_and_then(tmp_path: Path) -> None:
+    job = Job()
+    job.coordinator._events = EventLog(tmp_path / EVENTS_FILE)
+    nodes = [job.join(index) for index in range(2)]
+    job.ready(*job.ranks)
+
+    def step(number: int) -> None:
+        for node in nodes:
+            job.hear(node, Progress(number, number, number + 1, 0))
+
+    step(1)
+    job.coordinator._note_progress_at_s = 0.0
+    step(2)
+    step(3)
+    notes = [event.fields["high_water"] for event in read_events(tmp_path) if event.stage == "progress"]
+    assert notes == [2]

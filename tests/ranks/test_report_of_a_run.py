@@ -1,0 +1,51 @@
+"""The report of a real job that lost a step: all holders of a shard died, and storage brought back an older one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from checkpointless.page import render
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.incidents import Outcome, Rung
+from checkpointless.telemetry.report import RunState, build_report
+from checkpointless.telemetry.trace import write_trace
+from tests.ranks.jobs import run_job
+from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.test_recovery import with_checkpoints
+from tests.unit import test_report_page, test_trace
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+
+
+def test_a_run_that_fell_back_to_storage(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")  # before it can give what it holds
+    args = ("trainer.max_steps=7", *with_checkpoints(tmp_path / "nemo"))
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
+    assert job.code == 0, job.story()
+    events = read_events(job.run_dir)
+    report = build_report("runs/1", events)
+
+    first, second = report.incidents
+    assert (first.outcome, second.outcome, second.rung) == (Outcome.ESCALATED, Outcome.RESUMED, Rung.JOB)
+    assert (second.committed, second.resumed_after) == (4, 3)
+    assert (report.steps_lost, report.samples_lost) == (1, 16)
+    assert report.kinds == {"sigkill": 2}
+    assert (report.run.state, report.run.last_step, report.run.nproc) == (RunState.SUCCEEDED, 7, 4)
+    assert sum(second.tiles_s.values()) == pytest.approx(second.headline_s, abs=0.002)
+
+    spent = report.spent
+    assert spent is not None
+    assert report.run.step_s is not None
+    assert spent.repeated_s == pytest.approx(report.run.step_s)
+    assert spent.ettr is not None
+    assert 0 < spent.ettr < 1
+    assert min(spent.startup_s, spent.recovery_s, spent.shutdown_s) > 0
+    assert report.comparison is not None
+    (restart,) = report.comparison.restarts
+    assert restart.incidents == (first.incident, second.incident)
+
+    test_trace.check(json.loads(write_trace(report, events)))
+    test_report_page.check(render(report, events))
