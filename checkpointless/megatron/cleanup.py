@@ -27,14 +27,6 @@ def install() -> None:
         setattr(DistributedDataParallel, _HOOK_MAKER, _weak_hooks(maker))
     register_cleanup("megatron", drop_globals)
     register_rng_source("megatron", RngSource(_tracker_states, _set_tracker_states))
-    if cpu_platform.installed():
-        register_rng_source(
-            "cpu_platform",
-            RngSource(
-                lambda: torch.cuda.get_rng_state().numpy().tobytes(),
-                lambda state: torch.cuda.set_rng_state(_state(state)),
-            ),
-        )
 
 
 def drop_globals() -> None:

@@ -40,6 +40,8 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from checkpointless.recovery.rng import RngSource, register_rng_source
+
 ENV_CPU = "CHECKPOINTLESS_CPU"
 
 _CPU = torch.device("cpu")
@@ -125,6 +127,7 @@ def install() -> None:
     patches = [*_table(), *_nemo_rows()]
     _stream.manual_seed(torch.initial_seed() % 2**63)
     _apply(patches)
+    register_rng_source("cpu_platform", RngSource(_stream_bytes, _set_stream_bytes))
 
 
 def _apply(patches: list[Patch]) -> None:
@@ -481,6 +484,15 @@ def _get_stream_states() -> list[torch.Tensor]:
 
 def _set_stream_state(new_state: torch.Tensor, device: Any = "cuda", graph_safe: bool = False) -> None:
     _stream.set_state(new_state)
+
+
+def _stream_bytes() -> bytes:
+    """The stream's state, which is cheaper to write down so than as a tensor."""
+    return _stream.get_state().numpy().tobytes()
+
+
+def _set_stream_bytes(state: bytes) -> None:
+    _stream.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _set_stream_states(new_states: list[torch.Tensor]) -> None:
