@@ -16,16 +16,23 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TOP_FOLDERS = {"callbacks", "recipes", "strategies"}
-FILES_OF_THE_READER = {"train.py"}
+FILES_OF_THE_READER = {"train.py", "my_recipe.yaml"}
+
+
+def commands_of(document: Path) -> Iterator[str]:
+    """Every ``checkpointless ...`` command of a document's console blocks, also in a shell's loop or pipe."""
+    for block in re.findall(r"^```(?:console|bash|sh)\n(.*?)^```", document.read_text(), re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"(?:\$ |for .*; do )?\s*(checkpointless [^|;]*)", line)
+            if found is not None:
+                words = shlex.split(found[1].replace("$seed", "1"), comments=True)
+                yield shlex.join(words)
 
 
 def commands() -> Iterator[str]:
-    """Every ``checkpointless ...`` line of a code block, in every document."""
+    """Those of all documents."""
     for document in DOCUMENTS:
-        for block in re.findall(r"^```(?:console|bash|sh)\n(.*?)^```", document.read_text(), re.M | re.S):
-            for line in block.replace("\\\n", " ").splitlines():
-                if line.strip().startswith("checkpointless "):
-                    yield line.strip()
+        yield from commands_of(document)
 
 
 def quoted(document: Path) -> list[str]:
@@ -77,8 +84,9 @@ def test_every_command_parses(command: str) -> None:
     if script is not None and script not in FILES_OF_THE_READER:
         assert (ROOT / script).is_file()
     recipe = getattr(options, "recipe", None)
-    if recipe is not None:
-        assert (ROOT / "recipes" / f"{recipe}.yaml").is_file()
+    if recipe is not None and recipe not in FILES_OF_THE_READER:
+        path = ROOT / recipe if recipe.endswith(".yaml") else ROOT / "recipes" / f"{recipe}.yaml"
+        assert path.is_file()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -109,7 +117,8 @@ def test_every_import_exists(document: Path) -> None:
         source = source_of(module)
         assert source is not None, f"{document.name} imports from {module}"
         known = set(checkpointless.__all__) if module == "checkpointless" else names_in(source)
-        assert {name.strip() for name in names.split(",")} <= known, f"{document.name} imports from {module}"
+        for name in (name.strip() for name in names.split(",")):
+            assert name in known or source_of(f"{module}.{name}"), f"{document.name} imports {name} from {module}"
     for words in quoted(document):
         if re.fullmatch(r"checkpointless(\.\w+)+", words):
             parent, _, name = words.rpartition(".")

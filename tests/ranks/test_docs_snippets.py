@@ -1,0 +1,114 @@
+"""What the documentation tells a reader to run is run: its scripts through their faults, and its commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.steps import read_steps
+from checkpointless.telemetry.verify import compare
+from tests.ranks.nemo_zygote import ROOT, Zygote
+from tests.unit.test_readme import DOCUMENTS, commands_of
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+
+RUN = re.compile(r"^<!-- run: (\d+) ranks, (.+?) -->\n+```python\n(.*?)^```", re.M | re.S)
+SCRIPTS = [
+    pytest.param(int(ranks), faults.split(), script, id=f"{document.stem}-{number}")
+    for document in DOCUMENTS
+    for number, (ranks, faults, script) in enumerate(RUN.findall(document.read_text()), start=1)
+]
+
+# Commands that are parsed only (tests/unit/test_readme.py), by the pattern that they match.
+NOT_RUN = {
+    r" --nnodes ": "several nodes; tests/ranks/test_nodes.py runs such jobs",
+    r" run (?!.*--cpu).*train\.py": "a script of the reader's, on GPUs",
+    r" --cpu .* train\.py$": "a script of the reader's; the page's own script is run above",
+    r" demo ": "two jobs or many, and an import of NeMo; tests/ranks/test_recovery.py has such jobs",
+    r" report /": "the run directory of a job on a cluster",
+}
+# In a folder of their own, because they name the same run directories.
+ALONE = {"your-own-job.md"}
+WORKPLACES = {
+    "all": [document for document in DOCUMENTS if document.name not in ALONE],
+    **{name: [document for document in DOCUMENTS if document.name == name] for name in sorted(ALONE)},
+}
+
+
+def execute(zygote: Zygote, folder: Path, command: str, limit_s: float = 90.0) -> tuple[int, str]:
+    """Carry out a command in ``folder``, which has the repository's examples."""
+    argv = shlex.split(command)[1:]
+    (answer,) = zygote.run(
+        1, "tests.ranks.docs_commands:command_here", {"argv": argv, "folder": str(folder)}, limit_s=limit_s
+    )
+    return answer["code"], answer["out"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("ranks", "faults", "script"), SCRIPTS)
+def test_a_script_comes_through_its_faults(
+    nemo_zygote: Zygote, folder: Path, ranks: int, faults: list[str], script: str
+) -> None:
+    shutil.copy(folder / "examples" / "train_gpt.py", folder)  # some scripts import from it
+    (folder / "train.py").write_text(script)
+    start = f"checkpointless run --cpu --nproc-per-node {ranks} --record-steps"
+    asked = " ".join(f"--fault {fault}" for fault in faults)
+    code, said = execute(nemo_zygote, folder, f"{start} --run-dir runs/rough {asked} train.py")
+    assert code == 0, said + _logs(folder / "runs" / "rough")
+    assert fired(folder / "runs" / "rough") == dict.fromkeys(faults, 1)
+    if "ckpt_path" in script:  # it goes back to a checkpoint, and makes some steps again
+        return
+    code, said = execute(nemo_zygote, folder, f"{start} --run-dir runs/calm train.py")
+    assert code == 0, said
+    verdict = compare(read_steps(folder / "runs" / "calm"), read_steps(folder / "runs" / "rough"))
+    assert verdict.equal, verdict.sentence
+    assert verdict.steps >= 6
+
+
+@pytest.mark.parametrize("workplace", WORKPLACES)
+def test_the_commands_do_what_they_say(nemo_zygote: Zygote, folder: Path, workplace: str) -> None:
+    done: dict[str, Any] = {}
+    for document in WORKPLACES[workplace]:
+        for command in commands_of(document):
+            if command not in done and not any(re.search(pattern, command) for pattern in NOT_RUN):
+                code, said = execute(nemo_zygote, folder, command)
+                assert code == 0, f"{document.name}: {command}\n{said}"
+                done[command] = said
+    compared = [said for command, said in done.items() if " verify " in command]
+    assert compared
+    for said in compared:
+        assert re.search(r"^equal: \d+ steps on 4 ranks, bit by bit$", said, re.M), said
+
+
+def test_only_what_is_there_is_left_out() -> None:
+    commands = [command for document in DOCUMENTS for command in commands_of(document)]
+    for pattern in NOT_RUN:
+        assert any(re.search(pattern, command) for command in commands), pattern
+
+
+@pytest.mark.parametrize("page", ["coming-from-hyperpod.md", "coming-from-nvrx.md"])
+def test_every_name_of_ours_exists(nemo_zygote: Zygote, page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    rows = re.findall(r"^\|([^|\n]*)\|([^|\n]*)\|[^|\n]*\|$", text, re.M)
+    names = sorted({name for _, ours in rows for name in re.findall(r"`([^`]+)`", ours)})
+    assert len(names) > 25
+    (unknown,) = nemo_zygote.run(1, "tests.ranks.docs_commands:unknown_names", {"names": names})
+    assert unknown == []
+    made_up = ["HPWrapper(aborts=)", "HPWrapper.nothing", "Nothing"]
+    (unknown,) = nemo_zygote.run(1, "tests.ranks.docs_commands:unknown_names", {"names": made_up})
+    assert unknown == made_up
+
+
+def _logs(run_dir: Path) -> str:
+    return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted((run_dir / "logs").glob("*")))

@@ -1,0 +1,135 @@
+"""What the documentation says of the code is so: tables, variables, messages; and its Python compiles."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.unit.test_readme import DOCUMENTS, ROOT, names_in, source_of
+
+DOCS = ROOT / "docs"
+SOURCES = [
+    path
+    for folder in ("checkpointless", "callbacks", "strategies", "recipes")
+    for path in (ROOT / folder).rglob("*.py")
+]
+MESSAGES = (DOCS / "troubleshooting.md").read_text()
+
+
+def python_blocks(document: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)
+
+
+BLOCKS = [
+    pytest.param(block, id=f"{document.name}-{number}")
+    for document in DOCUMENTS
+    for number, block in enumerate(python_blocks(document), start=1)
+]
+
+
+def _tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_settings_are_those_of_the_code() -> None:
+    tables = _tables()
+    text = tables.SETTINGS.read_text()
+    assert tables.filled(text) == text, "run `python docs/tables.py`"
+
+
+def test_a_table_that_is_missing_is_noticed() -> None:
+    with pytest.raises(ValueError, match="command faults"):
+        _tables().filled("<!-- table: command run -->\n<!-- end -->\n")
+
+
+def _variables() -> set[str]:
+    """The environment variables that the code reads, by name."""
+    names: set[str] = set()
+    for source in SOURCES:
+        text = source.read_text()
+        names |= set(re.findall(r'environ(?:\.get|\.pop|\.setdefault)?[\[(]\s*"([A-Z_]+)"', text))
+        names |= set(re.findall(r'^(?:\w*ENV\w*) = "([A-Z_]+)"', text, re.M))
+    return names
+
+
+def test_every_variable_is_in_settings() -> None:
+    said = set(re.findall(r"`([A-Z_]+)`", (DOCS / "settings.md").read_text()))
+    assert len(_variables()) > 10
+    assert _variables() <= said
+    assert {name for name in said if name.startswith("CHECKPOINTLESS_")} <= {
+        *_variables(),
+        *re.findall(r"CHECKPOINTLESS_\w+", "".join(source.read_text() for source in SOURCES)),
+    }
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_compiles_and_every_name_is_defined(block: str) -> None:
+    compile(block, "block", "exec")
+    checked = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F811,E9", "-"],
+        input=block,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "checkpointless":
+            _check_import(node)
+
+
+def _check_import(node: ast.ImportFrom) -> None:
+    import checkpointless
+
+    assert node.module is not None
+    source = source_of(node.module)
+    assert source is not None, f"there is no {node.module}"
+    known = set(checkpointless.__all__) if node.module == "checkpointless" else names_in(source)
+    for alias in node.names:
+        assert alias.name in known or source_of(f"{node.module}.{alias.name}"), f"{node.module} has no {alias.name}"
+
+
+def _texts() -> Iterator[str]:
+    """Every string of the code; an f-string as one, with a blank for each value in it."""
+    for source in SOURCES:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+
+
+def test_every_message_of_troubleshooting_is_in_the_code() -> None:
+    messages = re.findall(r"^\| `(.+?)` \|", MESSAGES, re.M)
+    assert len(messages) > 40
+    code = "\n".join(_texts())
+    assert [message for message in messages if message not in code] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    index = (DOCS / "index.md").read_text()
+    listed = {
+        line for block in re.findall(r"```{toctree}\n(.*?)```", index, re.S) for line in block.splitlines() if line
+    }
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    assert pages <= listed
+    assert {name for name in listed if not name.startswith(":")} <= pages
+
+
+def test_the_drawing_is_what_its_script_draws(tmp_path: Path) -> None:
+    script = DOCS / "images" / "draw_incident.py"
+    (tmp_path / script.name).write_text(script.read_text())
+    subprocess.run([sys.executable, str(tmp_path / script.name)], check=True, capture_output=True, timeout=30)
+    assert (tmp_path / "incident.svg").read_text() == script.with_name("incident.svg").read_text()
