@@ -306,7 +306,7 @@ def test_what_stands_against_it(path: str, value: Any, says: str | None) -> None
 def test_what_is_no_recipe() -> None:
     with pytest.raises(TypeError, match="not Config"):
         enable(llm.llama3_8b.model())
-    with pytest.raises(ValueError, match="at least 2"):
+    with pytest.raises(ValueError, match="2 are needed"):
         enable(a_recipe(), replicas=1)
 
 
