@@ -98,7 +98,7 @@ def report_command(options: argparse.Namespace) -> int:
     if options.html is not None:
         from checkpointless.page import render
 
-        _write(options.html, lambda: render(report, events))
+        _write(options.html, lambda: render(report, events, _tracebacks(run_dir, report)))
     if options.trace is not None:
         from checkpointless.telemetry.trace import write_trace
 
@@ -112,6 +112,7 @@ def _show(report: Report) -> None:
     from checkpointless.cli_tables import bar_table, console, incident_table, restart_table, stage_table, time_table
     from checkpointless.telemetry import wording
     from checkpointless.telemetry.report import RunState
+    from checkpointless.telemetry.tracebacks import TRACEBACKS_DIR
 
     page = console()
     run = report.run
@@ -133,7 +134,27 @@ def _show(report: Report) -> None:
         page.print(restart_table(report.comparison))
     steps, samples = wording.number(report.steps_lost), wording.number(report.samples_lost)
     step = "" if run.step_s is None else f"; a step takes {wording.duration(run.step_s)}"
+    tracebacks = Path(run.path) / TRACEBACKS_DIR
+    if tracebacks.is_dir():
+        page.print(f"tracebacks in full: {wording.printable(str(tracebacks))}")
     page.print(f"finished steps lost: {steps}; samples used again: {samples}{step}")
+
+
+def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:
+    """The tracebacks of the ranks that failed, as far as they raised anything, by incident."""
+    from checkpointless.telemetry.tracebacks import traceback_path
+
+    found = {}
+    for incident in report.incidents:
+        if incident.culprit is not None:
+            path = traceback_path(run_dir, incident.generation, incident.culprit)
+            try:
+                found[incident.incident] = path.read_text(errors="backslashreplace")
+            except FileNotFoundError:
+                continue  # it raised nothing
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    return found
 
 
 def _write(path: Path, make: Callable[[], str]) -> None:

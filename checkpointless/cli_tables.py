@@ -87,13 +87,18 @@ def incident_table(report: Report) -> Table:
     incidents = report.incidents
     hidden = max(0, len(incidents) - _MOST_INCIDENTS)
     title = "incidents" + (f" ({hidden} earlier ones are in --json and --html)" if hidden else "")
-    table = Table(
-        "#", "fault", "cause", "rung", "ended", "lost", "filled from", "took", title=title, title_justify="left"
-    )
+    table = Table("#", title=title, title_justify="left")
+    table.add_column("fault", no_wrap=True)
+    table.add_column("cause", overflow="fold")
+    table.add_column("rung")
+    table.add_column("went on after")
+    table.add_column("steps lost", justify="right")
+    table.add_column("filled from")
+    table.add_column("took", no_wrap=True, justify="right")
     for number, incident in list(enumerate(incidents, start=1))[hidden:]:
         ended = incident.outcome.value
         if incident.outcome is Outcome.RESUMED and incident.resumed_after is not None:
-            ended += f" after step {incident.resumed_after}"
+            ended = f"step {incident.resumed_after}"
         table.add_row(
             str(number),
             wording.printable(incident.kind, 24),
@@ -149,7 +154,7 @@ def _lost(incident: IncidentSummary, report: Report) -> str:
     lost, samples = incident.steps_lost, report.samples(incident.steps_lost)
     if lost is None:
         return wording.UNKNOWN
-    return wording.plural(lost, "step") + (f", {wording.plural(samples, 'sample')}" if samples else "")
+    return f"{lost:,}" + (f" ({wording.plural(samples, 'sample')})" if samples else "")
 
 
 def _rung(incident: IncidentSummary) -> str:

@@ -23,6 +23,7 @@ _MOST_IN_FULL = 20
 _SLOWEST = 6
 _OPEN = 2
 _LONGEST_TEXT = 600
+_TRACEBACK_LINES = 60
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class IncidentView:
         lanes: what each rank did; empty where it is not shown in full.
         lanes_hidden: how many ranks are not shown.
         restart_s: what a restart would have cost; None if it is not compared. Seconds.
+        traceback: the last lines of what the rank that failed raised; empty if it raised nothing.
     """
 
     number: int
@@ -48,6 +50,7 @@ class IncidentView:
     lanes: tuple[pictures.Lane, ...] = ()
     lanes_hidden: int = 0
     restart_s: float | None = None
+    traceback: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,15 @@ class KindView:
     rungs: tuple[str, ...]
 
 
-def render(report: Report, events: Sequence[Event]) -> str:
+def render(report: Report, events: Sequence[Event], tracebacks: Mapping[str, str] | None = None) -> str:
     """The page.
 
     Args:
         report: the run, summed up.
         events: all of its events, in any order.
+        tracebacks: what the ranks that failed raised, by the incident's id.
     """
-    views = _views(report, events)
+    views = _views(report, events, tracebacks or {})
     field, field_top_s = pictures.incident_field(report)
     return _template().render(
         css=Markup(_text("report.css")),
@@ -134,7 +138,7 @@ def _compared(report: Report) -> tuple[pictures.Lane, ...]:
     return pictures.comparison_lanes(comparison) if comparison is not None and comparison.restarts else ()
 
 
-def _views(report: Report, events: Sequence[Event]) -> list[IncidentView]:
+def _views(report: Report, events: Sequence[Event], tracebacks: Mapping[str, str]) -> list[IncidentView]:
     groups: Mapping[str, Sequence[Event]] = by_incident(events)
     longest_s = max((sum(incident.tiles_s.values()) for incident in report.incidents), default=0.0)
     shown = _telling(report.incidents)
@@ -159,9 +163,18 @@ def _views(report: Report, events: Sequence[Event]) -> list[IncidentView]:
                 lanes=lanes,
                 lanes_hidden=hidden,
                 restart_s=restarts.get(incident.incident),
+                traceback=_last_lines(tracebacks.get(incident.incident, "")),
             )
         )
     return views
+
+
+def _last_lines(text: str) -> tuple[str, ...]:
+    """The end of a traceback, line by line, with its indentation."""
+    lines = text.rstrip().splitlines()[-_TRACEBACK_LINES:]
+    return tuple(
+        " " * min(len(line) - len(line.lstrip(" ")), 40) + wording.printable(line, _LONGEST_TEXT) for line in lines
+    )
 
 
 def _telling(incidents: Sequence[IncidentSummary]) -> set[str]:

@@ -18,6 +18,7 @@ from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, STAGES,
 from checkpointless.telemetry.incidents import IncidentSummary, Outcome, Rung
 from checkpointless.telemetry.report import Report, RunState, as_json, build_report
 from checkpointless.telemetry.restart import DEFAULT_STARTUP_S, RestartOptions, Source
+from checkpointless.telemetry.tracebacks import traceback_path
 from checkpointless.telemetry.wording import duration, plural, printable, ranks, share, size
 from tests.unit.made_up_run import UTC, MadeUpRun, S
 from tests.unit.test_coordinator import Job
@@ -314,7 +315,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_the_terminal_shows_it_all(tmp_path: Path, shown: Callable[..., str]) -> None:
     run, _ = simple_run()
     text = shown(str(written(tmp_path, run)), "--restart-load", "40")
-    for words in ("1 incident; ended well", "sigkill", "resumed after step 21", "rank 0: 1.5 MB", "ETTR", "40.0 s"):
+    for words in ("1 incident; ended well", "sigkill", "step 21", "rank 0: 1.5 MB", "ETTR", "40.0 s"):
         assert words in text
     for option in ("detect", "requeue", "startup", "load"):
         assert f"--restart-{option}" in text
@@ -333,6 +334,18 @@ def test_a_hostile_cause_does_nothing_to_a_terminal(tmp_path: Path, shown: Calla
     text = shown(str(written(tmp_path, run)))
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
     assert "[red]" in text
+
+
+def test_the_traceback_of_the_rank_that_failed_is_on_the_page(tmp_path: Path, shown: Callable[..., str]) -> None:
+    run, _ = simple_run()
+    for rank in (0, 1):
+        path = traceback_path(tmp_path, 0, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"Traceback (most recent call last):\nValueError: of rank {rank}\n")
+    text = shown(str(written(tmp_path, run)), "--html", str(tmp_path / "r.html"))
+    assert f"tracebacks in full: {tmp_path / 'tracebacks'}" in text
+    assert "ValueError: of rank 1" in (tmp_path / "r.html").read_text()
+    assert "ValueError: of rank 0" not in (tmp_path / "r.html").read_text()
 
 
 def test_json_goes_to_standard_output_alone(tmp_path: Path, shown: Callable[..., str]) -> None:

@@ -17,7 +17,25 @@ from tests.unit.test_report import HOSTILE, LOGS
 VOID = {"meta"}
 KNOWN = {
     *("html", "head", "meta", "title", "style", "body", "main", "header", "section", "footer", "div", "span", "p"),
-    *("h1", "h2", "b", "i", "ul", "li", "dl", "dt", "dd", "code", "details", "summary", "table", "tr", "th", "td"),
+    *(
+        "h1",
+        "h2",
+        "b",
+        "i",
+        "pre",
+        "ul",
+        "li",
+        "dl",
+        "dt",
+        "dd",
+        "code",
+        "details",
+        "summary",
+        "table",
+        "tr",
+        "th",
+        "td",
+    ),
     *("svg", "rect", "line", "circle", "text"),
 }
 
@@ -49,8 +67,8 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def page_of(events: list[Event], **more: Any) -> str:
-    return render(build_report("runs/1", events, **more), events)
+def page_of(events: list[Event], tracebacks: dict[str, str] | None = None, **more: Any) -> str:
+    return render(build_report("runs/1", events, **more), events, tracebacks)
 
 
 def check(text: str) -> Page:
@@ -91,9 +109,10 @@ def test_what_comes_from_a_run_is_text() -> None:
     run.incident(50.0, "2", committed=30, until="decide", cause=HOSTILE)
     run.add(52.0, "fallback", "point", 0, incident="2", reason=HOSTILE)
     run.end(60.0, code=1, reason=HOSTILE)
-    text = page_of(run.events, caused={HOSTILE: 1})
+    text = page_of(run.events, caused={HOSTILE: 1}, tracebacks={"1": f"Traceback:\n  here\n{HOSTILE}"})
     check(text)
     assert "<script" not in text
+    assert "\n  here\n" in text
     assert "{{ 7 * 7 }}" in text
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
 
