@@ -27,6 +27,7 @@ from checkpointless.cli_report import add_report_options, report_command
 from checkpointless.cli_train import EPILOG as TRAIN_EPILOG
 from checkpointless.cli_train import add_train_options, check_train, dry_run
 from checkpointless.cli_values import UsageError, count, modules, port, positive, seconds
+from checkpointless.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
 
 if TYPE_CHECKING:
     from checkpointless.faults.chaos import Outcome
@@ -215,6 +216,7 @@ def _add_job_options(parser: argparse.ArgumentParser, ranks: str = "1") -> None:
     add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
     _add_limits(parser)
     _add_http(parser)
+    add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
     add("--record-steps", action="store_true", help="record each step's loss and parameter digest, for `verify`")
     add("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
     add_job_options(parser)
@@ -290,6 +292,9 @@ def _launch(
         "http_host": options.http_host,
     }
     _check_http(options)
+    if options.log_level is not None:
+        os.environ[LOG_LEVEL_ENV] = options.log_level  # which the ranks inherit
+        apply_log_level()
     run_dir = _new_run_dir(options.run_dir, name, shared=options.nnodes + options.spares > 1)
     try:
         config = LaunchConfig(

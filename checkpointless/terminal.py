@@ -14,9 +14,9 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from checkpointless.telemetry.events import EVENTS_FILE, Event
+from checkpointless.telemetry.events import EVENTS_FILE, Event, parse_event
+from checkpointless.telemetry.lines import LineTail
 from checkpointless.telemetry.narration import INCIDENT, Narrator
-from checkpointless.telemetry.tail import EventTail
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,8 @@ class Terminal:
     def __init__(self, write: Callable[[str], None], run_dir: Path, node: int) -> None:
         self._write = write
         self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with when, as events have it
-        self._tail = EventTail(run_dir / EVENTS_FILE, from_end=True)
+        self._tail = LineTail(run_dir / EVENTS_FILE, _PORTION_BYTES)
         self._narrator = Narrator(run_dir, node, os.getpid())
-        self._can_read = True
         # An incident's first and last line come from the agent and from the event log: shown is what comes first.
         self._from_agent: Counter[str] = Counter()
         self._from_log: Counter[str] = Counter()
@@ -98,13 +97,7 @@ class Terminal:
                 self._show_once(each, self._from_agent, self._from_log)
 
     def _events(self) -> list[Event]:
-        try:
-            return self._tail.read(_PORTION_BYTES)
-        except OSError as error:
-            if self._can_read:
-                logger.warning("the stages of incidents are not shown: %s cannot be read: %s", self._tail.path, error)
-            self._can_read = False
-            return []
+        return [event for event in map(parse_event, self._tail.lines()) if event is not None]
 
     def _wait_for_last_words(self, line: str) -> None:
         """If ``line`` is the last of an incident, let the ranks' lines come before it."""

@@ -108,7 +108,7 @@ class TrainerLiveState:
 
 
 def samples_per_step(trainer: pl.Trainer) -> int | None:
-    """How many samples of the whole job an optimizer step takes; None if no Megatron sampler says so, or it varies."""
+    """How many samples of the whole job a step takes; None if no Megatron sampler says so, or it varies."""
     sampler = _sampler(trainer)
     size = getattr(sampler, "global_batch_size", None)
     return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None

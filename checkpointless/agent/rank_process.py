@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import ctypes
+import io
 import json
 import os
 import pkgutil
@@ -16,12 +17,14 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from checkpointless.agent.board import BOARD_FD_ENV
 from checkpointless.agent.protocol import AGENT_FD_ENV
+from checkpointless.telemetry.log_level import apply_log_level
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_EXIT_CODE = 1
@@ -77,6 +80,12 @@ def run_script(script: Script) -> NoReturn:
     The interpreter is not taken down: with large frameworks loaded that takes longer than most recoveries.
     """
     code = 1
+    apply_log_level()
+    for stream in (sys.stdout, sys.stderr):  # files; what a rank has printed must not die with it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    # A preloaded module that is then run as the script has been imported before: that is what preloading is for.
+    warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
     try:
         code = _run(script)
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons

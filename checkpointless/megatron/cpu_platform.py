@@ -49,6 +49,7 @@ _MEGATRON_RANDOM = "megatron.core.tensor_parallel.random"
 _MEGATRON_MOE = "megatron.core.transformer.moe.moe_utils"
 _MEGATRON_CHECKPOINT = "megatron.core.dist_checkpointing.mapping"
 _MEGATRON_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_MEGATRON_TIMERS = "megatron.core.timers"
 _GET_STATES, _SET_STATES = "_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"
 _NEMO_CHECKPOINT_IO = "nemo.lightning.io.pl"
 _NEMO_LORA = "nemo.collections.llm.peft.lora"
@@ -192,6 +193,9 @@ def _table() -> list[Patch]:
             Patch(tracker, "_set_cuda_rng_state", lambda _: _set_stream_state, "it is queued until CUDA starts"),
             Patch(tracker.CudaRNGStatesTracker, "fork", _forked, "marks where draws are the tracker's"),
         ]
+        timers = importlib.import_module(_MEGATRON_TIMERS).Timers
+        why = "NeMo's progress printer calls it on rank 0 alone; gloo counts a collective of no elements, too"
+        rows.append(Patch(timers, "_get_elapsed_time_all_ranks", _if_there_are_names, why))
         moe = importlib.import_module(_MEGATRON_MOE)
         if not hasattr(moe, "te_general_gemm"):
             why = "Megatron's router asks whether it is None, and defines it only beside TransformerEngine"
@@ -242,6 +246,15 @@ def _constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
 
 def _replaced_by(replacement: Any, _original: Any) -> Any:
     return replacement
+
+
+def _if_there_are_names(gather: Any) -> Any:
+    def elapsed_time_all_ranks(timers: Any, names: Any, reset: bool, barrier: bool) -> torch.Tensor:
+        if not names:
+            return torch.zeros((torch.distributed.get_world_size(), 0))
+        return gather(timers, names, reset, barrier)
+
+    return elapsed_time_all_ranks
 
 
 class _NoTransformerEngine:

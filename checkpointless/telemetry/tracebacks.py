@@ -1,4 +1,4 @@
-"""Tracebacks in full, one file per rank and generation in ``<run dir>/tracebacks``: the terminal shows only where."""
+"""Tracebacks in full, one file per rank and generation in ``<run dir>/tracebacks``; the terminal says where."""
 
 from __future__ import annotations
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
+from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog, read_events
 from checkpointless.telemetry.narration import Narrator, detected_line, recovered_line
-from checkpointless.telemetry.tail import EventTail
 from checkpointless.telemetry.tracebacks import keep_traceback, traceback_path
 from checkpointless.terminal import Terminal
 
@@ -21,9 +20,7 @@ def begin(log: EventLog) -> None:
     log.emit("job", "begin", generation=0, nproc=len(RANKS), nnodes=1)
 
 
-def ranks_end(
-    log: EventLog, generation: int, *stages: str, ranks: tuple[int, ...] = RANKS, **fields: Any
-) -> None:
+def ranks_end(log: EventLog, generation: int, *stages: str, ranks: tuple[int, ...] = RANKS, **fields: Any) -> None:
     for stage in stages:
         for rank in ranks:
             log.emit(stage, "end", generation=generation, rank=rank, seconds=0.1 * (rank + 1), **fields)
@@ -69,7 +66,7 @@ def narrator(tmp_path: Path) -> Narrator:
 def told(narrator: Narrator, log: EventLog) -> list[str]:
     assert log.path is not None
     lines: list[str] = []
-    for event in EventTail(log.path).read():
+    for event in read_events(log.path.parent):
         lines += narrator.take(event, 0.0)
     return lines
 
@@ -188,37 +185,6 @@ def test_without_a_readable_log_the_agents_lines_are_shown(tmp_path: Path) -> No
         terminal.say(detected_line("1", CAUSE))
         terminal.say("bye")
     assert shown == [detected_line("1", CAUSE), "bye"]
-
-
-def test_a_tail_reads_every_line_once(log: EventLog) -> None:
-    assert log.path is not None
-    tail = EventTail(log.path)
-    assert tail.read() == []
-    begin(log)
-    assert [event.stage for event in tail.read()] == ["job"]
-    with log.path.open("a") as file:
-        file.write('{"torn": ')
-    assert tail.read() == []
-    assert tail.is_behind()
-    with log.path.open("a") as file:
-        file.write("1}\n")
-    assert tail.read() == []  # it was no event
-    begin(log)
-    assert len(tail.read()) == 1
-    assert EventTail(log.path, from_end=True).read() == []
-
-
-def test_a_tail_takes_portions_and_survives_a_long_line(log: EventLog) -> None:
-    assert log.path is not None
-    log.emit("note", "point", generation=0, text="x" * 5000)
-    for _ in range(10):
-        begin(log)
-    tail = EventTail(log.path)
-    events = [event for _ in range(20) for event in tail.read(1000)]
-    assert [event.stage for event in events] == ["job"] * 10
-    log.path.write_text("")
-    begin(log)
-    assert len(tail.read()) == 1  # truncated: from its start
 
 
 def test_a_traceback_is_kept_and_a_full_disk_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

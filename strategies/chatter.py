@@ -1,0 +1,59 @@
+"""Keep what the frameworks say of their set-up out of a restart: it was all said at the first start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.telemetry.log_level import asked_for_level
+
+#: The first part of the names of the loggers that are meant.
+FAMILIES = (
+    "nemo",
+    "nemo_logger",
+    "megatron",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "nv_one_logger",
+)
+_FOLDERS = tuple(f"{os.sep}{family}{os.sep}" for family in ("nemo", "megatron", "lightning"))
+_UNTRUE = (
+    "You're resuming from a checkpoint that ended before the epoch ended"  # the position in the data is restored
+)
+
+_levels: dict[str, int] = {}  # of loggers that are quiet now, as they were before
+
+
+def install() -> None:
+    """Be quiet from the end of each generation until training goes on in the next. Idempotent."""
+    register_cleanup("chatter", quiet)
+
+
+def quiet() -> None:
+    """Let only the frameworks' warnings and errors through until :func:`speak`; with ``--log-level debug`` all."""
+    if asked_for_level() == logging.DEBUG:
+        return
+    known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in FAMILIES]
+    for name in {*FAMILIES, *known}:
+        each = logging.getLogger(name)
+        if each.level < logging.WARNING and (each.level != logging.NOTSET or name in FAMILIES):
+            _levels.setdefault(name, each.level)
+            each.setLevel(logging.WARNING)
+    logging.getLogger().addFilter(_is_ours)  # which is added once, however often
+    warnings.filterwarnings("ignore", message=_UNTRUE)
+
+
+def speak() -> None:
+    """Let everything through that was let through before."""
+    while _levels:
+        name, level = _levels.popitem()
+        logging.getLogger(name).setLevel(level)
+    logging.getLogger().removeFilter(_is_ours)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a message that was given to the root logger itself is none of the frameworks' chatter."""
+    return record.levelno >= logging.WARNING or not any(folder in record.pathname for folder in _FOLDERS)
