@@ -24,7 +24,7 @@ myst_enable_extensions = ["attrs_block"]
 
 # --- API reference ---
 
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

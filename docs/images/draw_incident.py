@@ -6,7 +6,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-WIDTH, HEIGHT = 1120, 560
+WIDTH, HEIGHT = 1056, 560
 LEFT = 108  # where time begins
 ROW, BAR = 62, 30  # from one lane to the next; height of what is drawn in it
 TOP = 128
@@ -31,8 +31,8 @@ TOLD, GO = 294, 522
 
 STYLE = """
   .ground { fill: #ffffff; stroke: #d6dbe1 }
-  text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1d2733 }
-  .small { font-size: 11.5px } .dim { fill: #5a6675 } .mid { text-anchor: middle } .end { text-anchor: end }
+  text { font: 15px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1d2733 }
+  .small { font-size: 13.5px } .dim { fill: #5a6675 } .mid { text-anchor: middle } .end { text-anchor: end }
   .bold { font-weight: 600 }
   .step { fill: #cfe3f7; stroke: #5b8fc4 } .lost { fill: #fbe3c8; stroke: #cf8a35 }
   .stage { fill: #e9ecf1; stroke: #97a3b3 } .new { fill: #d5f0e2; stroke: #2f9467 }
@@ -85,7 +85,7 @@ def agent() -> list[str]:
         bar(FAULT, TOLD, y, "", "stage"),
         text(FAULT, y - 8, "detect, notify: every rank is told", "small"),
         line(TOLD, y + BAR, TOLD, lane(4) + BAR, "notice"),
-        text(GO - 40, y - 8, "all are here: go, generation 1", "small statetext"),
+        text(GO + 8, y + BAR / 2 + 4.5, "all are here: go, generation 1", "small statetext"),
         line(GO, y, GO, lane(4) + BAR + 12, "go"),
     ]
 
@@ -135,7 +135,7 @@ def notes() -> list[str]:
             "small statetext",
         ),
         line(moved, lane(4) - 2, moved, lane(2) + BAR + 5, "state", "statetip"),
-        text(moved + 10, lane(3) - 10, "rank 3 sends rank 1 the shard that both hold", "small bold statetext"),
+        text(moved + 10, lane(3) - 10, "rank 3 sends it the shard both hold", "small bold statetext"),
         # the headline
         line(FAULT, 62, FAULT, lane(0), "hair"),
         line(STEP_8_AGAIN[1], 62, STEP_8_AGAIN[1], lane(1) - 4, "hair"),
