@@ -46,7 +46,7 @@ def show(plan: Plan, console: Console) -> None:
     config = plan.config.copy()
     OmegaConf.update(config, "trainer.num_nodes", plan.layout.nodes, force_add=True)
     OmegaConf.update(config, "trainer.devices", plan.layout.ranks_per_node, force_add=True)
-    _headline(console, "configuration")
+    console.print("configuration", style="bold")
     console.print(OmegaConf.to_yaml(config, resolve=True).rstrip(), soft_wrap=True)
     _headline(console, "layout")
     for name, value in layout_rows(plan.layout):

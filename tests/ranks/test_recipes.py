@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from checkpointless.faults.ledger import fired
+from checkpointless.recipes.dry_run import Plan, show
 from checkpointless.recipes.layout import layout_of
-from checkpointless.recipes.memory import Count, Stage, memory, precision_of
+from checkpointless.recipes.memory import GIB, Count, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import available, load
 from checkpointless.telemetry.incidents import Outcome
 from checkpointless.telemetry.verify import compare
@@ -24,14 +29,25 @@ PUBLISHED = {
     "llama3_70b_pretrain": 70_553_706_496,
     "gpt_oss_120b_full": 116_829_156_672,
 }
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 TINY = [recipe for recipe in available() if recipe.startswith("tiny_")]
 
 
-def stages(answer: list[dict[str, Any]]) -> list[Stage]:
-    return [
-        Stage(dense=Count(**stage["dense"]), expert=Count(**stage["expert"]), whole=stage["whole"])
-        for stage in answer
-    ]
+@pytest.fixture(scope="module")
+def stages(nemo_zygote: Zygote) -> Callable[[str], list[Stage]]:
+    """The parameters on each GPU of every pipeline stage of a recipe, each counted once."""
+    known: dict[str, list[Stage]] = {}
+
+    def count(recipe: str) -> list[Stage]:
+        if recipe not in known:
+            (answer,) = nemo_zygote.run(1, "tests.ranks.recipe_ranks:count", {"recipe": recipe})
+            known[recipe] = [
+                Stage(dense=Count(**stage["dense"]), expert=Count(**stage["expert"]), whole=stage["whole"])
+                for stage in answer
+            ]
+        return known[recipe]
+
+    return count
 
 
 @pytest.mark.parametrize("recipe", available())
@@ -41,10 +57,9 @@ def test_every_name_in_a_recipe_exists(nemo_zygote: Zygote, recipe: str) -> None
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
 def test_the_model_built_at_the_real_world_size_has_the_published_parameters(
-    nemo_zygote: Zygote, recipe: str
+    stages: Callable[[str], list[Stage]], recipe: str
 ) -> None:
-    (answer,) = nemo_zygote.run(1, "tests.ranks.recipe_ranks:count", {"recipe": recipe})
-    counted = stages(answer)
+    counted = stages(recipe)
     assert len(counted) == layout_of(load(recipe)).pipeline
     assert sum(stage.whole for stage in counted) == PUBLISHED[recipe]
     assert all(count.trained == count.total for stage in counted for count in (stage.dense, stage.expert))
@@ -53,9 +68,8 @@ def test_the_model_built_at_the_real_world_size_has_the_published_parameters(
 @pytest.mark.parametrize(
     ("recipe", "base"), [("llama3_70b_lora", "llama3_70b_pretrain"), ("gpt_oss_120b_lora", "gpt_oss_120b_full")]
 )
-def test_lora_trains_adapters_only(nemo_zygote: Zygote, recipe: str, base: str) -> None:
-    (answer,) = nemo_zygote.run(1, "tests.ranks.recipe_ranks:count", {"recipe": recipe})
-    (stage,) = stages(answer)
+def test_lora_trains_adapters_only(stages: Callable[[str], list[Stage]], recipe: str, base: str) -> None:
+    (stage,) = stages(recipe)
     assert 0 < stage.dense.trained < stage.dense.total / 100
     assert stage.expert.trained == 0
     assert 0 < stage.whole - PUBLISHED[base] < PUBLISHED[base] / 100
@@ -64,26 +78,28 @@ def test_lora_trains_adapters_only(nemo_zygote: Zygote, recipe: str, base: str) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["strategy.tensor_model_parallel_size=3", "trainer.devices=6"], "RecipeError: 32 attention heads cannot"),
+        (
+            ["strategy.tensor_model_parallel_size=3", "trainer.devices=6", "data.global_batch_size=8"],
+            "RecipeError: 32 attention heads cannot be shared by 3 ranks",
+        ),
         (["model.config.vocab_size=null"], "NotCountedError: the size of the vocabulary is the tokenizer's"),
-        (["model.config.normalization=nonsense"], "NotCountedError: "),
+        (["model.config.recompute_granularity=nonsense"], "NotCountedError: "),
     ],
 )
 def test_a_model_that_cannot_be_built_is_one_line(nemo_zygote: Zygote, overrides: list[str], message: str) -> None:
-    arguments = {"recipe": "llama3_8b_pretrain", "overrides": [*overrides, "data.global_batch_size=512"]}
-    if "devices" in " ".join(overrides):
-        arguments["overrides"] = [*overrides, "trainer.num_nodes=2", "data.global_batch_size=8"]
+    arguments = {"recipe": "llama3_8b_pretrain", "overrides": overrides}
     (answer,) = nemo_zygote.run(1, "tests.ranks.recipe_ranks:count", arguments)
     assert answer.startswith(message)
     assert "\n" not in answer
 
 
 @pytest.mark.parametrize("overrides", [(), BF16], ids=["fp32", "bf16"])
-def test_the_memory_table_is_what_megatron_allocates(nemo_zygote: Zygote, overrides: tuple[str, ...]) -> None:
+def test_the_memory_table_is_what_megatron_allocates(
+    nemo_zygote: Zygote, stages: Callable[[str], list[Stage]], overrides: tuple[str, ...]
+) -> None:
     """But for padding, which Megatron adds to each parameter and bucket, and which a small model feels."""
     config = load("tiny_gpt_cpu", overrides)
-    (answer,) = nemo_zygote.run(1, "tests.ranks.recipe_ranks:count", {"recipe": "tiny_gpt_cpu"})
-    expected = memory(stages(answer)[0], layout_of(config), precision_of(config))
+    expected = memory(stages("tiny_gpt_cpu")[0], layout_of(config), precision_of(config))
     for instances in (1, 2):
         args = [*overrides, f"strategy.num_distributed_optimizer_instances={instances}"]
         measured = nemo_zygote.run(4, "tests.ranks.recipe_ranks:measure", {"overrides": args})
@@ -94,6 +110,22 @@ def test_the_memory_table_is_what_megatron_allocates(nemo_zygote: Zygote, overri
         # Shards differ by what of their ends is padding; together they hold every parameter as often as it is held.
         assert sum(rank["optimizer"] for rank in measured) == pytest.approx(4 * optimizer, rel=0.001)
         assert max(rank["optimizer"] for rank in measured) < optimizer * 1.02
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in available() if recipe not in TINY])
+def test_the_documents_show_what_the_dry_run_shows(stages: Callable[[str], list[Stage]], recipe: str) -> None:
+    config = load(recipe)
+    layout = layout_of(config)
+    page = io.StringIO()
+    show(Plan(recipe, (), config, layout, stages(recipe), True, False), Console(file=page, width=160))
+    text = page.getvalue()
+    assert f"`{recipe}`:\n\n```text\n{text[text.index('layout') :].rstrip()}\n```" in DOCUMENT
+    sizes = f"TP {layout.tensor}, PP {layout.pipeline}, CP {layout.context}, EP {layout.expert}, DP {layout.data}"
+    size = fullest(stages(recipe), layout, precision_of(config))[1]
+    sums = [f"{each / GIB:.2f} GiB" for each in (size.total - size.replica, size.total, size.replica)]
+    whole = sum(stage.whole for stage in stages(recipe))
+    row = [f"`{recipe}`", f"{layout.nodes} x {layout.ranks_per_node}", sizes, f"{whole:,}", *sums]
+    assert f"| {' | '.join(row)} |" in DOCUMENT
 
 
 @pytest.mark.parametrize("recipe", TINY)
