@@ -77,6 +77,8 @@ def layout_rows(layout: Layout) -> list[tuple[str, str]]:
         rows.append(("experts", ", ".join(f"{name} {size}" for name, size in sizes)))
         shards += f", {layout.expert_shards} for the experts"
     rows.append(("optimizer", shards if layout.sharded else "whole on every data-parallel rank"))
+    if not layout.global_batch:
+        return rows
     steps = f"{layout.microbatches} microbatch{'es' if layout.microbatches > 1 else ''} of {layout.micro_batch}"
     rows.append(("batch", f"{layout.global_batch}: {_many(layout.data, 'data-parallel rank')} x {steps}"))
     return rows

@@ -31,7 +31,7 @@ class Layout:
         virtual_pipeline: parts of the model on each pipeline stage.
         instances: `num_distributed_optimizer_instances`.
         sharded: whether the optimizer is Megatron's distributed one.
-        micro_batch, global_batch: samples, on one rank and in a whole step.
+        micro_batch, global_batch: samples, on one rank and in a whole step; 0 where the recipe does not say.
         pipeline_before_data: `use_tp_pp_dp_mapping`, under which a pipeline's stages are neighbours.
     """
 
@@ -46,7 +46,7 @@ class Layout:
     instances: int = 1
     sharded: bool = True
     micro_batch: int = 1
-    global_batch: int = 1
+    global_batch: int = 0
     pipeline_before_data: bool = False
 
     @property
@@ -191,7 +191,7 @@ def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int 
         instances=size(strategy + "num_distributed_optimizer_instances", _instances_by_default(config)),
         sharded=bool(OmegaConf.select(config, "optim.config.use_distributed_optimizer", default=False)),
         micro_batch=size("data.micro_batch_size"),
-        global_batch=size("data.global_batch_size"),
+        global_batch=size("data.global_batch_size", 0),
         pipeline_before_data=bool(OmegaConf.select(config, strategy + "use_tp_pp_dp_mapping", default=False)),
     )
 
@@ -240,7 +240,10 @@ def _across(groups: Sequence[tuple[int, ...]], instances: int) -> Iterator[tuple
 
 def _instances_by_default(config: DictConfig) -> int:
     """What the strategy takes where the recipe says nothing: ours keeps two replicas, Megatron's one."""
-    ours = str(config.strategy.get("_target_", "")).rpartition(".")[2] == "CheckpointlessMegatronStrategy"
+    ours = (
+        str(OmegaConf.select(config, "strategy._target_", default="")).rpartition(".")[2]
+        == "CheckpointlessMegatronStrategy"
+    )
     return 2 if ours or checkpointless_enabled(config) else 1
 
 

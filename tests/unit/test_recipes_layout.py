@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,7 @@ def test_any_layout_is_laid_out_as_megatron_does(layout: Layout) -> None:
     assert dense == sorted(layout.groups(layout._sizes(), ("cp", "dp")))
 
 
+@settings(max_examples=50, deadline=None)
 @given(layout=layouts())
 def test_every_rank_is_in_one_replica_group(layout: Layout) -> None:
     try:
@@ -147,12 +149,13 @@ def test_every_rank_is_in_one_replica_group(layout: Layout) -> None:
         assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
 
 
+@settings(max_examples=50, deadline=None)
 @given(layout=layouts())
 def test_lost_with_a_node_means_what_it_says(layout: Layout) -> None:
-    lost = set(layout.lost_with_a_node())
+    lost, groups = set(layout.lost_with_a_node()), layout.replica_groups()
     for node in range(layout.nodes):
         left = {rank for rank in range(layout.world_size) if rank // layout.ranks_per_node != node}
-        gone = {group for group in layout.replica_groups() if not left & set(group)}
+        gone = {group for group in groups if not left & set(group)}
         assert gone <= lost
         lost -= gone
     assert not lost
@@ -204,6 +207,19 @@ def test_what_cannot_work_is_one_line(change: dict[str, Any], message: str) -> N
 def test_no_replica_is_one_line_that_says_what_to_set(overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         check_replicas(layout_of(load("tiny_gpt_cpu", overrides)))
+
+
+def test_a_recipe_of_ones_own_may_leave_things_out(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("trainer: {devices: 2}\nmodel: {}\ndata: {}\n")
+    config = load(own)
+    layout = layout_of(config)
+    check_layout(config, layout)
+    assert (layout.world_size, layout.instances, layout.sharded) == (2, 1, False)
+    check_replicas(layout)
+    own.write_text("trainer: {devices: auto}\n")
+    with pytest.raises(RecipeError, match=r"trainer\.devices must be a whole number of at least 1, not 'auto'"):
+        layout_of(load(own))
 
 
 def test_sizes_are_of_the_launcher_where_it_has_started_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
