@@ -32,6 +32,9 @@ NOT_RUN = {
     r" --cpu .* train\.py$": "a script of the reader's; the page's own script is run above",
     r" demo ": "two jobs or many, and an import of NeMo; tests/ranks/test_recovery.py has such jobs",
     r" report /": "the run directory of a job on a cluster",
+    r" tiny_gpt_cpu --cpu --nproc-per-node 4( trainer\.max_steps=20)?$": "is run with --record-steps",
+    r" --nproc-per-node 4 examples/train_gpt\.py --steps 20$": "is run with --record-steps",
+    r"six-faults": "a run of a minute; tests/unit/test_report.py has one like it",
 }
 # In a folder of their own, because they name the same run directories.
 ALONE = {"your-own-job.md"}
@@ -65,7 +68,7 @@ def test_a_script_comes_through_its_faults(
     start = f"checkpointless run --cpu --nproc-per-node {ranks} --record-steps"
     asked = " ".join(f"--fault {fault}" for fault in faults)
     code, said = execute(nemo_zygote, folder, f"{start} --run-dir runs/rough {asked} train.py")
-    assert code == 0, said + _logs(folder / "runs" / "rough")
+    assert code == 0, said + _logs(folder)
     assert fired(folder / "runs" / "rough") == dict.fromkeys(faults, 1)
     if "ckpt_path" in script:  # it goes back to a checkpoint, and makes some steps again
         return
@@ -83,7 +86,7 @@ def test_the_commands_do_what_they_say(nemo_zygote: Zygote, folder: Path, workpl
         for command in commands_of(document):
             if command not in done and not any(re.search(pattern, command) for pattern in NOT_RUN):
                 code, said = execute(nemo_zygote, folder, command)
-                assert code == 0, f"{document.name}: {command}\n{said}"
+                assert code == 0, f"{document.name}: {command}\n{said}{_logs(folder)}"
                 done[command] = said
     compared = [said for command, said in done.items() if " verify " in command]
     assert compared
@@ -110,5 +113,8 @@ def test_every_name_of_ours_exists(nemo_zygote: Zygote, page: str) -> None:
     assert unknown == made_up
 
 
-def _logs(run_dir: Path) -> str:
-    return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted((run_dir / "logs").glob("*")))
+def _logs(folder: Path) -> str:
+    """The end of what each rank of the newest run has printed."""
+    runs = sorted((folder / "runs").iterdir(), key=lambda run_dir: run_dir.stat().st_mtime)
+    logs = sorted((runs[-1] / "logs").glob("rank-*")) if runs else []
+    return "\n".join(path.read_text(errors="replace")[-1500:] for path in logs)
