@@ -16,17 +16,13 @@ from tests.ranks.test_worker_streams import NOISY
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
 
-STEP_PHASES = ("forward", "optimizer")
 
-
-@pytest.mark.parametrize("phase", STEP_PHASES)
-def test_who_gets_sigterm_finishes_the_step_and_is_replaced(disturb: Disturb, phase: str) -> None:
-    job = disturb(4, 5, f"sigterm@{phase}:rank=1,step=3", args=(*TP2, *DROPOUT))
-    (incident,) = job.incidents
-    assert incident.outcome is Outcome.RESUMED
-    assert incident.respawned == (1,)
-    assert incident.target == 3
-    assert "exited with code 0" in "\n".join(job.said)
+def test_who_gets_sigterm_finishes_the_step_and_is_replaced(disturb: Disturb) -> None:
+    job = disturb(4, 8, "sigterm@forward:rank=1,step=3", "sigterm@optimizer:rank=2,step=6", args=(*TP2, *DROPOUT))
+    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * 2
+    assert [incident.respawned for incident in job.incidents] == [(1,), (2,)]
+    assert [incident.target for incident in job.incidents] == [3, 6]
+    assert "\n".join(job.said).count("exited with code 0") == 2
 
 
 def test_sigterm_in_the_last_step(disturb: Disturb) -> None:
@@ -51,15 +47,15 @@ def test_sigterm_during_a_transfer_kills(disturb: Disturb) -> None:
     assert "rank 2 killed by SIGTERM" in "\n".join(job.said)
 
 
-@pytest.mark.parametrize("phase", ["data", "backward", "after_optimizer"])
-def test_memory_that_runs_out_is_recovered_from_in_place(disturb: Disturb, phase: str) -> None:
-    job = disturb(4, 5, f"oom@{phase}:rank=3,step=3", args=(*TP2, *DROPOUT))
-    (incident,) = job.incidents
-    assert incident.outcome is Outcome.RESUMED
-    assert incident.culprit == 3
-    assert incident.respawned == ()
-    assert incident.target == (3 if phase == "after_optimizer" else 2)
-    assert "can't allocate memory" in "\n".join(job.said)
+def test_memory_that_runs_out_is_recovered_from_in_place(disturb: Disturb) -> None:
+    faults = ("oom@data:rank=3,step=2", "oom@backward:rank=3,step=4", "oom@after_optimizer:rank=3,step=6")
+    job = disturb(4, 8, *faults, args=(*TP2, *DROPOUT))
+    assert [incident.target for incident in job.incidents] == [1, 3, 6]
+    for incident in job.incidents:
+        assert incident.outcome is Outcome.RESUMED
+        assert incident.culprit == 3
+        assert incident.respawned == ()
+    assert "\n".join(job.said).count("can't allocate memory") == 3
 
 
 def test_memory_that_runs_out_during_a_transfer(disturb: Disturb) -> None:
@@ -107,9 +103,9 @@ def test_a_job_without_workers_in_which_one_was_to_fail_ends_with_the_reason(
     assert fired(job.run_dir) == {}, "it did not happen"
 
 
-@pytest.mark.parametrize("phase", ["forward", "optimizer"])
-def test_nobody_is_interrupted_for_being_slow(disturb: Disturb, phase: str) -> None:
-    job = disturb(4, 4, f"slow@{phase}:rank=2,step=3,seconds=1.5", args=(*TP2, *DROPOUT), heartbeat_timeout_s=4.0)
+def test_nobody_is_interrupted_for_being_slow(disturb: Disturb) -> None:
+    faults = ("slow@forward:rank=2,step=2,seconds=1.5", "slow@optimizer:rank=2,step=3,seconds=1.5")
+    job = disturb(4, 4, *faults, args=(*TP2, *DROPOUT), heartbeat_timeout_s=4.0)
     assert job.incidents == []
 
 

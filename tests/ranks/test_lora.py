@@ -86,15 +86,15 @@ def test_it_trains(undisturbed: Callable[..., Steps]) -> None:
 
 
 @pytest.mark.parametrize("layout", [(), (*TP2, *DROPOUT)], ids=["dp4", "tp2-dropout"])
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
-@pytest.mark.parametrize("phase", ["forward", "optimizer"])
-def test_faults(disturb: Disturb, layout: tuple[str, ...], kind: str, phase: str) -> None:
-    job = disturb(4, f"{kind}@{phase}:rank=1,step=3", args=layout)
-    (incident,) = job.incidents
-    assert incident.outcome is Outcome.RESUMED
-    assert incident.respawned == ((1,) if kind == "sigkill" else ())
-    if phase == "forward":
-        assert incident.target == 2
+def test_faults(disturb: Disturb, layout: tuple[str, ...]) -> None:
+    kinds = [(kind, phase) for phase in ("forward", "optimizer") for kind in ("exception", "sigkill")]
+    faults = [f"{kind}@{phase}:rank=1,step={3 + 2 * index}" for index, (kind, phase) in enumerate(kinds)]
+    job = disturb(11, *faults, args=layout)
+    for index, (incident, (kind, phase)) in enumerate(zip(job.incidents, kinds, strict=True)):
+        assert incident.outcome is Outcome.RESUMED
+        assert incident.respawned == ((1,) if kind == "sigkill" else ())
+        if phase == "forward":
+            assert incident.target == 2 + 2 * index
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])

@@ -17,21 +17,24 @@ from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
 
+DEATHS = ("exit", "segfault", "abort")
+HANGS = ("hang", "gil", "sigstop")
 PHASES = ("data", "forward", "backward", "sync", "before_optimizer", "optimizer", "after_optimizer", "between")
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
-@pytest.mark.parametrize("phase", PHASES)
-def test_every_phase(disturb: Disturb, kind: str, phase: str) -> None:
-    rank = PHASES.index(phase) % 4
-    job = disturb(4, 5, f"{kind}@{phase}:rank={rank},step=3", args=(*TP2, *DROPOUT))
-    (incident,) = job.incidents
-    assert incident.outcome is Outcome.RESUMED
-    assert incident.respawned == ((rank,) if kind == "sigkill" else ())
-    if phase in ("data", "forward", "backward", "sync", "before_optimizer"):
-        assert incident.target == 2
-    if phase in ("after_optimizer", "between"):
-        assert incident.target == 3
+def test_every_phase(disturb: Disturb, kind: str) -> None:
+    """One fault in each phase of a step, in one job: every second step has one."""
+    steps = range(2, 2 * len(PHASES) + 1, 2)
+    faults = [f"{kind}@{phase}:rank={step // 2 % 4},step={step}" for step, phase in zip(steps, PHASES, strict=True)]
+    job = disturb(4, steps[-1] + 2, *faults, args=(*TP2, *DROPOUT))
+    for incident, step, phase in zip(job.incidents, steps, PHASES, strict=True):
+        assert incident.outcome is Outcome.RESUMED, phase
+        assert incident.respawned == ((step // 2 % 4,) if kind == "sigkill" else ()), phase
+        if phase in ("data", "forward", "backward", "sync", "before_optimizer"):
+            assert incident.target == step - 1, phase
+        if phase in ("after_optimizer", "between"):
+            assert incident.target == step, phase
 
 
 @pytest.mark.parametrize(
@@ -49,18 +52,20 @@ def test_every_layout(disturb: Disturb, nproc: int, args: tuple[str, ...], fault
     disturb(nproc, 5, *faults, args=args)
 
 
-@pytest.mark.parametrize("kind", ["exit", "segfault", "abort"])
-def test_other_deaths(disturb: Disturb, kind: str) -> None:
-    job = disturb(4, 4, f"{kind}@backward:rank=1,step=2")
-    assert job.incidents[0].respawned == (1,)
+def test_other_deaths(disturb: Disturb) -> None:
+    faults = [f"{kind}@backward:rank={rank},step={2 * rank}" for rank, kind in enumerate(DEATHS, start=1)]
+    job = disturb(4, 8, *faults)
+    assert [incident.respawned for incident in job.incidents] == [(1,), (2,), (3,)]
 
 
-@pytest.mark.parametrize("kind", ["hang", "gil", "sigstop"])
-def test_a_hanging_rank_is_replaced_and_its_victims_are_not(disturb: Disturb, kind: str) -> None:
-    job = disturb(4, 4, f"{kind}@forward:rank=2,step=3", heartbeat_timeout_s=4.0)
-    (incident,) = job.incidents
-    assert incident.culprit == 2
-    assert incident.respawned == (2,)
+def test_a_hanging_rank_is_replaced_and_its_victims_are_not(disturb: Disturb) -> None:
+    faults = [f"{kind}@forward:rank={rank},step={1 + 2 * rank}" for rank, kind in enumerate(HANGS, start=1)]
+    job = disturb(4, 8, *faults, heartbeat_timeout_s=4.0)
+    assert [(incident.culprit, incident.respawned) for incident in job.incidents] == [
+        (1, (1,)),
+        (2, (2,)),
+        (3, (3,)),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
@@ -129,9 +134,9 @@ def test_both_holders_gone_falls_back_to_the_checkpoint(
 
 
 def test_after_twenty_incidents_nothing_is_left_behind(disturb: Disturb) -> None:
-    steps = range(2, 82, 4)
-    faults = [f"exception@{PHASES[step // 4 % 7]}:rank={step // 4 % 4},step={step}" for step in steps]
-    job = disturb(4, 82, *faults, args=TP2)
+    steps = range(2, 62, 3)
+    faults = [f"exception@{PHASES[step // 3 % 7]}:rank={step // 3 % 4},step={step}" for step in steps]
+    job = disturb(4, 62, *faults, args=TP2)
     for rank in range(4):
         residues = [
             (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])

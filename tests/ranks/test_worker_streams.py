@@ -29,9 +29,8 @@ VALIDATION = ("trainer.limit_val_batches=2", "trainer.val_check_interval=2")
 
 
 @pytest.mark.nemo
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
-def test_augmentation_in_workers_is_repeated(disturb: Disturb, kind: str) -> None:
-    disturb(4, STEPS, f"{kind}@backward:rank=2,step=3", args=NOISY)
+def test_augmentation_in_workers_is_repeated(disturb: Disturb) -> None:
+    disturb(4, STEPS, "exception@backward:rank=2,step=2", "sigkill@backward:rank=2,step=4", args=NOISY)
 
 
 @pytest.mark.nemo
@@ -48,10 +47,10 @@ def test_augmentation_is_repeated_in_every_layout(disturb: Disturb, layout: tupl
 
 
 @pytest.mark.nemo
-@pytest.mark.parametrize("fault", ["exception@forward:rank=0,step=4", "sigkill@between:rank=2,step=2"])
-def test_what_iterators_draw_does_not_move_the_training_streams(disturb: Disturb, fault: str) -> None:
+def test_what_iterators_draw_does_not_move_the_training_streams(disturb: Disturb) -> None:
     """Each iterator takes its workers' seed from the training's stream, one more after a fault."""
-    disturb(4, STEPS, fault, args=(*NOISY, *NOISY_TRAINING, *VALIDATION))
+    faults = ("sigkill@between:rank=2,step=2", "exception@forward:rank=0,step=4")
+    disturb(4, STEPS, *faults, args=(*NOISY, *NOISY_TRAINING, *VALIDATION))
 
 
 @pytest.mark.nemo
