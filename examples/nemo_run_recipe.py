@@ -59,12 +59,8 @@ def shrink(recipe):
     recipe.trainer.strategy.context_parallel_size = 1
     recipe.trainer.strategy.pipeline_dtype = torch.float32
     recipe.trainer.strategy.ddp.average_in_collective = False
-    recipe.trainer.strategy.ddp.overlap_grad_reduce = False
-    recipe.trainer.strategy.ddp.overlap_param_gather = False
-    recipe.log.ckpt = recipe.log.tensorboard = None
+    recipe.log.ckpt = None
     recipe.trainer.enable_checkpointing = False
-    recipe.trainer.enable_progress_bar = False
-    recipe.trainer.logger = False
     recipe.trainer.limit_val_batches = 0
     recipe.trainer.val_check_interval = 1.0
     recipe.trainer.num_sanity_val_steps = 0

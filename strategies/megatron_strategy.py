@@ -69,7 +69,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if self._call is None:
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
-        if num_distributed_optimizer_instances < 2:
+        # Without a distributed optimizer every data-parallel rank holds all of its shard.
+        sharded = getattr(self.ddp_config, "use_distributed_optimizer", True)
+        if num_distributed_optimizer_instances < 2 and sharded:
             logger.warning("one optimizer instance: a rank that dies cannot be restored from memory")
         self._fault_injection = HPFaultInjectionCallback.from_environment()
         megatron_cleanup.install()

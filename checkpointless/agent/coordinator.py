@@ -568,7 +568,7 @@ class Coordinator:
 
     def _recovered(self, incident: OpenIncident) -> None:
         seconds = time.monotonic() - incident.opened_at_s
-        rung, lost = incident.rung.label, incident.steps_lost
+        rung, lost = incident.rung.label, None if self._high_water == NO_STEP else incident.steps_lost
         self._emit("recovered", "point", seconds=seconds, rung=rung, steps_lost=lost)
         self._recovering = None
         self._say(recovered_line(incident.id, seconds, rung, lost))

@@ -183,7 +183,7 @@ class Tally:
             seconds = float(fields["seconds"])
             rung = str(fields["rung"])
             self.recoveries = self.recoveries.and_one_of(seconds)
-            self.steps_lost += int(fields["steps_lost"])
+            self.steps_lost += int(fields["steps_lost"] or 0)
             self.rungs[rung] = self.rungs[rung].and_one_of(seconds)
 
 

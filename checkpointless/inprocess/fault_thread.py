@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _RAISE_AGAIN_S = 0.05
 _SLOW_S = 1.0
+_CLEANING_S = 10.0  # a data loader waits 5 s for each worker that does not end
 _INNERMOST = 10  # frames that are looked at
 _COLLECTIVE_FILES = ("torch/distributed/", "torch/futures/", "inprocess/gloo_wait.py")
 _WAITING_FILES = (
@@ -26,14 +27,28 @@ _WAITING_FILES = (
     "inprocess/aside.py",
     "inprocess/store_wait.py",
 )  # how a collective is waited for
+#: Where descriptors and child processes have no owner, not yet or not any more; in which functions, if not in all.
+_OWNERLESS: dict[str, tuple[str, ...]] = {
+    "/multiprocessing/connection.py": ("Pipe",),
+    "/multiprocessing/popen_fork.py": ("_launch", "poll"),
+    "/multiprocessing/popen_forkserver.py": ("_launch", "poll"),
+    "/multiprocessing/popen_spawn_posix.py": ("_launch",),
+    "/multiprocessing/process.py": ("start",),
+    "/multiprocessing/util.py": (),
+    "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
+    "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
+    "/checkpointless/faults/ledger.py": ("_create",),
+    "/checkpointless/recovery/part_file.py": ("_sync_folder",),
+    "/checkpointless/telemetry/events.py": ("append_line",),
+}
 
 
 class MainThread:
     """The one thread that runs the re-executable code block, and the door through which it leaves.
 
     An asynchronous exception reaches a thread only between two bytecodes, and one that is raised in a destructor
-    is swallowed; so it is raised again until the thread has left the block. Once it has left, none is raised and
-    one that is still pending is taken back.
+    is swallowed; so it is raised again until the thread has left the block, but not in the midst of what releases
+    something. Once it has left, none is raised and one that is still pending is taken back.
     """
 
     def __init__(self) -> None:
@@ -61,14 +76,14 @@ class MainThread:
             except RankShouldRestart:
                 continue
 
-    def interrupt(self, force: bool = False) -> None:
+    def interrupt(self, waited_s: float = 0.0) -> None:
         """Raise :class:`RankShouldRestart` in the block, if the thread is still in it.
 
         Args:
-            force: also where it may hold a lock that all threads of the process share.
+            waited_s: for how long it should have left, in seconds: nothing is spared for ever.
         """
         with self._mutex:
-            if self._inside and (force or not self._may_hold_a_shared_lock()):
+            if self._inside and waited_s >= self._spared_s():
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._ident), ctypes.py_object(RankShouldRestart)
                 )
@@ -87,29 +102,34 @@ class MainThread:
         told = False
         while not self._left.wait(_RAISE_AGAIN_S) and (waited := time.monotonic() - began) < timeout_s:
             free()
-            self.interrupt(force=waited > _SLOW_S)
+            self.interrupt(waited)
             if waited > _SLOW_S and not told:
                 told = True
                 logger.warning("the main thread is slow to leave the block; it is in\n%s", self.where()[1])
         return self._left.is_set()
 
-    def _may_hold_a_shared_lock(self) -> bool:
-        """Whether the thread is inside code that an interruption could keep from releasing a lock.
+    def _spared_s(self) -> float:
+        """For how long the thread must not be interrupted where it is, in seconds; 0 almost everywhere.
 
         Between taking a lock and the ``try`` that releases it, ``logging`` and the import system can be interrupted
-        like any other code; every thread of the process would then wait for that lock.
+        like any other code; every thread of the process would then wait for that lock. And what is interrupted
+        while it closes descriptors or joins a child process does not do it later: out of a destructor, where most
+        of that is done, an exception does not even come.
         """
+        spared_s = 0.0
         frame = sys._current_frames().get(self._ident)
         for _ in range(_INNERMOST):
             if frame is None:
-                return False
-            name = frame.f_code.co_filename
+                break
+            name, function = frame.f_code.co_filename, frame.f_code.co_name
+            if function == "__del__" or _is_ownerless(name, function):
+                return _CLEANING_S
             if name.endswith("logging/__init__.py") or name.startswith("<frozen importlib"):
-                return True
-            if name.endswith("/threading.py") and frame.f_code.co_name != "wait":
-                return True
+                spared_s = _SLOW_S
+            if name.endswith("/threading.py") and function != "wait":
+                spared_s = _SLOW_S
             frame = frame.f_back
-        return False
+        return spared_s
 
     def where(self) -> tuple[bool, str]:
         """Whether the thread waits in a collective, and its stack as text, innermost call last."""
@@ -124,6 +144,10 @@ class MainThread:
             return False, stack
         stack += "waiting for a thread that works on its behalf:\n" + "".join(traceback.format_stack(helper))
         return _is_in_collective(helper), stack
+
+
+def _is_ownerless(name: str, function: str) -> bool:
+    return any(name.endswith(file) and (not among or function in among) for file, among in _OWNERLESS.items())
 
 
 def _is_in_collective(frame: FrameType) -> bool:

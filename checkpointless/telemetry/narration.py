@@ -28,16 +28,17 @@ def detected_line(incident: str, cause: str) -> str:
     return f"{INCIDENT}{incident}: {cause}; recovering"
 
 
-def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int) -> str:
+def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int | None) -> str:
     """An incident is over.
 
     Args:
         seconds: from the first notice until the lost step was made again.
         rung: how far up the recovery went.
-        steps_lost: committed steps that have to be made once more.
+        steps_lost: committed steps that have to be made once more (None: nobody said which were committed).
     """
-    lost = "nothing was lost" if steps_lost == 0 else f"{steps_lost} steps are made once more"
-    return f"{INCIDENT}{incident}: recovered in {seconds:.2f} s ({rung}); {lost}"
+    lost = {None: "", 0: "; nothing was lost", 1: "; 1 step is made once more"}
+    many = f"; {steps_lost} steps are made once more"
+    return f"{INCIDENT}{incident}: recovered in {seconds:.2f} s ({rung}){lost.get(steps_lost, many)}"
 
 
 @dataclass
@@ -159,16 +160,18 @@ class Narrator:
             incident.last_words_s = now_s
             yield detected_line(event.incident, str(event.fields.get("cause")))
             yield from self._where_to_look(event)
+        elif event.stage == "go":
+            if incident is not None:
+                incident.began = event.generation
+                incident.last_words_s = now_s
+                yield from self._ending(incident, event)
+            self._of(event.generation).began_to_wait.clear()  # of those who waited for it
         elif incident is None:
             return
-        elif event.stage == "go":
-            incident.began = event.generation
-            incident.last_words_s = now_s
-            yield from self._ending(incident, event)
         elif event.stage == "recovered":
             fields = event.fields
             incident.closing = recovered_line(
-                incident.id, fields["seconds"], str(fields.get("rung")), int(fields.get("steps_lost", 0))
+                incident.id, fields["seconds"], str(fields.get("rung")), fields.get("steps_lost")
             )
 
     def _rank_said(self, event: Event, rank: int) -> None:

@@ -129,6 +129,28 @@ def test_a_block_without_stages_of_ours_ends_at_once(narrator: Narrator, log: Ev
     assert told(narrator, log)[-1] == last
 
 
+def test_the_wait_is_that_of_the_incident_and_not_of_the_start(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    for rank in RANKS:
+        log.emit("barrier", "begin", generation=0, rank=rank)
+    log.emit("go", "point", generation=0, high_water=-1)
+    time.sleep(0.2)
+    log.emit("detect", "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="SIGKILL")
+    log.emit("barrier", "begin", generation=0, rank=0, incident="1")
+    log.emit("barrier", "begin", generation=1, rank=1)  # a new process
+    log.emit("go", "point", generation=1, incident="1", high_water=2)
+    (line,) = [line for line in told(narrator, log) if "barrier" in line]
+    assert float(line.split()[1]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [(None, "(process)"), (0, "nothing was lost"), (1, "1 step is made"), (2, "2 steps are made")],
+)
+def test_what_was_lost_is_said_if_it_is_known(steps: int | None, says: str) -> None:
+    assert says in recovered_line("1", 1.0, "process", steps)
+
+
 def test_a_fallback_says_why(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     incident(log)

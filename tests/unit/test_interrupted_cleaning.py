@@ -1,0 +1,136 @@
+"""What an interruption of the main thread must not keep from being closed."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.util import Finalize, close_fds
+from pathlib import Path
+
+import pytest
+
+from checkpointless.inprocess import fault_thread
+from checkpointless.inprocess.exceptions import RankShouldRestart
+from checkpointless.inprocess.fault_thread import MainThread
+from checkpointless.telemetry.events import append_line
+
+
+class Owner:
+    """Something that can be referred to weakly."""
+
+
+class Block:
+    """A block that runs in a thread of its own, as if that were the main thread.
+
+    Args:
+        body: what it does before it waits to be interrupted.
+    """
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        self.interrupted = False
+        self._body = body
+        self._entered = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._entered.wait(5)
+
+    def interrupt(self, timeout_s: float = 20.0, meanwhile: Callable[[], object] = lambda: None) -> bool:
+        left = self.main.interrupt_until_left(timeout_s, meanwhile)
+        self._thread.join(5)
+        return left
+
+    def _run(self) -> None:
+        self.main = MainThread()
+        try:
+            self.main.enter()
+            self._entered.set()
+            self._body()
+            while True:
+                time.sleep(0.005)
+        except RankShouldRestart:
+            self.interrupted = True
+        finally:
+            self.main.leave()
+
+
+def slow_to_close() -> tuple[int, socket.socket]:
+    """A connection whose ``close`` takes a second, since nobody reads what was sent; and its other end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 1))
+    sender.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            sender.send(bytes(65536))
+    sender.setblocking(True)
+    return sender.detach(), receiver
+
+
+def is_open(descriptor: int) -> bool:
+    return os.path.exists(f"/proc/self/fd/{descriptor}")
+
+
+def test_both_pipes_of_a_worker_are_closed() -> None:
+    first, receiver = slow_to_close()
+    second, writer = os.pipe()
+    owners = [Owner()]
+    Finalize(owners[0], close_fds, (first, second))  # as a process of multiprocessing does
+    block = Block(owners.clear)
+    with receiver:
+        assert block.interrupt()
+    assert block.interrupted
+    os.close(writer)
+    assert not is_open(first)
+    assert not is_open(second)
+
+
+def test_a_file_that_was_being_opened_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)  # whoever opens it to write waits for a reader
+    block = Block(lambda: append_line(path, "{}"))
+    reader: list[int] = []
+
+    def read_later() -> None:
+        if not reader and time.monotonic() > began + 0.3:
+            reader.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+
+    began = time.monotonic()
+    assert block.interrupt(meanwhile=read_later)
+    assert block.interrupted
+    assert os.read(reader[0], 100) == b"{}\n"
+    assert os.read(reader[0], 100) == b"", "somebody holds it open for writing"
+    os.close(reader[0])
+
+
+def test_a_destructor_ends_and_is_interrupted_afterwards() -> None:
+    ended = []
+
+    class Slow:
+        def __del__(self) -> None:
+            for _ in range(40):
+                time.sleep(0.005)
+            ended.append(True)
+
+    slow = [Slow()]
+    block = Block(slow.clear)
+    assert block.interrupt()
+    assert block.interrupted
+    assert ended
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_destructor_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_thread, "_CLEANING_S", 0.2)
+
+    class Endless:
+        def __del__(self) -> None:
+            while True:
+                time.sleep(0.005)
+
+    endless = [Endless()]
+    block = Block(endless.clear)
+    assert block.interrupt()
+    assert block.interrupted
