@@ -87,6 +87,9 @@ class GlooSockets:
                 duplicate = os.dup(descriptor)
             except OSError:  # closed since it was listed
                 continue
+            if os.readlink(f"/proc/self/fd/{duplicate}") != inode:  # and its number used again, by a file perhaps
+                os.close(duplicate)
+                continue
             candidate = socket.socket(fileno=duplicate)
             noted = inode in wanted
             if _is_connected_tcp(candidate) and (noted or _peer(candidate) == store):

@@ -1,5 +1,6 @@
 """What an interruption of the main thread must not keep from being closed."""
 
+import contextlib
 import os
 import socket
 import struct
@@ -21,38 +22,25 @@ class Owner:
     """Something that can be referred to weakly."""
 
 
-class Block:
-    """A block that runs in a thread of its own, as if that were the main thread.
-
-    Args:
-        body: what it does before it waits to be interrupted.
-    """
-
-    def __init__(self, body: Callable[[], None]) -> None:
-        self.interrupted = False
-        self._body = body
-        self._entered = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._entered.wait(5)
-
-    def interrupt(self, timeout_s: float = 20.0, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        left = self.main.interrupt_until_left(timeout_s, meanwhile)
-        self._thread.join(5)
-        return left
-
-    def _run(self) -> None:
-        self.main = MainThread()
-        try:
-            self.main.enter()
-            self._entered.set()
-            self._body()
-            while True:
-                time.sleep(0.005)
-        except RankShouldRestart:
-            self.interrupted = True
-        finally:
-            self.main.leave()
+def leave_while(body: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Have this thread, in a block, do ``body``, and be interrupted from the beginning on until it has left."""
+    main = MainThread()
+    began = threading.Event()
+    interrupter = threading.Thread(target=lambda: began.wait() and main.interrupt_until_left(20, meanwhile))
+    interrupter.start()
+    interrupted = False
+    try:
+        main.enter()
+        began.set()
+        body()
+        while True:
+            time.sleep(0.005)
+    except RankShouldRestart:
+        interrupted = True
+    finally:
+        main.leave()
+    interrupter.join(5)
+    assert interrupted
 
 
 def slow_to_close() -> tuple[int, socket.socket]:
@@ -62,7 +50,7 @@ def slow_to_close() -> tuple[int, socket.socket]:
         receiver, _ = server.accept()
     sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 1))
     sender.setblocking(False)
-    with pytest.raises(BlockingIOError):
+    with contextlib.suppress(BlockingIOError):
         while True:
             sender.send(bytes(65536))
     sender.setblocking(True)
@@ -78,10 +66,8 @@ def test_both_pipes_of_a_worker_are_closed() -> None:
     second, writer = os.pipe()
     owners = [Owner()]
     Finalize(owners[0], close_fds, (first, second))  # as a process of multiprocessing does
-    block = Block(owners.clear)
     with receiver:
-        assert block.interrupt()
-    assert block.interrupted
+        leave_while(owners.clear)
     os.close(writer)
     assert not is_open(first)
     assert not is_open(second)
@@ -90,7 +76,6 @@ def test_both_pipes_of_a_worker_are_closed() -> None:
 def test_a_file_that_was_being_opened_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     os.mkfifo(path)  # whoever opens it to write waits for a reader
-    block = Block(lambda: append_line(path, "{}"))
     reader: list[int] = []
 
     def read_later() -> None:
@@ -98,8 +83,7 @@ def test_a_file_that_was_being_opened_is_closed(tmp_path: Path) -> None:
             reader.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
 
     began = time.monotonic()
-    assert block.interrupt(meanwhile=read_later)
-    assert block.interrupted
+    leave_while(lambda: append_line(path, "{}"), read_later)
     assert os.read(reader[0], 100) == b"{}\n"
     assert os.read(reader[0], 100) == b"", "somebody holds it open for writing"
     os.close(reader[0])
@@ -115,9 +99,7 @@ def test_a_destructor_ends_and_is_interrupted_afterwards() -> None:
             ended.append(True)
 
     slow = [Slow()]
-    block = Block(slow.clear)
-    assert block.interrupt()
-    assert block.interrupted
+    leave_while(slow.clear)
     assert ended
 
 
@@ -131,6 +113,4 @@ def test_a_destructor_that_does_not_end_is_not_waited_for(monkeypatch: pytest.Mo
                 time.sleep(0.005)
 
     endless = [Endless()]
-    block = Block(endless.clear)
-    assert block.interrupt()
-    assert block.interrupted
+    leave_while(endless.clear)
