@@ -84,11 +84,8 @@ def not_fired(specs: Iterable[FaultSpec], run_dir: Path) -> tuple[str, ...]:
 def _create(path: Path, data: bytes) -> bool:
     """Create ``path`` with ``data``; False if it is there already."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        with open(path, "xb", buffering=0) as file:
+            file.write(data)
     except FileExistsError:
         return False
-    try:
-        os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
     return True

@@ -37,9 +37,7 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
     "/multiprocessing/util.py": (),
     "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
     "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
-    "/checkpointless/faults/ledger.py": ("_create",),
     "/checkpointless/recovery/part_file.py": ("_sync_folder",),
-    "/checkpointless/telemetry/events.py": ("append_line",),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import logging
 import math
@@ -174,6 +175,9 @@ def event_log() -> EventLog:
     )
 
 
+_opener = functools.partial(os.open, mode=0o644)  # in C from end to end: nothing of it can be interrupted
+
+
 def append_line(path: Path, line: str) -> None:
     """Append ``line`` and a newline to ``path`` with one ``write(2)``; makes the file if it is not there.
 
@@ -181,11 +185,9 @@ def append_line(path: Path, line: str) -> None:
         OSError: it could not be written, or not wholly.
     """
     data = line.encode() + b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        written = os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
+    # An object of open() closes its descriptor also if an interruption comes before it has a name.
+    with open(path, "ab", buffering=0, opener=_opener) as file:
+        written = file.write(data)
     if written != len(data):
         raise OSError(f"{path}: only {written} of {len(data)} bytes were written")
 
