@@ -61,15 +61,14 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
     options.cpu = options.cpu or os.environ.get("CHECKPOINTLESS_CPU") == "1"
     try:
         config = load(name, options.overrides)
-        on_cpu = config.trainer.get("accelerator") == "cpu"
-        if on_cpu and not options.cpu and not options.dry_run:
-            raise UsageError(f"{name} trains on the CPU (trainer.accelerator=cpu): add --cpu")
+        if config.trainer.get("accelerator") == "cpu":  # which asks for it as `--cpu` does
+            options.cpu = True
         if needs_gpu(config) and options.cpu:
             raise UsageError(f"{name} trains on GPUs (trainer.accelerator=gpu): leave out --cpu")
         if needs_gpu(config) and not options.dry_run and not has_cuda():
             raise UsageError(
                 f"{name} needs GPUs and this machine has none: see what it would do with --dry-run, "
-                "or train tiny_gpt_cpu --cpu"
+                "or train tiny_gpt_cpu"
             )
         if not options.dry_run:
             require_complete(config, name)

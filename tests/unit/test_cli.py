@@ -248,11 +248,18 @@ def test_train_launches_the_recipe_with_overrides_wherever_they_stand(launched: 
 
 
 @pytest.mark.nemo
+def test_a_recipe_for_the_cpu_needs_no_option(launched: list[LaunchConfig]) -> None:
+    assert main(["train", "tiny_gpt_cpu"]) == 7
+    (config,) = launched
+    assert config.cpu
+    assert config.nproc_per_node == 4
+
+
+@pytest.mark.nemo
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["no_such_recipe"], "tiny_gpt_cpu"),
-        (["tiny_gpt_cpu"], "add --cpu"),
         (["tiny_gpt_cpu", "--cpu", "--nproc", "4"], "--nproc"),
         (["tiny_gpt_cpu", "--cpu", "trainer.max_steps=3", "--fault", "exit@data:rank=0,step=4"], "step 4 never"),
         (["tiny_gpt_cpu", "--cpu", "no_such_key=3"], "no_such_key"),
