@@ -23,7 +23,6 @@ LAYOUTS = {
     "pp2-dp2": (4, ["strategy.pipeline_model_parallel_size=2"]),
     "tp2-pp2-dp2": (8, ["strategy.tensor_model_parallel_size=2", "strategy.pipeline_model_parallel_size=2"]),
     "ep2-dp4": (4, MOE),
-    "ep2-dp8": (8, MOE),
 }
 
 

@@ -124,7 +124,7 @@ def test_without_a_defect_every_bit_is_the_same(
         pytest.param(KILLED, mutant("StaleStreams"), Quantity.LOSS, 2, id="stale-streams"),
         *(
             pytest.param(KILLED, mutant("StaleStreams", only=f"'{name}'"), Quantity.LOSS, 2, id=f"stale-{name}")
-            for name in ("python", "numpy", "source:megatron")
+            for name in ("numpy", "source:megatron")
         ),
         pytest.param(KILLED, mutant("LostStreams"), Quantity.LOSS, 2, id="no-streams"),
         pytest.param(KILLED, mutant("ShiftedData", samples=1), Quantity.LOSS, 2, id="a-sample-skipped"),

@@ -88,7 +88,7 @@ def test_a_whole_node_killed_and_replaced_five_seconds_later(disturb_nodes: Run)
     assert any("waiting up to" in line for line in job.said)
 
 
-@pytest.mark.parametrize("kind", ["gil", "sigstop"])
+@pytest.mark.parametrize("kind", ["sigstop"])
 def test_a_hang_on_another_node_is_found_and_replaced(disturb_nodes: Run, kind: str) -> None:
     job = disturb_nodes(f"{kind}@backward:rank=2,step=4", heartbeat_timeout_s=4.0)
     (incident,) = job.incidents
