@@ -195,16 +195,13 @@ def append_line(path: Path, line: str) -> None:
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The JSON objects of a file of JSON lines, with their line numbers from 1.
 
-    A last line without a newline was torn by the death of its writer and is left out; a broken line elsewhere
-    is left out with a warning.
+    What a writer wrote when it was killed may lack its end: as the last line it is left out, and where another
+    writer has appended a line to it, that one is given. A line that is broken otherwise is left out with a warning.
     """
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
+        record = _record(line)
+        if record is not None:
             yield number, record
         else:
             logger.warning("%s:%d is not a JSON object and was left out", path, number)
@@ -231,10 +228,23 @@ def read_events(run_dir: Path) -> list[Event]:
 def parse_event(line: bytes) -> Event | None:
     """The event that a line of the log is; None, with a warning, if it is none."""
     try:
-        return _event(json.loads(line))
+        return _event(_record(line) or {})
     except (KeyError, TypeError, ValueError) as error:
         logger.warning("a line is not an event and was left out: %r", error)
         return None
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The object that a line is, or ends with behind the torn beginning of another one; None if there is none."""
+    start = line.find(b"{")
+    while start >= 0:
+        try:
+            record = json.loads(line[start:])
+        except (ValueError, RecursionError):
+            start = line.find(b'{"', start + 1)
+            continue
+        return record if isinstance(record, dict) else None
+    return None
 
 
 def json_safe(value: Any) -> Any:

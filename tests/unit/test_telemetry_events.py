@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog, event_log, read_events
+from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog, event_log, parse_event, read_events
 from checkpointless.telemetry.steps import StepLog, StepRecord, read_steps
 
 
@@ -54,6 +54,24 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     data = (tmp_path / EVENTS_FILE).read_bytes()
     (tmp_path / EVENTS_FILE).write_bytes(data[:-5])
     assert [event.stage for event in read_events(tmp_path)] == ["a"]
+
+
+@pytest.mark.parametrize("kept", [1, 40, 150, -1])
+def test_a_line_behind_the_beginning_of_one_whose_writer_was_killed_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
+) -> None:
+    log = EventLog(tmp_path / EVENTS_FILE)
+    log.emit("data", "point", generation=0, nested={"a": {"b": 1}})
+    torn = (tmp_path / EVENTS_FILE).read_bytes()[:-1][:kept]
+    (tmp_path / EVENTS_FILE).write_bytes(torn)
+    log.emit("init", "point", generation=1, nested={"a": {"b": 2}})
+    log.emit("init", "point", generation=2)
+    assert [event.generation for event in read_events(tmp_path)] == [1, 2]
+    assert not caplog.records
+    (line, _) = (tmp_path / EVENTS_FILE).read_bytes().splitlines()
+    found = parse_event(line)
+    assert found is not None
+    assert found.fields == {"nested": {"a": {"b": 2}}}
 
 
 def test_a_broken_line_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
