@@ -31,6 +31,7 @@ from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import IncidentSummary, Outcome, summarize
 
 NPROC = 4
+SLOW_S = 20.0  # an incident that took longer is told with its reasons
 HEARTBEAT_S = 4.0
 STEPS_BETWEEN = 2  # from one incident to the next
 EDGE = 20  # incidents at the beginning and at the end that are compared
@@ -226,10 +227,12 @@ def main() -> None:
     options.add_argument("--incidents", type=int, default=300, metavar="N", help="default: 300")
     options.add_argument("--json", type=Path, metavar="FILE", help="where the results go (default: only shown)")
     options.add_argument("--plot", type=Path, metavar="FILE", help="where the plot goes (default: none)")
+    options.add_argument("--run-dir", type=Path, metavar="D", help="keep the job's events and logs there")
     args = options.parse_args()
     about: dict[str, Any] = machine(["checkpointless", "torch", "nemo_toolkit", "megatron-core"])
     with interruptible(), tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        run_dir = Path(folder) / "run"
+        run_dir = args.run_dir or Path(folder) / "run"
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
         incidents, samples = soak(args.incidents, run_dir)
         settled = [
             {name: int(event.fields[name]) for name in ("rss_bytes", "threads", "descriptors")}
@@ -252,8 +255,9 @@ def main() -> None:
     endings = Counter(incident.outcome.value for incident in incidents)
     print(f"\n{len(incidents)} incidents of {args.incidents} faults: {dict(endings)}")
     for incident in incidents:
-        if incident.outcome is not Outcome.RESUMED:
-            print(f"* {incident.sentence}")
+        slow = incident.headline_s is not None and incident.headline_s > SLOW_S
+        if incident.outcome is not Outcome.RESUMED or slow:
+            print(f"* {'; '.join((incident.sentence, *incident.steps_up))}")
     if args.plot is not None:
         draw(incidents, settled, samples, args.plot)
     if args.json is not None:
