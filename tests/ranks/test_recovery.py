@@ -137,9 +137,9 @@ def test_both_holders_gone_falls_back_to_the_checkpoint(
 
 def test_after_twenty_incidents_nothing_is_left_behind(disturb: Disturb) -> None:
     steps = range(2, 82, 4)  # three whole steps between two faults: a rank says what it holds after two
-    faults = [f"exception@{PHASES[step // 4 % 7]}:rank={step // 4 % 2},step={step}" for step in steps]
-    job = disturb(2, 82, *faults, args=("data.num_workers=1",))
-    for rank in range(2):
+    faults = [f"exception@{PHASES[step // 4 % 7]}:rank={step // 4 % 4},step={step}" for step in steps]
+    job = disturb(4, 82, *faults, args=TP2)
+    for rank in range(4):
         residues = [
             (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])
             for event in read_events(job.run_dir)
