@@ -63,15 +63,10 @@ class Terminal:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        try:
-            while self._turn():
-                self._show(self._narrator.tick(time.monotonic()))
-            self._look([])
-            self._show(self._narrator.close())
-        except Exception:
-            logger.exception("the terminal shows no more of the incidents")
-            while (line := self._said.get()[1]) is not None:
-                self._write(line)
+        while self._turn():
+            self._show(self._narrator.tick(time.monotonic()))
+        self._look([])
+        self._show(self._narrator.close())
 
     def _turn(self) -> bool:
         """Show what has come, in the order in which it came; False at the end."""
@@ -91,10 +86,20 @@ class Terminal:
         both += [(event.ts, event) for event in self._events()]
         for _, each in sorted(both, key=lambda item: item[0]):
             if isinstance(each, Event):
-                self._show(self._narrator.take(each, time.monotonic()))
+                self._tell(each)
             else:
                 self._wait_for_last_words(each)
                 self._show_once(each, self._from_agent, self._from_log)
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._show(self._narrator.take(event, time.monotonic()))
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:  # the agent's own lines are shown anyway
+            logger.warning("an event %s is not as it should be and is not shown: %r", event.stage, error)
 
     def _events(self) -> list[Event]:
         return [event for event in map(parse_event, self._tail.lines()) if event is not None]

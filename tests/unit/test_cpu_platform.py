@@ -47,6 +47,24 @@ def test_install_twice_is_install_once(platform: None) -> None:
     assert torch.rand is not rand
 
 
+def test_timers_that_are_none_are_gathered_from_nobody(platform: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo's progress printer asks rank 0 alone, which must not take part in a collective for it."""
+    timers = pytest.importorskip("megatron.core.timers")
+    gathered: list[torch.Tensor] = []
+    monkeypatch.setattr(timers, "dist_all_gather_func", lambda out, own: gathered.append(out.copy_(own)))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mine = timers.Timers(0, "minmax")
+        assert mine.get_all_timers_string(names=None, normalizer=1) is None
+        assert gathered == []
+        mine("forward", log_level=0).start()
+        mine("forward", log_level=0).stop()
+        assert "forward" in mine.get_all_timers_string(names=None, normalizer=1)
+        assert len(gathered) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="leave out --cpu"):

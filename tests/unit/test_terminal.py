@@ -200,6 +200,19 @@ def test_the_last_line_waits_for_the_ranks_but_not_for_ever(tmp_path: Path, log:
     assert time.monotonic() - began_s < 5.0
 
 
+def test_an_event_that_is_not_as_it_should_be_costs_no_other_line(tmp_path: Path, log: EventLog) -> None:
+    shown: list[str] = []
+    with Terminal(shown.append, tmp_path, 0) as terminal:
+        begin(log)
+        log.emit("init", "end", generation=0, rank=0, seconds="soon")
+        log.emit("job", "begin", generation=0, nproc="many")
+        incident(log)
+        log.emit("recovered", "point", generation=1, incident="1")
+        terminal.say(detected_line("1", CAUSE))
+        terminal.say("bye")
+    assert [line for line in shown if not line.startswith(" ")] == [detected_line("1", CAUSE), "bye"]
+
+
 def test_without_a_readable_log_the_agents_lines_are_shown(tmp_path: Path) -> None:
     (tmp_path / EVENTS_FILE).mkdir()
     shown: list[str] = []
