@@ -178,6 +178,7 @@ class HPCallWrapper:
         self._main = MainThread()
         self._signal_handlers = SignalHandlers()
         self._abort_mutex = threading.Lock()
+        self._generation_mutex = threading.Lock()  # a fault of the old generation is not handled in the new one
         self._aborted_generation = -1
         self._noticed_generation = (
             -1
@@ -232,14 +233,15 @@ class HPCallWrapper:
             go = self.client.wait_go(after)
         gloo_sockets.release()
         os.environ.update(go.env)
-        self.generation = go.generation
-        self.incident = go.incident
-        self.high_water = go.high_water
-        self.recovering_since_s, self._fault_at_s = self._fault_at_s, None
-        self.step_upon_restart = 0
-        if self.board is not None:
-            self.board.set_generation(go.generation)
-        self.parameter_update_lock.open()
+        with self._generation_mutex:
+            self.generation = go.generation
+            self.incident = go.incident
+            self.high_water = go.high_water
+            self.recovering_since_s, self._fault_at_s = self._fault_at_s, None
+            self.step_upon_restart = 0
+            if self.board is not None:
+                self.board.set_generation(go.generation)
+            self.parameter_update_lock.open()
 
     def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> tuple[Any, BaseException | None]:
         """Run the block once.
@@ -429,16 +431,18 @@ class HPCallWrapper:
 
     def _on_fault(self, generation: int) -> None:
         """In the fault thread: free the main thread and see that it leaves the block."""
-        if generation != self.generation:
-            return
-        self._adopt_incident()
-        timeout_s = self.wrapper.abort_timeout.total_seconds()
-        if not self.parameter_update_lock.close(self.wrapper.abort_timeout):
-            self._replace(f"the optimizer update did not end within {timeout_s:.0f} s")
-        if self.wrapper.async_raise_before_abort:
-            self._main.interrupt()
-        if not self._abort(generation) or not self._main.interrupt_until_left(timeout_s, gloo_sockets.shutdown):
-            self._replace(f"the main thread did not leave the block within {timeout_s:.0f} s")
+        with self._generation_mutex:
+            if generation != self.generation:
+                return
+            self._adopt_incident()
+            timeout_s = self.wrapper.abort_timeout.total_seconds()
+            if not self.parameter_update_lock.close(self.wrapper.abort_timeout):
+                self._replace(f"the optimizer update did not end within {timeout_s:.0f} s")
+            if self.wrapper.async_raise_before_abort:
+                self._main.interrupt()
+            left = self._abort(generation) and self._main.interrupt_until_left(timeout_s, gloo_sockets.shutdown)
+            if not left:
+                self._replace(f"the main thread did not leave the block within {timeout_s:.0f} s")
 
     def _abort(self, generation: int) -> bool:
         """Abort ``generation`` once, by whichever thread comes first; the other waits for it.
