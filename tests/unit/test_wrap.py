@@ -47,7 +47,7 @@ class SlowAgent(RankClient):
 
 
 def test_a_fault_that_is_handled_late_does_not_reach_into_the_next_generation() -> None:
-    """The lock stays open and nobody is interrupted, though the fault thread was not done with the old generation."""
+    """The lock stays open and nobody is interrupted, though the fault thread was not done with the old one."""
     agent = SlowAgent()
     errors: list[str] = []
     updates: list[int] = []
