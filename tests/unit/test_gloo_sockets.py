@@ -14,7 +14,7 @@ def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
 ) -> None:
     with (tmp_path / "file").open("wb") as file:
         # As they were listed: the socket of that number was closed since.
-        monkeypatch.setattr(gloo_sockets, "_sockets", lambda: {file.fileno(): "socket:[1]"})
+        monkeypatch.setattr(gloo_sockets, "_sockets", lambda: {file.fileno(): 1})
         before = len(os.listdir("/proc/self/fd"))
         assert GlooSockets().shutdown() == 0
         assert len(os.listdir("/proc/self/fd")) == before
