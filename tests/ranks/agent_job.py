@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 
 from checkpointless.telemetry.events import read_events
+from tests.ranks.agent_nursery import ForkedAgent
 
 SCRIPTS = Path(__file__).parent / "agent_scripts"
 _MARKER = "CHECKPOINTLESS_TEST_JOB"
@@ -46,27 +46,22 @@ class Job:
         self.marker = uuid.uuid4().hex
         options |= {"run_dir": str(run_dir), "nproc_per_node": nproc, "script_args": args}
         options["script"] = str(SCRIPTS / script)
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPTS / "drive.py"), json.dumps(options)],
-            env={**os.environ, _MARKER: self.marker},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process = ForkedAgent(options, {**os.environ, _MARKER: self.marker})
 
     def end(self, timeout_s: float = 40) -> Ended:
         """Wait for the end; nothing may be left then."""
         try:
-            out, err = self.process.communicate(timeout=timeout_s)
+            out, err = self.process.communicate(timeout_s)
+            code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGKILL)
             raise
         assert self.left() == []
-        return Ended(self.process.returncode, out, err)
+        return Ended(code, out, err)
 
     def left(self) -> list[psutil.Process]:
         """Every living process of the job, found by what it inherited: the tree may be broken."""
-        found = []
+        found = [psutil.Process(self.process.pid)] if is_alive(self.process.pid) else []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(_MARKER) == self.marker and is_alive(process.pid):

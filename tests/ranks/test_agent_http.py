@@ -22,6 +22,7 @@ from checkpointless.agent.handshake import TOKEN_ENV
 from checkpointless.agent.http_status import MAX_CONNECTIONS
 from checkpointless.cli import main
 from tests.ranks.agent_job import Job, wait_until
+from tests.ranks.agent_nursery import ForkedAgent
 from tests.ranks.test_agent_nodes import TOKEN, Nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
@@ -34,7 +35,7 @@ class Http:
         process: one that was told to; its standard error is read until it has said where.
     """
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | ForkedAgent) -> None:
         assert process.stderr is not None
         said = iter(process.stderr.readline, "")
         where = (re.search(r"health and metrics at http://127\.0\.0\.1:(\d+) ", line) for line in said)

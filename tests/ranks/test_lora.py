@@ -113,7 +113,9 @@ def test_a_new_process_is_given_the_base_model_once(disturb: Disturb) -> None:
     (base, adapters), (base_again, adapters_again) = moved(job, 1)
     assert base > 4 * adapters > 0, "the base model is the larger part"
     assert base_again == 0, "its process lived through the second fault"
-    assert 0 < adapters_again <= adapters, "its update failed; what no update has changed yet is not sent again"
+    assert adapters_again <= adapters, "what no update has changed yet is not sent again"
+    if job.incidents[1].target == 4:  # as a rule; on a busy machine the others may hear of it before their updates
+        assert adapters_again > 0, "its update failed"
     for rank in (0, 2, 3):
         assert moved(job, rank) == [(0, 0), (0, 0)]
 
