@@ -14,6 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from checkpointless.inprocess.compose import Compose
 from checkpointless.inprocess.gloo_sockets import GlooSockets
 from checkpointless.inprocess.group_graveyard import bury
+from checkpointless.inprocess.loader_workers import end_workers, worker_iterators
 from checkpointless.inprocess.state import HPState
 
 gloo_sockets = GlooSockets()
@@ -78,15 +79,7 @@ class HPDataLoaderAbort(TrainerAbort):
         loops = (fit_loop, getattr(getattr(fit_loop, "epoch_loop", None), "val_loop", None))
         for loop in loops:
             for iterator in worker_iterators(getattr(loop, "_combined_loader", None)):
-                for process in getattr(iterator, "_workers", ()):
-                    if process.is_alive():
-                        process.terminate()
-
-
-def worker_iterators(combined_loader: Any) -> list[Any]:
-    """The multiprocessing iterators inside a Lightning ``CombinedLoader``."""
-    mode_iterator = getattr(combined_loader, "_iterator", None)
-    return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]
+                end_workers(iterator)
 
 
 class HPCheckpointingAbort(TrainerAbort):

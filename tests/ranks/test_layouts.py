@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.layouts import DROPOUT, EP2
+from tests.ranks.layouts import DROPOUT, EP2, PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
@@ -19,9 +19,9 @@ RECOMPUTE = [
 # name -> (ranks, overrides)
 LAYOUTS = {
     "dp4": (4, []),
-    "tp2-dp2": (4, ["strategy.tensor_model_parallel_size=2"]),
-    "pp2-dp2": (4, ["strategy.pipeline_model_parallel_size=2"]),
-    "tp2-pp2-dp2": (8, ["strategy.tensor_model_parallel_size=2", "strategy.pipeline_model_parallel_size=2"]),
+    "tp2-dp2": (4, [*TP2]),
+    "pp2-dp2": (4, [*PP2]),
+    "tp2-pp2-dp2": (8, [*TP2, *PP2]),
     "ep2-dp4": (4, MOE),
 }
 
@@ -67,7 +67,7 @@ def _data_owners(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_dropout_uses_the_device_streams_and_leaves_the_cpus_alone(nemo_zygote: Zygote) -> None:
-    (results,) = _train(nemo_zygote, 4, ["strategy.tensor_model_parallel_size=2", *DROPOUT])
+    (results,) = _train(nemo_zygote, 4, [*TP2, *DROPOUT])
     for result in results:
         changed = {name for name, state in result["rng"].items() if result["rng_at_start"][name] != state}
         assert changed == {"cuda", "model-parallel-rng"}
@@ -92,7 +92,7 @@ def test_recomputed_activations_change_nothing(nemo_zygote: Zygote, layout: str)
 
 
 def test_weights_initialised_on_the_device_differ_between_tensor_parallel_ranks(nemo_zygote: Zygote) -> None:
-    overrides = ["strategy.tensor_model_parallel_size=2", "model.config.use_cpu_initialization=false"]
+    overrides = [*TP2, "model.config.use_cpu_initialization=false"]
     (results,) = _train(nemo_zygote, 4, overrides)
     assert results[0]["params"] == results[2]["params"]
     assert results[0]["params"] != results[1]["params"]

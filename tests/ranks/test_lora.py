@@ -14,13 +14,12 @@ from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import Outcome
 from checkpointless.telemetry.verify import Steps, compare
 from tests.ranks.jobs import Disturb, Job, run_job
+from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
 
 RECIPE = "tiny_lora_cpu"
-TP2 = ("strategy.tensor_model_parallel_size=2",)
-PP2 = ("strategy.pipeline_model_parallel_size=2",)
 DROPOUT = (
     "model.config.hidden_dropout=0.1",
     "model.config.attention_dropout=0.1",
@@ -85,11 +84,10 @@ def test_it_trains(undisturbed: Callable[..., Steps]) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("layout", [(), (*TP2, *DROPOUT)], ids=["dp4", "tp2-dropout"])
-def test_faults(disturb: Disturb, layout: tuple[str, ...]) -> None:
+def test_faults(disturb: Disturb) -> None:
     kinds = [(kind, phase) for phase in ("forward", "optimizer") for kind in ("exception", "sigkill")]
     faults = [f"{kind}@{phase}:rank=1,step={3 + 2 * index}" for index, (kind, phase) in enumerate(kinds)]
-    job = disturb(11, *faults, args=layout)
+    job = disturb(11, *faults, args=(*TP2, *DROPOUT))
     for index, (incident, (kind, phase)) in enumerate(zip(job.incidents, kinds, strict=True)):
         assert incident.outcome is Outcome.RESUMED
         assert incident.respawned == ((1,) if kind == "sigkill" else ())

@@ -60,14 +60,13 @@ def test_two_nodes_train_as_one_does(disturb_nodes: Run) -> None:
     assert disturb_nodes().incidents == []
 
 
-@pytest.mark.parametrize("args", [DROPOUT, (*TP2, *DROPOUT)], ids=["dp4", "tp2"])
-def test_a_worker_killed_on_each_node(disturb_nodes: Run, args: tuple[str, ...]) -> None:
+def test_a_worker_killed_on_each_node(disturb_nodes: Run) -> None:
     faults = (
         "sigkill@backward:rank=1,step=2",
         "sigkill@backward:rank=2,step=4",
         "exception@optimizer:rank=3,step=5",
     )
-    job = disturb_nodes(*faults, args=args)
+    job = disturb_nodes(*faults, args=(*TP2, *DROPOUT))
     assert [incident.respawned for incident in job.incidents] == [(1,), (2,), ()]
     assert [incident.rung for incident in job.incidents] == [Rung.PROCESS, Rung.PROCESS, Rung.IN_PROCESS]
 

@@ -9,7 +9,7 @@ import pytest
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import Outcome
 from tests.ranks.jobs import Disturb, Job, run_job
-from tests.ranks.layouts import DROPOUT, EP2
+from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
@@ -70,7 +70,7 @@ def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
     assert job.incidents[-1].target == 2
 
 
-@pytest.mark.parametrize("args", [(), ("strategy.tensor_model_parallel_size=2",), EP2], ids=["dp4", "tp2", "ep2"])
+@pytest.mark.parametrize("args", [(), TP2, EP2], ids=["dp4", "tp2", "ep2"])
 def test_a_source_that_raises_in_the_middle_of_a_transfer(disturb: Disturb, args: tuple[str, ...]) -> None:
     faults = ("sigkill@between:rank=0,step=2", "exception@transfer:rank=2,step=2")
     job = disturb(4, 4, *faults, args=(*SMALL_BUCKETS, *args))

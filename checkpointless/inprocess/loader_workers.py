@@ -1,0 +1,87 @@
+"""End the worker processes of torch's data loaders, and free whoever would wait for what they leave behind.
+
+A worker shares an event with the process that started it, and the event has a lock: the worker takes it for each
+batch, to see whether it is to end; the other process takes it to say so (``_shutdown_workers``). A worker that is
+killed while it has the lock never gives it back, and the other process waits in C for ever, where no interruption
+is heard. (Measured: see ``benchmarks/soak``.) Likewise a message that was written in part only is read for ever, as
+the reading process itself holds the other end of the pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data._utils import signal_handling
+
+logger = logging.getLogger(__name__)
+
+_END_S = 1.0  # a worker that was asked to end takes milliseconds
+_LOCK_S = 1.0  # a living process has the lock for microseconds
+
+
+def worker_iterators(combined_loader: Any) -> list[Any]:
+    """The multiprocessing iterators inside a Lightning ``CombinedLoader``."""
+    mode_iterator = getattr(combined_loader, "_iterator", None)
+    return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of one iterator, and see that nobody waits for what they had.
+
+    Takes milliseconds, at most three seconds, in any thread.
+
+    Args:
+        iterator: torch's ``_MultiProcessingDataLoaderIter``.
+    """
+    workers = list(iterator._workers)
+    _watch_no_more(iterator)
+    for worker in workers:
+        if worker.is_alive():
+            worker.terminate()
+    if not _have_ended(workers):
+        for worker in workers:  # one that was forked just now has the handlers of its parent, and may ignore it
+            if worker.is_alive():
+                worker.kill()
+        if not _have_ended(workers):
+            logger.warning("a data-loader worker could not be killed")
+            return
+    _free_lock(iterator)
+    _end_messages(iterator)
+
+
+def _watch_no_more(iterator: Any) -> None:
+    """See that torch's handler of SIGCHLD, which raises wherever the main thread is, takes it for no failure."""
+    if getattr(iterator, "_worker_pids_set", False):
+        iterator._worker_pids_set = False
+        with contextlib.suppress(ValueError):  # the main thread did it at the same time
+            signal_handling._remove_worker_pids(id(iterator))
+
+
+def _have_ended(workers: Sequence[Any]) -> bool:
+    deadline_s = time.monotonic() + _END_S
+    for worker in workers:
+        worker.join(max(0.0, deadline_s - time.monotonic()))
+    return not any(worker.is_alive() for worker in workers)
+
+
+def _free_lock(iterator: Any) -> None:
+    """Give back the event's lock, if it is a dead worker that has it."""
+    condition = getattr(getattr(iterator, "_workers_done_event", None), "_cond", None)
+    if condition is None:
+        return
+    if not condition.acquire(True, _LOCK_S):
+        logger.warning("a data-loader worker died with a lock; it is given back")
+    with contextlib.suppress(ValueError):  # the main thread, which had it after all, has given it back
+        condition.release()
+
+
+def _end_messages(iterator: Any) -> None:
+    """Let who reads a message that will never be complete come to its end."""
+    if getattr(iterator, "_pin_memory_thread", None) is None:  # that one is told to end by a message
+        writer = getattr(getattr(iterator, "_worker_result_queue", None), "_writer", None)
+        if writer is not None:
+            writer.close()

@@ -1,0 +1,150 @@
+"""Nobody waits for what a data-loader worker left behind: a lock that it had, a message that it did not end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from checkpointless.inprocess import HPDataLoaderAbort, HPState
+
+STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
+LONG = 1 << 20  # bytes: more than a pipe takes
+
+
+def variable_of_a_caller(name: str) -> Any:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and name not in frame.f_locals:
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_locals[name]
+
+
+class DiesWithTheLock(Dataset[int]):
+    """Its worker is killed while it looks whether it is to end."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            variable_of_a_caller("done_event")._cond.acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+class Long(Dataset[bytes]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> bytes:
+        return bytes(LONG)
+
+
+class Stubborn(Dataset[int]):
+    """Its worker does not end when it is asked to."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return index
+
+
+class Object:
+    """Has attributes, and can be referred to weakly."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+@pytest.fixture
+def iterator_of() -> Iterator[Callable[[Dataset[Any]], Any]]:
+    made: list[Any] = []
+
+    def make(dataset: Dataset[Any]) -> Any:
+        made.append(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for worker in each._workers:
+            worker.kill()
+
+
+def abort(iterator: Any) -> None:
+    loader = Object(_iterator=Object(iterators=[iterator]))
+    trainer = Object(fit_loop=Object(_combined_loader=loader))
+    data_loader_abort = HPDataLoaderAbort()
+    data_loader_abort.register_attributes(trainer)
+    data_loader_abort(STATE)
+
+
+def comes_to_its_end(wait: Callable[[], object]) -> bool:
+    """Whether ``wait`` returns or raises, in a thread that nothing interrupts."""
+
+    def run() -> None:
+        try:
+            wait()
+        except (RuntimeError, EOFError, OSError):
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def wait_until_dead(iterator: Any) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with contextlib.suppress(RuntimeError):  # torch's handler of SIGCHLD says that it was killed
+            if not iterator._workers[0].is_alive():
+                return
+            time.sleep(0.01)
+    raise AssertionError("the worker lives")
+
+
+def test_a_lock_that_a_worker_died_with(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
+    iterator = iterator_of(DiesWithTheLock())
+    wait_until_dead(iterator)
+    assert not iterator._workers_done_event._cond.acquire(False), "the lock is nobody's any more"
+    abort(iterator)
+    assert comes_to_its_end(iterator._shutdown_workers)
+
+
+def test_a_lock_that_nobody_has(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
+    iterator = iterator_of(Long())
+    abort(iterator)
+    condition = iterator._workers_done_event._cond
+    assert condition.acquire(False)
+    assert not condition.acquire(False), "it can be taken once"
+    condition.release()
+    assert comes_to_its_end(iterator._shutdown_workers)
+
+
+def test_a_message_of_which_half_was_written(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
+    iterator = iterator_of(Long())
+    while not iterator._worker_result_queue._reader.poll(0.1):
+        continue
+    time.sleep(0.2)  # it waits for the pipe to be read
+    abort(iterator)
+    assert comes_to_its_end(lambda: next(iterator))
+
+
+def test_a_worker_that_ignores_sigterm(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
+    iterator = iterator_of(Stubborn())
+    assert next(iterator) == 0
+    abort(iterator)
+    assert not iterator._workers[0].is_alive()
+    assert comes_to_its_end(iterator._shutdown_workers)
