@@ -3,8 +3,8 @@
 A worker shares an event with the process that started it, and the event has a lock: the worker takes it for each
 batch, to see whether it is to end; the other process takes it to say so (``_shutdown_workers``). A worker that is
 killed while it has the lock never gives it back, and the other process waits in C for ever, where no interruption
-is heard. (Measured: see ``benchmarks/soak``.) Likewise a message that was written in part only is read for ever, as
-the reading process itself holds the other end of the pipe.
+is heard (``benchmarks/soak/worker_locks.py`` counts how often). Likewise a message that was written in part only is
+read for ever, as the reading process itself holds the other end of the pipe.
 """
 
 from __future__ import annotations
