@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
+
 SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
 _TICK_S = 0.05  # the real agent looks every --monitor-interval
 
@@ -121,13 +123,6 @@ def modules(**names: Any) -> dict[str, types.ModuleType]:
 def install() -> None:
     """Put the stand-in where ``import hyperpod_elastic_agent`` finds it."""
     sys.modules.update(modules())
-
-
-def free_port() -> int:
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        port: int = each.getsockname()[1]
-        return port
 
 
 class Agent:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import IncidentSummary, summarize
 from checkpointless.telemetry.steps import read_steps
 from checkpointless.telemetry.verify import Steps
+from tests.ports import free_port
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import INTERFACE, Network, enter
 
@@ -140,7 +140,8 @@ def run_nodes(
     hosts: list[str] = []
     if agents > 1:
         address = "127.0.0.1" if network is None else network.address(agents if outside else 0)
-        arguments |= {"nnodes": nnodes, "spares": spares, "token": TOKEN, "rdzv_endpoint": f"{address}:{_port()}"}
+        endpoint = f"{address}:{free_port()}"
+        arguments |= {"nnodes": nnodes, "spares": spares, "token": TOKEN, "rdzv_endpoint": endpoint}
     if network is not None:
         hosts = [network.name(host) for host in range(agents + 1)]
         arguments["extra_env"] = {"GLOO_SOCKET_IFNAME": INTERFACE, **settings.get("extra_env", {})}
@@ -251,12 +252,6 @@ class _Meanwhile(threading.Thread):
             self._act(self._scene)
         except BaseException as error:
             self.error = error
-
-
-def _port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch_here(settings: dict[str, Any], late: float | None, hosts: list[str]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 150.0
@@ -133,9 +134,7 @@ def _serve() -> None:
 
 def _run_ranks(request: dict[str, Any]) -> dict[str, Any]:
     world_size = request["world_size"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="checkpointless-ranks-") as folder:
         pids = {_fork_rank(request, rank, port, Path(folder)): rank for rank in range(world_size)}
         failed = _wait(pids, time.monotonic() + request["limit_s"], request["expendable"])

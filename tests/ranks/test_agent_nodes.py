@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,18 +13,13 @@ from typing import Any
 import pytest
 
 from checkpointless.agent.handshake import TOKEN_ENV
+from tests.ports import free_port
 from tests.ranks.agent_job import Ended, Job, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
 TOKEN = "a secret of the tests that is long enough"
 NPROC = 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Nodes:

@@ -2,12 +2,12 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
+from tests.ports import free_port
 from tests.ranks.agent_job import SCRIPTS
 
 pytestmark = pytest.mark.ranks
@@ -47,9 +47,7 @@ def test_a_rank_that_needs_a_new_process_under_torchrun_ends_the_job() -> None:
 
 
 def test_ranks_without_a_store_of_the_launcher_meet_at_rank_0() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, WRAPPED],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.telemetry.incidents import Rung
+from tests.ports import free_port
 from tests.ranks.jobs import Disturb, Scene
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(120)]
@@ -54,18 +54,13 @@ class Scraper:
         return float(found)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_each_incident_is_logged_once_where_the_loss_goes_on(disturb: Disturb, tmp_path: Path) -> None:
     """The first is another rank's; of the second rank 0, which logs, dies: its next process knows when."""
     pytest.importorskip("prometheus_client")
     scraper = Scraper(free_port())
     logger = f"trainer.logger={{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: {tmp_path}}}"
-    faults = ("exception@backward:rank=1,step=2", "sigkill@forward:rank=0,step=4")
+    # Before the vote of step 2, and not earlier: rank 0 has logged step 1 by then.
+    faults = ("exception@before_optimizer:rank=1,step=2", "sigkill@forward:rank=0,step=4")
     job = disturb(2, 5, *faults, args=(logger,), http_port=scraper.port, meanwhile=scraper)
 
     calm = list(rows(tmp_path / "lightning_logs" / "version_0"))  # the run without faults

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from checkpointless import cli
 from checkpointless.agent.handshake import MIN_TOKEN_CHARACTERS, TOKEN_ENV
 from checkpointless.agent.launch import DEFAULT_PORT
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "recipes" / "launch"
@@ -313,8 +313,7 @@ def test_the_coordinator_may_be_away_for_as_long_as_all_agree(tmp_path: Path, bi
 @pytest.fixture
 def greeting_coordinator() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A real coordinator that listens on loopback, and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     words = ["coordinator", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     with subprocess.Popen(
         [sys.executable, "-m", "checkpointless", *words],

@@ -7,15 +7,40 @@ import signal
 import sys
 import time
 
-from block import INCARNATION, RANK, connect, note, run_block
+from block import INCARNATION, OUT, RANK, connect, note, run_block
 
 FAULTS = [argument.split(":") for argument in sys.argv[1:]]
 
 
+def meet(ranks: list[int]) -> None:
+    """Wait until all of these have come to their fault: none of them is to hear of another's before."""
+    deadline = time.monotonic() + 20
+    while not all((OUT / f"notes-{rank}.jsonl").exists() and '"fault"' in notes_of(rank) for rank in ranks):
+        assert time.monotonic() < deadline, f"ranks {ranks} do not come to their faults"
+        time.sleep(0.005)
+
+
+def notes_of(rank: int) -> str:
+    return (OUT / f"notes-{rank}.jsonl").read_text()
+
+
+def wait_for_the_end_of(generation: int) -> None:
+    client, _ = connect()
+    deadline = time.monotonic() + 20
+    while client.pending_fault(generation) is None:
+        assert time.monotonic() < deadline, f"generation {generation} does not end"
+        time.sleep(0.005)
+
+
 def work(step: int, generation: int) -> None:
     for rank, at, when, what in FAULTS:
-        if (int(rank), int(at)) == (RANK, step) and when in ("*", str(generation)):
+        if (int(rank), int(at)) != (RANK, step):
+            continue
+        if when != "*" and generation < int(when):
+            wait_for_the_end_of(generation)  # or this rank would be done before its fault is due
+        elif when in ("*", str(generation)):
             note("fault", what=what, generation=generation)
+            meet([int(other) for other, *moment, _ in FAULTS if moment == [at, when]])
             if what == "raise":
                 raise ValueError("the loss is not a number")
             if what == "sleep":
