@@ -81,7 +81,7 @@ class Http:
 
 def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
     """Rank 1 is killed while rank 2 sleeps, which comes back only as a new process; then rank 0 sleeps."""
-    faults = ("2:4:0:sleep", "1:6:0:SIGKILL", "0:9:1:sleep")
+    faults = ("2:4:0:sleep", "1:6:0:SIGKILL", "0:7:0:wait", "0:9:1:sleep")
     job = Job(tmp_path, "steps.py", *faults, http_port=0, regroup_timeout_s=3.0, heartbeat_timeout_s=6.0)
     http = Http(job.process)
     assert http.get("/healthz")[0] in (200, 503)  # it may not have joined its own job yet
@@ -161,7 +161,7 @@ class WatchedNodes(Nodes):
 
 def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job(tmp_path: Path) -> None:
     """Without a run directory, too."""
-    nodes = WatchedNodes(tmp_path, 2, "3:4:0:SIGKILL", "0:9:1:sleep", outside=True)
+    nodes = WatchedNodes(tmp_path, 2, "3:4:0:SIGKILL", "0:5:0:wait", "0:9:1:sleep", outside=True)
     during = nodes.http.until(lambda now: now["job"] and now["job"]["nodes"][1]["state"] == "joined")
     assert (during["node"], during["ranks"], during["exit_code"]) == (-1, [], None)
     wait_until(lambda: nodes.notes("fault", 0))

@@ -36,7 +36,7 @@ def work(step: int, generation: int) -> None:
     for rank, at, when, what in FAULTS:
         if (int(rank), int(at)) != (RANK, step):
             continue
-        if when != "*" and generation < int(when):
+        if when != "*" and (generation < int(when) or (what == "wait" and generation == int(when))):
             wait_for_the_end_of(generation)  # or this rank would be done before its fault is due
         elif when in ("*", str(generation)):
             note("fault", what=what, generation=generation)
