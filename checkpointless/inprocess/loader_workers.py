@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from multiprocessing import connection
 from typing import Any
 
 from torch.utils.data._utils import signal_handling
@@ -40,11 +41,11 @@ def end_workers(iterator: Any) -> None:
     workers = list(iterator._workers)
     _watch_no_more(iterator)
     for worker in workers:
-        if worker.is_alive():
+        if _is_alive(worker):
             worker.terminate()
     if not _have_ended(workers):
         for worker in workers:  # one that was forked just now has the handlers of its parent, and may ignore it
-            if worker.is_alive():
+            if _is_alive(worker):
                 worker.kill()
         if not _have_ended(workers):
             logger.warning("a data-loader worker could not be killed")
@@ -64,8 +65,13 @@ def _watch_no_more(iterator: Any) -> None:
 def _have_ended(workers: Sequence[Any]) -> bool:
     deadline_s = time.monotonic() + _END_S
     for worker in workers:
-        worker.join(max(0.0, deadline_s - time.monotonic()))
-    return not any(worker.is_alive() for worker in workers)
+        connection.wait([worker.sentinel], max(0.0, deadline_s - time.monotonic()))
+    return not any(_is_alive(worker) for worker in workers)
+
+
+def _is_alive(worker: Any) -> bool:
+    """Not ``Process.is_alive`` alone: it is true for ever if the main thread was interrupted while it reaped."""
+    return worker.is_alive() and not connection.wait([worker.sentinel], 0)
 
 
 def _free_lock(iterator: Any) -> None:

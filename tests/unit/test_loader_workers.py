@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from checkpointless.inprocess import HPDataLoaderAbort, HPState
 
@@ -148,3 +149,18 @@ def test_a_worker_that_ignores_sigterm(iterator_of: Callable[[Dataset[Any]], Any
     abort(iterator)
     assert not iterator._workers[0].is_alive()
     assert comes_to_its_end(iterator._shutdown_workers)
+
+
+def test_a_worker_whose_end_was_lost(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
+    """It was reaped, but whoever did that was interrupted before it could say so."""
+    iterator = iterator_of(Long())
+    (worker,) = iterator._workers
+    iterator._worker_pids_set = False
+    signal_handling._remove_worker_pids(id(iterator))
+    condition = iterator._workers_done_event._cond
+    assert condition.acquire(True, 10)  # as if it had it
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitpid(worker.pid, 0)
+    assert worker.is_alive(), "it will always say so"
+    abort(iterator)
+    assert comes_to_its_end(iterator._workers_done_event.set)
