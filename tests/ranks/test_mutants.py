@@ -104,7 +104,9 @@ def test_without_a_defect_every_bit_is_the_same(
     verdict = compare(undisturbed(4, ARGS), job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == STEPS
-    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * len(job.incidents)
+    *earlier, last = (incident.outcome for incident in job.incidents)
+    assert last is Outcome.RESUMED
+    assert set(earlier) <= {Outcome.RESUMED, Outcome.ESCALATED}  # the next step's fault may come before all said so
     assert job.incidents[0].target == scene.target
     if scene.args == HELD_UP:
         noticed = {
