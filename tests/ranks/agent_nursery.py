@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -91,6 +92,7 @@ def _be_agent(options: dict[str, Any], env: dict[str, str], *outputs: Connection
     """In the forked process: launch the job, as the command line would."""
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # that of the environment
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), descriptor)
         output.close()
