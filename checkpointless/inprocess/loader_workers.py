@@ -65,7 +65,7 @@ def _watch_no_more(iterator: Any) -> None:
 def _have_ended(workers: Sequence[Any]) -> bool:
     deadline_s = time.monotonic() + _END_S
     for worker in workers:
-        connection.wait([worker.sentinel], max(0.0, deadline_s - time.monotonic()))
+        worker.join(max(0.0, deadline_s - time.monotonic()))
     return not any(_is_alive(worker) for worker in workers)
 
 

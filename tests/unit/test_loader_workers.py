@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from types import FrameType
 from typing import Any
 
@@ -80,7 +81,8 @@ def iterator_of() -> Iterator[Callable[[Dataset[Any]], Any]]:
     yield make
     for each in made:
         for worker in each._workers:
-            worker.kill()
+            if not connection.wait([worker.sentinel], 0):  # its number may be somebody else's by now
+                worker.kill()
 
 
 def abort(iterator: Any) -> None:
