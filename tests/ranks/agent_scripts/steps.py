@@ -25,22 +25,33 @@ def notes_of(rank: int) -> str:
 
 
 def wait_for_the_end_of(generation: int) -> None:
-    client, _ = connect()
+    client, board = connect()
     deadline = time.monotonic() + 20
     while client.pending_fault(generation) is None:
         assert time.monotonic() < deadline, f"generation {generation} does not end"
+        board.beat()
         time.sleep(0.005)
 
 
+def is_ahead(when: str, generation: int) -> bool:
+    return when == "*" or generation <= int(when)
+
+
 def work(step: int, generation: int) -> None:
-    for rank, at, when, what in FAULTS:
-        if (int(rank), int(at)) != (RANK, step):
-            continue
-        if when != "*" and (generation < int(when) or (what == "wait" and generation == int(when))):
+    here = [(int(rank), when, what) for rank, at, when, what in FAULTS if int(at) == step]
+    fail(step, generation, [(when, what) for rank, when, what in here if rank == RANK])
+    others = [when for rank, when, what in here if rank != RANK and what not in ("sleep", "wait", "stillborn")]
+    if any(is_ahead(when, generation) for when in others):
+        wait_for_the_end_of(generation)  # as in a collective: this step is not made without the rank that fails
+
+
+def fail(step: int, generation: int, faults: list[tuple[str, str]]) -> None:
+    for when, what in faults:
+        if is_ahead(when, generation) and (what == "wait" or when not in ("*", str(generation))):
             wait_for_the_end_of(generation)  # or this rank would be done before its fault is due
         elif when in ("*", str(generation)):
             note("fault", what=what, generation=generation)
-            meet([int(other) for other, *moment, _ in FAULTS if moment == [at, when]])
+            meet([int(other) for other, *moment, _ in FAULTS if moment == [str(step), when]])
             if what == "raise":
                 raise ValueError("the loss is not a number")
             if what == "sleep":
