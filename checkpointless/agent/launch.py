@@ -20,6 +20,7 @@ from checkpointless.agent.board import Board
 from checkpointless.agent.handshake import MIN_TOKEN_CHARACTERS, SPARE, TOKEN_ENV
 from checkpointless.agent.preload import preloads_of
 from checkpointless.agent.rank_process import Script
+from checkpointless.agent.temp_folder import private_temp_folder
 from checkpointless.agent.workers import FreshStarter, Worker, ZygoteStarter
 from checkpointless.faults.node import AGENT_PID_ENV, CUT_SIGNAL
 from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
@@ -237,20 +238,21 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     signals: list[int] = []
     cuts = (CUT_SIGNAL,) if config.faults and not config.is_alone else ()
     if config.http_port is None:
-        with _handling(signals.append, *cuts):
-            return _run(config, own, EventLog(events_path, node=config.node_rank), signals, say)
+        with _handling(signals.append, *cuts), private_temp_folder() as folder:
+            return _run(config, own, folder, EventLog(events_path, node=config.node_rank), signals, say)
     from checkpointless.agent.http_status import HttpStatus
     from checkpointless.agent.status import Watch
 
     watch = Watch(config.node_rank)
     http = HttpStatus(config.http_host, config.http_port, watch)
-    with _handling(signals.append, *cuts), http:
-        return _run(config, own, watch.log(events_path), signals, say, http)
+    with _handling(signals.append, *cuts), private_temp_folder() as folder, http:
+        return _run(config, own, folder, watch.log(events_path), signals, say, http)
 
 
 def _run(
     config: LaunchConfig,
     own: range,
+    folder: Path | None,
     events: EventLog,
     signals: list[int],
     say: Callable[[str], None],
@@ -266,6 +268,7 @@ def _run(
         after_preload=hooks,
         env=rank_env,
         log_path=config.run_dir / "logs" / zygote_log,
+        folder=folder,
         fork_here=config.fork_here,
     )
     # These load torch, which takes seconds; the zygote does so at the same time.
@@ -295,7 +298,7 @@ def _run(
         report=link.report,
         selector=selector,
         starter=starter,
-        fresh_starter=lambda: FreshStarter(script, hooks),
+        fresh_starter=lambda: FreshStarter(script, hooks, folder),
         make_worker=lambda rank: Worker(rank, Board.create(rank), _log_path(config, rank)),
         rank_env=rank_env,
         events=events,

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from checkpointless.agent import temp_folder
 from checkpointless.agent.board import BOARD_FD_ENV
 from checkpointless.agent.protocol import AGENT_FD_ENV
 from checkpointless.telemetry.log_level import apply_log_level
@@ -137,10 +138,12 @@ def main() -> NoReturn:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--after-preload", action="append", default=[])
     parser.add_argument("--script", type=Script.from_json, required=True)
+    parser.add_argument("--temp-folder", type=Path)
     options = parser.parse_args()
     die_with_parent(options.parent)
     for name in (AGENT_FD_ENV, BOARD_FD_ENV):
         os.set_inheritable(int(os.environ[name]), False)
+    temp_folder.use(options.temp_folder)
     call_hooks(options.after_preload)
     run_script(options.script)
 

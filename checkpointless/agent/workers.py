@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from checkpointless.agent import temp_folder
 from checkpointless.agent.board import BOARD_FD_ENV, Board
 from checkpointless.agent.forked_process import ForkedProcess
 from checkpointless.agent.protocol import AGENT_FD_ENV, AgentMessage, LineBuffer, encode
@@ -195,6 +196,7 @@ class ZygoteStarter(Starter):
         after_preload: functions (``module:function``) that it calls then.
         env: what the zygote gets on top of this process's environment.
         log_path: where the zygote's own output goes.
+        folder: where the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
         fork_here: fork the zygote from this process, which has imported everything, rather than start an
             interpreter; this process must have one thread and no CUDA context.
     """
@@ -207,11 +209,14 @@ class ZygoteStarter(Starter):
         after_preload: tuple[str, ...],
         env: dict[str, str],
         log_path: Path,
+        folder: Path | None,
         fork_here: bool = False,
     ) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         arguments += ["--preload", ",".join(preload), "--script", script.to_json()]
+        if folder is not None:
+            arguments += ["--temp-folder", str(folder)]
         for hook in after_preload:
             arguments += ["--after-preload", hook]
         self.process: subprocess.Popen[bytes] | ForkedProcess
@@ -323,11 +328,15 @@ class FreshStarter(Starter):
     Args:
         script: what the ranks run.
         after_preload: functions (``module:function``) that a rank calls before it.
+        folder: where the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
     """
 
-    def __init__(self, script: Script, after_preload: tuple[str, ...]) -> None:
+    def __init__(self, script: Script, after_preload: tuple[str, ...], folder: Path | None) -> None:
         self._command = [sys.executable, "-m", "checkpointless.agent.rank_process"]
         self._command += ["--parent", str(os.getpid()), "--script", script.to_json()]
+        if folder is not None:
+            self._command += ["--temp-folder", str(folder)]
+        self._folder = folder
         for hook in after_preload:
             self._command += ["--after-preload", hook]
         self._processes: dict[int, tuple[Order, subprocess.Popen[bytes]]] = {}
@@ -361,6 +370,7 @@ class FreshStarter(Starter):
                 continue
             os.killpg(pid, signal.SIGKILL)  # what it left behind, before its pid is free for others
             self._news.append(Exited(order.rank, order.incarnation, pid, process.wait()))
+            temp_folder.remove(self._folder, pid)
             del self._processes[pid]
         found, self._news = self._news, []
         return found

@@ -17,8 +17,10 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from checkpointless.agent import temp_folder
 from checkpointless.agent.board import BOARD_FD_ENV
 from checkpointless.agent.preload import preload
 from checkpointless.agent.protocol import AGENT_FD_ENV
@@ -36,11 +38,13 @@ class Zygote:
     Args:
         connection: to the agent; its end ends the zygote and every rank.
         script: what the ranks run.
+        folder: where they keep their sockets (:mod:`checkpointless.agent.temp_folder`).
     """
 
-    def __init__(self, connection: socket.socket, script: Script) -> None:
+    def __init__(self, connection: socket.socket, script: Script, folder: Path | None) -> None:
         self._connection = connection
         self._script = script
+        self._folder = folder
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> (rank, incarnation)
         self._wakeup, self._wake = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -109,6 +113,7 @@ class Zygote:
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed()  # a fresh interpreter's state differs from rank to rank
             logging.getLogger().handlers.clear()  # the zygote's own set-up
+            temp_folder.use(self._folder)
             run_script(self._script)
         finally:
             os._exit(1)
@@ -131,6 +136,7 @@ class Zygote:
             _kill_group(ended.si_pid)  # before its pid is free for others
         _, status = os.waitpid(ended.si_pid, 0)
         if rank is not None:
+            temp_folder.remove(self._folder, ended.si_pid)
             code = os.waitstatus_to_exitcode(status)
             self.say(type="exited", rank=rank[0], incarnation=rank[1], pid=ended.si_pid, code=code)
         return True
@@ -183,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--preload", default="")
     parser.add_argument("--after-preload", action="append", default=[])
     parser.add_argument("--script", type=Script.from_json, required=True)
+    parser.add_argument("--temp-folder", type=Path)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
     logging.basicConfig(level=logging.INFO, format="zygote: %(message)s")
@@ -193,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     call_hooks(options.after_preload)
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not look at it
-    zygote = Zygote(connection, options.script)
+    zygote = Zygote(connection, options.script, options.temp_folder)
     can_fork = _can_fork()
     zygote.say(type="ready", can_fork=can_fork, failed=failed, seconds=time.monotonic() - started_s)
     zygote.serve()

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
+from checkpointless.inprocess import worker_sockets
+
 logger = logging.getLogger(__name__)
 
 _END_S = 1.0  # a worker that was asked to end takes milliseconds
@@ -52,6 +54,10 @@ def end_workers(iterator: Any) -> None:
             return
     _free_lock(iterator)
     _end_messages(iterator)
+    try:
+        worker_sockets.remove_unused()
+    except OSError as error:
+        logger.warning("sockets of data-loader workers are not removed: %s", error)
 
 
 def _watch_no_more(iterator: Any) -> None:

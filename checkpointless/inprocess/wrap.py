@@ -18,6 +18,7 @@ from checkpointless.agent import AgentLostError, FaultNotice, HPAgentK8sAPIFacto
 from checkpointless.agent.board import Board
 from checkpointless.agent.protocol import FAULT_AT_ENV
 from checkpointless.faults.spec import FaultSpecError
+from checkpointless.inprocess import worker_sockets
 from checkpointless.inprocess.abort import CheckpointlessAbortManager, communicators_first, gloo_sockets
 from checkpointless.inprocess.exceptions import (
     HealthCheckError,
@@ -180,10 +181,9 @@ class HPCallWrapper:
         self._abort_mutex = threading.Lock()
         self._generation_mutex = threading.Lock()  # a fault of the old generation is not handled in the new one
         self._aborted_generation = -1
-        self._noticed_generation = (
-            -1
-        )  # read by the main thread in the block: no lock that an interruption could leak
+        self._noticed_generation = -1  # read in the block: no lock that an interruption could leak
         self._fault_thread: FaultThread | None = None
+        worker_sockets.share_folder()
         gloo_sockets.install()
         self._torch_patches = (InterruptibleWait(), InterruptibleStore())
         for patch in self._torch_patches:

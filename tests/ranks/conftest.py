@@ -1,3 +1,4 @@
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,13 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
         return known[nproc, args]
 
     return steps
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder with so short a path that Unix sockets can be made below it; those of pytest are too long."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -108,6 +108,7 @@ def run_nodes(
     outside: bool = False,
     network: Network | None = None,
     meanwhile: Callable[[Scene], None] | None = None,
+    tmp: Path | None = None,
     **settings: Any,
 ) -> list[Job | None]:
     """Run a job of several nodes to its end, each under an agent of its own, on this machine.
@@ -121,6 +122,7 @@ def run_nodes(
         outside: whether the coordinator has a process of its own.
         network: a host for each agent, and one more for a coordinator outside.
         meanwhile: what is done to the job while it runs.
+        tmp: the nodes' folder for temporary files.
 
     Returns:
         What each agent says, by node; None for one that was killed.
@@ -154,6 +156,7 @@ def run_nodes(
             agents,
             "tests.ranks.jobs:launch_here",
             {"settings": arguments, "late": late, "hosts": hosts},
+            env={} if tmp is None else {"TMPDIR": str(tmp)},
             limit_s=limit_s,
             expendable=lost,
         )

@@ -160,6 +160,7 @@ def _fork_rank(request: dict[str, Any], rank: int, port: int, folder: Path) -> i
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(_torchrun_environment(rank, request["world_size"], port), **request["env"])
+        tempfile.tempdir = None  # TMPDIR may be another now
         module, _, name = request["function"].partition(":")
         result = getattr(importlib.import_module(module), name)(**request["arguments"])
         (folder / f"{rank}.json").write_text(json.dumps(result))

@@ -72,6 +72,10 @@ class Nodes:
         }
         return Job(self.run_dir, "steps.py", *self.faults, nproc=NPROC, **settings)
 
+    def open_gate(self) -> None:
+        """Let a rank that waits for it go on."""
+        (self.run_dir / "gate").touch()
+
     def end(self) -> list[Ended]:
         return [agent.end() for agent in self.agents]
 
@@ -245,24 +249,27 @@ def test_a_coordinator_that_is_lost_for_good_ends_the_job_within_the_limit(tmp_p
 
 
 def test_training_goes_on_without_a_coordinator_and_the_next_one_handles_a_fault(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2, "3:400:0:SIGKILL", outside=True, extra_env={"STEPS": "410"})
+    nodes = Nodes(tmp_path, 2, "3:30:0:gate", "3:40:0:SIGKILL", outside=True, extra_env={"STEPS": "50"})
     wait_until(lambda: nodes.committed(0, 5))
     nodes.kill_coordinator()
     wait_until(lambda: nodes.committed(0, 20))
     nodes.coordinator = nodes.coordinate()
+    assert nodes.coordinator.stderr is not None
+    assert "took the job over in generation 0: its ranks train undisturbed" in nodes.coordinator.stderr.readline()
+    nodes.open_gate()
     codes = [ended.code for ended in nodes.end()]
     _, said = nodes.coordinator.communicate(timeout=20)
     assert codes == [0, 0], said
-    assert "took the job over in generation 0: its ranks train undisturbed" in said
-    assert "incident 1: rank 3 killed by SIGKILL at step 400; recovering" in said
+    assert "incident 1: rank 3 killed by SIGKILL at step 40; recovering" in said
     assert {r: note["incarnation"] for r, note in goes(nodes, 1).items()} == {r: int(r == 3) for r in range(4)}
     assert sorted({note["generation"] for note in nodes.notes("go")}) == [0, 1]
 
 
 def test_a_fault_while_there_is_no_coordinator_waits_for_the_next_one(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, 2, "3:40:0:SIGKILL", outside=True, extra_env={"STEPS": "50"})
+    nodes = Nodes(tmp_path, 2, "3:30:0:gate", "3:40:0:SIGKILL", outside=True, extra_env={"STEPS": "50"})
     wait_until(lambda: nodes.committed(0, 5))
     nodes.kill_coordinator()
+    nodes.open_gate()
     wait_until(lambda: nodes.notes("fault", 3))
     time.sleep(0.5)
     nodes.coordinator = nodes.coordinate()

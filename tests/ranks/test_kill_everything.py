@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from checkpointless.agent.temp_folder import private_temp_folder
 from tests.ranks.agent_job import is_alive, wait_until
 from tests.ranks.jobs import Scene, run_nodes
 from tests.ranks.nemo_zygote import Zygote
@@ -54,12 +56,15 @@ def listening(processes: list[psutil.Process]) -> set[int]:
 
 
 @pytest.fixture
-def leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[psutil.Process], int], None]:
-    """Kills the processes, and looks for what is left of them and of what comes of them."""
-    scratch = tmp_path / "tmp"
-    scratch.mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
-    before = files(SHARED_MEMORY, scratch)
+def leaves_nothing(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[list[psutil.Process], int], None]:
+    """Kills the processes, and looks for what is left of them and of what comes of them.
+
+    An agent that is killed leaves the folder of its ranks' sockets; the next one on its node removes it.
+    """
+    monkeypatch.setenv("TMPDIR", str(short_folder))
+    before = files(SHARED_MEMORY, short_folder)
 
     def kill(processes: list[psutil.Process], seed: int) -> None:
         ports = listening(processes)
@@ -67,7 +72,12 @@ def leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
         kill_all(processes, seed)
         wait_until(lambda: not any(is_alive(process.pid) for process in processes), GONE_WITHIN_S)
         wait_until(lambda: all(map(is_closed, ports)), GONE_WITHIN_S)
-        wait_until(lambda: not files(SHARED_MEMORY, scratch) - before, GONE_WITHIN_S)  # other tests' come and go
+        with monkeypatch.context() as here:
+            here.setattr(tempfile, "tempdir", str(short_folder))
+            with private_temp_folder():
+                pass
+        left = partial(files, SHARED_MEMORY, short_folder)
+        wait_until(lambda: not left() - before, GONE_WITHIN_S)  # other tests' come and go
 
     return kill
 
@@ -96,6 +106,7 @@ def test_ranks_of_real_training_with_workers_of_their_data_loaders(
     nemo_zygote: Zygote,
     tmp_path: Path,
     leaves_nothing: Callable[[list[psutil.Process], int], None],
+    short_folder: Path,
     seed: int,
 ) -> None:
     def kill(scene: Scene) -> None:
@@ -105,6 +116,7 @@ def test_ranks_of_real_training_with_workers_of_their_data_loaders(
         processes = [psutil.Process(pid) for pid in agents]
         processes += [child for agent in list(processes) for child in agent.children(recursive=True)]
         assert len(processes) >= 2 + 2 + 4 + 4 * 2  # agents, zygotes, ranks, two workers of each
+        assert list(short_folder.glob("ckpl-*/*/pymp-*/listener-*"))
         leaves_nothing(processes, seed)
 
     jobs = run_nodes(
@@ -116,6 +128,6 @@ def test_ranks_of_real_training_with_workers_of_their_data_loaders(
         faults=("slow@forward:rank=1,step=3,seconds=60",),
         lost=(0, 1),
         meanwhile=kill,
-        extra_env={"TMPDIR": os.environ["TMPDIR"]},
+        tmp=short_folder,
     )
     assert all(job is None or job.code == 1 for job in jobs)  # killed, or ended since its zygote was

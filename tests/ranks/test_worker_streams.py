@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from checkpointless.faults.ledger import fired
 from checkpointless.recovery import Place, seed_data_workers
 from checkpointless.telemetry.verify import compare
 from tests.ranks.agent_job import SCRIPTS
-from tests.ranks.jobs import Disturb, run_job
+from tests.ranks.jobs import Disturb, Scene, run_job
 from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
@@ -29,8 +30,22 @@ VALIDATION = ("trainer.limit_val_batches=2", "trainer.val_check_interval=2")
 
 
 @pytest.mark.nemo
-def test_augmentation_in_workers_is_repeated(disturb: Disturb) -> None:
-    disturb(4, STEPS, "exception@backward:rank=2,step=2", "sigkill@backward:rank=2,step=4", args=NOISY)
+def test_augmentation_in_workers_is_repeated_and_killed_workers_leave_no_sockets(
+    disturb: Disturb, short_folder: Path
+) -> None:
+    faults = ("exception@backward:rank=2,step=2", "sigkill@backward:rank=2,step=4")
+    counts: set[int] = set()
+
+    def count(scene: Scene) -> None:
+        ended = False
+        while not ended:
+            ended = any(event.edge == "end" for event in scene.stages("job"))
+            counts.add(len(list(short_folder.glob("ckpl-*/*/pymp-*/listener-*"))))
+            time.sleep(0.02)
+
+    disturb(4, STEPS, *faults, args=NOISY, tmp=short_folder, meanwhile=count)
+    assert max(counts) == 4 * 2  # one for each worker of each rank
+    assert list(short_folder.iterdir()) == []
 
 
 @pytest.mark.nemo

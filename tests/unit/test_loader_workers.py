@@ -9,15 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
+from multiprocessing import connection, util
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from checkpointless.inprocess import HPDataLoaderAbort, HPState
+from checkpointless.inprocess import HPDataLoaderAbort, HPState, worker_sockets
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 LONG = 1 << 20  # bytes: more than a pipe takes
@@ -61,6 +63,14 @@ class Stubborn(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return index
+
+
+class Tensors(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), index)
 
 
 class Object:
@@ -166,3 +176,23 @@ def test_a_worker_whose_end_was_lost(iterator_of: Callable[[Dataset[Any]], Any])
     assert worker.is_alive(), "it will always say so"
     abort(iterator)
     assert comes_to_its_end(iterator._workers_done_event.set)
+
+
+def test_the_socket_of_a_killed_worker_goes_and_that_of_a_living_one_stays(
+    iterator_of: Callable[[Dataset[Any]], Any],
+) -> None:
+    worker_sockets.share_folder()
+
+    def sockets() -> set[Path]:
+        return set(Path(util.get_temp_dir()).glob("listener-*"))
+
+    before = sockets()
+    first, second = iterator_of(Tensors()), iterator_of(Tensors())
+    assert next(first).tolist() == [0] * 4
+    (of_first,) = sockets() - before
+    assert next(second).tolist() == [0] * 4
+    (of_second,) = sockets() - before - {of_first}
+    abort(first)
+    assert sockets() - before == {of_second}
+    for index in range(1, 5):
+        assert next(second).tolist() == [index] * 4

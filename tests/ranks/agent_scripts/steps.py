@@ -10,6 +10,7 @@ import time
 from block import INCARNATION, OUT, RANK, connect, note, run_block
 
 FAULTS = [argument.split(":") for argument in sys.argv[1:]]
+NOT_COLLECTIVE = ("sleep", "wait", "gate", "stillborn")  # the others go on
 
 
 def meet(ranks: list[int]) -> None:
@@ -33,6 +34,16 @@ def wait_for_the_end_of(generation: int) -> None:
         time.sleep(0.005)
 
 
+def wait_for_the_test() -> None:
+    """Wait until it has made a file."""
+    _, board = connect()
+    deadline = time.monotonic() + 60
+    while not (OUT / "gate").exists():
+        assert time.monotonic() < deadline, "the test does not open the gate"
+        board.beat()
+        time.sleep(0.005)
+
+
 def is_ahead(when: str, generation: int) -> bool:
     return when == "*" or generation <= int(when)
 
@@ -40,7 +51,7 @@ def is_ahead(when: str, generation: int) -> bool:
 def work(step: int, generation: int) -> None:
     here = [(int(rank), when, what) for rank, at, when, what in FAULTS if int(at) == step]
     fail(step, generation, [(when, what) for rank, when, what in here if rank == RANK])
-    others = [when for rank, when, what in here if rank != RANK and what not in ("sleep", "wait", "stillborn")]
+    others = [when for rank, when, what in here if rank != RANK and what not in NOT_COLLECTIVE]
     if any(is_ahead(when, generation) for when in others):
         wait_for_the_end_of(generation)  # as in a collective: this step is not made without the rank that fails
 
@@ -49,6 +60,8 @@ def fail(step: int, generation: int, faults: list[tuple[str, str]]) -> None:
     for when, what in faults:
         if is_ahead(when, generation) and (what == "wait" or when not in ("*", str(generation))):
             wait_for_the_end_of(generation)  # or this rank would be done before its fault is due
+        elif when in ("*", str(generation)) and what == "gate":
+            wait_for_the_test()
         elif when in ("*", str(generation)):
             note("fault", what=what, generation=generation)
             meet([int(other) for other, *moment, _ in FAULTS if moment == [str(step), when]])
