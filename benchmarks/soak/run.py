@@ -69,6 +69,7 @@ class Sample:
         processes: of the job, all told.
         agent_rss_bytes: resident memory of the agent; likewise its threads, descriptors, and the zygote's memory.
         shared_memory: entries of /dev/shm that were not there before.
+        temporary: files and sockets of the job in the folder for temporary files.
     """
 
     at_s: float
@@ -78,15 +79,22 @@ class Sample:
     agent_descriptors: int
     zygote_rss_bytes: int
     shared_memory: int
+    temporary: int
 
 
 class Sampler(threading.Thread):
-    """Looks at a job once a second."""
+    """Looks at a job once a second.
 
-    def __init__(self, agent: int) -> None:
+    Args:
+        agent: its process.
+        temporary: its folder for temporary files.
+    """
+
+    def __init__(self, agent: int, temporary: Path) -> None:
         super().__init__(daemon=True)
         self.samples: list[Sample] = []
         self._agent = psutil.Process(agent)
+        self._temporary = temporary
         self._before = {path.name for path in SHARED_MEMORY.iterdir()}
         self._began_s = time.monotonic()
 
@@ -104,6 +112,7 @@ class Sampler(threading.Thread):
                         agent_descriptors=self._agent.num_fds(),
                         zygote_rss_bytes=zygote.memory_info().rss,
                         shared_memory=len({path.name for path in SHARED_MEMORY.iterdir()} - self._before),
+                        temporary=sum(len(files) for _, _, files in os.walk(self._temporary)),
                     )
                 )
             except ValueError:
@@ -123,7 +132,7 @@ def faults_of(incidents: int) -> list[str]:
     return specs
 
 
-def soak(incidents: int, run_dir: Path) -> tuple[list[IncidentSummary], list[Sample]]:
+def soak(incidents: int, run_dir: Path, temporary: Path) -> tuple[list[IncidentSummary], list[Sample]]:
     """Run the job.
 
     Raises:
@@ -137,13 +146,13 @@ def soak(incidents: int, run_dir: Path) -> tuple[list[IncidentSummary], list[Sam
     with (run_dir.parent / "agent.log").open("wb") as log:
         agent = subprocess.Popen(
             [sys.executable, "-m", "checkpointless", *words],
-            env={**os.environ, "PYTHONPATH": search_path()},
+            env={**os.environ, "PYTHONPATH": search_path(), "TMPDIR": str(temporary)},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
-    sampler = Sampler(agent.pid)
+    sampler = Sampler(agent.pid, temporary)
     sampler.start()
     try:
         done = 0
@@ -185,6 +194,7 @@ def table(settled: Sequence[dict[str, int]], samples: Sequence[Sample]) -> list[
         "zygote: memory, MB": [each.zygote_rss_bytes / 1e6 for each in samples],
         "processes of the job": [each.processes for each in samples],
         "entries in /dev/shm": [each.shared_memory for each in samples],
+        "temporary files and sockets": [each.temporary for each in samples],
     }
     for name, values in series.items():
         rows.append((name, *edges(values), max(values)))
@@ -233,7 +243,10 @@ def main() -> None:
     with interruptible(), tempfile.TemporaryDirectory(prefix="soak-") as folder:
         run_dir = args.run_dir or Path(folder) / "run"
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        incidents, samples = soak(args.incidents, run_dir)
+        temporary = Path(folder) / "tmp"
+        temporary.mkdir()
+        incidents, samples = soak(args.incidents, run_dir, temporary)
+        print(f"temporary files that the job left: {[str(path) for path in temporary.rglob('*')]}")
         settled = [
             {name: int(event.fields[name]) for name in ("rss_bytes", "threads", "descriptors")}
             for event in read_events(run_dir)

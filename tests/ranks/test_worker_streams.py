@@ -30,9 +30,7 @@ VALIDATION = ("trainer.limit_val_batches=2", "trainer.val_check_interval=2")
 
 
 @pytest.mark.nemo
-def test_augmentation_in_workers_is_repeated_and_killed_workers_leave_no_sockets(
-    disturb: Disturb, short_folder: Path
-) -> None:
+def test_augmentation_in_workers_is_repeated(disturb: Disturb, short_folder: Path) -> None:
     faults = ("exception@backward:rank=2,step=2", "sigkill@backward:rank=2,step=4")
     counts: set[int] = set()
 
@@ -44,7 +42,7 @@ def test_augmentation_in_workers_is_repeated_and_killed_workers_leave_no_sockets
             time.sleep(0.02)
 
     disturb(4, STEPS, *faults, args=NOISY, tmp=short_folder, meanwhile=count)
-    assert max(counts) == 4 * 2  # one for each worker of each rank
+    assert max(counts) == 4 * 2  # sockets, one for each worker of each rank: those of killed ones are gone
     assert list(short_folder.iterdir()) == []
 
 
