@@ -137,7 +137,8 @@ def _nested(thread: Thread, pid: int, tid: int, begin_ns: int) -> list[dict[str,
         common = {"name": event.stage, "cat": "stage", "pid": pid, "tid": tid, "args": _about(span)}
         if event.stage == "respawn":  # an agent's, on the thread of a rank whose processes come and go meanwhile
             for phase, ns in (("b", event.ts), ("e", span.end_ns)):
-                made.append({**common, "ph": phase, "id": f"{tid}.{number}", "ts": _us(ns, begin_ns)})
+                own_id = {"local": f"{tid}.{number}"}  # of this process: shown with it
+                made.append({**common, "ph": phase, "id2": own_id, "ts": _us(ns, begin_ns)})
             continue
         while around and around[-1] <= event.ts:
             around.pop()
@@ -200,7 +201,7 @@ def _instant(event: Event, pid: int, tid: int, begin_ns: int) -> dict[str, Any]:
         "name": event.stage,
         "cat": "fault" if event.stage == FAULT_INJECTED else "moment",
         "ph": "i",
-        "s": "g" if event.stage == FAULT_INJECTED else "t",  # a line through all threads
+        "s": "t",
         "pid": pid,
         "tid": tid,
         "ts": _us(event.ts, begin_ns),

@@ -54,12 +54,12 @@ def check(document: dict[str, Any]) -> None:
             assert not stack or event["ts"] + event["dur"] <= stack[-1] + NESTING_SLACK_US
             stack.append(event["ts"] + event["dur"])
         elif event["ph"] == "i":
-            assert event["s"] in ("g", "p", "t")
+            assert event["s"] == "t"
         elif event["ph"] == "b":
-            open_spans.add((event["cat"], event["id"]))
+            open_spans.add((event["cat"], event["id2"]["local"]))
         else:
             assert event["ph"] == "e"
-            open_spans.remove((event["cat"], event["id"]))
+            open_spans.remove((event["cat"], event["id2"]["local"]))
     assert not open_spans
 
 
@@ -97,8 +97,8 @@ def test_what_an_agent_does_for_ranks_that_come_and_go_is_asynchronous() -> None
     check(document)
     respawns = [event for event in document["traceEvents"] if event["name"] == "respawn"]
     assert sorted(event["ph"] for event in respawns) == ["b", "b", "e", "e"]
-    assert {event["id"] for event in respawns if event["ph"] == "b"} == {
-        event["id"] for event in respawns if event["ph"] == "e"
+    assert {event["id2"]["local"] for event in respawns if event["ph"] == "b"} == {
+        event["id2"]["local"] for event in respawns if event["ph"] == "e"
     }
 
 
