@@ -24,7 +24,7 @@ from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.megatron.update import GuardedUpdate
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.guard import vote
-from checkpointless.strategies import chatter, cleanup
+from checkpointless.strategies import chatter, cleanup, one_logger
 from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.live_state import InMemoryCheckpoint, TrainerLiveState, samples_per_step
 from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained_names
@@ -77,6 +77,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         megatron_cleanup.install()
         cleanup.install()
         chatter.install()
+        one_logger.install()
         if self._call.generation > 0:  # also in a new process, which has said nothing yet
             chatter.quiet()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -101,17 +102,28 @@ class CheckpointlessRecipe(run.Partial):
 
     @override
     def __flatten__(self) -> tuple[tuple[Any, ...], Any]:
-        call = run.Partial(train, bind_args=False, recipe=Unbuilt(self.plain()), wrapper=vars(self)["_wrapper"])
+        call = run.Partial(train, bind_args=False, recipe=self._unbuilt(), wrapper=vars(self)["_wrapper"])
         return call.__flatten__()
+
+    def _unbuilt(self) -> Unbuilt:
+        """The same object until an argument is exchanged: Fiddle knows what it has met by its identity."""
+        plain = self.plain()
+        kept: Unbuilt | None = vars(self).get("_kept")
+        if kept is None or not _has_the_same_arguments(kept.recipe, plain):
+            kept = Unbuilt(plain)
+            object.__setattr__(self, "_kept", kept)
+        return kept
 
     @override
     def __path_elements__(self) -> tuple[Any, ...]:
-        return fdl.daglish.Attr("recipe"), fdl.daglish.Attr("wrapper")
+        return _Part("recipe"), _Part("wrapper")
 
     @classmethod
     @override
     def __unflatten__(cls, values: Iterable[Any], metadata: Any) -> Any:
         arguments = metadata.arguments(values)
+        if not isinstance(arguments["recipe"], Unbuilt):
+            return _Elsewhere()
         return cls.adopt(copy.copy(arguments["recipe"].recipe), arguments["wrapper"])
 
     @override
@@ -119,6 +131,28 @@ class CheckpointlessRecipe(run.Partial):
         built = fdl.Partial.__build__(run.Partial(train), *args, **kwargs)
         built.keywords["recipe"] = copy.deepcopy(built.keywords["recipe"])
         return built
+
+
+class _Part(fdl.daglish.Attr):
+    """A part of an enabled recipe as Fiddle sees it, which is no attribute of it."""
+
+    @override
+    def follow(self, container: Any) -> Any:
+        values, metadata = container.__flatten__()
+        return metadata.arguments(values)[self.name]
+
+
+class _Elsewhere:
+    """Stands for what two recipes have in common, where Fiddle compares them: it asks for what is in it."""
+
+    def __getattr__(self, name: str) -> str:
+        return f"recipe.{name}"
+
+
+def _has_the_same_arguments(one: run.Partial, other: run.Partial) -> bool:
+    values, metadata = one.__flatten__()
+    other_values, other_metadata = other.__flatten__()
+    return metadata == other_metadata and all(map(operator.is_, values, other_values))
 
 
 serialization.register_node_traverser(

@@ -11,6 +11,7 @@ pytest.importorskip("nemo_run", reason="needs NeMo-Run")
 
 import fiddle as fdl
 import nemo_run as run
+from fiddle._src import diffing
 from lightning.pytorch.callbacks import Callback
 from nemo import lightning as nl
 from nemo.collections import llm
@@ -156,6 +157,18 @@ def test_nothing_is_built_before_the_block_is_entered() -> None:
     assert held.recipe.trainer.max_steps != 3, "what was built does not change any more"
 
 
+def test_what_it_shows_fiddle_stays_the_same_until_it_is_edited() -> None:
+    recipe = enable(a_recipe())
+    (before, _), (again, _) = (recipe.__flatten__()[0] for _ in range(2))
+    assert before is again
+    recipe.trainer.max_steps = 3
+    assert recipe.__flatten__()[0][0].recipe.trainer.max_steps == 3
+    recipe.data = run.Config(llm.MockDataModule, seq_length=128)
+    after = recipe.__flatten__()[0][0]
+    assert after is not before
+    assert after.recipe.data.seq_length == 128
+
+
 def test_it_survives_the_way_that_nemo_run_sends_it() -> None:
     recipe = enable(a_recipe(), wrapper=run.Config(HPWrapper, abort_timeout=30.0))
     recipe.trainer.max_steps = 100
@@ -163,6 +176,7 @@ def test_it_survives_the_way_that_nemo_run_sends_it() -> None:
     arrived = serializer.deserialize(serializer.serialize(recipe))
     assert isinstance(arrived, CheckpointlessRecipe)
     assert arrived == recipe
+    diffing.build_diff(arrived, recipe)  # which NeMo-Run does before it gives a recipe to an executor
     call = fdl.build(fdl.cast(run.Partial, arrived))  # what nemo_run.core.runners.fdl_runner does
     assert call.func is train
     assert call.keywords["recipe"].recipe == recipe.plain()
