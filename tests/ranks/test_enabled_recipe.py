@@ -1,11 +1,16 @@
 """A recipe of NeMo's collection, enabled and run by NeMo-Run, comes through faults with the same bits."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.telemetry.incidents import Outcome
+from checkpointless.telemetry.steps import read_steps
 from checkpointless.telemetry.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import ROOT, Zygote
@@ -17,9 +22,9 @@ STEPS = 6
 FAULTS = ("exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4")
 
 
-def _train(zygote: Zygote, run_dir: Path, faults: tuple[str, ...] = ()) -> Job:
+def _train(zygote: Zygote, run_dir: Path, faults: tuple[str, ...] = (), nproc: int = 4) -> Job:
     args = ("--steps", str(STEPS), "--dir", str(run_dir / "nemo"))
-    return run_job(zygote, run_dir, 4, script=SCRIPT, args=args, faults=faults)
+    return run_job(zygote, run_dir, nproc, script=SCRIPT, args=args, faults=faults)
 
 
 def test_every_object_is_made_anew_and_every_bit_is_the_same(nemo_zygote: Zygote, tmp_path: Path) -> None:
@@ -35,4 +40,39 @@ def test_every_object_is_made_anew_and_every_bit_is_the_same(nemo_zygote: Zygote
 
     verdict = compare(undisturbed.steps, disturbed.steps)
     assert verdict.equal, f"{verdict.sentence}\n{disturbed.story()}"
+    assert verdict.steps == STEPS
+
+
+@pytest.mark.timeout(300)
+def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    """With torchrun, whose ranks import NeMo themselves, with its telemetry switched on in rank 0."""
+    fault = "exception@backward:rank=1,step=3"
+    run_dir = tmp_path / "executor"
+    environment = {
+        "CHECKPOINTLESS_CPU": "1",
+        "CHECKPOINTLESS_RUN_DIR": str(run_dir),
+        "CHECKPOINTLESS_RECORD_STEPS": "1",
+        "CHECKPOINTLESS_FAULTS": json.dumps([fault]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.ranks.executor_job", str(tmp_path / "nemo"), "2", str(STEPS)]
+    ended = subprocess.run(
+        [*command, *(f"{key}={value}" for key, value in environment.items())],
+        cwd=ROOT,
+        env={**os.environ, "NEMORUN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert "finished: SUCCEEDED" in ended.stdout
+    assert fired(run_dir) == {fault: 1}
+    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed", nproc=2)
+    verdict = compare(undisturbed.steps, read_steps(run_dir))
+    assert verdict.equal, f"{verdict.sentence}\n{ended.stdout}"
     assert verdict.steps == STEPS
