@@ -58,7 +58,9 @@ def shrink(recipe):
     recipe.trainer.plugins = None
     recipe.trainer.strategy.context_parallel_size = 1
     recipe.trainer.strategy.pipeline_dtype = torch.float32
-    recipe.trainer.strategy.ddp.average_in_collective = False
+    if isinstance(recipe.trainer.strategy.ddp, run.Config):
+        recipe.trainer.strategy.ddp.average_in_collective = False
+    recipe.resume.restore_config = None  # what is fine-tuned: there is no checkpoint of so small a model
     recipe.log.ckpt = None
     recipe.trainer.enable_checkpointing = False
     recipe.trainer.limit_val_batches = 0
@@ -70,17 +72,21 @@ def shrink(recipe):
 def main():
     options = argparse.ArgumentParser()
     options.add_argument("--model", default="llama3_8b", help="a recipe of nemo.collections.llm")
+    options.add_argument("--lora", action="store_true", help="fine-tune with LoRA, instead of pretraining")
     options.add_argument("--full-size", action="store_true", help="as NeMo publishes it, on GPUs")
     options.add_argument("--dir", default="nemo_experiments", help="logs and checkpoints")
     options.add_argument("--steps", type=int, default=20)
     args = options.parse_args()
 
-    recipe = getattr(llm, args.model).pretrain_recipe(
-        name="recoverable",
-        dir=args.dir,
-        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
-        num_gpus_per_node=int(os.environ["LOCAL_WORLD_SIZE"]),
-    )
+    layout = {
+        "num_nodes": int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+        "num_gpus_per_node": int(os.environ["LOCAL_WORLD_SIZE"]),
+    }
+    model = getattr(llm, args.model)
+    if args.lora:
+        recipe = model.finetune_recipe(name="recoverable", dir=args.dir, peft_scheme="lora", **layout)
+    else:
+        recipe = model.pretrain_recipe(name="recoverable", dir=args.dir, **layout)
     enable(recipe)  # the one line
     recipe.trainer.max_steps = args.steps  # a recipe is edited as ever, before and after
     if not args.full_size:

@@ -22,17 +22,20 @@ STEPS = 6
 FAULTS = ("exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4")
 
 
-def _train(zygote: Zygote, run_dir: Path, faults: tuple[str, ...] = (), nproc: int = 4) -> Job:
-    args = ("--steps", str(STEPS), "--dir", str(run_dir / "nemo"))
+def _train(zygote: Zygote, run_dir: Path, *options: str, faults: tuple[str, ...] = (), nproc: int = 4) -> Job:
+    args = ("--steps", str(STEPS), "--dir", str(run_dir / "nemo"), *options)
     return run_job(zygote, run_dir, nproc, script=SCRIPT, args=args, faults=faults)
 
 
-def test_every_object_is_made_anew_and_every_bit_is_the_same(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed")
+@pytest.mark.parametrize("options", [(), ("--lora",)], ids=["pretrain", "lora"])
+def test_every_object_is_made_anew_and_every_bit_is_the_same(
+    nemo_zygote: Zygote, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed", *options)
     assert undisturbed.code == 0, undisturbed.story()
     assert undisturbed.incidents == []
 
-    disturbed = _train(nemo_zygote, tmp_path / "disturbed", FAULTS)
+    disturbed = _train(nemo_zygote, tmp_path / "disturbed", *options, faults=FAULTS)
     assert disturbed.code == 0, disturbed.story()
     assert fired(disturbed.run_dir) == {fault: 1 for fault in FAULTS}
     assert [incident.outcome for incident in disturbed.incidents] == [Outcome.RESUMED, Outcome.RESUMED]
