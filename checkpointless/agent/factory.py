@@ -6,9 +6,11 @@ import atexit
 import logging
 import multiprocessing
 import os
+from pathlib import Path
 
 from checkpointless.agent.client import AgentClient, RankClient
 from checkpointless.agent.standalone import StandaloneClient
+from checkpointless.telemetry.events import RUN_DIR_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class HPAgentK8sAPIFactory:
         if client is not None:
             return client
         if _of_other_launcher is None:
+            _make_run_dir()
             _of_other_launcher = _make_for_other_launcher()
             # A thread that is inside c10d while the interpreter ends would end the process by SIGABRT.
             atexit.register(_of_other_launcher.close)
@@ -45,6 +48,16 @@ class HPAgentK8sAPIFactory:
                     "exceptions are recovered from in place, but the job ends if a process does"
                 )
         return _of_other_launcher
+
+
+def _make_run_dir() -> None:
+    """Make what ``CHECKPOINTLESS_RUN_DIR`` names, as our agent would have done."""
+    run_dir = os.environ.get(RUN_DIR_ENV)
+    if run_dir:
+        try:
+            Path(run_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("the run directory %s cannot be made, so events are not recorded: %s", run_dir, error)
 
 
 def _make_for_other_launcher() -> RankClient:

@@ -60,7 +60,7 @@ from checkpointless.agent.protocol import (
     RankMessage,
     Replace,
 )
-from checkpointless.agent.standalone import FaultLimits
+from checkpointless.agent.standalone import FaultLimits, tell
 
 logger = logging.getLogger(__name__)
 
@@ -251,9 +251,11 @@ class HyperPodClient(RankClient):
     def _report(self, report: FaultReport) -> None:
         cause, last_word = self._limits.after(self.rank, report)
         mode = self._package.in_place if last_word is None else self._package.new_processes
-        self._send_fault(mode, report.error, cause)
+        self._send_fault(mode, report.error, str(cause))
         if self.pending_fault(report.generation) is None:
-            self._hear(FaultNotice(report.generation, str(report.generation + 1), cause, self.rank))
+            incident = str(report.generation + 1)
+            tell(report.generation, incident, cause)
+            self._hear(FaultNotice(report.generation, incident, str(cause), self.rank))
         if last_word is not None:
             self._lose(last_word)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from checkpointless.agent.client import RankClient
-from checkpointless.agent.incidents import History, exception_cause
+from checkpointless.agent.incidents import Cause, History, culprit, exception_cause
 from checkpointless.agent.protocol import Barrier, Done, FaultNotice, FaultReport, Finish, Go, Hello, RankMessage
+from checkpointless.telemetry.events import event_log
 
 
 class FaultLimits:
@@ -18,11 +19,11 @@ class FaultLimits:
         self.high_water = -1
         self._history = History()
 
-    def after(self, rank: int, report: FaultReport) -> tuple[str, str | None]:
+    def after(self, rank: int, report: FaultReport) -> tuple[Cause, str | None]:
         """Count one more incident.
 
         Returns:
-            Its cause in one line, and why the job must end, if it must.
+            Its cause, and why the job must end, if it must.
         """
         cause = exception_cause(
             rank, report.error, report.message, report.traceback, report.step, victim=report.victim
@@ -31,8 +32,21 @@ class FaultLimits:
             self.high_water = max(self.high_water, report.step - 1)
         self._history, verdict = self._history.after(cause, self.high_water)
         if verdict is None:
-            return str(cause), None
-        return str(cause), f"{verdict.reason}\n{verdict.last_words}".rstrip()
+            return cause, None
+        return cause, f"{verdict.reason}\n{verdict.last_words}".rstrip()
+
+
+def tell(generation: int, incident: str, cause: Cause) -> None:
+    """Have the run's events say what an incident came from, where no agent does: by the rank that reported it."""
+    event_log().emit(
+        "detect",
+        "point",
+        generation=generation,
+        incident=incident,
+        cause=str(cause),
+        culprit=culprit(cause),
+        how=cause.how,
+    )
 
 
 class StandaloneClient(RankClient):
@@ -53,7 +67,8 @@ class StandaloneClient(RankClient):
         elif isinstance(message, FaultReport):
             self._incidents += 1
             cause, reason = self._limits.after(self.rank, message)
-            self._hear(FaultNotice(message.generation, str(self._incidents), cause, self.rank))
+            tell(message.generation, str(self._incidents), cause)
+            self._hear(FaultNotice(message.generation, str(self._incidents), str(cause), self.rank))
             if reason is not None:
                 self._lose(reason)
         elif isinstance(message, Barrier) and self._lost is None:

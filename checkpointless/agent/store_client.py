@@ -27,7 +27,7 @@ from checkpointless.agent.protocol import (
     decode,
     encode,
 )
-from checkpointless.agent.standalone import FaultLimits
+from checkpointless.agent.standalone import FaultLimits, tell
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,9 @@ class StoreClient(RankClient):
             cause, reason = self._limits.after(int(who), report)
             self._done = None
             self._incidents += 1
-            self._hear(FaultNotice(generation, str(self._incidents), cause, int(who)))
+            if int(who) == self.rank:
+                tell(generation, str(self._incidents), cause)
+            self._hear(FaultNotice(generation, str(self._incidents), str(cause), int(who)))
             if reason is not None:
                 self._lose(reason)
         if self._store.check(["end"]):

@@ -4,9 +4,12 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.incidents import summarize
 from tests.ports import free_port
 from tests.ranks.agent_job import SCRIPTS
 
@@ -15,21 +18,33 @@ pytestmark = pytest.mark.ranks
 WRAPPED = str(SCRIPTS / "wrapped.py")
 
 
-def torchrun(*args: str) -> "subprocess.CompletedProcess[str]":
+def torchrun(*args: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90)
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, **environment})
 
 
 def pids(out: str, what: str) -> set[str]:
     return set(re.findall(rf"rank (\d) {what}.*? pid (\d+)", out))
 
 
-def test_an_exception_under_torchrun_is_recovered_from_in_the_same_processes() -> None:
-    ended = torchrun(WRAPPED)
+def test_an_exception_under_torchrun_is_recovered_from_in_the_same_processes(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "1"
+    ended = torchrun(WRAPPED, CHECKPOINTLESS_RUN_DIR=str(run_dir))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("done in generation 1") == 3
     assert pids(ended.stdout, "begins") == pids(ended.stdout, "done in generation 1")
     assert ended.stderr.count("this launcher does not respawn ranks") == 1
+    assert "not recorded" not in ended.stderr
+    (incident,) = summarize(read_events(run_dir))
+    assert (incident.cause, incident.culprit) == ("rank 1 raised ValueError at step 3: the loss is not a number", 1)
+    assert incident.how == "exception"
+
+
+def test_a_run_directory_that_cannot_be_made_costs_nothing_but_the_events(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = torchrun(WRAPPED, CHECKPOINTLESS_RUN_DIR=str(tmp_path / "file" / "1"))
+    assert ended.returncode == 0, ended.stderr
+    assert "cannot be made, so events are not recorded" in ended.stderr
 
 
 def test_a_bug_under_torchrun_ends_the_job_with_it() -> None:
