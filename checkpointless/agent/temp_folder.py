@@ -88,8 +88,13 @@ def _make() -> tuple[Path, int]:
             lock = os.open(path / _LOCK_FILE, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             continue  # not by us, but it is gone
-        if _lock(lock) and os.fstat(lock).st_nlink > 0:
-            return path, lock
+        try:
+            if _lock(lock) and os.fstat(lock).st_nlink > 0:
+                return path, lock
+        except OSError:  # a file system without locks
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+            raise
         os.close(lock)  # another agent took it for abandoned in this very moment
     raise OSError(f"{_TRIES} folders were removed as soon as they were made")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -104,6 +106,19 @@ def test_where_nothing_can_be_made_the_job_goes_on(
     with private_temp_folder() as folder:
         assert folder is None
     assert "no temporary folder for the ranks" in caplog.text
+
+
+def test_where_nothing_can_be_locked_nothing_is_left(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with private_temp_folder() as folder:
+        assert folder is None
+    assert "No locks available" in caplog.text
+    assert list(temporary.iterdir()) == []
 
 
 def rank(folder: Path) -> None:
