@@ -37,7 +37,7 @@ class RunState(enum.Enum):
     EMPTY = "nothing recorded"
     SUCCEEDED = "ended well"
     FAILED = "failed"
-    OPEN = "in progress, or killed: its log has no end"
+    OPEN = "no end in its log: in progress, killed, or not launched by checkpointless"
 
 
 @dataclass(frozen=True)

@@ -369,7 +369,7 @@ def test_empty_torn_and_unfinished_logs_are_shown_for_what_they_are(
         log.write('{"not": "an event"}\n{"torn')
     text = shown(*argv)
     assert "2 lines of the log are torn" in text
-    assert "in progress, or killed" in text
+    assert "no end in its log" in text
 
 
 def test_an_incident_without_stages(tmp_path: Path, shown: Callable[..., str]) -> None:
