@@ -17,9 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from checkpointless.agent import temp_folder
 from checkpointless.agent.board import BOARD_FD_ENV, Board
 from checkpointless.agent.forked_process import ForkedProcess
+from checkpointless.agent.process_group import ProcessGroup
 from checkpointless.agent.protocol import AGENT_FD_ENV, AgentMessage, LineBuffer, encode
 from checkpointless.agent.rank_process import Script
 
@@ -339,7 +339,7 @@ class FreshStarter(Starter):
         self._folder = folder
         for hook in after_preload:
             self._command += ["--after-preload", hook]
-        self._processes: dict[int, tuple[Order, subprocess.Popen[bytes]]] = {}
+        self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessGroup]] = {}
         self._news: list[Started | Exited | Ready] = []
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
@@ -353,32 +353,33 @@ class FreshStarter(Starter):
             pass_fds=[descriptors.agent, descriptors.board],
             start_new_session=True,
         )
-        self._processes[process.pid] = (order, process)
+        self._processes[process.pid] = (order, process, ProcessGroup(process.pid, self._folder))
         self._news.append(Started(order.rank, order.incarnation, process.pid))
 
     def signal(self, pid: int, number: int) -> None:
         if pid not in self._processes:
             return
         if number == signal.SIGKILL:
-            os.killpg(pid, number)
+            self._processes[pid][2].kill()
         else:
             os.kill(pid, number)
 
     def news(self) -> list[Started | Exited | Ready]:
-        for pid, (order, process) in list(self._processes.items()):
+        for pid, (order, process, group) in list(self._processes.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            os.killpg(pid, signal.SIGKILL)  # what it left behind, before its pid is free for others
+            group.kill()
             self._news.append(Exited(order.rank, order.incarnation, pid, process.wait()))
-            temp_folder.remove(self._folder, pid)
+            group.clean()
             del self._processes[pid]
         found, self._news = self._news, []
         return found
 
     def close(self) -> None:
-        for pid in self._processes:
-            os.killpg(pid, signal.SIGKILL)
+        for _, _, group in self._processes.values():
+            group.kill()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for _, process in self._processes.values():
+        for _, process, group in self._processes.values():
             process.wait(max(0.1, deadline - time.monotonic()))
+            group.clean()
         self._processes.clear()

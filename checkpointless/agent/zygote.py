@@ -23,6 +23,7 @@ from typing import Any
 from checkpointless.agent import temp_folder
 from checkpointless.agent.board import BOARD_FD_ENV
 from checkpointless.agent.preload import preload
+from checkpointless.agent.process_group import ProcessGroup
 from checkpointless.agent.protocol import AGENT_FD_ENV
 from checkpointless.agent.rank_process import Script, call_hooks, die_with_parent, run_script
 
@@ -45,7 +46,7 @@ class Zygote:
         self._connection = connection
         self._script = script
         self._folder = folder
-        self._ranks: dict[int, tuple[int, int]] = {}  # pid -> (rank, incarnation)
+        self._ranks: dict[int, tuple[int, int, ProcessGroup]] = {}  # pid -> rank, incarnation, its processes
         self._wakeup, self._wake = socket.socketpair()
         self._wakeup.setblocking(False)
         self._wake.setblocking(False)
@@ -89,7 +90,7 @@ class Zygote:
             self._become_rank(zygote_pid, request["env"], *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._ranks[pid] = (request["rank"], request["incarnation"])
+        self._ranks[pid] = (request["rank"], request["incarnation"], ProcessGroup(pid, self._folder))
         self.say(type="started", rank=request["rank"], incarnation=request["incarnation"], pid=pid)
 
     def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> None:
@@ -131,38 +132,32 @@ class Zygote:
             return False
         if ended is None:
             return False
-        rank = self._ranks.pop(ended.si_pid, None)
-        if rank is not None:
-            _kill_group(ended.si_pid)  # before its pid is free for others
+        if ended.si_pid not in self._ranks:
+            os.waitpid(ended.si_pid, 0)
+            return True
+        rank, incarnation, group = self._ranks.pop(ended.si_pid)
+        group.kill()
         _, status = os.waitpid(ended.si_pid, 0)
-        if rank is not None:
-            temp_folder.remove(self._folder, ended.si_pid)
-            code = os.waitstatus_to_exitcode(status)
-            self.say(type="exited", rank=rank[0], incarnation=rank[1], pid=ended.si_pid, code=code)
+        code = os.waitstatus_to_exitcode(status)
+        self.say(type="exited", rank=rank, incarnation=incarnation, pid=ended.si_pid, code=code)
+        group.clean()
         return True
 
     def _signal(self, pid: int, number: int) -> None:
         if pid not in self._ranks:
             return  # ended meanwhile
         if number == signal.SIGKILL:
-            _kill_group(pid)
+            self._ranks[pid][2].kill()
         os.kill(pid, number)
 
     def _end_all(self) -> None:
         deadline = time.monotonic() + _KILL_GRACE_S
-        for pid in self._ranks:
-            _kill_group(pid)
+        for pid, (_, _, group) in self._ranks.items():
+            group.kill()
             os.kill(pid, signal.SIGKILL)
         while self._ranks and time.monotonic() < deadline:
             if not self._reap(os.WNOHANG):
                 time.sleep(0.005)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it has not made its group yet, or nothing is left in it
 
 
 def _can_fork() -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
+from checkpointless.agent import shared_memory
 from checkpointless.inprocess import worker_sockets
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def end_workers(iterator: Any) -> None:
             return
     _free_lock(iterator)
     _end_messages(iterator)
+    shared_memory.remove(worker.pid for worker in workers)
     try:
         worker_sockets.remove_unused()
     except OSError as error:

@@ -60,11 +60,12 @@ def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
         "CHECKPOINTLESS_FAULTS": json.dumps([fault]),
         "OMP_NUM_THREADS": "1",
     }
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the executor looks for torchrun there
     command = [sys.executable, "-m", "tests.ranks.executor_job", str(tmp_path / "nemo"), "2", str(STEPS)]
     ended = subprocess.run(
         [*command, *(f"{key}={value}" for key, value in environment.items())],
         cwd=ROOT,
-        env={**os.environ, "NEMORUN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PATH": path, "NEMORUN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
+from checkpointless.agent import shared_memory
 from checkpointless.inprocess import HPDataLoaderAbort, HPState, worker_sockets
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
@@ -71,6 +72,19 @@ class Tensors(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((4,), index)
+
+
+class DiesBetweenOpenAndUnlink(Dataset[int]):
+    """Its worker leaves what torch makes for each tensor that is handed over."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            (shared_memory.FOLDER / f"torch_{os.getpid()}_1_2").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
 
 
 class Object:
@@ -176,6 +190,20 @@ def test_a_worker_whose_end_was_lost(iterator_of: Callable[[Dataset[Any]], Any])
     assert worker.is_alive(), "it will always say so"
     abort(iterator)
     assert comes_to_its_end(iterator._workers_done_event.set)
+
+
+def test_what_a_killed_worker_had_in_shared_memory_goes(iterator_of: Callable[[Dataset[Any]], Any]) -> None:
+    iterator = iterator_of(DiesBetweenOpenAndUnlink())
+    wait_until_dead(iterator)
+    (left,) = shared_memory.FOLDER.glob(f"torch_{iterator._workers[0].pid}_*")
+    abort(iterator)
+    assert not left.exists()
+
+
+def test_torch_names_what_is_in_shared_memory_by_the_pid() -> None:
+    tensor = torch.zeros(4).share_memory_()
+    assert f" {shared_memory.FOLDER}/torch_{os.getpid()}_" in Path("/proc/self/maps").read_text()
+    del tensor
 
 
 def test_the_socket_of_a_killed_worker_goes_and_that_of_a_living_one_stays(

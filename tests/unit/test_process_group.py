@@ -1,0 +1,109 @@
+"""What a rank's processes leave in shared memory goes with them, and nothing else does."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpointless.agent import shared_memory
+from checkpointless.agent.process_group import ProcessGroup
+
+NOBODY = 4194305  # above the largest pid there can be
+
+LEADER_AND_CHILD = """
+import os, sys, time
+os.fork()
+path = f"/dev/shm/torch_{os.getpid()}_{sys.argv[1]}_0"
+descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def file_of() -> Iterator[Callable[[int], Path]]:
+    """Makes a file with the name that torch gives to one of a process."""
+    made: list[Path] = []
+
+    def make(pid: int) -> Path:
+        path = shared_memory.FOLDER / f"torch_{pid}_{os.getpid()}_{len(made)}"
+        path.touch(0o600)
+        made.append(path)
+        return path
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_files_of_the_named_processes_go(file_of: Callable[[int], Path]) -> None:
+    first, second, another = file_of(NOBODY), file_of(NOBODY), file_of(NOBODY * 10)
+    shared_memory.remove([NOBODY, NOBODY + 1])
+    assert not first.exists()
+    assert not second.exists()
+    assert another.exists()
+
+
+def test_a_file_that_somebody_uses_stays(file_of: Callable[[int], Path]) -> None:
+    """A process in another container may have the same pid."""
+    path = file_of(NOBODY)
+    with path.open("r+b") as file:
+        file.truncate(mmap.PAGESIZE)
+        shared_memory.remove([NOBODY])
+        assert path.exists()
+        mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+    shared_memory.remove([NOBODY])
+    assert path.exists()
+    mapped.close()
+    shared_memory.remove([NOBODY])
+    assert not path.exists()
+
+
+def test_what_is_no_file_of_ours_stays(file_of: Callable[[int], Path], tmp_path: Path) -> None:
+    path = file_of(NOBODY)
+    (tmp_path / "victim").touch()
+    path.unlink()
+    path.symlink_to(tmp_path / "victim")
+    shared_memory.remove([NOBODY])
+    assert path.is_symlink()
+    path.unlink()
+    os.mkfifo(path)
+    shared_memory.remove([NOBODY])
+    assert path.exists()
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "and-again"])
+def test_a_group_is_killed_and_what_it_had_in_shared_memory_goes(twice: bool) -> None:
+    mark = f"{os.getpid()}{time.monotonic_ns()}"
+    leader = subprocess.Popen(
+        [sys.executable, "-c", LEADER_AND_CHILD, mark], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert leader.stdout is not None
+    assert leader.stdout.readline() == leader.stdout.readline() == "ready\n"
+    assert len(list(shared_memory.FOLDER.glob(f"torch_*_{mark}_0"))) == 2
+    group = ProcessGroup(leader.pid, None)
+    group.kill()
+    if twice:  # a hung rank is killed, and is seen to have ended later, when the child is not there any more
+        os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
+        assert leader.stdout.read() == ""
+        group.kill()
+    leader.wait()
+    group.clean()
+    assert leader.stdout.read() == "", "the child has ended"
+    assert list(shared_memory.FOLDER.glob(f"torch_*_{mark}_0")) == []
+
+
+def test_a_process_that_has_not_made_its_group_yet() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    group = ProcessGroup(process.pid, None)
+    group.kill()
+    assert process.poll() is None
+    process.communicate(b"\n")
+    group.clean()
