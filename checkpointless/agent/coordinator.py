@@ -10,20 +10,13 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from checkpointless.agent.adoption import Adoption
 from checkpointless.agent.board import NO_STEP
 from checkpointless.agent.hangs import HangWatch, Heartbeat
-from checkpointless.agent.incidents import (
-    STILLBORN_LIMIT,
-    Cause,
-    CauseKind,
-    History,
-    attribute,
-    culprit,
-    exit_cause,
-)
+from checkpointless.agent.incident_tracker import IncidentTracker
+from checkpointless.agent.incidents import STILLBORN_LIMIT, Cause, CauseKind, culprit, exit_cause
 from checkpointless.agent.node_protocol import (
     Alive,
     AllDone,
@@ -53,9 +46,8 @@ from checkpointless.agent.node_protocol import (
 from checkpointless.agent.rendezvous import Rendezvous
 from checkpointless.agent.roster import NOT_YET, Node, Rank, Roster, Standings
 from checkpointless.agent.workers import COUNTED, IN_BLOCK, WorkerState
-from checkpointless.telemetry.events import Edge, EventLog
-from checkpointless.telemetry.incidents import RUNG, Rung
-from checkpointless.telemetry.narration import detected_line, recovered_line
+from checkpointless.telemetry.events import EventLog
+from checkpointless.telemetry.incidents import Rung
 
 logger = logging.getLogger(__name__)
 
@@ -83,28 +75,6 @@ class Limits:
     node_timeout_s: float = 10.0
 
 
-@dataclass
-class OpenIncident:
-    """An incident whose ranks are not together again.
-
-    Attributes:
-        cause: the one that explains all that are known so far.
-        said: the one that the terminal was told.
-        stillborn: how many successors ended before they entered the block.
-        rung: how far up its recovery goes.
-        steps_lost: how many committed steps storage did not bring back.
-    """
-
-    id: str
-    opened_at_s: float
-    cause: Cause
-    said: Cause | None = None
-    killed_the_late: bool = False
-    stillborn: int = 0
-    rung: Rung = Rung.IN_PROCESS
-    steps_lost: int = 0
-
-
 class Coordinator:
     """Regroups the ranks of a job until it is over.
 
@@ -116,7 +86,6 @@ class Coordinator:
         say: takes lines for the terminal.
 
     Attributes:
-        generation: the one that began last (-1: none).
         outcome: how the job ended; None as long as it has not.
         nodes: the job's nodes, by number.
         spares: nodes that wait to take a lost one's place.
@@ -134,24 +103,19 @@ class Coordinator:
         say: Callable[[str], None],
     ) -> None:
         self.limits = limits
-        self.generation = -1
         self.outcome: End | None = None
         self._roster = Roster(nnodes, nproc)
         self.nodes, self.spares, self.ranks = self._roster.nodes, self._roster.spares, self._roster.ranks
         self.host: Node | None = None
         self._rendezvous = Rendezvous(nnodes, nproc)
         self._to_start: list[tuple[Rank, int]] = []  # ranks, by incarnation, that wait for a store
-        self._events = events
         self._say = say
+        self._incidents = IncidentTracker(limits.max_incidents, events, say)
         self._running = False  # between a begin and the fault or end that ends it
-        self._incident: OpenIncident | None = None
-        self._incidents = 0
-        self._recovering: OpenIncident | None = None  # all ranks entered again; the lost step is being made
         self._target = NO_STEP  # the step after which it is over
         self._gather_by_s: float | None = time.monotonic() + limits.join_timeout_s
         self._has_started = False  # processes have been asked for
         self._finishing = False  # every rank's block has returned
-        self._history = History(limits.max_incidents)
         self._high_water = NO_STEP
         self._note_progress_at_s = time.monotonic() + _NOTE_PROGRESS_EVERY_S
         self._hangs = HangWatch(limits.heartbeat, self._inquire)
@@ -160,6 +124,11 @@ class Coordinator:
         self._replace_at_s: float | None = None  # the nodes of a running job that have not come by then
 
     # ---- what nodes say, and time
+
+    @property
+    def generation(self) -> int:
+        """The one that began last (-1: none)."""
+        return self._incidents.generation
 
     @property
     def high_water(self) -> int:
@@ -219,12 +188,12 @@ class Coordinator:
                 self.end(FAILED, f"node {node.index} was lost before its ranks had ended ({reason})")
             self._check_end()
             return
-        if self.generation < 0 and self._incident is None and not self._has_started:
+        if self.generation < 0 and self._incidents.open is None and not self._has_started:
             self._say(f"node {node.index} was lost before the job began ({reason})")
         else:
             cause = Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}")
             self._fault(cause)
-            self._step_up(Rung.NODE, str(cause))
+            self._incidents.step_up(Rung.NODE, str(cause))
             self._gather_by_s = time.monotonic() + self.limits.regroup_timeout_s
             if self._rendezvous.host == node.index:
                 self._ask_for_store()
@@ -384,8 +353,10 @@ class Coordinator:
 
     def _start(self, rank: Rank) -> None:
         env = self._rendezvous.rank_env(rank.number, rank.node.index)
-        incident = self._incident.id if self._incident is not None else ""
-        rank.node.send(Spawn(rank.number, rank.incarnation, self._coming(), incident, env))
+        incident = self._incidents.open
+        rank.node.send(
+            Spawn(rank.number, rank.incarnation, self._coming(), incident.id if incident is not None else "", env)
+        )
 
     def _on_ended(self, rank: Rank, ended: RankEnded) -> None:
         was = rank.state
@@ -402,14 +373,14 @@ class Coordinator:
             cause = exit_cause(rank.number, ended.code, NO_STEP, "before it entered the block")
         if not ended.forgiven or self._running:
             self._fault(cause)
-        incident = self._incident
+        incident = self._incidents.open
         if not entered and incident is not None:
             incident.stillborn += 1
             if incident.stillborn >= STILLBORN_LIMIT:
                 many = f"{incident.stillborn} successors ended before they entered the block; the last: {cause}"
                 self.end(FAILED, *ended.last_lines, many)
         if incident is not None:
-            self._step_up(Rung.PROCESS, str(incident.cause if ended.forgiven else cause))
+            self._incidents.step_up(Rung.PROCESS, str(incident.cause if ended.forgiven else cause))
         if self.outcome is None:
             self._spawn(rank)
 
@@ -417,24 +388,17 @@ class Coordinator:
 
     def _fault(self, cause: Cause) -> None:
         """Open an incident, or add to the one that is open."""
-        incident = self._incident
-        if incident is None:
-            incident = self._open_incident(cause)
-        else:
-            incident.cause = attribute([incident.cause, cause])
-        found = incident.cause
-        if found.kind is not CauseKind.VICTIM and found is not incident.said:
-            self._tell(incident, found)
+        if self._incidents.open is None:
+            self._interrupt(cause)
+        self._incidents.attribute(cause)
         if cause.kind is CauseKind.LOSS:
-            _, verdict = self._history.after(cause, self._high_water)
+            verdict = self._incidents.verdict(cause, self._high_water)
             if verdict is not None:
                 self.end(FAILED, verdict.reason)
 
-    def _open_incident(self, cause: Cause) -> OpenIncident:
-        now_s = time.monotonic()
-        self._incidents += 1
-        incident = OpenIncident(str(self._incidents), now_s, cause)
-        self._incident, self._recovering = incident, None
+    def _interrupt(self, cause: Cause) -> None:
+        """Begin an incident."""
+        incident = self._incidents.begin(cause)
         self._hangs.forget()
         if self._running:
             self._running = False
@@ -445,22 +409,9 @@ class Coordinator:
             for rank in self.ranks:
                 if rank.state in IN_BLOCK:
                     self._roster.move(rank, WorkerState.LEAVING)
-        self._gather_by_s = now_s + self.limits.regroup_timeout_s
+        self._gather_by_s = time.monotonic() + self.limits.regroup_timeout_s
         if self._rendezvous.generation != self._coming():
             self._ask_for_store()
-        return incident
-
-    def _step_up(self, rung: Rung, why: str) -> None:
-        """The open incident, or the one whose lost step is being made, needs more than it did so far."""
-        incident = self._incident or self._recovering
-        if incident is not None and rung > incident.rung:
-            incident.rung = rung
-            self._emit(RUNG, "point", rung=rung.label, why=why)
-
-    def _tell(self, incident: OpenIncident, cause: Cause) -> None:
-        incident.said = cause
-        self._emit("detect", "point", cause=str(cause), culprit=culprit(cause), how=cause.how)
-        self._say(detected_line(incident.id, str(cause)))
 
     def _on_ready(self, rank: Rank) -> None:
         if self._running:
@@ -492,16 +443,17 @@ class Coordinator:
             )
             return
         names = "rank " + ", ".join(str(rank.number) for rank in late)
-        if self._incident is None:
+        incident = self._incidents.open
+        if incident is None:
             limit_s = self.limits.heartbeat.ceiling_s
             self.end(FAILED, f"{names} did not enter the block within {limit_s:g} s after the first rank did")
-        elif self._incident.killed_the_late:
+        elif incident.killed_the_late:
             limit_s = self.limits.regroup_timeout_s
             self.end(FAILED, f"{names} did not come back within {limit_s:g} s, also not as a new process")
         else:
-            self._incident.killed_the_late = True
+            incident.killed_the_late = True
             self._gather_by_s = now_s + self.limits.regroup_timeout_s
-            self._say(f"incident {self._incident.id}: {names} did not come back in time and is replaced")
+            self._say(f"incident {incident.id}: {names} did not come back in time and is replaced")
             self._kill(late)
 
     def _kill(self, ranks: Iterable[Rank]) -> None:
@@ -512,15 +464,11 @@ class Coordinator:
     def _begin(self) -> None:
         """All ranks are at the barrier."""
         self._look_back()
-        incident = self._incident
-        if incident is not None:
-            if incident.cause is not incident.said:
-                self._tell(incident, incident.cause)
-            self._history, verdict = self._history.after(incident.cause, self._high_water)
-            if verdict is not None:
-                self.end(FAILED, verdict.reason, verdict.last_words.rstrip())
-                return
-        self.generation = self._coming()
+        incident, verdict = self._incidents.open, self._incidents.gathered(self._high_water)
+        if verdict is not None:
+            self.end(FAILED, verdict.reason, verdict.last_words.rstrip())
+            return
+        self._incidents.regrouped(self._coming())
         self._running, self._finishing = True, False
         self._gather_by_s = None
         env = self._rendezvous.go_env()
@@ -531,8 +479,7 @@ class Coordinator:
         self._tell_nodes(
             Begin(self.generation, incident.id if incident else "", env, self._high_water, self._target)
         )
-        self._emit("go", "point", high_water=self._high_water)
-        self._incident, self._recovering = None, incident
+        self._incidents.emit("go", "point", high_water=self._high_water)
 
     def _look_back(self) -> None:
         """All boards have been read: which steps are behind the job, and which is to be made next?"""
@@ -544,13 +491,7 @@ class Coordinator:
     def _resumed_at(self, newest: int) -> None:
         """No rank's board shows a step after ``newest``."""
         if newest < self._high_water:  # every rank is behind what was committed: storage brought that state back
-            self._history = self._history.fell_back(self._high_water, newest)
-            if self._recovering is not None:
-                self._recovering.steps_lost += self._high_water - newest
-                back = "nothing" if newest == NO_STEP else f"step {newest}"
-                why = f"storage brought {back} back; step {self._high_water} had been committed"
-                self._step_up(Rung.JOB, why)
-                self._say(f"incident {self._recovering.id}: {why}")
+            self._incidents.fell_back(self._high_water, newest)
         self._high_water = newest
 
     def _on_progress(self, node: Node, message: Progress) -> None:
@@ -562,16 +503,9 @@ class Coordinator:
         now_s = time.monotonic()
         if now_s >= self._note_progress_at_s:
             self._note_progress_at_s = now_s + _NOTE_PROGRESS_EVERY_S
-            self._emit("progress", "point", high_water=self._high_water)
-        if self._recovering is not None and self._standings.oldest >= self._target:
-            self._recovered(self._recovering)
-
-    def _recovered(self, incident: OpenIncident) -> None:
-        seconds = time.monotonic() - incident.opened_at_s
-        rung, lost = incident.rung.label, None if self._high_water == NO_STEP else incident.steps_lost
-        self._emit("recovered", "point", seconds=seconds, rung=rung, steps_lost=lost)
-        self._recovering = None
-        self._say(recovered_line(incident.id, seconds, rung, lost))
+            self._incidents.emit("progress", "point", high_water=self._high_water)
+        if self._standings.oldest >= self._target:
+            self._incidents.recovered(self._high_water)
 
     def _coming(self) -> int:
         return self.generation + 1
@@ -588,7 +522,7 @@ class Coordinator:
                 what = f"waited for each other with no progress for {hang.limit_s:g} s"
             else:
                 what = f"made no progress for {hang.limit_s:g} s"
-                self._emit("stack", "point", rank=hang.rank, stack=hang.stack)
+                self._incidents.emit("stack", "point", rank=hang.rank, stack=hang.stack)
             self._fault(Cause(CauseKind.LOSS, hang.rank, "hang", what, hang.step))
             if hang.rank is not None:
                 self._kill([self.ranks[hang.rank]])
@@ -617,8 +551,8 @@ class Coordinator:
         """All nodes are here, and some run ranks that a coordinator before this one had them start."""
         found = self._adoption
         self._rendezvous.run_id = found.run_id
-        self.generation, self._high_water, self._incidents = found.generation, found.high_water, found.incidents
-        self._history = replace(self._history, incidents=found.incidents)
+        self._high_water = found.high_water
+        self._incidents.adopt(found.generation, found.incidents)
         if found.is_over:
             failure = found.failure()
             if failure is not None:
@@ -636,7 +570,7 @@ class Coordinator:
                 rank.incarnation = newest
         if cause is None:
             self._running = True
-            self._emit("adopt", "point", high_water=self._high_water)
+            self._incidents.emit("adopt", "point", high_water=self._high_water)
             self._say(f"took the job over in generation {self.generation}: its ranks train undisturbed")
             if self._roster.all_are(WorkerState.DONE):
                 self._finish()
@@ -649,8 +583,7 @@ class Coordinator:
 
     def _finish(self) -> None:
         self._running, self._finishing = False, True
-        if self._recovering is not None:
-            self._recovered(self._recovering)
+        self._incidents.recovered(self._high_water)
         for rank in self.ranks:
             if rank.state is not WorkerState.GONE:
                 self._roster.move(rank, WorkerState.FINISHED)
@@ -667,17 +600,6 @@ class Coordinator:
             self.end(
                 FAILED, f"rank {gone.number} ended without entering the block that rank {waiting.number} waits in"
             )
-
-    def _emit(self, stage: str, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
-        incident = self._incident or self._recovering
-        self._events.emit(
-            stage,
-            edge,
-            generation=max(self.generation, 0),
-            incident=incident.id if incident else None,
-            rank=rank,
-            **fields,
-        )
 
 
 def _drop(command: Command) -> None:

@@ -21,7 +21,7 @@ from checkpointless.telemetry.restart import DEFAULT_STARTUP_S, RestartOptions, 
 from checkpointless.telemetry.tracebacks import traceback_path
 from checkpointless.telemetry.wording import duration, plural, printable, ranks, share, size
 from tests.unit.made_up_run import UTC, MadeUpRun, S
-from tests.unit.test_coordinator import Job
+from tests.unit.messaged_job import Job
 
 
 def simple_run() -> tuple[MadeUpRun, float]:
@@ -423,8 +423,7 @@ def test_a_refused_recovery_names_rung_and_reason() -> None:
 
 
 def test_a_coordinator_notes_progress_now_and_then(tmp_path: Path) -> None:
-    job = Job()
-    job.coordinator._events = EventLog(tmp_path / EVENTS_FILE)
+    job = Job(events=tmp_path / EVENTS_FILE)
     nodes = [job.join(index) for index in range(2)]
     job.ready(*job.ranks)
 

@@ -1,0 +1,148 @@
+"""What a job is recovering from: the incident that is open, how far up its recovery goes, and what it cost.
+
+An incident is open from its first cause until all ranks are together again. Then it is recovering, until they have
+made the step that it interrupted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from checkpointless.agent.board import NO_STEP
+from checkpointless.agent.incidents import Cause, CauseKind, GiveUpDecision, History, attribute, culprit
+from checkpointless.telemetry.events import Edge, EventLog
+from checkpointless.telemetry.incidents import RUNG, Rung
+from checkpointless.telemetry.narration import detected_line, recovered_line
+
+
+@dataclass
+class Incident:
+    """One that is not over.
+
+    Attributes:
+        opened_at_s: on the monotonic clock.
+        cause: the one that explains all that are known so far.
+        said: the one that the terminal was told.
+        killed_the_late: whether the ranks that did not come in time have been replaced.
+        stillborn: how many successors ended before they entered the block.
+        rung: how far up its recovery goes.
+        steps_lost: how many committed steps storage did not bring back.
+    """
+
+    id: str
+    opened_at_s: float
+    cause: Cause
+    said: Cause | None = None
+    killed_the_late: bool = False
+    stillborn: int = 0
+    rung: Rung = Rung.IN_PROCESS
+    steps_lost: int = 0
+
+
+class IncidentTracker:
+    """Follows the incidents of a job, and tells the event log and the terminal of them.
+
+    Args:
+        max_incidents: how many the job may recover from (None: any number).
+        events: the job's event log.
+        say: takes lines for the terminal.
+
+    Attributes:
+        generation: the one that began last (-1: none).
+        open: the incident whose ranks are not together again.
+        recovering: the one whose ranks are, and make the lost step.
+    """
+
+    def __init__(self, max_incidents: int | None, events: EventLog, say: Callable[[str], None]) -> None:
+        self.generation = -1
+        self.open: Incident | None = None
+        self.recovering: Incident | None = None
+        self._count = 0
+        self._history = History(max_incidents)
+        self._events = events
+        self._say = say
+
+    def adopt(self, generation: int, incidents: int) -> None:
+        """Go on with a job that has been through ``incidents``."""
+        self.generation, self._count = generation, incidents
+        self._history = replace(self._history, incidents=incidents)
+
+    def begin(self, cause: Cause) -> Incident:
+        """A new one; if the last one's step had not been made yet, that is not told any more."""
+        self._count += 1
+        self.open, self.recovering = Incident(str(self._count), time.monotonic(), cause), None
+        return self.open
+
+    def attribute(self, cause: Cause) -> None:
+        """The open incident has this cause, too; it is told if it explains the others."""
+        assert self.open is not None
+        self.open.cause = attribute([self.open.cause, cause])
+        if self.open.cause.kind is not CauseKind.VICTIM:
+            self._tell(self.open)
+
+    def verdict(self, cause: Cause, high_water: int) -> GiveUpDecision | None:
+        """Whether one more incident of this cause would be one too many."""
+        return self._history.after(cause, high_water)[1]
+
+    def gathered(self, high_water: int) -> GiveUpDecision | None:
+        """All ranks are at the barrier: the open incident, if there is one, counts, and may be one too many."""
+        if self.open is None:
+            return None
+        self._tell(self.open)
+        self._history, verdict = self._history.after(self.open.cause, high_water)
+        return verdict
+
+    def regrouped(self, generation: int) -> None:
+        """A generation begins."""
+        self.generation = generation
+        self.open, self.recovering = None, self.open
+
+    def step_up(self, rung: Rung, why: str) -> None:
+        """The incident that is not over needs more than it did so far."""
+        incident = self.open or self.recovering
+        if incident is not None and rung > incident.rung:
+            incident.rung = rung
+            self.emit(RUNG, "point", rung=rung.label, why=why)
+
+    def fell_back(self, high_water: int, newest: int) -> None:
+        """Storage brought the state after step ``newest`` back; ``high_water`` had been committed."""
+        self._history = self._history.fell_back(high_water, newest)
+        if self.recovering is not None:
+            self.recovering.steps_lost += high_water - newest
+            back = "nothing" if newest == NO_STEP else f"step {newest}"
+            why = f"storage brought {back} back; step {high_water} had been committed"
+            self.step_up(Rung.JOB, why)
+            self._say(f"incident {self.recovering.id}: {why}")
+
+    def recovered(self, high_water: int) -> None:
+        """The step that was lost, if one was, has been made again."""
+        incident = self.recovering
+        if incident is None:
+            return
+        seconds = time.monotonic() - incident.opened_at_s
+        rung, lost = incident.rung.label, None if high_water == NO_STEP else incident.steps_lost
+        self.emit("recovered", "point", seconds=seconds, rung=rung, steps_lost=lost)
+        self.recovering = None
+        self._say(recovered_line(incident.id, seconds, rung, lost))
+
+    def emit(self, stage: str, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
+        """Write an event of the incident that is not over, or of none."""
+        incident = self.open or self.recovering
+        self._events.emit(
+            stage,
+            edge,
+            generation=max(self.generation, 0),
+            incident=incident.id if incident else None,
+            rank=rank,
+            **fields,
+        )
+
+    def _tell(self, incident: Incident) -> None:
+        cause = incident.cause
+        if cause is incident.said:
+            return
+        incident.said = cause
+        self.emit("detect", "point", cause=str(cause), culprit=culprit(cause), how=cause.how)
+        self._say(detected_line(incident.id, str(cause)))

@@ -1,0 +1,152 @@
+"""A coordinator, driven by messages alone: no processes, no sockets, no store."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+from checkpointless.agent.coordinator import Coordinator, Limits
+from checkpointless.agent.hangs import Heartbeat
+from checkpointless.agent.incidents import CauseKind
+from checkpointless.agent.node_protocol import (
+    Command,
+    End,
+    Joined,
+    NodeMessage,
+    OpenStore,
+    RankEnded,
+    RankReady,
+    StoreOpened,
+    Trouble,
+)
+from checkpointless.agent.roster import Node
+from checkpointless.telemetry.events import EventLog
+
+NPROC = 2
+HEARTBEAT_S, REGROUP_S = 10.0, 30.0
+AnyCommand = TypeVar("AnyCommand")
+
+
+class Job:
+    """A coordinator and what it says to whom.
+
+    Args:
+        nnodes: how many nodes the job has; :meth:`begin` admits them.
+        max_incidents: how many it may recover from.
+        events: where they are written; default: nowhere.
+
+    Attributes:
+        stores: which it had opened, and by which node.
+        opens: whether the nodes open them at once.
+    """
+
+    def __init__(self, nnodes: int = 2, max_incidents: int | None = None, events: Path | None = None) -> None:
+        self.said: list[str] = []
+        self.sent: list[tuple[Node | None, Command]] = []
+        self.stores: list[tuple[int, int]] = []
+        self.opens = True
+        self._to_open: list[tuple[Node, OpenStore]] = []
+        self.coordinator = Coordinator(
+            Limits(Heartbeat.of(HEARTBEAT_S), REGROUP_S, max_incidents),
+            nnodes=nnodes,
+            nproc=NPROC,
+            events=EventLog(events, node=0),
+            say=self.said.append,
+        )
+        self.ranks = range(nnodes * NPROC)
+
+    def admit(self, index: int, nproc: int = NPROC) -> Node:
+        place: list[Node] = []
+
+        def send(command: Command) -> None:
+            if isinstance(command, OpenStore):
+                self.stores.append((command.generation, place[0].index))
+                self._to_open.append((place[0], command))
+            else:
+                self.sent.append((place[0] if place else None, command))
+
+        place.append(self.coordinator.admit(index, nproc, send))
+        return place[0]
+
+    def hear(self, node: Node, message: NodeMessage) -> None:
+        """A node says something."""
+        self.coordinator.hear(node, message)
+        self.open_stores()
+
+    def lose(self, node: Node, reason: str) -> None:
+        """A node is lost."""
+        self.coordinator.lose(node, reason)
+        self.open_stores()
+
+    def open_stores(self) -> None:
+        while self.opens and self._to_open:
+            node, command = self._to_open.pop(0)
+            if not node.lost:
+                generation = command.generation
+                self.coordinator.hear(node, StoreOpened(generation, f"10.0.0.{node.index}", 5000 + generation))
+
+    def join(self, index: int) -> Node:
+        node = self.admit(index)
+        self.hear(node, Joined())
+        return node
+
+    def tell(self, rank: int, message: NodeMessage) -> None:
+        """The node of ``rank`` says something."""
+        self.hear(self.coordinator.ranks[rank].node, message)
+
+    def ready(self, *ranks: int, committed: int = -1, making: int = -1) -> None:
+        for rank in ranks:
+            incarnation = self.coordinator.ranks[rank].incarnation
+            self.tell(rank, RankReady(rank, incarnation, 1000 + rank, committed, making))
+
+    def raises(self, rank: int, kind: CauseKind = CauseKind.EXCEPTION, **more: Any) -> None:
+        self.tell(rank, trouble(rank, kind, **{"generation": self.coordinator.generation, **more}))
+
+    def ends(self, rank: int, code: int = -9, *, forgiven: bool = False, incarnation: int | None = None) -> None:
+        now = self.coordinator.ranks[rank].incarnation if incarnation is None else incarnation
+        self.tell(rank, RankEnded(rank, now, code, forgiven, 3, 4, f"rank-{rank}.log", ["its last line"]))
+
+    def begin(self) -> Job:
+        """All join and get to the barrier; what was sent until then is forgotten."""
+        for node in self.coordinator.nodes:
+            self.join(node.index)
+        self.ready(*self.ranks)
+        self.sent.clear()
+        return self
+
+    def take(self, kind: type[AnyCommand]) -> list[tuple[int, AnyCommand]]:
+        """The commands of one kind since the last call for any, and the node that each went to."""
+        return [
+            (-1 if node is None else node.index, command)
+            for node, command in self.sent
+            if isinstance(command, kind)
+        ]
+
+    def tick(self, after_s: float = 0.0) -> None:
+        self.coordinator.tick(time.monotonic() + after_s)
+        self.open_stores()
+
+    @property
+    def outcome(self) -> End | None:
+        return self.coordinator.outcome
+
+    @property
+    def last_word(self) -> str:
+        assert self.outcome is not None
+        assert self.outcome.code == 1
+        return self.outcome.last_words[-1]
+
+
+def go_env(generation: int, host: int = 0) -> dict[str, str]:
+    count = str(generation)
+    return {
+        "MASTER_ADDR": f"10.0.0.{host}",
+        "MASTER_PORT": str(5000 + generation),
+        "TORCHELASTIC_RESTART_COUNT": count,
+        "JOB_RESTART_COUNT": count,
+    }
+
+
+def trouble(rank: int, kind: CauseKind, *, generation: int = 0, what: str = "raised ValueError") -> Trouble:
+    return Trouble(generation, rank, int(kind), "exception", what, 4, "no", "ValueError", "no", "Traceback\n", 3, 4)

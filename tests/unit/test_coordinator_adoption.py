@@ -1,0 +1,188 @@
+"""A coordinator that finds the ranks of its job running."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpointless.agent.incidents import CauseKind
+from checkpointless.agent.node_protocol import (
+    STATES,
+    AllDone,
+    Begin,
+    Discard,
+    End,
+    Interrupt,
+    Joined,
+    NodeMessage,
+    RankEnded,
+    Spawn,
+    Standing,
+)
+from checkpointless.agent.roster import Node
+from checkpointless.agent.workers import WorkerState
+from tests.unit.messaged_job import NPROC, REGROUP_S, Job, trouble
+
+RUNNING, DONE = WorkerState.RUNNING, WorkerState.DONE
+
+
+def standing(
+    job: Job,
+    index: int,
+    *states: WorkerState,
+    generation: int = 3,
+    finished: bool = False,
+    incarnation: int = 1,
+    before: NodeMessage | None = None,
+) -> Node:
+    """A node says what its ranks were doing while there was no coordinator."""
+    node = job.admit(index)
+    if before is not None:
+        job.hear(node, before)
+    ranks = [
+        [index * NPROC + local, incarnation, STATES.index(state), 7 + local, 8 + local]
+        for local, state in enumerate(states)
+    ]
+    job.hear(node, Standing(generation, 2, 6, "the run", finished, ranks))
+    return node
+
+
+def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() -> None:
+    job = Job()
+    standing(job, 0, RUNNING, RUNNING)
+    assert job.said == []
+    standing(job, 1, RUNNING, RUNNING)
+    assert job.said == ["took the job over in generation 3: its ranks train undisturbed"]
+    assert (job.sent, job.stores) == ([], [])
+    job.ends(1)
+    assert job.said[1:] == ["incident 3: rank 1 killed by SIGKILL at step 4; recovering"]
+    assert [interrupt.generation for _, interrupt in job.take(Interrupt)] == [3, 3]
+    ((_, spawn),) = job.take(Spawn)
+    assert (spawn.rank, spawn.incarnation, spawn.generation) == (1, 2, 4)
+    assert spawn.env["TORCHELASTIC_RUN_ID"] == "the run"
+    job.ready(*job.ranks, committed=8, making=9)
+    assert [(begin.generation, begin.high_water) for _, begin in job.take(Begin)] == [(4, 8), (4, 8)]
+
+
+def test_a_rank_that_died_in_between_is_replaced() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    standing(job, 0, RUNNING, WorkerState.GONE, before=RankEnded(1, 1, -11, False, 7, 8, "rank-1.log", []))
+    assert job.said[1] == "incident 3: rank 1 killed by SIGSEGV at step 8; recovering"
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [1]
+
+
+def test_an_exception_that_nobody_heard_of_is_handled() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    standing(job, 0, RUNNING, RUNNING, before=trouble(1, CauseKind.EXCEPTION, generation=3))
+    assert job.said[1] == "incident 3: rank 1 raised ValueError at step 4: no; recovering"
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]
+
+
+def test_a_node_that_was_lost_with_the_coordinator_is_replaced() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    job.join(0)
+    assert job.said[1] == "incident 3: node 0 was lost at step 9: as was the coordinator; recovering"
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(0, 2), (1, 2)]
+    assert job.stores == [(4, 0)]
+
+
+def test_a_spare_takes_the_place_of_a_node_that_does_not_find_the_new_coordinator() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    job.join(-1)
+    job.tick(9.0)
+    assert job.take(Spawn) == []
+    job.tick(10.5)
+    assert "a spare takes the place of node 0" in job.said
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1]
+
+
+def test_a_spare_may_come_later_than_the_time_that_a_missing_node_had() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    job.tick(10.5)
+    assert "no spare is ready" in job.said[-1]
+    job.join(-1)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1]
+
+
+def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
+    job = Job()
+    standing(job, 1, RUNNING, RUNNING)
+    job.tick(10.5)
+    assert "no spare is ready" in job.said[-1]
+    job.tick(REGROUP_S + 1)
+    assert job.last_word == "node 0 did not join the job within 30 s"
+
+
+def test_ranks_that_were_finished_may_end() -> None:
+    job = Job()
+    standing(job, 0, DONE, DONE)
+    standing(job, 1, WorkerState.FINISHED, WorkerState.GONE, finished=True)
+    assert [node for node, _ in job.take(AllDone)] == [0, 1]
+    for rank in (0, 1, 2):
+        job.ends(rank, 0)
+    assert job.outcome == End(0, [])
+
+
+def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
+    job = Job()
+    standing(job, 1, WorkerState.GONE, WorkerState.GONE, finished=True)
+    job.hear(job.coordinator.nodes[1], RankEnded(3, 1, 3, False, 7, 8, "rank-3.log", []))
+    standing(job, 0, DONE, DONE)
+    assert job.last_word == "rank 3 exited with code 3"
+
+
+def test_a_node_that_comes_back_after_it_was_lost_has_to_end_its_ranks_first() -> None:
+    job = Job().begin()
+    job.lose(job.coordinator.nodes[1], "no word from it for 10 s")
+    node = standing(job, 1, RUNNING, RUNNING, generation=0, incarnation=0)
+    assert job.take(Discard) == [(1, Discard())]
+    job.ready(2, 3)  # under way when it was told
+    job.ready(0, 1)
+    assert (job.take(Begin), job.take(Spawn)) == ([], [])
+    job.hear(node, Joined())
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
+    job.ready(2, 3)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_a_job_that_had_not_begun_begins() -> None:
+    job = Job()
+    standing(job, 0, WorkerState.READY, WorkerState.STARTING, generation=-1, incarnation=0)
+    standing(job, 1, WorkerState.READY, WorkerState.READY, generation=-1, incarnation=0)
+    assert (job.take(Spawn), job.take(Interrupt)) == ([], [])
+    job.ready(1)
+    assert [begin.generation for _, begin in job.take(Begin)] == [0, 0]
+
+
+STATE = st.sampled_from([state for state in STATES if state is not WorkerState.FINISHED])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STATE, min_size=4, max_size=4), st.tuples(st.integers(0, 3), st.integers(0, 3)), st.booleans())
+def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
+    states: list[WorkerState], generations: tuple[int, int], held: bool
+) -> None:
+    job = Job()
+    job.opens = not held
+    for index in (0, 1):
+        standing(job, index, *states[NPROC * index :][:NPROC], generation=generations[index])
+    assert job.outcome is None
+    if set(states) <= {RUNNING, DONE} and generations[0] == generations[1]:
+        assert (job.take(Interrupt), job.stores) == ([], [])
+        assert bool(job.take(AllDone)) == (set(states) == {DONE})
+        return
+    assert {interrupt.generation for _, interrupt in job.take(Interrupt)} == {max(generations)}
+    waiting = [rank for rank in job.ranks if states[rank] not in (WorkerState.READY, WorkerState.GONE)]
+    job.ready(*waiting)
+    job.opens = True
+    job.open_stores()
+    spawned = [spawn.rank for _, spawn in job.take(Spawn)]
+    assert spawned == [rank for rank in job.ranks if states[rank] is WorkerState.GONE]
+    job.ready(*spawned)
+    assert {begin.generation for _, begin in job.take(Begin)} == {max(generations) + 1}

@@ -1,0 +1,245 @@
+"""Nodes come, are lost and are replaced; one of them has the store."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpointless.agent.node_protocol import (
+    Begin,
+    End,
+    Interrupt,
+    Joined,
+    Kill,
+    Leaving,
+    RankDone,
+    RankReady,
+    Spawn,
+    StoreOpened,
+)
+from tests.unit.messaged_job import REGROUP_S, Job, go_env
+
+
+def test_a_spare_takes_the_place_of_a_lost_node() -> None:
+    job = Job().begin()
+    spare = job.join(-1)
+    assert job.sent == []
+    lost = job.coordinator.nodes[1]
+    job.lose(lost, "it closed the connection")
+    cause = "node 1 was lost: it closed the connection"
+    assert job.take(Interrupt) == [(0, Interrupt(0, "1", cause, -1))]
+    assert [(node, spawn.rank, spawn.incarnation) for node, spawn in job.take(Spawn)] == [(1, 2, 1), (1, 3, 1)]
+    assert job.coordinator.nodes[1] is spare
+    assert job.coordinator.spares == []
+    with pytest.raises(ValueError, match="which it does not run"):
+        job.hear(lost, RankReady(2, 1, 1, -1, -1))
+    job.ready(*job.ranks)
+    assert [node for node, _ in job.take(Begin)] == [0, 1]
+    assert job.said[1] == "a spare takes the place of node 1"
+
+
+@pytest.mark.parametrize("index", [1, -1])
+def test_without_a_spare_another_node_may_come_in_time(index: int) -> None:
+    job = Job().begin()
+    job.lose(job.coordinator.nodes[1], "it is gone")
+    assert job.said[-1] == "no spare is ready: waiting up to 30 s for another node 1"
+    job.ready(0, 1)
+    assert job.take(Begin) == []
+    assert job.take(Spawn) == []
+    job.join(index)
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
+    job.ready(2, 3)
+    assert [node for node, _ in job.take(Begin)] == [0, 1]
+
+
+def test_without_another_node_the_job_ends() -> None:
+    job = Job().begin()
+    job.lose(job.coordinator.nodes[1], "it is gone")
+    job.ready(0, 1)
+    job.tick(REGROUP_S + 1)
+    assert job.last_word == "node 1 was lost (it is gone) and no other took its place within 30 s"
+    assert [node for node, _ in job.take(End)] == [0]
+
+
+def test_processes_for_two_lost_nodes_are_asked_for_when_both_places_are_taken() -> None:
+    job = Job(nnodes=3).begin()
+    for index in (0, 2):
+        job.lose(job.coordinator.nodes[index], "it is gone")
+    job.ready(2, 3)
+    job.join(2)
+    assert job.take(Spawn) == []
+    job.join(0)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [0, 1, 4, 5]
+    job.ready(0, 1, 4, 5)
+    assert [node for node, _ in job.take(Begin)] == [0, 1, 2]
+
+
+def test_a_node_that_is_lost_before_the_job_began_may_come_back() -> None:
+    job = Job()
+    job.lose(job.join(1), "it is gone")
+    assert job.said[0] == "node 1 was lost before the job began (it is gone)"
+    assert "waiting up to 600 s for another node 1" in job.said[1]
+    job.join(0)
+    assert job.sent == []
+    job.join(1)
+    assert [spawn.incarnation for _, spawn in job.take(Spawn)] == [0] * 4
+
+
+def test_a_spare_that_is_lost_is_not_missed() -> None:
+    job = Job().begin()
+    job.lose(job.join(-1), "it is gone")
+    assert (job.sent, job.said) == ([], [])
+    job.lose(job.coordinator.nodes[1], "it is gone")
+    assert "no spare is ready" in job.said[-1]
+
+
+def test_a_node_whose_processes_have_ended_well_is_not_missed() -> None:
+    job = Job().begin()
+    for rank in job.ranks:
+        job.tell(rank, RankDone(rank, 0))
+    job.ends(2, 0)
+    job.ends(3, 0)
+    job.lose(job.coordinator.nodes[1], "it is gone")
+    job.ends(0, 0)
+    assert job.outcome is None
+    job.ends(1, 0)
+    assert job.outcome == End(0, [])
+
+
+def test_a_node_lost_before_its_processes_have_ended_is_no_success() -> None:
+    job = Job().begin()
+    for rank in job.ranks:
+        job.tell(rank, RankDone(rank, 0))
+    job.ends(2, 0)
+    job.lose(job.coordinator.nodes[1], "it is gone")
+    assert job.last_word == "node 1 was lost before its ranks had ended (it is gone)"
+
+
+def test_a_replacement_that_still_imports_is_waited_for() -> None:
+    job = Job().begin()
+    job.lose(job.coordinator.nodes[1], "it is gone")
+    job.ready(0)
+    node = job.admit(1)
+    job.ready(1)
+    assert job.outcome is None
+    job.tick(REGROUP_S + 0.1)
+    assert job.outcome is None
+    assert job.take(Kill) == []
+    job.hear(node, Joined())
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
+    job.ready(2, 3)
+    assert [index for index, _ in job.take(Begin)] == [0, 1]
+
+
+def test_a_replacement_that_is_lost_before_its_ranks_were_started_is_replaced_by_a_spare() -> None:
+    job = Job().begin()
+    job.lose(job.coordinator.nodes[1], "it is gone")
+    replacement = job.admit(1)
+    job.join(-1)
+    job.lose(replacement, "gone as well")
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
+
+
+def test_a_node_lost_late_in_an_incident_has_its_own_time() -> None:
+    job = Job(nnodes=3).begin()
+    job.raises(0)
+    job.tick(REGROUP_S - 0.1)
+    job.lose(job.coordinator.nodes[1], "it is gone")
+    job.tick(REGROUP_S - 0.1)
+    assert job.outcome is None
+
+
+def test_a_spare_that_is_told_to_stop_is_not_the_end_of_the_job() -> None:
+    job = Job().begin()
+    spare = job.join(-1)
+    job.hear(spare, Leaving("stopped by SIGTERM"))
+    assert job.outcome is None
+    assert job.coordinator.spares == []
+
+
+def test_a_node_that_leaves_is_lost_once_and_not_again_when_its_connection_closes() -> None:
+    job = Job().begin()
+    job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
+    said = list(job.said)
+    job.tick(REGROUP_S - 0.1)
+    job.lose(job.coordinator.nodes[1], "it closed the connection")
+    assert job.said == said
+    job.tick(REGROUP_S + 0.1)
+    assert "node 1 was lost (stopped by SIGTERM)" in job.last_word
+
+
+def test_a_node_that_is_told_to_stop_is_replaced_but_not_the_coordinators() -> None:
+    job = Job().begin()
+    job.coordinator.host = job.coordinator.nodes[0]
+    job.join(-1)
+    job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
+    job.hear(job.coordinator.nodes[0], Leaving("stopped by SIGTERM"))
+    assert job.last_word == "stopped by SIGTERM"
+
+
+def test_nodes_that_never_join_end_the_job_by_name() -> None:
+    job = Job(nnodes=3)
+    job.join(1)
+    job.tick(600.1)
+    assert job.last_word == "node 0, 2 did not join the job within 600 s"
+
+
+def test_a_rank_that_was_killed_for_being_late_and_was_not_is_a_fault() -> None:
+    job = Job().begin()
+    job.ends(3, forgiven=True)
+    assert [index for index, _ in job.take(Interrupt)] == [0, 1]
+
+
+# ---- stores
+
+
+def test_nobody_is_started_and_nothing_begins_before_the_store_is_there() -> None:
+    job = Job()
+    job.opens = False
+    job.join(1)
+    job.join(0)
+    assert (job.stores, job.sent) == ([(0, 0)], [])
+    job.hear(job.coordinator.nodes[1], StoreOpened(0, "10.0.0.9", 1))
+    assert job.sent == []
+    job.opens = True
+    job.open_stores()
+    assert {spawn.env["MASTER_ADDR"] for _, spawn in job.take(Spawn)} == {"10.0.0.0"}
+    job.ready(*job.ranks)
+    job.raises(0)
+    job.opens = False
+    job.raises(1)
+    job.ready(*job.ranks)
+    job.sent.clear()
+    job.raises(2, generation=1)
+    job.ready(*job.ranks)
+    assert job.take(Begin) == []
+    job.opens = True
+    job.open_stores()
+    assert [begin.env for _, begin in job.take(Begin)] == [go_env(2), go_env(2)]
+
+
+def test_the_store_moves_to_another_node_when_its_own_is_lost() -> None:
+    job = Job().begin()
+    job.join(-1)
+    job.lose(job.coordinator.nodes[0], "it is gone")
+    assert job.stores[1:] == [(1, 1)]
+    job.ready(*job.ranks)
+    assert [begin.env for _, begin in job.take(Begin)] == [go_env(1, host=1)] * 2
+    job.opens = False
+    job.raises(3)
+    job.lose(job.coordinator.nodes[0], "it is gone, too")
+    assert job.stores[2:] == [(2, 0), (2, 1)]
+    job.join(0)
+    job.opens = True
+    job.open_stores()
+    job.ready(*job.ranks)
+    assert [begin.env for _, begin in job.take(Begin)][2:] == [go_env(2, host=1)] * 2
+
+
+def test_a_node_that_opens_no_store_ends_the_job_in_time() -> None:
+    job = Job().begin()
+    job.opens = False
+    job.raises(0)
+    job.ready(*job.ranks)
+    job.tick(REGROUP_S + 1)
+    assert job.last_word == "node 0 opened no store for generation 1 in time"
