@@ -21,7 +21,7 @@ def install() -> None:
 
 
 def end_spans() -> None:
-    """End every active span but the application's. Where that is not possible, OneLogger is switched off."""
+    """End every active span of training. Where that is not possible, OneLogger is switched off."""
     module = sys.modules.get("nv_one_logger.api.one_logger_provider")
     if module is None:
         return

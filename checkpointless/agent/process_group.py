@@ -53,7 +53,7 @@ def _members(group: int) -> list[int]:
 
 def _wait(pid: int, timeout_s: float) -> None:
     """Until the process has ended; not at all if it has been reaped, or the kernel (before 5.3) cannot tell."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # the latter where Python was built without it
         descriptor = os.pidfd_open(pid)
         try:
             poll = select.poll()

@@ -21,7 +21,9 @@ FOLDER = Path("/dev/shm")  # shm_open(3)
 def remove(pids: Iterable[int]) -> None:
     """Remove what processes that have ended left, unless another one uses it.
 
-    Containers may share the folder, but not their pids: so a file is left alone while anyone has it open.
+    Containers may share the folder (``--ipc=host``), but not their pids: so a file is left alone while anyone has
+    it open. With torch's sharing strategy ``file_system`` nobody has, while a message carries it: this does not
+    protect what another container of the same user sends from a process that had one of ``pids`` there.
 
     Args:
         pids: of the processes that have ended.

@@ -6,17 +6,20 @@ an agent makes a folder in which each rank's process has one of its own, shared 
 removes that when the process has ended, however it ended.
 
 An agent that is killed leaves its folder. It held a lock on it, which ended with it: the next agent removes folders
-that nobody has locked.
+that nobody has locked. Since nodes may share a file system and yet not hear of each other's locks, the name of a
+folder tells whose kernel knows.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
+import hashlib
 import logging
+import multiprocessing
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import util
@@ -26,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "ckpl-"  # short: see the next line
 _LONGEST_SOCKET_PATH = 107  # sockaddr_un's sun_path, without its end
-_BELOW = "/4194304/pymp-12345678/listener-12345678"
-_LOCK_FILE = "checkpointless.lock"
+_BELOW = "/ckpl-kernel12345678/4194304/pymp-12345678/listener-12345678"
+LONGEST_TMPDIR = _LONGEST_SOCKET_PATH - len(_BELOW)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TRIES = 5
 
 
@@ -39,16 +43,10 @@ def private_temp_folder() -> Iterator[Path | None]:
         The folder; None if none could be made, or its path would be too long for a socket in it: then processes
         use Python's defaults.
     """
-    parent = Path(tempfile.gettempdir())
-    if len(os.fsencode(parent)) + len(f"/{_PREFIX}12345678{_BELOW}") > _LONGEST_SOCKET_PATH:
-        logger.info("%s is too long a path for sockets below it", parent)
-        yield None
-        return
     try:
-        _remove_abandoned(parent)
         path, lock = _make()
     except OSError as error:
-        logger.warning("no temporary folder for the ranks: %s; what they leave in %s stays there", error, parent)
+        logger.warning("no temporary folder for the ranks: %s; sockets of killed processes may stay", error)
         yield None
         return
     try:
@@ -67,6 +65,7 @@ def use(folder: Path | None) -> None:
     try:
         own.mkdir(mode=0o700)
         tempfile.tempdir = str(own)
+        multiprocessing.current_process()._config["tempdir"] = None  # type: ignore[attr-defined] # the parent's
         util.get_temp_dir()
     except OSError as error:
         logger.warning("no temporary folder for this process: %s", error)
@@ -82,44 +81,60 @@ def remove(folder: Path | None, pid: int) -> None:
 
 def _make() -> tuple[Path, int]:
     """A new folder, and the descriptor that locks it."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > LONGEST_TMPDIR:
+        raise OSError(f"{parent} is longer than {LONGEST_TMPDIR} bytes, and so too long for sockets below it")
+    prefix = _PREFIX + _kernel()
+    _remove_abandoned(Path(parent), prefix)
     for _ in range(_TRIES):
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        path = Path(tempfile.mkdtemp(prefix=prefix))
         try:
-            lock = os.open(path / _LOCK_FILE, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            lock = _lock(path)
         except FileNotFoundError:
-            continue  # not by us, but it is gone
-        try:
-            if _lock(lock) and os.fstat(lock).st_nlink > 0:
-                return path, lock
+            continue  # another agent took it for abandoned in this very moment
         except OSError:  # a file system without locks
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)
+            path.rmdir()
             raise
-        os.close(lock)  # another agent took it for abandoned in this very moment
+        if lock is not None:
+            return path, lock
     raise OSError(f"{_TRIES} folders were removed as soon as they were made")
 
 
-def _remove_abandoned(parent: Path) -> None:
+def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove the folders of agents that were killed."""
-    for lock_file in parent.glob(f"{_PREFIX}*/{_LOCK_FILE}"):
-        folder = lock_file.parent
-        try:
-            found = folder.lstat()
-            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-                continue
-            lock = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # it is just being removed
-        try:
-            if _lock(lock):
+    for folder in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is just being removed, or another user's
+            lock = _lock(folder)
+            if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
+                os.close(lock)
 
 
-def _lock(descriptor: int) -> bool:
+def _kernel() -> str:
+    """Six characters that differ from machine to machine, and from boot to boot."""
+    digest = hashlib.sha256(_BOOT_ID.read_bytes()).digest()
+    return base64.urlsafe_b64encode(digest)[:6].decode()
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder of this user, for as long as the descriptor is open; None if somebody else has it.
+
+    Raises:
+        FileNotFoundError: it has been removed.
+        OSError: it cannot be locked, or is another user's.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid():
+            raise PermissionError(f"{folder} is another user's")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder.lstat().st_ino != found.st_ino:
+            raise FileNotFoundError(f"{folder} is another one by now")
     except BlockingIOError:
-        return False
-    return True
+        os.close(descriptor)
+        return None
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -230,7 +230,7 @@ class ZygoteStarter(Starter):
             else:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "checkpointless.agent.zygote", *arguments],
-                    env={**os.environ, **env},
+                    env=_zygote_env(env),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -281,11 +281,11 @@ class ZygoteStarter(Starter):
             self.process.wait(_CLOSE_TIMEOUT_S)
         if self.process.returncode == 0:
             return
-        for pid in self._pids:  # the kernel kills the ranks, but not what they started
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        groups = [ProcessGroup(pid, None) for pid in self._pids]
+        for group in groups:  # the kernel kills the ranks, but not what they started
+            group.kill()
+        for group in groups:
+            group.clean()
 
     def _request(self, request: dict[str, Any], descriptors: list[int]) -> None:
         try:
@@ -316,10 +316,17 @@ def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> 
     """Be the zygote, in a process that was forked for it."""
     from checkpointless.agent import zygote
 
-    os.environ.update(env)
+    wanted = _zygote_env(env)
+    os.environ.clear()
+    os.environ.update(wanted)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     zygote.main(arguments)
+
+
+def _zygote_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Without the rank that a pod may have given to the agent: libraries look whether it is 0 when imported."""
+    return {**{name: value for name, value in os.environ.items() if name != "RANK"}, **env}
 
 
 class FreshStarter(Starter):

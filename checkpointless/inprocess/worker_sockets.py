@@ -7,15 +7,21 @@ then all of them are in that one, where they can be found when their makers were
 from __future__ import annotations
 
 import contextlib
+import logging
 from multiprocessing import util
 from pathlib import Path
 
-_BOUND = Path("/proc/net/unix")  # proc_net(5): the last field is the path that a socket is bound to
+logger = logging.getLogger(__name__)
+
+_BOUND = Path("/proc/net/unix")  # unix(7): the eighth field is the path that a socket is bound to
 
 
 def share_folder() -> None:
     """Have the processes that this one starts from now on make their sockets in its own folder."""
-    util.get_temp_dir()
+    try:
+        util.get_temp_dir()
+    except OSError as error:  # data loaders with workers will say so, too; others need none
+        logger.warning("no temporary folder for sockets of data-loader workers: %s", error)
 
 
 def remove_unused() -> None:
@@ -27,7 +33,8 @@ def remove_unused() -> None:
     found = [str(path) for path in Path(util.get_temp_dir()).glob("listener-*")]
     if not found:
         return
-    bound = {line.rpartition(" ")[2] for line in _BOUND.read_text(errors="surrogateescape").splitlines()}
+    lines = _BOUND.read_text(errors="surrogateescape").splitlines()
+    bound = {fields[7] for fields in (line.split(maxsplit=7) for line in lines) if len(fields) == 8}
     for path in found:
         if path not in bound:
             with contextlib.suppress(FileNotFoundError):

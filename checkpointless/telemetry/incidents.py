@@ -179,9 +179,7 @@ class _Log:
 def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool) -> IncidentSummary:
     job_end = log.job_end
     generation = _generation(events)
-    # The first notice is the earliest; the last detection knows best, since victims are often heard first.
-    told = [event for event in events if event.stage == "detect"] or events[:1]
-    about = told[-1].fields
+    about = _detection(events).fields
     culprit = about["culprit"] if isinstance(about.get("culprit"), int) else None
     noticed = next((event for event in events if event.stage in _NOTICING), events[0])
     fault = _fault_behind(log.injected, generation, culprit, noticed.ts)
@@ -233,6 +231,12 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
     )
 
 
+def _detection(events: Sequence[Event]) -> Event:
+    """The one that knows best: the last, since victims are often heard first, but of those that blame a rank."""
+    told = [event for event in events if event.stage == "detect"] or events[:1]
+    return ([event for event in told if isinstance(event.fields.get("culprit"), int)] or told)[-1]
+
+
 def _generation(events: Sequence[Event]) -> int:
     """The generation that an incident ended: the detection's, else the oldest that any event of it carries."""
     detects = [event.generation for event in events if event.stage == "detect"]
@@ -267,6 +271,9 @@ def _spans(events: Iterable[Event]) -> dict[str, dict[int | None, float]]:
 def _end(events: Sequence[Event], generation: int) -> Event | None:
     """The end of the last rank's ``first_step``, if every rank of the new generation came to it.
 
+    A rank whose next fault comes right after the commit may not have written it: then the coordinator, which reads
+    the ranks' boards, knows that the step was made (``recovered``).
+
     Where ranks write nothing of the new generation (a block that is no training loop we know), it ends with the
     agent's ``go``.
     """
@@ -283,7 +290,7 @@ def _end(events: Sequence[Event], generation: int) -> Event | None:
         if event.stage == "first_step" and event.edge == "end" and "error" not in event.fields
     }
     if not ranks <= committed.keys():
-        return None
+        return next((event for event in events if event.stage == "recovered"), None)
     return max(committed.values(), key=lambda event: event.ts)
 
 
@@ -297,6 +304,8 @@ def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: 
         stage = "barrier" if event.stage == "go" else event.stage  # nobody is past it before that
         if event.edge == "end" or event.stage == "go":
             ended_ns[stage] = max(event.ts, ended_ns.get(stage, 0))
+    if end is not None and end.stage == "recovered":
+        ended_ns["first_step"] = end.ts
     if noticed_ns is not None:
         ended_ns["detect"] = noticed_ns
     tiles: dict[str, float] = {}

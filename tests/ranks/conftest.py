@@ -38,7 +38,7 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder with so short a path that Unix sockets can be made below it; those of pytest are too long."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 

@@ -120,11 +120,30 @@ def test_what_a_rank_left_running_is_gone_after_the_job(tmp_path: Path) -> None:
     assert not is_alive(int(job.log(0)))
 
 
-def test_only_the_run_dir_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scratch = tmp_path / "tmp"  # one's own: other tests write to /tmp at the same time
-    scratch.mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
-    job = Job(tmp_path / "run", "steps.py", "1:4:0:SIGKILL")
+def test_only_the_run_dir_is_written_and_for_a_time_a_folder_for_sockets(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_folder))
+    job = Job(tmp_path / "run", "steps.py", "1:4:0:SIGKILL", "2:8:1:gate")
+    wait_until(lambda: job.notes("step", 0)[9:])
+    (private,) = short_folder.iterdir()
+    assert private.name.startswith("ckpl-")
+    assert len(list(private.iterdir())) == 3
+    (job.run_dir / "gate").touch()
     assert job.end().code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "tmp"}
-    assert list(scratch.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert list(short_folder.iterdir()) == []
+
+
+def test_what_is_imported_before_there_are_ranks_is_not_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a pod or a batch script may have given the agent a rank."""
+    (tmp_path / "asks_for_its_rank.py").write_text("import os; print('RANK' in os.environ, os.environ['ROLE'])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("ROLE", "worker")
+    job = Job(tmp_path / "run", "plain.py", nproc=1, preload=("asks_for_its_rank",))
+    assert job.end().code == 0
+    assert "rank 0 of 1 begins" in job.log(0)
+    assert "False worker" in (job.run_dir / "logs" / "zygote.log").read_text()

@@ -1,7 +1,9 @@
 """A recipe of NeMo's collection, enabled and run by NeMo-Run, comes through faults with the same bits."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +64,7 @@ def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
     }
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # the executor looks for torchrun there
     command = [sys.executable, "-m", "tests.ranks.executor_job", str(tmp_path / "nemo"), "2", str(STEPS)]
-    ended = subprocess.run(
+    with subprocess.Popen(
         [*command, *(f"{key}={value}" for key, value in environment.items())],
         cwd=ROOT,
         env={**os.environ, "PATH": path, "NEMORUN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)},
@@ -70,13 +72,17 @@ def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout
-    assert "finished: SUCCEEDED" in ended.stdout
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=240)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks, if they are still there
+    assert process.returncode == 0, output
+    assert "finished: SUCCEEDED" in output
     assert fired(run_dir) == {fault: 1}
     undisturbed = _train(nemo_zygote, tmp_path / "undisturbed", nproc=2)
     verdict = compare(undisturbed.steps, read_steps(run_dir))
-    assert verdict.equal, f"{verdict.sentence}\n{ended.stdout}"
+    assert verdict.equal, f"{verdict.sentence}\n{output}"
     assert verdict.steps == STEPS

@@ -8,7 +8,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -72,12 +71,15 @@ def leaves_nothing(
         kill_all(processes, seed)
         wait_until(lambda: not any(is_alive(process.pid) for process in processes), GONE_WITHIN_S)
         wait_until(lambda: all(map(is_closed, ports)), GONE_WITHIN_S)
-        with monkeypatch.context() as here:
-            here.setattr(tempfile, "tempdir", str(short_folder))
-            with private_temp_folder():
-                pass
-        left = partial(files, SHARED_MEMORY, short_folder)
-        wait_until(lambda: not left() - before, GONE_WITHIN_S)  # other tests' come and go
+
+        def nothing_is_left() -> bool:
+            with monkeypatch.context() as here:
+                here.setattr(tempfile, "tempdir", str(short_folder))
+                with private_temp_folder():
+                    pass
+            return not files(SHARED_MEMORY, short_folder) - before
+
+        wait_until(nothing_is_left, GONE_WITHIN_S)  # other tests' shared memory comes and goes
 
     return kill
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +31,8 @@ pytestmark = pytest.mark.nemo
 def on_rank_0(run: Callable[[], None]) -> None:
     """Run it in a process whose OneLogger is switched on, as NeMo does on rank 0."""
 
-    def process() -> None:
+    def process(folder: str) -> None:
+        os.chdir(folder)  # where OneLogger writes what it logs
         SingletonMeta._instances.clear()
         config = OneLoggerConfig(
             application_name="nemo", session_tag_or_fn="test", enable_for_current_rank=True, world_size_or_fn=1
@@ -42,9 +45,10 @@ def on_rank_0(run: Callable[[], None]) -> None:
         )
         run()
 
-    child = multiprocessing.get_context("fork").Process(target=process)
-    child.start()
-    child.join(30)
+    with tempfile.TemporaryDirectory() as folder:
+        child = multiprocessing.get_context("fork").Process(target=process, args=(folder,), daemon=True)
+        child.start()
+        child.join(30)
     assert child.exitcode == 0
 
 

@@ -15,7 +15,7 @@ import pytest
 from checkpointless.agent import shared_memory
 from checkpointless.agent.process_group import ProcessGroup
 
-NOBODY = 4194305  # above the largest pid there can be
+NOBODY = 4194305 + os.getpid()  # above the largest pid there can be, and this test's alone
 
 LEADER_AND_CHILD = """
 import os, sys, time

@@ -127,6 +127,30 @@ def test_one_rank_without_a_first_step_is_not_resumed() -> None:
     assert summary.end_ns is None
 
 
+def test_a_step_that_a_rank_made_but_could_not_write_down_any_more_was_made() -> None:
+    script = Script()
+    script.detect(0, 0, "i1", culprit=1)
+    done = script.recovery(10, 0, "i1", ranks=3, lengths={})
+    script.events.pop()
+    script.add(done + 5, "recovered", "point", None, 1, "i1", seconds=0.1, rung="process", steps_lost=0)
+    script.detect(done + 6, 1, "i2", culprit=2)
+    script.recovery(done + 10, 1, "i2", ranks=3, lengths={})
+    first, second = summarize(script.events)
+    assert (first.outcome, second.outcome) == (Outcome.RESUMED, Outcome.RESUMED)
+    assert first.headline_s == pytest.approx((done + 5) / 1000)
+    assert sum(first.tiles_s.values()) == pytest.approx(first.headline_s)
+
+
+def test_a_victim_that_is_told_last_is_not_what_an_incident_came_from() -> None:
+    """Where each rank tells of itself (an agent of somebody else's), nobody else sorts them."""
+    script = Script()
+    script.detect(100, 0, "i1", culprit=1)
+    script.add(104, "detect", "point", 0, 0, "i1", cause="rank 0 lost its peer", culprit=None, how="exception")
+    script.recovery(120, 0, "i1", ranks=2, lengths={})
+    summary = one(script)
+    assert (summary.cause, summary.culprit) == ("RuntimeError: x", 1)
+
+
 def test_a_fault_during_recovery_takes_over() -> None:
     script = Script()
     script.detect(0, 0, "i1", culprit=1)

@@ -21,12 +21,13 @@ import pytest
 
 from checkpointless.agent import temp_folder
 from checkpointless.agent.temp_folder import private_temp_folder
+from checkpointless.inprocess import worker_sockets
 
 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder for temporary files, with a short path."""
-    path = Path(tempfile.mkdtemp())
+    path = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     yield path
     shutil.rmtree(path)
@@ -53,8 +54,9 @@ def test_that_of_a_killed_agent_goes_with_the_next_one_and_no_other_does(tempora
     env = {**os.environ, "TMPDIR": str(temporary)}
     agents = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)]
     killed, living = (Path(agent.stdout.readline().strip()) for agent in agents if agent.stdout is not None)
-    strangers = temporary / "ckpl-abcdefgh"
-    strangers.mkdir()
+    elsewhere = temporary / "ckpl-OthersKernel12"  # the lock of which may not be known here
+    elsewhere.mkdir()
+    never_locked = Path(tempfile.mkdtemp(prefix=killed.name[:-8]))  # its agent was killed before it could do it
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(killed / "listener-12345678"))
@@ -63,8 +65,9 @@ def test_that_of_a_killed_agent_goes_with_the_next_one_and_no_other_does(tempora
         assert killed.is_dir()
         with private_temp_folder():
             assert not killed.exists()
+            assert not never_locked.exists()
             assert living.is_dir()
-            assert strangers.is_dir()
+            assert elsewhere.is_dir()
     finally:
         for agent in agents:
             agent.kill()
@@ -99,6 +102,18 @@ def test_too_long_a_path_means_pythons_own_folders(temporary: Path, monkeypatch:
     assert list(deep.iterdir()) == []
 
 
+def test_sockets_are_told_apart_by_their_whole_path(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = temporary / "of two words"
+    folder.mkdir()
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(folder))  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "listener-12345678"))
+        worker_sockets.remove_unused()
+        assert (folder / "listener-12345678").exists()
+    worker_sockets.remove_unused()
+    assert not (folder / "listener-12345678").exists()
+
+
 def test_where_nothing_can_be_made_the_job_goes_on(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +121,18 @@ def test_where_nothing_can_be_made_the_job_goes_on(
     with private_temp_folder() as folder:
         assert folder is None
     assert "no temporary folder for the ranks" in caplog.text
+
+
+def test_where_there_is_no_place_for_temporary_files_the_job_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
+    with private_temp_folder() as folder:
+        assert folder is None
+    worker_sockets.share_folder()
+    assert caplog.text.count("No usable temporary directory") == 2
 
 
 def test_where_nothing_can_be_locked_nothing_is_left(
@@ -125,7 +152,7 @@ def rank(folder: Path) -> None:
     temp_folder.use(folder)
     of_its_worker = multiprocessing.get_context("fork").Process(target=say_where, args=(folder,))
     of_its_worker.start()
-    of_its_worker.join()
+    of_its_worker.join(20)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -141,7 +168,7 @@ def test_a_rank_and_what_it_starts_have_one_folder_which_is_known_by_its_pid(
         assert folder is not None
         process = multiprocessing.get_context("fork").Process(target=rank, args=(folder,))
         process.start()
-        process.join()
+        process.join(20)
         where = Path((folder / "where").read_text())
         assert where.parent == folder / str(process.pid)
         assert where.is_dir()
