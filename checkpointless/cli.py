@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -115,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif extra:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")
     command: Callable[[argparse.Namespace], int] = options.command
+    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)  # torch imports it
     try:
         return command(options)
     except UsageError as error:

@@ -20,6 +20,7 @@ from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import IncidentSummary, summarize
 from checkpointless.telemetry.steps import read_steps
 from checkpointless.telemetry.verify import Steps, Verdict, compare
+from checkpointless.telemetry.wording import plural
 
 HEARTBEAT_TIMEOUT_S = 20.0  # a step of the demo takes a tenth of a second; its set-up a few seconds
 
@@ -97,7 +98,7 @@ def judge(config: DemoConfig, run_dir: Path) -> DemoResult:
 
 def _train(console: Console, config: DemoConfig, directory: Path, faults: tuple[str, ...]) -> int:
     directory.mkdir(parents=True)
-    with_faults = f" through {len(faults)} faults" if faults else ", undisturbed"
+    with_faults = f" through {plural(len(faults), 'fault')}" if faults else ", undisturbed"
     console.print(f"[bold]training {config.nproc} ranks for {config.steps} steps{with_faults}[/bold]")
     began_s = time.monotonic()
     arguments = overrides(config.steps, config.layout, config.dropout)
