@@ -232,8 +232,8 @@ def install(watch: Stopwatch, trainer: Any) -> None:
         watch.replace(rng.RngStates, method, method)
     watch.replace(rng._python, "take", "capture: Python")
     watch.replace(rng._numpy, "take", "capture: NumPy")
-    for name, source in rng._sources.items():  # Megatron's and the workers' seed
-        rng._sources[name] = rng.RngSource(watch.around("capture: sources", source.get), source.set)
+    for stream in rng._sources.values():  # Megatron's and the workers' seed
+        stream.take = watch.around("capture: sources", stream.take)
     watch.replace(call.board, "put_snapshot", "put_snapshot")
     optimizer = strategy.optimizers[0].mcore_optimizer
     guarded = optimizer.step_with_ready_grads

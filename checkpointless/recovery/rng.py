@@ -38,12 +38,9 @@ class RngSource:
     set: Callable[[Any], None]
 
 
-_sources: dict[str, RngSource] = {}
-
-
 def register_rng_source(name: str, source: RngSource) -> None:
     """Have ``source`` taken and restored with the others (Megatron's tracker, for example)."""
-    _sources[name] = source
+    _sources[name] = _SourceStream(source)
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class RngStates:
         if torch.cuda.is_initialized():
             streams["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
         for name, source in _sources.items():
-            streams[f"source:{name}"] = state_tree.dumps(source.get())
+            streams[f"source:{name}"] = source.take()
         return cls(streams, loss, at_batch_start)
 
     def restore(self) -> None:
@@ -85,7 +82,7 @@ class RngStates:
             torch.cuda.set_rng_state(_tensor(self.streams["cuda"]))
         for name, source in _sources.items():
             if f"source:{name}" in self.streams:
-                source.set(self.of_source(name))
+                source.put_back(self.of_source(name))
 
     def of_source(self, name: str) -> Any:
         """The state of the registered source ``name``; None if it was not taken."""
@@ -164,6 +161,8 @@ class _NumpyStream:
     """NumPy's global stream. ``get_state`` is slow (60 us): the words in memory say whether it has to be asked."""
 
     def __init__(self) -> None:
+        self._generator: Any = None
+        self._address = 0  # of its state; 0 where it is of another kind than NumPy's default
         self._seen = b""
         self._state = b""
         self._pending = False  # a second normal number, which can be used up without a word being drawn
@@ -182,18 +181,50 @@ class _NumpyStream:
         self._seen = b""
         numpy_random.set_state((name.rstrip(b"\0").decode(), keys, position, int(has_gauss), cached))
 
-    @staticmethod
-    def _look(numpy_random: Any) -> bytes:
+    def _look(self, numpy_random: Any) -> bytes:
         """The generator's memory, and whose; nothing where it is of another kind than NumPy's default."""
         generator: Any = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
-        if type(generator).__name__ != "MT19937":
+        if generator is not self._generator:
+            known = type(generator).__name__ == "MT19937"
+            self._generator, self._address = generator, int(generator.ctypes.state_address) if known else 0
+        if not self._address:
             return b""
-        address = int(generator.ctypes.state_address)
-        return address.to_bytes(8, "little") + ctypes.string_at(address, _MT19937_BYTES)
+        return self._address.to_bytes(8, "little") + ctypes.string_at(self._address, _MT19937_BYTES)
+
+
+class _SourceStream:
+    """A registered source; its state is encoded again only if it has moved."""
+
+    def __init__(self, source: RngSource) -> None:
+        self._source = source
+        self._seen: tuple[Any, ...] | None = None
+        self._encoded = b""
+
+    def take(self) -> bytes:
+        state = self._source.get()
+        seen = _constant(state)
+        if seen is None or seen != self._seen:
+            self._seen, self._encoded = seen, state_tree.dumps(state)
+        return self._encoded
+
+    def put_back(self, state: Any) -> None:
+        self._source.set(state)
+
+
+_CONSTANTS = (bytes, int, str, type(None))  # equal ones are encoded alike, and nobody changes them
+
+
+def _constant(state: Any) -> tuple[Any, ...] | None:
+    """What is equal only for states that are encoded alike, and does not change with ``state``; None: unknown."""
+    if type(state) is dict:
+        known = all(type(key) is str and type(value) in _CONSTANTS for key, value in state.items())
+        return tuple(state.items()) if known else None
+    return (state,) if type(state) in _CONSTANTS else None
 
 
 _python = _PythonStream()
 _numpy = _NumpyStream()
+_sources: dict[str, _SourceStream] = {}
 
 
 def _tensor(state: bytes) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,40 @@ def test_registered_sources_are_taken_too() -> None:
     own["state"] = torch.zeros(4, dtype=torch.uint8)
     states.restore()
     assert own["state"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (1, 2),
+        (1, True),
+        (0.0, -0.0),
+        (b"1", b"2"),
+        (b"1", "1"),
+        ({"a": b"1"}, {"a": b"2"}),
+        ({"a": b"1"}, {"b": b"1"}),
+        ({"a": 1}, {"a": True}),
+        ({"a": b"1"}, (("a", b"1"),)),
+        ([1], [2]),
+        ({"a": [1]}, {"a": [2]}),
+        (None, 0),
+    ],
+)
+def test_a_source_that_moved_is_encoded_again_and_one_that_did_not_is_the_same(first: Any, second: Any) -> None:
+    now = first
+    register_rng_source("own", RngSource(lambda: now, lambda _: None))
+    taken = [RngStates.capture().of_source("own") for _ in range(2)]
+    now = second
+    taken += [RngStates.capture().of_source("own") for _ in range(2)]
+    assert list(map(repr, taken)) == list(map(repr, [first, first, second, second]))
+
+
+def test_a_source_may_change_what_it_gave() -> None:
+    own = {"a": b"1"}
+    register_rng_source("own", RngSource(lambda: own, own.update))
+    before = RngStates.capture()
+    own["a"] = b"2"
+    assert not RngStates.capture().same_streams(before)
 
 
 def move_gauss() -> None:
@@ -80,6 +115,8 @@ def test_another_generator_of_numpys_is_taken_too() -> None:
         first = np.random.rand()
         states.restore()
         assert np.random.rand() == first
+        np.random.set_bit_generator(usual)
+        assert not RngStates.capture().same_streams(states)
     finally:
         np.random.set_bit_generator(usual)
 
