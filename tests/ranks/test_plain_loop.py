@@ -37,6 +37,32 @@ def test_a_plain_adamw_is_protected(nemo_zygote: Zygote, tmp_path: Path, undistu
     assert verdict.steps == STEPS
 
 
+def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_replicas(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    """Tensor parallel over ranks 0 and 1, and over 2 and 3: rank 0 holds what rank 2 does."""
+
+    def train_two_halves(name: str, *faults: str) -> Job:
+        script = str(SCRIPTS / "plain_adamw.py")
+        return run_job(nemo_zygote, tmp_path / name, 4, script=script, args=(str(STEPS), "2"), faults=faults)
+
+    undisturbed = train_two_halves("undisturbed")
+    assert undisturbed.code == 0, undisturbed.story()
+    faults = ("sigkill@optimizer:rank=0,step=2", "sigkill@between:rank=3,step=5")
+    disturbed = train_two_halves("disturbed", *faults)
+    assert disturbed.code == 0, disturbed.story()
+    assert fired(disturbed.run_dir) == dict.fromkeys(faults, 1)
+    assert [incident.sources for incident in disturbed.incidents] == [(2,), (1,)]
+    verdict = compare(undisturbed.steps, disturbed.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{disturbed.story()}"
+    assert verdict.steps == STEPS
+
+    faults = tuple(f"sigkill@before_optimizer:rank={rank},step=3" for rank in (1, 3))
+    disturbed = train_two_halves("both-holders", *faults)
+    assert disturbed.code == 1
+    assert "no living rank holds the shard of ranks 1, 3" in disturbed.said[-1]
+
+
 def test_nobody_left_ends_the_job_with_the_reason(nemo_zygote: Zygote, tmp_path: Path) -> None:
     faults = (
         "sigkill@before_optimizer:rank=0,step=3",
