@@ -390,7 +390,7 @@ class Coordinator:
         """Open an incident, or add to the one that is open."""
         if self._incidents.open is None:
             self._interrupt(cause)
-        self._incidents.attribute(cause)
+        self._incidents.add_cause(cause)
         if cause.kind is CauseKind.LOSS:
             verdict = self._incidents.verdict(cause, self._high_water)
             if verdict is not None:
@@ -505,7 +505,7 @@ class Coordinator:
             self._note_progress_at_s = now_s + _NOTE_PROGRESS_EVERY_S
             self._incidents.emit("progress", "point", high_water=self._high_water)
         if self._standings.oldest >= self._target:
-            self._incidents.recovered(self._high_water)
+            self._incidents.recovered(self._target, self._high_water)
 
     def _coming(self) -> int:
         return self.generation + 1
@@ -583,7 +583,7 @@ class Coordinator:
 
     def _finish(self) -> None:
         self._running, self._finishing = False, True
-        self._incidents.recovered(self._high_water)
+        self._incidents.recovered(self._target, self._high_water)
         for rank in self.ranks:
             if rank.state is not WorkerState.GONE:
                 self._roster.move(rank, WorkerState.FINISHED)

@@ -75,7 +75,7 @@ class IncidentTracker:
         self.open, self.recovering = Incident(str(self._count), time.monotonic(), cause), None
         return self.open
 
-    def attribute(self, cause: Cause) -> None:
+    def add_cause(self, cause: Cause) -> None:
         """The open incident has this cause, too; it is told if it explains the others."""
         assert self.open is not None
         self.open.cause = attribute([self.open.cause, cause])
@@ -116,14 +116,15 @@ class IncidentTracker:
             self.step_up(Rung.JOB, why)
             self._say(f"incident {self.recovering.id}: {why}")
 
-    def recovered(self, high_water: int) -> None:
-        """The step that was lost, if one was, has been made again."""
+    def recovered(self, step: int, high_water: int) -> None:
+        """Step ``step``, which was lost (-1: none was), has been made again."""
         incident = self.recovering
         if incident is None:
             return
         seconds = time.monotonic() - incident.opened_at_s
         rung, lost = incident.rung.label, None if high_water == NO_STEP else incident.steps_lost
-        self.emit("recovered", "point", seconds=seconds, rung=rung, steps_lost=lost)
+        made = None if step == NO_STEP else step
+        self.emit("recovered", "point", seconds=seconds, rung=rung, steps_lost=lost, step=made)
         self.recovering = None
         self._say(recovered_line(incident.id, seconds, rung, lost))
 

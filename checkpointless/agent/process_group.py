@@ -25,7 +25,7 @@ class ProcessGroup:
     def __init__(self, leader: int, folder: Path | None) -> None:
         self.leader = leader
         self._folder = folder
-        self._killed: set[int] = set()
+        self._killed = {leader}
 
     def kill(self) -> None:
         """SIGKILL all of them. Only while the leader has not been waited for: then its pid is free for others."""

@@ -5,9 +5,10 @@ A data-loader worker hands tensors over through a Unix socket in its temporary f
 an agent makes a folder in which each rank's process has one of its own, shared with all that it starts, and
 removes that when the process has ended, however it ended.
 
-An agent that is killed leaves its folder. It held a lock on it, which ended with it: the next agent removes folders
-that nobody has locked. Since nodes may share a file system and yet not hear of each other's locks, the name of a
-folder tells whose kernel knows.
+An agent that is killed leaves its folder. It held a lock on it, which ended with it (and with the ranks, if it was
+forked with them): the next agent removes folders that nobody has locked. Since nodes may share a file system and
+yet not hear of each other's locks, the name of a folder tells whose kernel knows; those from before a machine was
+started anew are left to whoever cleans up its temporary files.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "ckpl-"  # short: see the next line
 _LONGEST_SOCKET_PATH = 107  # sockaddr_un's sun_path, without its end
 _BELOW = "/ckpl-kernel12345678/4194304/pymp-12345678/listener-12345678"
-LONGEST_TMPDIR = _LONGEST_SOCKET_PATH - len(_BELOW)
+_LONGEST_TMPDIR = _LONGEST_SOCKET_PATH - len(_BELOW)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TRIES = 5
 
@@ -82,8 +83,8 @@ def remove(folder: Path | None, pid: int) -> None:
 def _make() -> tuple[Path, int]:
     """A new folder, and the descriptor that locks it."""
     parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > LONGEST_TMPDIR:
-        raise OSError(f"{parent} is longer than {LONGEST_TMPDIR} bytes, and so too long for sockets below it")
+    if len(os.fsencode(parent)) > _LONGEST_TMPDIR:
+        raise OSError(f"{parent} is longer than {_LONGEST_TMPDIR} bytes, and so too long for sockets below it")
     prefix = _PREFIX + _kernel()
     _remove_abandoned(Path(parent), prefix)
     for _ in range(_TRIES):

@@ -28,7 +28,7 @@ def remove_unused() -> None:
     """Remove the sockets in this process's folder whose makers have ended.
 
     Raises:
-        OSError: the kernel does not tell which sockets are bound.
+        OSError: there is no temporary folder, or the kernel does not tell which sockets are bound.
     """
     found = [str(path) for path in Path(util.get_temp_dir()).glob("listener-*")]
     if not found:

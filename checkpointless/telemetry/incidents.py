@@ -51,7 +51,7 @@ class IncidentSummary:
         culprit: the rank that failed, or None.
         how: how it was detected ("" if no event says so).
         start_ns: UTC nanoseconds: the injected fault where it is known, else the first event.
-        end_ns: UTC nanoseconds: the end of the last rank's ``first_step``; None unless resumed.
+        end_ns: UTC nanoseconds: the end of the last rank's ``first_step``, as far as known; None unless resumed.
         headline_s: seconds from start to end; None unless resumed.
         stages_s: seconds of each stage that happened, in order: of the rank that took longest. ``detect`` runs from
             the injected fault to the first notice of it.
@@ -232,9 +232,14 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
 
 
 def _detection(events: Sequence[Event]) -> Event:
-    """The one that knows best: the last, since victims are often heard first, but of those that blame a rank."""
+    """The one that knows best: the last, since victims are often heard first, that is no victim."""
     told = [event for event in events if event.stage == "detect"] or events[:1]
-    return ([event for event in told if isinstance(event.fields.get("culprit"), int)] or told)[-1]
+    return ([event for event in told if not _tells_of_a_victim(event)] or told)[-1]
+
+
+def _tells_of_a_victim(detect: Event) -> bool:
+    """An exception for which nobody is blamed; for the loss of a node nobody is, either."""
+    return detect.fields.get("how") == "exception" and not isinstance(detect.fields.get("culprit"), int)
 
 
 def _generation(events: Sequence[Event]) -> int:
@@ -290,7 +295,8 @@ def _end(events: Sequence[Event], generation: int) -> Event | None:
         if event.stage == "first_step" and event.edge == "end" and "error" not in event.fields
     }
     if not ranks <= committed.keys():
-        return next((event for event in events if event.stage == "recovered"), None)
+        made = (event for event in events if event.stage == "recovered")
+        return next((event for event in made if isinstance(event.fields.get("step"), int)), None)
     return max(committed.values(), key=lambda event: event.ts)
 
 

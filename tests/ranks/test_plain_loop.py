@@ -57,8 +57,8 @@ def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_
     assert verdict.equal, f"{verdict.sentence}\n{disturbed.story()}"
     assert verdict.steps == STEPS
 
-    faults = tuple(f"sigkill@before_optimizer:rank={rank},step=3" for rank in (1, 3))
-    disturbed = train_two_halves("both-holders", *faults)
+    both = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
+    disturbed = train_two_halves("both-holders", *both)
     assert disturbed.code == 1
     assert "no living rank holds the shard of ranks 1, 3" in disturbed.said[-1]
 

@@ -132,13 +132,34 @@ def test_a_step_that_a_rank_made_but_could_not_write_down_any_more_was_made() ->
     script.detect(0, 0, "i1", culprit=1)
     done = script.recovery(10, 0, "i1", ranks=3, lengths={})
     script.events.pop()
-    script.add(done + 5, "recovered", "point", None, 1, "i1", seconds=0.1, rung="process", steps_lost=0)
+    script.add(done + 5, "recovered", "point", None, 1, "i1", seconds=0.1, rung="process", steps_lost=0, step=8)
     script.detect(done + 6, 1, "i2", culprit=2)
     script.recovery(done + 10, 1, "i2", ranks=3, lengths={})
     first, second = summarize(script.events)
     assert (first.outcome, second.outcome) == (Outcome.RESUMED, Outcome.RESUMED)
     assert first.headline_s == pytest.approx((done + 5) / 1000)
     assert sum(first.tiles_s.values()) == pytest.approx(first.headline_s)
+
+
+def test_where_no_step_was_to_be_made_nothing_has_been_recovered() -> None:
+    """All were together, and failed again in set-up."""
+    script = Script()
+    script.detect(0, 0, "i1", culprit=1)
+    for rank in range(2):
+        script.span(10 + rank, 1, "init", rank, 1, "i1")
+    script.add(15, "recovered", "point", None, 1, "i1", seconds=0.0, rung="in-process", steps_lost=None, step=None)
+    script.detect(20, 1, "i2", culprit=1)
+    first, _ = summarize(script.events)
+    assert first.outcome is Outcome.ESCALATED
+
+
+def test_the_loss_of_a_node_explains_an_exception_that_was_told_before() -> None:
+    script = Script()
+    script.detect(100, 0, "i1", culprit=1)
+    script.add(104, "detect", "point", None, 0, "i1", cause="node 1 was lost", culprit=None, how="node")
+    script.recovery(120, 0, "i1", ranks=2, lengths={})
+    summary = one(script)
+    assert (summary.cause, summary.culprit) == ("node 1 was lost", None)
 
 
 def test_a_victim_that_is_told_last_is_not_what_an_incident_came_from() -> None:
