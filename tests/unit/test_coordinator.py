@@ -514,7 +514,7 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
     return Answered(number, rank, more, "a stack")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.booleans(), st.lists(EVENTS, max_size=60))
 def test_no_order_of_messages_makes_it_raise_or_begin_without_every_rank(begun: bool, events: list[Any]) -> None:
     observer = Observer()

@@ -163,7 +163,7 @@ def test_a_job_that_had_not_begun_begins() -> None:
 STATE = st.sampled_from([state for state in STATES if state is not WorkerState.FINISHED])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(STATE, min_size=4, max_size=4), st.tuples(st.integers(0, 3), st.integers(0, 3)), st.booleans())
 def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
     states: list[WorkerState], generations: tuple[int, int], held: bool

@@ -53,7 +53,7 @@ trees = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(keys, inner) | st.lists(inner).map(tuple),
     max_leaves=12,
 )
-in_a_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+in_a_folder = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 # --- one file ----------------------------------------------------------------------------------------------------

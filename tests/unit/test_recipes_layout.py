@@ -125,7 +125,7 @@ def test_a_rank_finds_its_replicas_where_the_layout_says(sharded: bool, monkeypa
 
 
 @pytest.mark.nemo
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layout=layouts())
 def test_any_layout_is_laid_out_as_megatron_does(layout: Layout) -> None:
     with pytest.MonkeyPatch.context() as patch, megatron(layout, patch) as groups:
@@ -135,7 +135,7 @@ def test_any_layout_is_laid_out_as_megatron_does(layout: Layout) -> None:
     assert dense == sorted(layout.groups(layout._sizes(), ("cp", "dp")))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(layout=layouts())
 def test_every_rank_is_in_one_replica_group(layout: Layout) -> None:
     try:
@@ -149,7 +149,7 @@ def test_every_rank_is_in_one_replica_group(layout: Layout) -> None:
         assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(layout=layouts())
 def test_lost_with_a_node_means_what_it_says(layout: Layout) -> None:
     lost, groups = set(layout.lost_with_a_node()), layout.replica_groups()

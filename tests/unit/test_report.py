@@ -206,7 +206,7 @@ LOGS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LOGS)
 def test_any_log_has_a_report(events: list[Event]) -> None:
     document = json.loads(as_json(build_report("x", events)))

@@ -158,7 +158,7 @@ def test_every_stage_has_a_colour() -> None:
     assert sorted(coloured) == sorted([*STAGES, "respawn"])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(LOGS)
 def test_any_log_has_a_page(events: list[Event]) -> None:
     check(page_of(events))

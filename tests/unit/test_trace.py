@@ -126,7 +126,7 @@ def test_a_thousand_ranks() -> None:
     assert len(text) < 10_000_000
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LOGS)
 def test_any_log_makes_a_trace_that_follows_the_rules(events: list[Event]) -> None:
     check(trace_of(events))
