@@ -164,6 +164,7 @@ def run_nodes(
             actor.join(timeout=20)
             if actor.error is not None:
                 raise actor.error
+            assert not actor.is_alive(), "the job is over, and what was to be done to it is not"
         if coordinator is not None:
             coordinator.end()
     finally:

@@ -60,7 +60,8 @@ def test_each_incident_is_logged_once_where_the_loss_goes_on(disturb: Disturb, t
     scraper = Scraper(free_port())
     logger = f"trainer.logger={{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: {tmp_path}}}"
     # Before the vote of step 2, and not earlier: rank 0 has logged step 1 by then.
-    faults = ("exception@before_optimizer:rank=1,step=2", "sigkill@forward:rank=0,step=4")
+    faults = ["exception@before_optimizer:rank=1,step=2", "sigkill@forward:rank=0,step=4"]
+    faults.append("slow@forward:rank=1,step=5,seconds=4")  # events are read once per second, and this job takes two
     job = disturb(2, 5, *faults, args=(logger,), http_port=scraper.port, meanwhile=scraper)
 
     calm = list(rows(tmp_path / "lightning_logs" / "version_0"))  # the run without faults
