@@ -1,6 +1,7 @@
 """A rank's random streams: taken, kept as bytes, and put back bit for bit.
 
-They are taken twice per optimizer step, so what is slow to read is not read again while it has not moved.
+They are taken twice per optimizer step, so what is slow to read is not read again while it has not moved. A fault
+may interrupt that between any two instructions: what was seen and what came of it are kept in one assignment.
 """
 
 from __future__ import annotations
@@ -143,14 +144,15 @@ class _PythonStream:
     """Python's own stream; its words are packed again only if it has moved."""
 
     def __init__(self) -> None:
-        self._words: tuple[int, ...] = ()
-        self._packed = b""
+        self._taken: tuple[tuple[int, ...], bytes] = ((), b"")  # the words, and as bytes
 
     def take(self) -> bytes:
         version, words, gauss = random.getstate()
-        if words != self._words:
-            self._words, self._packed = words, array("I", words).tobytes()
-        return _PYTHON.pack(version, gauss is not None, gauss or 0.0) + self._packed
+        seen, packed = self._taken
+        if words != seen:
+            packed = array("I", words).tobytes()
+            self._taken = (words, packed)
+        return _PYTHON.pack(version, gauss is not None, gauss or 0.0) + packed
 
     def put_back(self, state: bytes) -> None:
         version, has_gauss, gauss = _PYTHON.unpack_from(state)
@@ -161,35 +163,35 @@ class _NumpyStream:
     """NumPy's global stream. ``get_state`` is slow (60 us): the words in memory say whether it has to be asked."""
 
     def __init__(self) -> None:
-        self._generator: Any = None
-        self._address = 0  # of its state; 0 where it is of another kind than NumPy's default
-        self._seen = b""
-        self._state = b""
-        self._pending = False  # a second normal number, which can be used up without a word being drawn
+        self._generator: tuple[Any, int] = (None, 0)  # and where its state is; 0: it is not NumPy's default kind
+        self._taken = (b"", b"")  # the memory, and the state; nothing if the state may change without the memory
 
     def take(self, numpy_random: Any) -> bytes:
-        seen = self._look(numpy_random)
-        if not seen or seen != self._seen or self._pending:
+        memory = self._look(numpy_random)
+        seen, state = self._taken
+        if not memory or memory != seen:
             name, keys, position, has_gauss, cached = numpy_random.get_state()
-            self._state = _NUMPY.pack(name.encode(), int(position), bool(has_gauss), float(cached)) + keys.tobytes()
-            self._seen, self._pending = seen, bool(has_gauss)
-        return self._state
+            state = _NUMPY.pack(name.encode(), int(position), bool(has_gauss), float(cached)) + keys.tobytes()
+            # A second normal number that is pending can be used up without a word being drawn.
+            self._taken = (b"", b"") if has_gauss else (memory, state)
+        return state
 
     def put_back(self, state: bytes, numpy_random: Any) -> None:
         name, position, has_gauss, cached = _NUMPY.unpack_from(state)
         keys = array("I", state[_NUMPY.size :])
-        self._seen = b""
+        self._taken = (b"", b"")
         numpy_random.set_state((name.rstrip(b"\0").decode(), keys, position, int(has_gauss), cached))
 
     def _look(self, numpy_random: Any) -> bytes:
         """The generator's memory, and whose; nothing where it is of another kind than NumPy's default."""
         generator: Any = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
-        if generator is not self._generator:
-            known = type(generator).__name__ == "MT19937"
-            self._generator, self._address = generator, int(generator.ctypes.state_address) if known else 0
-        if not self._address:
+        known, address = self._generator
+        if generator is not known:
+            address = int(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else 0
+            self._generator = (generator, address)
+        if not address:
             return b""
-        return self._address.to_bytes(8, "little") + ctypes.string_at(self._address, _MT19937_BYTES)
+        return address.to_bytes(8, "little") + ctypes.string_at(address, _MT19937_BYTES)
 
 
 class _SourceStream:
@@ -197,15 +199,16 @@ class _SourceStream:
 
     def __init__(self, source: RngSource) -> None:
         self._source = source
-        self._seen: tuple[Any, ...] | None = None
-        self._encoded = b""
+        self._taken: tuple[tuple[Any, ...] | None, bytes] = (None, b"")  # the state, and as bytes
 
     def take(self) -> bytes:
         state = self._source.get()
-        seen = _constant(state)
-        if seen is None or seen != self._seen:
-            self._seen, self._encoded = seen, state_tree.dumps(state)
-        return self._encoded
+        constant = _constant(state)
+        seen, encoded = self._taken
+        if constant is None or constant != seen:
+            encoded = state_tree.dumps(state)
+            self._taken = (constant, encoded)
+        return encoded
 
     def put_back(self, state: Any) -> None:
         self._source.set(state)

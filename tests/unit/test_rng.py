@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from checkpointless.agent.board import Board
+from checkpointless.recovery import rng
 from checkpointless.recovery.rng import RngSource, RngStates, from_board, put_on_board, register_rng_source
 
 
@@ -73,6 +76,66 @@ def test_a_source_may_change_what_it_gave() -> None:
     before = RngStates.capture()
     own["a"] = b"2"
     assert not RngStates.capture().same_streams(before)
+
+
+class Interrupted(BaseException):
+    """As the fault of another rank raises one in the main thread."""
+
+
+def interrupt(run: Callable[[], object], at: int) -> bool:
+    """Run it, and raise right before the ``at``-th instruction in the module, if there are so many."""
+    passed = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal passed
+        if frame.f_code.co_filename != rng.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            passed += 1
+            if passed == at:
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_no_instruction_at_which_a_fault_interrupts_leaves_a_stale_stream() -> None:
+    """Neither when the streams are taken next, nor when they come back to where they were before."""
+    own = {"state": b"first"}
+    register_rng_source("own", RngSource(lambda: dict(own), own.update))
+    usual = np.random.get_bit_generator()
+    at = 0
+    try:
+        while True:
+            at += 1
+            np.random.set_bit_generator(np.random.MT19937(at))
+            own["state"] = b"first"
+            before = RngStates.capture()
+            draw()
+            own["state"] = b"second"
+            interrupted = interrupt(RngStates.capture, at)
+            after = RngStates.capture()
+            assert {name for name in before.streams if before.streams[name] == after.streams[name]} <= {
+                name for name in before.streams if name.startswith("source:") and name != "source:own"
+            }, f"instruction {at}"
+            before.restore()
+            assert RngStates.capture().same_streams(before), f"instruction {at}"
+            after.restore()
+            assert RngStates.capture().same_streams(after), f"instruction {at}"
+            if not interrupted:
+                break
+    finally:
+        np.random.set_bit_generator(usual)
+    assert at > 50, "it was interrupted at each of them"
 
 
 def move_gauss() -> None:
