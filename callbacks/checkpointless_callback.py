@@ -105,7 +105,7 @@ class CheckpointlessCallback(Callback):
         if peft is not None:
             self._try_adapter_checkpointless_restore(trainer, peft.params_to_save)
         wrapper = self.get_wrapper_from_trainer(trainer)
-        if wrapper is not None:
+        if wrapper is not None and not _is_replaying(trainer):
             wrapper.begin_step(trainer.global_step + 1)
 
     @override
@@ -114,7 +114,7 @@ class CheckpointlessCallback(Callback):
     ) -> None:
         """An optimizer step is over; the first one after an incident has the loggers told of it."""
         wrapper = self.get_wrapper_from_trainer(trainer)
-        if wrapper is None:
+        if wrapper is None or _is_replaying(trainer):
             return
         wrapper.end_step()
         if wrapper.incident is not None and wrapper.step_upon_restart == 1:
@@ -133,6 +133,11 @@ class CheckpointlessCallback(Callback):
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None:
             wrapper.beat()
+
+
+def _is_replaying(trainer: pl.Trainer) -> bool:
+    """Whether a committed step is gone through again for what follows its update: it is not in the making."""
+    return bool(getattr(trainer.strategy, "replaying", False))
 
 
 def _clean_tensor_hooks(trainer: pl.Trainer | None) -> None:

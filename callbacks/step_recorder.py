@@ -68,6 +68,8 @@ class StepRecorder(Callback):
         if trainer.global_step == self._recorded:
             return
         self._recorded = trainer.global_step
+        if getattr(trainer.strategy, "replaying", False) and (self._log.last_step() or 0) >= trainer.global_step:
+            return
         self._log.record(
             trainer.global_step, loss_of(outputs), digest_parameters(filter(None, [trainer.strategy.model]))
         )

@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
-from checkpointless.strategies.live_state import InMemoryCheckpoint
+from checkpointless.strategies.boundary import InMemoryCheckpoint
 from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         call.enter_phase("recovery", call.high_water)
         objects = manager.try_checkpointless_load(self.trainer)
         if objects is not None:
+            strategy.restored_from_memory(objects)
             self._loaded_checkpoint = InMemoryCheckpoint(objects["checkpoint"])
             return
         self._from_storage(checkpoint_path, manager, call)

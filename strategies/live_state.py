@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.megatron.state import MegatronTensors
+from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.transfer import Key, TensorEntry
-from checkpointless.strategies.progress import StepBoundary, settle
-
-
-class InMemoryCheckpoint(dict[str, Any]):
-    """A Lightning checkpoint whose model and optimizer tensors are already in their place."""
+from checkpointless.strategies.boundary import take_checkpoint, take_kinds
+from checkpointless.strategies.data_position import DataPosition, take_sampler
+from checkpointless.strategies.replay import StepOutcome
 
 
 class TrainerLiveState:
     """The state of one trainer, as :class:`checkpointless.recovery.live_state.LiveState` asks for it.
 
+    The strategy tells it of every moment of a step, and it takes then what a later step changes.
+
     Args:
         trainer: its strategy has been set up.
+        position: tells where the training stands in its data.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, position: Callable[[], DataPosition] | None = None) -> None:
         self.trainer = trainer
-        self.boundary: StepBoundary | None = None
+        self._position = position
         strategy: Any = trainer.strategy
         self._tensors = MegatronTensors(strategy.megatron_parallel, strategy.optimizers[0].mcore_optimizer)
+        self._moments: dict[tuple[int, Stage], Moment] = {}
+        self._ready: tuple[int, Moment] | None = None  # the step in the making, and what its commit leaves
+        self._update_is_skipped = False
 
     def group(self) -> tuple[int, ...]:
         """The ranks that hold the same shard."""
@@ -44,44 +47,69 @@ class TrainerLiveState:
         """What this rank's update owns."""
         return self._tensors.shard()
 
-    def objects(self, step: int) -> dict[str, Any]:
-        """Loops, schedulers, callbacks, data position and the optimizer's plain values, after ``step``."""
-        trainer = self.trainer
-        settle(trainer, self.boundary, step)
-        checkpoint: dict[str, Any] = {
-            "epoch": trainer.current_epoch,
-            "global_step": trainer.global_step,
-            "pytorch-lightning_version": pl.__version__,
-            "state_dict": {},
-            "optimizer_states": [],
-            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
-            "callbacks": call._call_callbacks_state_dict(trainer),
-            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        }
-        datamodule = getattr(trainer, "datamodule", None)
-        if datamodule is not None:
-            checkpoint[type(datamodule).__qualname__] = call._call_lightning_datamodule_hook(trainer, "state_dict")
-        consumed = _consumed_samples(trainer)
-        sampler = _sampler(trainer)
-        if sampler is not None and not self.has_begun():
-            # No batch has been asked for: what the sampler started from is where the job stands. The sampler's own
-            # formula counts the steps before a restore twice until the data loader is made.
-            consumed = int(sampler.init_consumed_samples)
-            if datamodule is not None and "consumed_samples" in checkpoint[type(datamodule).__qualname__]:
-                checkpoint[type(datamodule).__qualname__]["consumed_samples"] = consumed
-        return {
-            "checkpoint": checkpoint,
-            "consumed_samples": consumed,
-            "megatron": self._tensors.objects(),
-        }
+    # --- while training -------------------------------------------------------------------------------------------
 
-    def has_begun(self) -> bool:
-        """Whether a step has begun since the state was loaded."""
-        return self.boundary is not None
+    def reached(self, step: int, stage: Stage) -> None:
+        """The trainer is at ``stage`` after ``step``: take what belongs to that moment."""
+        self._moments = {**self._moments, (step, stage): self._take()}
+
+    def ready(self, step: int, outcome: StepOutcome) -> None:
+        """The gradients of ``step`` are final: take what the step has changed before its commit.
+
+        Args:
+            step: the optimizer step in the making.
+            outcome: what it came to.
+        """
+        self._update_is_skipped = not outcome.succeeded
+        changed = {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()}
+        objects = {"optimizer": changed, "outcome": outcome.to_plain()}
+        self._ready = step, Moment(objects, self._tensors.copy_buffers())
+
+    def applied(self, step: int) -> None:
+        """The update of ``step`` is applied: no rank goes back behind the step before it any more."""
+        newest = max((key for key in self._moments if key[0] < step), default=None)
+        kept = {key: moment for key, moment in self._moments.items() if key == newest or key[0] >= step}
+        self._moments = kept
+        if self._ready is not None and self._ready[0] == step:
+            self._ready[1].objects["optimizer"]["groups"] = self._tensors.groups()
+
+    def _take(self) -> Moment:
+        trainer = self.trainer
+        position = self._position() if self._position is not None else DataPosition(0, 0)
+        objects = {
+            "checkpoint": take_checkpoint(trainer),
+            "kinds": take_kinds(trainer),
+            "sampler": take_sampler(trainer),
+            "data": [position.fetched, position.delivered, position.began_at, position.consumed],
+            "optimizer": {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()},
+            "outcome": None,
+        }
+        return Moment(objects, self._tensors.copy_buffers())
+
+    # --- when a fault comes ---------------------------------------------------------------------------------------
+
+    def moments(self, step: int) -> Mapping[Stage, Moment]:
+        """What was taken after ``step``, and what its commit left of what was taken before it."""
+        found = {stage: moment for (at, stage), moment in self._moments.items() if at == step}
+        before = max((key for key in self._moments if key[0] == step - 1), default=None)
+        if Stage.COMMITTED not in found and self._ready is not None and self._ready[0] == step and before:
+            changed = self._ready[1]
+            objects = {**self._moments[before].objects, **changed.objects}
+            found[Stage.COMMITTED] = Moment(objects, changed.buffers)
+        state = self._tensors.plain_state()
+        return {stage: _with_state(moment, state) for stage, moment in sorted(found.items())}
+
+    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+        """Tensors and objects are in place: those after ``step`` at ``stage``."""
+        self._moments = {(step, stage): Moment(objects, self._tensors.copy_buffers())}
+        self._ready = None
 
     def apply_held_update(self) -> None:
-        """Apply the update whose final gradients are held."""
-        self._tensors.apply_held_update()
+        """Apply the update whose final gradients are held; nothing if they had overflowed."""
+        if not self._update_is_skipped:
+            self._tensors.apply_held_update()
+        if self._ready is not None:
+            self.applied(self._ready[0])
 
     def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
         """Use those of ``tensors`` themselves that can be used without a copy."""
@@ -92,36 +120,15 @@ class TrainerLiveState:
         return self._tensors.room(entries)
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put the optimizer's plain values and the data position back; the rest is Lightning's to load."""
-        self._tensors.load_objects(objects["megatron"])
-        consumed, step = objects["consumed_samples"], objects["checkpoint"]["global_step"]
-        sampler: Any = _sampler(self.trainer)
-        datamodule = getattr(self.trainer, "datamodule", None)
-        if consumed is not None and sampler is not None and not is_overridden("load_state_dict", datamodule):
-            sampler.init_consumed_samples = sampler.prev_consumed_samples = consumed
-            sampler.init_global_step = step
-            sampler.if_first_step = 1
+        """Put the optimizer's plain values back; the rest is the strategy's and Lightning's to load."""
+        self._tensors.load_objects(objects["optimizer"])
 
     def settle(self) -> None:
         """Derive the parameters from all ranks' shards. Collective."""
         self._tensors.settle()
 
 
-def samples_per_step(trainer: pl.Trainer) -> int | None:
-    """How many samples of the whole job a step takes; None if no Megatron sampler says so, or it varies."""
-    sampler = _sampler(trainer)
-    size = getattr(sampler, "global_batch_size", None)
-    return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None
-
-
-def _sampler(trainer: pl.Trainer) -> Any:
-    sampler = getattr(trainer.strategy, "data_sampler", None)
-    return sampler if hasattr(sampler, "init_consumed_samples") else None
-
-
-def _consumed_samples(trainer: pl.Trainer) -> int | None:
-    """How many samples of the whole job lie behind ``trainer.global_step``, for a Megatron sampler."""
-    sampler = _sampler(trainer)
-    if sampler is None:
-        return None
-    return int(sampler.compute_consumed_samples(trainer.global_step - sampler.init_global_step))
+def _with_state(moment: Moment, state: Mapping[Key, Any]) -> Moment:
+    """``moment`` with the optimizer's plain state, which nothing but an update changes."""
+    optimizer = {**moment.objects["optimizer"], "state": state}
+    return Moment({**moment.objects, "optimizer": optimizer}, moment.buffers)

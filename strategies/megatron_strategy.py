@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.trainer import call as lightning_call
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.utils import get_model_config
 from nemo.lightning.pytorch.strategies import MegatronStrategy
@@ -21,15 +23,26 @@ from checkpointless.callbacks.external import without_external
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.megatron import cleanup as megatron_cleanup
-from checkpointless.megatron.update import GuardedUpdate
+from checkpointless.megatron.update import GuardedUpdate, NotedNorms
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.guard import vote
+from checkpointless.recovery.moment import Stage
 from checkpointless.strategies import chatter, cleanup, one_logger
+from checkpointless.strategies.boundary import InMemoryCheckpoint, put_kinds
 from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
-from checkpointless.strategies.live_state import InMemoryCheckpoint, TrainerLiveState, samples_per_step
+from checkpointless.strategies.data_position import (
+    DataPosition,
+    TrackedSampler,
+    keeps_its_position,
+    put_sampler,
+    samples_per_step,
+    track,
+)
+from checkpointless.strategies.live_state import TrainerLiveState
+from checkpointless.strategies.loops import Resumption, make_resumable
 from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained_names
 from checkpointless.strategies.phases import PhasedIterator, announce_gradient_sync
-from checkpointless.strategies.progress import StepBoundary
+from checkpointless.strategies.replay import KeptReduction, StepOutcome, StepOutcomes, with_own_loss
 from checkpointless.strategies.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.telemetry.events import event_log
 
@@ -64,8 +77,12 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._manager: CheckpointManager | None = None
         self._rebuild_began_s = 0.0
         self._fault_injection: HPFaultInjectionCallback | None = None
-        self._records_steps = False
         self._worker_seed = WorkerSeed()
+        self._guard: GuardedUpdate | None = None
+        self._outcomes: StepOutcomes | None = None
+        self._restored_objects: dict[str, Any] | None = None  # what memory gave, until the loops go on
+        self._tracked: TrackedSampler | None = None
+        self._overflowed = False
         if self._call is None:
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
@@ -85,6 +102,11 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
     def checkpoint_manager(self) -> CheckpointManager | None:
         """Keeps the state of this rank over restarts; None where recovery is switched off."""
         return self._manager
+
+    @property
+    def replaying(self) -> bool:
+        """Whether a step that is committed is gone through again, for what follows its update."""
+        return self._outcomes is not None and self._outcomes.replayed is not None
 
     def get_wrapper(self) -> HPCallWrapper | None:
         """The wrapper whose block this strategy runs in."""
@@ -144,11 +166,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             register = getattr(part, "register_attributes", None)
             if register is not None:
                 register(trainer)
-        if trainer.max_epochs is not None and trainer.max_epochs > 1:
-            logger.warning(
-                "max_epochs=%d: a run that is recovered in a later epoch is not bit-identical yet",
-                trainer.max_epochs,
-            )
+        make_resumable(trainer, self)
         trainer._checkpoint_connector = CheckpointlessCompatibleConnector.adopt(trainer._checkpoint_connector)
         callback = next(each for each in _callbacks(trainer) if isinstance(each, CheckpointlessCallback))
         call.restart_in_process = callback.enable_inprocess
@@ -159,7 +177,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             if callback.enable_checksum:
                 self._manager.enable_checksum = True
         if not self._awaits_adapters:
-            self._guard(trainer, call)
+            self._take_hold(trainer, call)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -167,7 +185,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         super().setup_optimizers(trainer)
         if self._awaits_adapters and self._call is not None:
             self._awaits_adapters = False
-            self._guard(trainer, self._call)
+            self._take_hold(trainer, self._call)
 
     @override
     def selective_restore(self) -> None:
@@ -210,7 +228,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             manager.params_to_save = {*params_to_save, *trained_names(self.megatron_parallel)}
         if self._restored_without_adapters:
             self._restored_without_adapters = False
-            manager.store_rng_states(self.trainer.global_step, at_batch_start=True)
+            self.reached(Stage.CHECKED)
             vote()  # who is attached can be recovered from: by then every rank's streams are on its board
             manager.attach(self._live, self.trainer.global_step)
 
@@ -228,23 +246,119 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     def restored(self) -> None:
         """The state is whole: from memory, from storage, or that of a new job."""
-        call = self._call
-        if call is None or self._manager is None:
+        call, manager = self._call, self._manager
+        if call is None or manager is None:
             return
-        self._worker_seed.agree(self._manager.rng_of(self.trainer.global_step))
+        step = self.trainer.global_step
+        self._worker_seed.agree(manager.rng_of(step))
+        if self._restored_objects is not None:
+            self._resume(self._restored_objects)
         if self._awaits_adapters:
             self._restored_without_adapters = True
         else:
-            self._manager.attach(self.live_state(), self.trainer.global_step)
+            if self._restored_objects is None:
+                self.reached(Stage.LOADED)
+            manager.attach(self.live_state(), step)
         call.begin_data(samples_per_step(self.trainer))
+
+    def restored_from_memory(self, objects: dict[str, Any]) -> None:
+        """The tensors are in their place.
+
+        Args:
+            objects: the rest of the state; what Lightning does not load is put back when it has loaded its part.
+        """
+        self._restored_objects = objects
+
+    def _resume(self, objects: dict[str, Any]) -> None:
+        """Lightning has loaded its part of the state: put back the rest, and say where the loops go on."""
+        manager = self._manager
+        assert manager is not None
+        assert manager.resumed_at is not None
+        _, stage = manager.resumed_at
+        put_kinds(self.trainer, objects["kinds"])
+        put_sampler(self.trainer, objects["sampler"])
+        if stage is Stage.LOADED:
+            self._restored_objects = None
+            manager.restore_streams()
+            return
+        resumption = Resumption(stage, lambda: self._go_on(objects), lambda run: self._do_again(objects, run))
+        self.trainer.fit_loop.resumption = resumption  # type: ignore[attr-defined]
+
+    def _go_on(self, objects: dict[str, Any]) -> None:
+        """The loops have begun, with hooks and iterators that changed what was put back: put it back again."""
+        trainer, manager = self.trainer, self._manager
+        assert manager is not None
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        position = DataPosition(*objects["data"])
+        if manager.resumed_at is not None and manager.resumed_at[1] is not Stage.TURNED:
+            self._take_what_was_delivered(fetcher, position)
+            fetcher.fetched = position.fetched
+            fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
+            epoch_loop.not_delivered = position.fetched - position.delivered
+        lightning_call._call_callbacks_load_state_dict(trainer, objects["checkpoint"])
+        put_kinds(trainer, objects["kinds"])
+        put_sampler(trainer, objects["sampler"])
+        self._restored_objects = None
+        manager.restore_streams()
+
+    def _take_what_was_delivered(self, fetcher: Any, position: DataPosition) -> None:
+        """Bring an iterator whose batches only the dataset knows behind those that were delivered."""
+        loaders = self.trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+        if self._tracked is None and not any(keeps_its_position(loader) for loader in loaders):
+            for _ in range(position.delivered):
+                next(fetcher.iterator)
+
+    def _do_again(self, objects: dict[str, Any], run: Callable[[], None]) -> None:
+        """Have Lightning go through the last committed step again, without computing it."""
+        assert self._outcomes is not None
+        assert self._manager is not None
+        outcome = StepOutcome(**objects["outcome"])
+        step, _ = self._manager.resumed_at or (-1, Stage.COMMITTED)
+        states = self._manager.rng_of(step)
+        with self._outcomes.replay(with_own_loss(outcome, states.loss if states is not None else None)):
+            run()
+
+    def reached(self, stage: Stage) -> None:
+        """The loops are at ``stage`` after the newest step: take what belongs to that moment."""
+        if self._manager is not None and self._live is not None:
+            step = self.trainer.global_step
+            self._live.reached(step, stage)
+            self._manager.store_rng_states(step, stage=stage)
+
+    def _position(self) -> DataPosition:
+        """Where the training stands in its data."""
+        fit_loop: Any = self.trainer.fit_loop
+        fetcher = fit_loop._data_fetcher
+        fetched = fetcher.fetched if fetcher is not None else 0
+        tracked = self._tracked
+        return DataPosition(
+            fetched,
+            fetched - fit_loop.epoch_loop.not_delivered,
+            tracked.began_at if tracked is not None else None,
+            tracked.consumed if tracked is not None else None,
+        )
 
     @override
     def process_dataloader(self, dataloader: DataLoader) -> DataLoader:
         """Deal the samples out to the ranks, and make what workers draw independent of faults."""
+        training = self._call is not None and self._manager is not None and self.trainer.training
+        objects = self._restored_objects
+        if training and objects is not None:  # so that it is made as it was made at the start
+            put_sampler(self.trainer, objects["sampler"])
         loader = super().process_dataloader(dataloader)
+        if training and self._manager is not None:
+            position = self._begin_at(objects)
+            self._tracked = None if keeps_its_position(loader) else track(loader, self._manager, position)
         if self._worker_seed.value is not None:
             repeat_worker_draws(loader, self._worker_seed.value, self.trainer)
         return loader
+
+    def _begin_at(self, objects: dict[str, Any] | None) -> DataPosition | None:
+        resumed_at = self._manager.resumed_at if self._manager is not None else None
+        if objects is None or resumed_at is None:
+            return None
+        return dataclasses.replace(DataPosition(*objects["data"]), within=resumed_at[1] is not Stage.TURNED)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -264,48 +378,51 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             super().load_optimizer_state_dict(checkpoint, selective_restore=selective_restore)
 
     def on_train_start(self) -> None:
-        """The loop starts: streams that were taken before the next batch was asked for are put back here."""
+        """The loop starts."""
         chatter.speak()
         if self._call is not None:
             announce_gradient_sync(get_model_config(self.megatron_parallel[0]), self._call)
-        if self._manager is not None:
-            self._manager.restore_rng_at(batch_start=False)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A step begins: take note of where the loop and the random streams stand."""
-        super().on_train_batch_start(batch, batch_idx)
-        if self._manager is not None and self._live is not None:
-            step = self.trainer.global_step
-            self._manager.restore_rng_at(batch_start=True)
-            self._live.boundary = StepBoundary.take(self.trainer, step + 1)
-            self._manager.store_rng_states(step, at_batch_start=True)
 
     @override
     def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one training step."""
-        call = self._call
+        call, outcomes = self._call, self._outcomes
+        if outcomes is not None and outcomes.replayed is not None:
+            return super().training_step(
+                dataloader_iter, *args, loss_reduction=KeptReduction(outcomes.replayed), **kwargs
+            )
         if call is not None:
             dataloader_iter = PhasedIterator.around(dataloader_iter, call)
         output = super().training_step(dataloader_iter, *args, **kwargs)
-        if call is not None and self._records_steps:
+        if call is not None:
             call.making_loss = loss_of(output)
         return output
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one optimizer step; one that the gradient scaler skipped counts as committed too."""
-        output = super().optimizer_step(*args, **kwargs)
-        call = self._call
-        if call is not None and self._manager is not None:
-            lock = call.parameter_update_lock
-            if lock.committed < call.making_step:
-                self._manager.store_rng_states(call.making_step, loss=call.making_loss)
-                self._manager.replicate_rng_states(call.making_step)
-                with lock.update(call.making_step):
-                    pass
-                call.committed(call.making_step)
+        call, outcomes = self._call, self._outcomes
+        if call is None or outcomes is None or self._guard is None or self._manager is None:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        if outcomes.replayed is not None:
+            return self._replay_optimizer_step(outcomes.replayed, optimizer, *args, **kwargs)
+        self._overflowed = False
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        if call.parameter_update_lock.committed < call.making_step:
+            self._overflowed = True
+            self._guard.skip()
         return output
+
+    def _replay_optimizer_step(self, outcome: StepOutcome, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        mcore_optimizer: Any = self.optimizers[0].mcore_optimizer
+        kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
+        mcore_optimizer.step = lambda: kept
+        try:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        finally:
+            del mcore_optimizer.step
+            if self._manager is not None:
+                self._manager.restore_streams()
 
     @override
     def teardown(self) -> None:
@@ -317,14 +434,18 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             return
         super().teardown()
 
-    def _guard(self, trainer: pl.Trainer, call: HPCallWrapper) -> None:
+    def _take_hold(self, trainer: pl.Trainer, call: HPCallWrapper) -> None:
         """Model and optimizer are built: take hold of them, and guard the update."""
-        self._live = TrainerLiveState(trainer)
-        GuardedUpdate(
-            self.optimizers[0].mcore_optimizer,
+        optimizer = self.optimizers[0].mcore_optimizer
+        self._live = live = TrainerLiveState(trainer, self._position)
+        self._outcomes = StepOutcomes(NotedNorms(optimizer), lambda: self._position().fetched)
+        self.megatron_parallel.callbacks.add(self._outcomes)
+        self._guard = GuardedUpdate(
+            optimizer,
             lock=call.parameter_update_lock,
             step=lambda: call.making_step,
             ready=self._gradients_are_final,
+            applied=live.applied,
             committed=call.committed,
             phase=call.enter_phase,
         )
@@ -343,14 +464,14 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             added.append(self._fault_injection)
             self._fault_injection.listen()
         present.extend(added)
-        self._records_steps = any(isinstance(callback, StepRecorder) for callback in present)
 
     def _gradients_are_final(self, step: int) -> None:
         call = self._call
         if call is None:
             return
         call.enter_phase("before_optimizer", step)
-        if self._manager is not None:
+        if self._manager is not None and self._live is not None and self._outcomes is not None:
+            self._live.ready(step, self._outcomes.outcome(succeeded=not self._overflowed))
             self._manager.store_rng_states(step, loss=call.making_loss)
             self._manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)

@@ -40,7 +40,6 @@ class StateBeforeAdapters(TrainerLiveState):
     def __init__(self, trainer: pl.Trainer) -> None:
         strategy: Any = trainer.strategy
         self.trainer = trainer
-        self.boundary = None
         self._tensors = MegatronTensors(strategy.megatron_parallel, None)
 
     @override

@@ -50,7 +50,7 @@ class Board:
     """
 
     SLOT_BYTES = 256 * 1024
-    SERIES = 3  # a rank's streams after a step, those at the start of the next batch, and another rank's
+    SERIES = 7  # a rank's streams at each moment after a step, those of a neighbour, and at the begin of the data
     SIZE = _SLOTS_OFFSET + 2 * SERIES * SLOT_BYTES
 
     def __init__(self, fd: int) -> None:
@@ -125,6 +125,11 @@ class Board:
         self._memory[start : start + len(payload)] = payload
         _SLOT.pack_into(self._memory, offset, step, len(payload), zlib.crc32(payload))
 
+    def drop_snapshot(self, step: int, series: int) -> None:
+        """Forget what :meth:`put_snapshot` kept."""
+        if self._read_step(step, series) == step:
+            _SLOT.pack_into(self._memory, self._offset(step, series), NO_STEP, 0, 0)
+
     def snapshot(self, step: int, series: int = 0) -> bytes | None:
         """The snapshot after ``step``, or None if it is not (wholly) there."""
         return self._read_slot(step, self._offset(step, series))
@@ -136,6 +141,10 @@ class Board:
 
     def _offset(self, step: int, series: int) -> int:
         return _SLOTS_OFFSET + (2 * series + step % 2) * self.SLOT_BYTES
+
+    def _read_step(self, step: int, series: int) -> int:
+        found, _, _ = _SLOT.unpack_from(self._memory, self._offset(step, series))
+        return int(found)
 
     def _read_slot(self, step: int, offset: int) -> bytes | None:
         found, length, crc = _SLOT.unpack_from(self._memory, offset)

@@ -30,18 +30,18 @@ class MegatronTensors(TrainingTensors):
         """The ranks that hold the same shard."""
         return replica_group(self.optimizers)
 
-    @override
-    def objects(self) -> dict[str, Any]:
-        """The optimizers' plain values and the loss scaler."""
-        scalers = [
-            scaler.state_dict() if (scaler := getattr(optimizer, "grad_scaler", None)) is not None else None
+    def scalers(self) -> list[dict[str, Any] | None]:
+        """The state of every optimizer's loss scaler, copied; None for one that has none."""
+        return [
+            {name: _copy(value) for name, value in scaler.state_dict().items()}
+            if (scaler := getattr(optimizer, "grad_scaler", None)) is not None
+            else None
             for optimizer in self.optimizers
         ]
-        return {**super().objects(), "scalers": scalers}
 
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what :meth:`objects` gave."""
+        """Put back what :meth:`groups`, :meth:`plain_state` and :meth:`scalers` gave."""
         super().load_objects(objects)
         for optimizer, scaler in zip(self.optimizers, objects["scalers"]):
             if scaler is not None:
@@ -59,3 +59,7 @@ class MegatronTensors(TrainingTensors):
                 if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:
                     optimizer._copy_main_params_to_model_params()
             gather_parameters(self.optimizers, force=True)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

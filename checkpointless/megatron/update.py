@@ -51,6 +51,39 @@ def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
         chunk.start_param_sync(force_sync=force)
 
 
+class NotedNorms:
+    """Notes what one Megatron optimizer makes of its final gradients on the way to their update.
+
+    Args:
+        optimizer: the (chained) Megatron optimizer.
+
+    Attributes:
+        grad_norm: of all gradients, or None if it was not computed.
+        num_zeros: how many are zero, or None.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        # What Megatron returns where it is not asked for them.
+        self._not_asked = (0.0, 0) if isinstance(optimizer, MixedPrecisionOptimizer) else (None, None)
+        self.grad_norm: Any = None
+        self.num_zeros: Any = None
+        for name in ("get_grad_norm", "clip_grad_norm"):
+            setattr(optimizer, name, self._noting(getattr(optimizer, name), "grad_norm"))
+        optimizer.count_zeros = self._noting(optimizer.count_zeros, "num_zeros")
+
+    def forget(self) -> None:
+        """A step begins."""
+        self.grad_norm, self.num_zeros = self._not_asked
+
+    def _noting(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            setattr(self, name, value)
+            return value
+
+        return noting
+
+
 class GuardedUpdate:
     """Stands in for ``step_with_ready_grads`` of one Megatron optimizer.
 
@@ -59,7 +92,8 @@ class GuardedUpdate:
         lock: brackets the local update.
         step: returns the optimizer step in the making.
         ready: called with the step when the gradients are final, before the vote.
-        committed: called with the step when it is applied.
+        applied: called with the step inside the lock, when its update is applied.
+        committed: called with the step when the lock is left.
         phase: told ``optimizer`` inside the lock and ``after_optimizer`` behind it.
 
     Raises:
@@ -73,6 +107,7 @@ class GuardedUpdate:
         lock: ParameterUpdateLock,
         step: Callable[[], int],
         ready: Callable[[int], None],
+        applied: Callable[[int], None],
         committed: Callable[[int], None],
         phase: Callable[[str, int], None],
     ) -> None:
@@ -85,6 +120,7 @@ class GuardedUpdate:
         self._lock = lock
         self._step = step
         self._ready = ready
+        self._applied = applied
         self._committed = committed
         self._phase = phase
         optimizer.step_with_ready_grads = self
@@ -92,13 +128,22 @@ class GuardedUpdate:
     @torch.no_grad()
     def __call__(self) -> bool:
         """Vote, update, gather."""
-        succeeded = guarded_update(
-            self._step(),
-            lambda: update_locally(self._optimizers),
-            lock=self._lock,
-            ready=self._ready,
-            committed=self._committed,
-            phase=self._phase,
-        )
+        succeeded = self._guarded(lambda: update_locally(self._optimizers))
         gather_parameters(self._optimizers)
         return succeeded
+
+    def skip(self) -> None:
+        """Commit the step in the making without an update, as its gradients have overflowed."""
+        self._guarded(lambda: True)
+
+    def _guarded(self, update: Callable[[], bool]) -> bool:
+        step = self._step()
+
+        def apply() -> bool:
+            succeeded = update()
+            self._applied(step)
+            return succeeded
+
+        return guarded_update(
+            step, apply, lock=self._lock, ready=self._ready, committed=self._committed, phase=self._phase
+        )

@@ -29,6 +29,9 @@ class RankReport:
         torn: an update failed half-way; what it holds is of no step.
         group: the ranks that hold the same shard of model and optimizer state, itself included.
         digest: digest of its shard at ``committed``, where checksums are on.
+        stage: how far it has come with what follows step ``committed``
+            (:class:`~checkpointless.recovery.moment.Stage`).
+        streams: the steps of which its random streams are known, each with the last stage of which they are.
     """
 
     rank: int
@@ -37,6 +40,8 @@ class RankReport:
     torn: bool
     group: tuple[int, ...]
     digest: str | None = None
+    stage: int = 0
+    streams: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Decision:
     Attributes:
         verdict: resume, start or refuse.
         target: the step after which training resumes (None unless resuming).
+        stage: how much of what follows that step is not done again: as much as every rank that keeps its state has
+            behind it, and as every other has the random streams of.
         redo: ranks that apply the gradients of ``target`` that they still hold.
         refills: rank to fill -> the ranks that hold its shard at ``target`` (after their redo).
         reason: why it is refused, in one line ("" otherwise).
@@ -53,6 +60,7 @@ class Decision:
 
     verdict: Verdict
     target: int | None = None
+    stage: int = 0
     redo: tuple[int, ...] = ()
     refills: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     reason: str = ""
@@ -100,12 +108,18 @@ def decide(reports: Sequence[RankReport], high_water: int) -> Decision:
     reachable = (reachable or set()) & candidates
     if not reachable:
         return Decision(Verdict.REFUSE, reason=_no_common_step(groups, holders))
-    return _assign(groups, holders, max(reachable))
+    return _assign(groups, holders, max(reachable), {report.rank: report for report in reports})
 
 
-def _assign(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport], target: int) -> Decision:
+def _assign(
+    groups: list[tuple[int, ...]],
+    holders: Mapping[int, RankReport],
+    target: int,
+    reports: Mapping[int, RankReport],
+) -> Decision:
     redo: list[int] = []
     refills: dict[int, tuple[int, ...]] = {}
+    stages: set[int] = set()
     for members in groups:
         sources: list[int] = []
         behind: list[int] = []
@@ -113,13 +127,17 @@ def _assign(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport], ta
             report = holders.get(rank)
             if report is not None and report.committed == target:
                 sources.append(rank)
+                stages.add(report.stage)
             elif report is not None and report.ready and report.committed == target - 1:
                 redo.append(rank)
                 sources.append(rank)
             else:
                 behind.append(rank)
         refills.update(dict.fromkeys(behind, tuple(sources)))
-    return Decision(Verdict.RESUME, target, tuple(redo), refills)
+    stages.update(0 for _ in redo)
+    stages.update(dict(reports[rank].streams).get(target, 0) for rank in refills)
+    stage = min(stages)
+    return Decision(Verdict.RESUME, target, stage, tuple(redo), refills)
 
 
 def _groups(reports: Sequence[RankReport]) -> list[tuple[int, ...]]:

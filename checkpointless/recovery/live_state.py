@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.transfer import Key, TensorEntry
 
 
@@ -25,11 +26,14 @@ class LiveState(Protocol):
     def shard(self) -> dict[Key, torch.Tensor]:
         """The tensors that this rank's optimizer update owns: what replicas must agree on."""
 
-    def objects(self, step: int) -> dict[str, Any]:
-        """The non-tensor state after ``step``, as plain data."""
+    def moments(self, step: int) -> Mapping[Stage, Moment]:
+        """The state beside parameters and optimizer at every moment after ``step`` that can be resumed at.
 
-    def has_begun(self) -> bool:
-        """Whether a step has begun since the state was loaded."""
+        What the next step has changed by now, or what is half done, is in none of them.
+        """
+
+    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+        """Tensors and objects are in place: those after ``step`` at ``stage``; :meth:`moments` has them now."""
 
     def apply_held_update(self) -> None:
         """Apply the optimizer update whose final gradients are held, without communication."""
@@ -41,7 +45,7 @@ class LiveState(Protocol):
         """Storage for ``entries``: existing tensors, or new ones put in their place in the state."""
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back the part of :meth:`objects` that belongs to model and optimizer."""
+        """Put back the part of a moment's objects that belongs to model and optimizer."""
 
     def settle(self) -> None:
         """All shards of the job are at one step: derive what follows from them. Collective."""

@@ -19,7 +19,8 @@ from checkpointless.recovery.context import aside, own_board, span
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
 from checkpointless.recovery.exchange import all_gather_json
 from checkpointless.recovery.live_state import LiveState
-from checkpointless.recovery.rng import RngStates, from_board, put_on_board
+from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.rng import DATA_SERIES, RngStates, from_board, put_on_board
 from checkpointless.recovery.rng_replicas import RngReplicas
 from checkpointless.recovery.transfer import (
     MEMORY_BUDGET_BYTES,
@@ -44,16 +45,32 @@ class HeldState:
         tensors: references to the old model's and optimizer's tensors, not copies. Each is replaced by its
             successor as soon as that is filled, so that at every moment this is the whole state, and little of it
             exists twice.
-        objects: the non-tensor state after the committed step.
+        moments: the rest of the state, at every moment after the committed step that can be resumed at.
         digest: digest of the rank's shard, where replicas are to be compared.
         live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
     """
 
     commit: CommitState
     tensors: dict[Key, torch.Tensor]
-    objects: dict[str, Any]
+    moments: Mapping[Stage, Moment]
     digest: str | None = None
     live: LiveState | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """How far the rank had come."""
+        return max(self.moments)
+
+    def go_back_to(self, stage: Stage) -> dict[str, Any]:
+        """Hold the state as it was at ``stage`` and no other.
+
+        Returns:
+            The non-tensor state of that moment.
+        """
+        moment = self.moments[stage]
+        self.moments = {stage: moment}
+        self.tensors.update({key: copy for key, copy in moment.buffers.items() if key in self.tensors})
+        return moment.objects
 
     def let_trainer_go(self) -> None:
         """No update can be applied any more: say so, and drop the old trainer."""
@@ -85,7 +102,8 @@ class CheckpointManager:
 
     Attributes:
         global_step: optimizer step of the held state, or None.
-        rng_states: this rank's random streams after its newest steps, by step.
+        rng_states: this rank's random streams at the moments after its newest two steps; None: it has none.
+        resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
         checksum_manager: digests of tensors.
         parameter_update_lock: the lock of the running block.
         refusal: why the last recovery from memory was refused ("" if it was not).
@@ -106,7 +124,8 @@ class CheckpointManager:
         self.enable_offload = enable_offload
         self.allow_restart_from_scratch = allow_restart_from_scratch
         self.checksum_manager = MemoryChecksumManager(enable_checksum)
-        self.rng_states: dict[int, RngStates] = {}
+        self.rng_states: dict[tuple[int, Stage], RngStates] | None = {}
+        self._data_start: RngStates | None = None
         self._rng_replicas = RngReplicas(rng_replication_jump)
         self.refusal = ""
         self.bytes_received = 0
@@ -114,8 +133,7 @@ class CheckpointManager:
         self._held: HeldState | None = None
         self._attached: LiveState | None = None
         self._arrived: Mapping[Key, torch.Tensor] = {}  # what a transfer that was interrupted had filled
-        self._rng_to_restore: RngStates | None = None
-        self._restored: dict[str, Any] | None = None
+        self.resumed_at: tuple[int, Stage] | None = None
 
     @property
     def parameter_update_lock(self) -> ParameterUpdateLock:
@@ -153,27 +171,46 @@ class CheckpointManager:
             call.committed(step)
 
     def store_rng_states(
-        self, step: int | None = None, loss: float | None = None, at_batch_start: bool = False
+        self, step: int | None = None, loss: float | None = None, stage: Stage = Stage.COMMITTED
     ) -> None:
         """Keep this rank's random streams as those after ``step``, here and on its board.
 
         Args:
             step: default: the committed step.
             loss: the loss of that step, kept with them.
-            at_batch_start: see :class:`~checkpointless.recovery.rng.RngStates`.
+            stage: the moment after the step.
         """
         step = self.parameter_update_lock.committed if step is None else step
-        if loss is None and step in self.rng_states:
-            loss = self.rng_states[step].loss
-        self._keep_rng_states(step, RngStates.capture(loss, at_batch_start))
+        known = self._streams_of(step)
+        if loss is None and known:
+            loss = next(iter(known.values())).loss
+        self._keep_rng_states(step, RngStates.capture(loss, stage))
 
     def _keep_rng_states(self, step: int, states: RngStates) -> None:
-        after_the_step = self.rng_states.get(step)
-        before = {step - 1: self.rng_states[step - 1]} if step - 1 in self.rng_states else {}
-        self.rng_states = {**before, step: states}  # one assignment: an interruption leaves the old or the new
+        kept = {key: each for key, each in (self.rng_states or {}).items() if key[0] >= step - 1}
+        if states.stage is Stage.COMMITTED:  # what followed it the last time that this step was made is void
+            kept = {key: each for key, each in kept.items() if key[0] != step}
+        after_the_step = kept.get((step, Stage.COMMITTED))
+        kept[step, states.stage] = states
+        self.rng_states = kept  # one assignment: an interruption leaves the old or the new
         board = own_board()
         if board is not None:
             put_on_board(board, step, states, after_the_step)
+
+    def keep_data_start(self, streams: RngStates) -> None:
+        """An iterator over the training data begins: its order is drawn from ``streams``, here and on the board."""
+        self._data_start = streams
+        board = own_board()
+        if board is not None:
+            board.put_snapshot(0, streams.to_bytes(), series=DATA_SERIES)
+
+    def data_start(self) -> RngStates | None:
+        """This rank's streams as they were when the newest iterator over the training data began."""
+        board = own_board()
+        if self._data_start is None and board is not None:
+            kept = board.snapshot(0, series=DATA_SERIES)
+            self._data_start = RngStates.from_bytes(kept) if kept else None
+        return self._data_start
 
     def replicate_rng_states(self, step: int) -> None:
         """Have this rank's random streams after ``step`` kept on another node, too, if there is one. Collective.
@@ -181,10 +218,10 @@ class CheckpointManager:
         Args:
             step: the optimizer step; its streams have been stored.
         """
-        self._rng_replicas.exchange(step, lambda: self.rng_states[step].to_bytes())
+        self._rng_replicas.exchange(step, lambda: self._streams_of(step)[Stage.COMMITTED].to_bytes())
 
     def load_rng_states(self, step: int | None = None) -> bool:
-        """Put the streams after ``step`` back (default: the step that was resumed at).
+        """Put the newest streams after ``step`` back (default: the step that was resumed at).
 
         Returns:
             False if this rank has none for that step.
@@ -196,11 +233,14 @@ class CheckpointManager:
         return states is not None
 
     def rng_of(self, step: int) -> RngStates | None:
-        """This rank's streams after ``step``: from memory, or from the board if the process is new."""
-        if step in self.rng_states:
-            return self.rng_states[step]
+        """This rank's newest streams after ``step``: from memory, or from the board if the process is new."""
+        known = self._streams_of(step)
+        return known[max(known)] if known else None
+
+    def _streams_of(self, step: int) -> dict[Stage, RngStates]:
+        known = {key[1]: states for key, states in (self.rng_states or {}).items() if key[0] == step}
         board = own_board()
-        return from_board(board, step) if board is not None else None
+        return known if known or board is None else from_board(board, step)
 
     # --- when a fault comes -----------------------------------------------------------------------------------
 
@@ -215,25 +255,24 @@ class CheckpointManager:
     def hold(self) -> None:
         """The block was left because of a fault. Keep the state of the generation that is over.
 
-        If that generation had not got its state back yet, what was held before stays.
+        If that generation had not got its state back yet, what was held before stays. The state of a trainer is
+        kept by :meth:`save_checkpoint`.
         """
         attached, self._attached = self._attached, None
-        if attached is not None:
+        trainer = getattr(attached, "trainer", None)
+        if trainer is not None:
+            self.save_checkpoint(trainer)
+        elif attached is not None:
             self._hold(attached)
         self.parameter_update_lock.forget()
 
     def _hold(self, live: LiveState) -> None:
         commit = self.parameter_update_lock.state()
-        if commit.torn:
-            objects = {}
-        elif live.has_begun() or self._restored is None:
-            objects = live.objects(commit.committed)
-        else:
-            objects = self._restored  # no step has begun since they were loaded
+        moments = {} if commit.torn else dict(live.moments(commit.committed))
         digest = None
         if self.checksum_manager.enabled and not commit.torn and commit.committed >= 0:
             digest = self.checksum_manager.digest_all(live.shard())
-        self._held = HeldState(commit, live.tensors(), objects, digest, live if commit.ready else None)
+        self._held = HeldState(commit, live.tensors(), moments, digest, live if commit.ready else None)
         self.maybe_offload_checkpoint()
 
     def maybe_offload_checkpoint(self) -> None:
@@ -280,8 +319,7 @@ class CheckpointManager:
             start) or if it is refused (:attr:`refusal` says why).
         """
         self.refusal = ""
-        self._rng_to_restore = None
-        self._restored = None
+        self.resumed_at = None
         decision = self._decide(live)
         if decision.verdict is Verdict.START:
             return None
@@ -296,8 +334,7 @@ class CheckpointManager:
             )
             return None
         objects = self._restore(live, decision, decision.target)
-        self._restored = objects
-        self._rng_to_restore = self.rng_of(decision.target)
+        self.resumed_at = decision.target, Stage(decision.stage)
         return objects
 
     def _refuse(self, reason: str) -> None:
@@ -321,16 +358,19 @@ class CheckpointManager:
         finally:
             self.checksum_manager.enabled = enabled
 
-    def restore_rng_at(self, batch_start: bool) -> None:
-        """Put this rank's streams back at the moment of the resumed loop at which they were taken.
+    def restore_streams(self, stage: Stage | None = None) -> None:
+        """Put this rank's streams back that it had after the step that was resumed at.
 
         Args:
-            batch_start: True just before the first training step, False when the loop starts.
+            stage: the moment after it; default: that which was resumed at. Nothing is done if the streams of that
+                moment are not known, as at the start of a job.
         """
-        states = self._rng_to_restore
-        if states is not None and states.at_batch_start == batch_start:
+        if self.resumed_at is None:
+            return
+        step, resumed = self.resumed_at
+        states = self._streams_of(step).get(resumed if stage is None else stage)
+        if states is not None:
             states.restore()
-            self._rng_to_restore = None
 
     def _decide(self, live: LiveState) -> Decision:
         self.bytes_received = 0
@@ -338,7 +378,7 @@ class CheckpointManager:
         high_water = call.high_water if call is not None else -1
         with span("decide") as fields:
             reports = [
-                RankReport(**{**each, "group": tuple(each["group"])})
+                RankReport(**{**each, "group": tuple(each["group"]), "streams": tuple(map(tuple, each["streams"]))})
                 for each in all_gather_json(asdict(self._report(live)))
             ]
             decision = decide(reports, high_water)
@@ -353,25 +393,50 @@ class CheckpointManager:
 
     def _report(self, live: LiveState) -> RankReport:
         held = self._held
-        if held is None or held.commit.committed < 0:
-            return RankReport(dist.get_rank(), None, False, False, live.group())
+        streams = self._known_streams()
+        if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
+            return RankReport(dist.get_rank(), None, False, False, live.group(), streams=streams)
         commit = held.commit
-        return RankReport(dist.get_rank(), commit.committed, commit.ready, commit.torn, live.group(), held.digest)
+        stage = held.stage if held.moments else Stage.LOADED
+        return RankReport(
+            dist.get_rank(),
+            commit.committed,
+            commit.ready,
+            commit.torn,
+            live.group(),
+            held.digest,
+            int(stage),
+            streams,
+        )
+
+    def _known_streams(self) -> tuple[tuple[int, int], ...]:
+        """The newest steps of which this rank has its streams, each with the last moment."""
+        board = own_board()
+        steps = {step for step, _ in self.rng_states or {}}
+        if not steps and board is not None:
+            committed = board.read().committed
+            steps = {committed - 1, committed, committed + 1}
+        known = {step: self._streams_of(step) for step in sorted(steps) if step >= 0}
+        return tuple((step, int(max(streams))) for step, streams in known.items() if streams)
 
     def _restore(self, live: LiveState, decision: Decision, target: int) -> dict[str, Any]:
         rank = dist.get_rank()
+        stage = Stage(decision.stage)
         held = self._held
+        own: dict[str, Any] = {}
+        sources = decision.refills.get(rank)
         if held is not None:
             if rank in decision.redo:
                 self._redo(held, target)
             held.let_trainer_go()
-        sources = decision.refills.get(rank)
+            if not sources:
+                own = held.go_back_to(stage)
         with span("transfer", refills=len(decision.refills)) as fields:
             if sources:
                 objects, report = self._fill(live, sources)
             elif held is not None:
-                objects = held.objects
-                self._serve(held, decision, rank, target)
+                objects = own
+                self._serve(held, own, decision, rank, target)
                 report = self._take_back(live, held)
             else:
                 raise RuntimeError(f"rank {rank} was decided to be healthy but holds no state")
@@ -380,6 +445,7 @@ class CheckpointManager:
         with span("verify", refilled=bool(sources)) as fields:
             live.load_objects(objects)
             live.settle()
+            live.resumed(target, stage, objects)
             fields.update(peak_growth())
         return objects
 
@@ -395,7 +461,7 @@ class CheckpointManager:
         held.commit = CommitState(target - 1, ready=False, torn=True)
         live.apply_held_update()
         held.tensors = live.tensors()
-        held.objects = live.objects(target)
+        held.moments = dict(live.moments(target))
         held.commit = CommitState(target, ready=False, torn=False)
 
     def _fill(self, live: LiveState, sources: Sequence[int]) -> tuple[Any, TransferReport]:
@@ -413,7 +479,7 @@ class CheckpointManager:
         return filled
 
     @staticmethod
-    def _serve(held: HeldState, decision: Decision, rank: int, target: int) -> None:
+    def _serve(held: HeldState, objects: dict[str, Any], decision: Decision, rank: int, target: int) -> None:
         """Fill every rank of which this one is a source."""
         fills = [
             Fill(destination, sources.index(rank), len(sources))
@@ -436,7 +502,7 @@ class CheckpointManager:
             call.enter_phase("transfer", target, damage)
             return damaged[0] if damaged else payload
 
-        aside(lambda: send_state(held.tensors, held.objects, fills, on_bucket=on_bucket))
+        aside(lambda: send_state(held.tensors, objects, fills, on_bucket=on_bucket))
 
     @staticmethod
     def _take_back(live: LiveState, held: HeldState) -> TransferReport:
@@ -460,11 +526,14 @@ class CheckpointManager:
         """
         if target == 0:
             return []
-        own = self.rng_of(target)
-        given, lost = self._rng_replicas.find(target, own is not None)
+        own = self._streams_of(target).get(Stage.COMMITTED)
+        known = own is not None or self.rng_of(target) is not None
+        given, lost = self._rng_replicas.find(target, known)
         if given is not None:
             own = RngStates.from_bytes(given)
             self._keep_rng_states(target, own)
-        if own is not None and not lost:  # so on all ranks or on none
-            self._rng_replicas.exchange(target, own.to_bytes)  # who keeps them may be new
+        if not lost:  # so on all ranks or on none
+            streams = own or self.rng_of(target)
+            if streams is not None:
+                self._rng_replicas.exchange(target, streams.to_bytes)  # who keeps them may be new
         return lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.checksum import digest_parameters
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.tensors import TrainingTensors
 from checkpointless.recovery.transfer import flip_a_bit
 from checkpointless.telemetry.steps import StepLog
@@ -65,7 +67,8 @@ class PlainTraining(TrainingTensors):
         self._schedulers = list(schedulers)
         self._group = tuple(sorted(group)) if group is not None else tuple(range(dist.get_world_size()))
         self._call = call
-        self._begun = False
+        self._ready_step = 0
+        self._moments: dict[int, Moment] = {}  # by step
         if call.checkpoint_manager is None:
             call.checkpoint_manager = CheckpointManager()
         self._manager: CheckpointManager = call.checkpoint_manager
@@ -87,7 +90,7 @@ class PlainTraining(TrainingTensors):
         """
         self._restore()
         while self.step < last:
-            self._begun = True
+            self._moments = {self.step: self._moment(self.step)}
             self._call.begin_step(self.step + 1)
             yield self.step + 1
             if self.step < self._call.making_step:
@@ -122,6 +125,7 @@ class PlainTraining(TrainingTensors):
 
     def _ready(self, step: int) -> None:
         self._call.enter_phase("before_optimizer", step)
+        self._ready_step = step
         self._manager.store_rng_states(step, loss=self._call.making_loss)
         self._manager.replicate_rng_states(step)
         self._call.parameter_update_lock.mark_ready(step)
@@ -142,7 +146,7 @@ class PlainTraining(TrainingTensors):
                 self._record(states.loss)  # committed, but the fault came before it was recorded
         else:
             manager.store_rng_states(0)
-        manager.restore_rng_at(batch_start=False)
+        manager.restore_streams()
         manager.attach(self, self.step)
         call.begin_data()
 
@@ -152,22 +156,30 @@ class PlainTraining(TrainingTensors):
         """The ranks that hold the same state."""
         return self._group
 
-    @override
-    def objects(self, step: int | None = None) -> dict[str, Any]:
-        """The step, and the plain values of optimizers and schedulers."""
-        schedulers = [scheduler.state_dict() for scheduler in self._schedulers]
-        return {**super().objects(), "step": step, "schedulers": schedulers}
+    def moments(self, step: int) -> Mapping[Stage, Moment]:
+        """The state after the update of ``step``; what the loop's body does behind ``update()`` is its own."""
+        return {Stage.COMMITTED: self._moments[step]} if step in self._moments else {}
+
+    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+        """The state is that after ``step``."""
+        self._moments = {step: Moment(objects, self.copy_buffers())}
+
+    def _moment(self, step: int) -> Moment:
+        """The state as it is now, as that after ``step``."""
+        objects = {
+            "step": step,
+            "groups": self.groups(),
+            "state": self.plain_state(),
+            "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers],
+        }
+        return Moment(objects, self.copy_buffers())
 
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what :meth:`objects` gave."""
+        """Put back what a moment has."""
         super().load_objects(objects)
         for scheduler, state in zip(self._schedulers, objects["schedulers"]):
             scheduler.load_state_dict(dict(state))
-
-    def has_begun(self) -> bool:
-        """Whether a step has begun since the state was loaded."""
-        return self._begun
 
     def apply_held_update(self) -> None:
         """One step of every optimizer and scheduler."""
@@ -175,6 +187,7 @@ class PlainTraining(TrainingTensors):
             optimizer.step()
         for scheduler in self._schedulers:
             scheduler.step()
+        self._moments = {self._ready_step: self._moment(self._ready_step)}
 
     def settle(self) -> None:
         """Every rank of the group holds everything: nothing follows from other ranks' shards."""

@@ -1,7 +1,8 @@
 """A rank's random streams: taken, kept as bytes, and put back bit for bit.
 
-They are taken twice per optimizer step, so what is slow to read is not read again while it has not moved. A fault
-may interrupt that between any two instructions: what was seen and what came of it are kept in one assignment.
+They are taken at least twice per optimizer step, so what is slow to read is not read again while it has not moved.
+A fault may interrupt that between any two instructions, so what was seen and what came of it are kept in one
+assignment.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import torch
 
 from checkpointless.agent.board import Board
 from checkpointless.recovery import state_tree
+from checkpointless.recovery.moment import Stage
 
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
 _NUMPY = struct.Struct("<16si?d")  # generator, position, and likewise; then the words
 _MT19937_BYTES = 624 * 4 + 4  # of NumPy's mt19937_state: the words and the position
-_AS_AFTER_THE_STEP = b""  # a snapshot at the start of a batch, before which nothing was drawn since the step
+DATA_SERIES = 6  # of the board: the streams at the begin of an iterator over the training data
+_AS_AFTER_THE_STEP = b""  # a snapshot of a later moment, before which nothing was drawn since the step
+#: Of the board, for each moment after a step (a third one has another rank's streams).
+_SERIES = {Stage.COMMITTED: 0, Stage.ENDED: 1, Stage.CHECKED: 3, Stage.TURNED: 4, Stage.LOADED: 5}
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,16 @@ class RngStates:
     Attributes:
         streams: name -> state, as bytes.
         loss: the loss of the step that these streams end, where it is known.
-        at_batch_start: taken when the next batch was in hand, just before its training step; else right at the end
-            of the optimizer step, before validation or the next batch drew anything.
+        stage: the moment after a step; ``COMMITTED`` is right at the end of the optimizer step, before anything
+            that follows it drew.
     """
 
     streams: dict[str, bytes] = field(default_factory=dict)
     loss: float | None = None
-    at_batch_start: bool = False
+    stage: Stage = Stage.COMMITTED
 
     @classmethod
-    def capture(cls, loss: float | None = None, at_batch_start: bool = False) -> RngStates:
+    def capture(cls, loss: float | None = None, stage: Stage = Stage.COMMITTED) -> RngStates:
         """Take the state of every stream of this process."""
         streams = {"python": _python.take(), "torch": torch.get_rng_state().numpy().tobytes()}
         numpy = _numpy_random()
@@ -70,7 +75,7 @@ class RngStates:
             streams["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
         for name, source in _sources.items():
             streams[f"source:{name}"] = source.take()
-        return cls(streams, loss, at_batch_start)
+        return cls(streams, loss, stage)
 
     def restore(self) -> None:
         """Put every stream back."""
@@ -96,7 +101,7 @@ class RngStates:
 
     def to_bytes(self) -> bytes:
         """As plain data (about 10 kB, with Megatron's tracker on the CPU 25 kB)."""
-        return state_tree.dumps((self.streams, self.loss, self.at_batch_start))
+        return state_tree.dumps((self.streams, self.loss, int(self.stage)))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RngStates:
@@ -105,8 +110,8 @@ class RngStates:
         Raises:
             ValueError: ``data`` is not that.
         """
-        streams, loss, at_batch_start = state_tree.loads(data)
-        return cls(streams, loss, at_batch_start)
+        streams, loss, stage = state_tree.loads(data)
+        return cls(streams, loss, Stage(stage))
 
 
 def put_on_board(board: Board, step: int, states: RngStates, after_the_step: RngStates | None) -> None:
@@ -116,28 +121,31 @@ def put_on_board(board: Board, step: int, states: RngStates, after_the_step: Rng
         board: this rank's.
         step: the optimizer step.
         states: its streams.
-        after_the_step: where ``states`` are those of the next batch's start: what was kept before for this step.
+        after_the_step: what is there as its streams at ``COMMITTED``, if anything: often nothing is drawn after it.
     """
     unmoved = (
-        states.at_batch_start
-        and after_the_step is not None
-        and not after_the_step.at_batch_start  # only those right after the step are on the board under that name
-        and states.same_streams(after_the_step)
+        states.stage is not Stage.COMMITTED and after_the_step is not None and states.same_streams(after_the_step)
     )
     payload = _AS_AFTER_THE_STEP if unmoved else states.to_bytes()
-    board.put_snapshot(step, payload, series=int(states.at_batch_start))
+    if states.stage is Stage.COMMITTED:  # what followed it the last time that this step was made is void
+        for stage in (Stage.ENDED, Stage.CHECKED, Stage.TURNED):
+            board.drop_snapshot(step, _SERIES[stage])
+    board.put_snapshot(step, payload, series=_SERIES[states.stage])
 
 
-def from_board(board: Board, step: int) -> RngStates | None:
-    """The streams after ``step``, if the board has them: those of the next batch's start if it came so far."""
-    at_batch_start, after_the_step = board.snapshot(step, series=1), board.snapshot(step, series=0)
-    if at_batch_start == _AS_AFTER_THE_STEP:
-        if after_the_step is None:
-            return None
-        states = RngStates.from_bytes(after_the_step)
-        return RngStates(states.streams, states.loss, at_batch_start=True)
-    newest = at_batch_start or after_the_step
-    return RngStates.from_bytes(newest) if newest else None
+def from_board(board: Board, step: int) -> dict[Stage, RngStates]:
+    """The streams after ``step`` that the board has."""
+    found: dict[Stage, RngStates] = {}
+    for stage, series in _SERIES.items():
+        snapshot = board.snapshot(step, series)
+        if snapshot is None:
+            continue
+        if snapshot != _AS_AFTER_THE_STEP:
+            found[stage] = RngStates.from_bytes(snapshot)
+        elif Stage.COMMITTED in found:
+            committed = found[Stage.COMMITTED]
+            found[stage] = RngStates(committed.streams, committed.loss, stage)
+    return found
 
 
 class _PythonStream:

@@ -9,6 +9,7 @@ import torch
 
 from checkpointless.recovery.transfer import Key, TensorEntry
 
+_SMALL_BYTES = 1 << 20  # what is larger is copied again only if its version has moved
 _PARAMETER = "parameter"  # the optimizer's own (main) parameter; its other keys are torch's state names
 
 
@@ -28,6 +29,7 @@ class TrainingTensors:
     ) -> None:
         self.modules = list(modules)
         self._torch_optimizers = list(optimizers)
+        self._buffers = BufferCopies(self.modules)
 
     def model(self) -> dict[Key, torch.Tensor]:
         """Parameters and buffers."""
@@ -38,6 +40,10 @@ class TrainingTensors:
             for name, buffer in module.named_buffers():
                 found["model", index, name] = buffer
         return found
+
+    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
+        """Copies of the modules' buffers as they are now, by key: a step changes some of them before its commit."""
+        return self._buffers.take()
 
     def shard(self) -> dict[Key, torch.Tensor]:
         """What the optimizer update of this rank owns."""
@@ -117,12 +123,15 @@ class TrainingTensors:
                 present[entry.key] = made
         return present
 
-    def objects(self) -> dict[str, Any]:
-        """The optimizers' plain values: param groups, and state that is no tensor."""
-        groups = [
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """The values of the optimizers' param groups, learning rates among them."""
+        return [
             [{name: value for name, value in group.items() if name != "params"} for group in _groups(optimizer)]
             for optimizer in self._torch_optimizers
         ]
+
+    def plain_state(self) -> dict[Key, dict[str, Any]]:
+        """The optimizers' state that is no tensor. Only an update changes it."""
         state = {
             key: {
                 name: value
@@ -131,10 +140,10 @@ class TrainingTensors:
             }
             for key, inner, parameter in self._parameters()
         }
-        return {"groups": groups, "state": {key: plain for key, plain in state.items() if plain}}
+        return {key: plain for key, plain in state.items() if plain}
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what :meth:`objects` gave."""
+        """Put back what :meth:`groups` (as ``groups``) and :meth:`plain_state` (as ``state``) gave."""
         for optimizer, groups in zip(self._torch_optimizers, objects["groups"]):
             for group, values in zip(_groups(optimizer), groups):
                 group.update(values)
@@ -151,6 +160,38 @@ class TrainingTensors:
             for position, group in enumerate(_groups(optimizer)):
                 for index, parameter in enumerate(group["params"]):
                     yield ("optimizer", number, position, index), optimizer, parameter
+
+
+class BufferCopies:
+    """Takes copies of modules' buffers. What one copy and the next have in common is kept once, where it is large.
+
+    Args:
+        modules: whose buffers; those that exist now are copied, also if another tensor takes the place of one.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._places: list[tuple[Key, torch.nn.Module, str]] = []
+        for index, module in enumerate(modules):
+            owners = dict(module.named_modules(remove_duplicate=False))
+            for name, _ in module.named_buffers():
+                owner, _, attribute = name.rpartition(".")
+                self._places.append((("model", index, name), owners[owner], attribute))
+        self._last: dict[Key, tuple[torch.Tensor, int, torch.Tensor]] = {}  # the buffer, its version, its copy
+
+    def take(self) -> Mapping[Key, torch.Tensor]:
+        """Copies of all buffers, in the order of the modules."""
+        copies: dict[Key, torch.Tensor] = {}
+        with torch.no_grad():
+            for key, owner, attribute in self._places:
+                buffer = owner._buffers.get(attribute)
+                if buffer is None:
+                    continue
+                seen, version, copy = self._last.get(key, (None, -1, buffer))
+                if seen is not buffer or version != buffer._version or buffer.nbytes <= _SMALL_BYTES:
+                    copy = buffer.detach().clone()
+                    self._last[key] = (buffer, buffer._version, copy)
+                copies[key] = copy
+        return copies
 
 
 def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

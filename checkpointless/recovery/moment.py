@@ -1,0 +1,35 @@
+"""The moments after a step at which a rank can be resumed, and its state there beside parameters and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from checkpointless.recovery.transfer import Key
+
+
+class Stage(IntEnum):
+    """How far a rank has come with what follows the update of a step. Ranks may differ by a few of these."""
+
+    LOADED = -1  # the state was loaded, or is that of a new job, and the loop has not begun
+    COMMITTED = 0  # the update is applied, and nothing that follows it
+    ENDED = 1  # what belongs to the end of the batch has happened: schedulers, hooks, metrics
+    CHECKED = 2  # a validation that was due has happened, too
+    TURNED = 3  # and so has the end of the epoch
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A rank's state at one moment, beside its parameters and what its optimizer owns.
+
+    Attributes:
+        objects: the non-tensor state, as plain data that nobody changes.
+        buffers: copies of the modules' buffers by key, in the order of the state's tensors.
+    """
+
+    objects: dict[str, Any]
+    buffers: Mapping[Key, torch.Tensor] = field(default_factory=dict)

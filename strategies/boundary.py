@@ -1,0 +1,177 @@
+"""What belongs to the boundary of a step: every kind of state beside tensors of model and optimizer, by name.
+
+A step changes much before it is committed, and a fault leaves that half done. So the state is taken when a moment
+after a step is reached (:class:`~checkpointless.recovery.moment.Stage`), and what a recovery gives back is what was
+taken then. This module is the one place that says what is taken; a kind of state that is missing here is not exact
+after a fault.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from checkpointless.inprocess import UnrecoverableError
+
+
+class InMemoryCheckpoint(dict[str, Any]):
+    """A Lightning checkpoint whose model and optimizer tensors are already in their place."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of state that Lightning's checkpoints do not have.
+
+    Attributes:
+        name: its key in the objects of a moment.
+        take: gives it as plain data that nobody changes.
+        put: puts it back.
+    """
+
+    name: str
+    take: Callable[[Any], Any]
+    put: Callable[[Any, Any], None]
+
+
+def take_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
+    """What Lightning itself writes into a checkpoint, without tensors of model and optimizer.
+
+    Loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint`` of
+    callbacks, module and data module add.
+
+    Raises:
+        UnrecoverableError: such a hook fails on a checkpoint without the model's tensors.
+    """
+    checkpoint: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": pl.__version__,
+        "state_dict": {},
+        "optimizer_states": [],
+        "loops": _loops(trainer),
+        "callbacks": call._call_callbacks_state_dict(trainer),
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
+    precision = trainer.precision_plugin
+    if precision_state := precision.state_dict():
+        checkpoint[type(precision).__qualname__] = precision_state
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None and is_overridden("state_dict", datamodule):
+        checkpoint[type(datamodule).__qualname__] = call._call_lightning_datamodule_hook(trainer, "state_dict")
+    _call_save_hooks(trainer, checkpoint)
+    return {key: plain_copy(value) for key, value in checkpoint.items()}
+
+
+def _loops(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """The loops' state; None if they stand at the beginning, which loaded is something else for Lightning."""
+    fit_loop = trainer.fit_loop
+    begun = fit_loop.epoch_progress.current.ready > 0 or fit_loop.restarting or fit_loop.epoch_loop.restarting
+    return {"fit_loop": fit_loop.state_dict()} if begun else None
+
+
+def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    owner = "a callback"
+    try:
+        for each in callbacks:
+            if type(each).on_save_checkpoint is not Callback.on_save_checkpoint:
+                owner = type(each).__name__
+                each.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+            if part is not None and is_overridden("on_save_checkpoint", part):
+                owner = type(part).__name__
+                part.on_save_checkpoint(checkpoint)
+    except Exception as error:
+        raise UnrecoverableError(
+            f"{owner}.on_save_checkpoint failed on a checkpoint without the model's tensors "
+            f"({type(error).__name__}: {error}), so its state cannot be kept for a recovery from memory: "
+            "let it do without checkpoint['state_dict']"
+        ) from error
+
+
+def loads_state(callback: Any) -> bool:
+    """Whether a callback has a state that it loads."""
+    return bool(type(callback).load_state_dict is not Callback.load_state_dict)
+
+
+def plain_copy(tree: Any) -> Any:
+    """A copy of ``tree`` that shares nothing that changes with it; a tensor's copy has no history."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().clone()
+    kind = type(tree)
+    if kind is dict:
+        return {key: plain_copy(value) for key, value in tree.items()}
+    if kind in (list, tuple):
+        return kind(plain_copy(value) for value in tree)
+    if tree is None or kind in (int, float, str, bool, bytes):
+        return tree
+    return copy.deepcopy(tree)
+
+
+# --- kinds that Lightning's checkpoints lack --------------------------------------------------------------------
+
+
+def _take_metrics(trainer: Any) -> dict[str, Any]:
+    connector = trainer._logger_connector
+    return {name: {key: _number(value) for key, value in getattr(connector, name).items()} for name in _METRICS}
+
+
+def _put_metrics(trainer: Any, state: dict[str, Any]) -> None:
+    for name, values in state.items():
+        setattr(trainer._logger_connector, name, dict(values))
+
+
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def _number(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+#: What checkpoint callbacks know and do not put into their state: when they saved last.
+_SAVER = ("_last_global_step_saved", "_last_checkpoint_saved", "last_model_path", "future_last_model_path")
+
+
+def _take_savers(trainer: Any) -> list[dict[str, Any]]:
+    return [
+        {name: getattr(each, name) for name in _SAVER if hasattr(each, name)}
+        for each in trainer.callbacks
+        if isinstance(each, Checkpoint)
+    ]
+
+
+def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
+    savers = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]
+    for saver, state in zip(savers, states):
+        for name, value in state.items():
+            setattr(saver, name, value)
+
+
+def _put_stop(trainer: Any, should_stop: bool) -> None:
+    trainer.should_stop = should_stop
+
+
+KINDS = (
+    Kind("stop", lambda trainer: bool(trainer.should_stop), _put_stop),
+    Kind("metrics", _take_metrics, _put_metrics),
+    Kind("savers", _take_savers, _put_savers),
+)
+
+
+def take_kinds(trainer: pl.Trainer) -> dict[str, Any]:
+    """Every kind of state in :data:`KINDS`, by name."""
+    return {kind.name: kind.take(trainer) for kind in KINDS}
+
+
+def put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
+    """Put back what :func:`take_kinds` took."""
+    for kind in KINDS:
+        kind.put(trainer, states[kind.name])

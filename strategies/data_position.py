@@ -1,0 +1,199 @@
+"""Where a training stands in its data, and how a loader that was made anew is brought there.
+
+The loader is made as it was made at the start, so that its length and its order are the same; its first iterator
+then begins behind what was delivered before. Loaders that keep their own position (``state_dict``) are Lightning's
+to restore.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _Stateful
+from megatron.core import num_microbatches_calculator
+from torch.utils.data import IterableDataset
+
+from checkpointless.recovery.rng import RngStates
+from checkpointless.strategies.boundary import plain_copy
+
+#: Of NeMo's sampler: what it counts with.
+_SAMPLER = (
+    "init_consumed_samples",
+    "prev_consumed_samples",
+    "if_first_step",
+    "prev_global_batch_size",
+    "init_global_step",
+)
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Where a training stands in an epoch's data.
+
+    Attributes:
+        fetched: what Lightning's fetcher counts.
+        delivered: how many batches the loader's iterator has given.
+        began_at: of Megatron's samplers, the samples that it counted as consumed when its iterator began.
+        consumed: likewise, those that it counts as consumed now.
+        within: whether the epoch goes on; else its next iterator begins a new one.
+    """
+
+    fetched: int
+    delivered: int
+    began_at: int | None = None
+    consumed: int | None = None
+    within: bool = True
+
+
+def take_sampler(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """What NeMo's sampler and Megatron's calculator of micro-batches count with; None without such a sampler."""
+    sampler = megatron_sampler(trainer)
+    if sampler is None:
+        return None
+    return {
+        "sampler": {name: plain_copy(getattr(sampler, name)) for name in _SAMPLER if hasattr(sampler, name)},
+        "calculator": {name: value for name, value in vars(_calculator()).items() if type(value) is int},
+        "module_step": getattr(getattr(trainer, "datamodule", None), "init_global_step", None),
+    }
+
+
+def put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
+    """Put back what :func:`take_sampler` took."""
+    sampler = megatron_sampler(trainer)
+    if sampler is None or state is None:
+        return
+    for name, value in state["sampler"].items():
+        setattr(sampler, name, plain_copy(value))
+    for name, value in state["calculator"].items():
+        setattr(_calculator(), name, value)
+    if state["module_step"] is not None:
+        trainer.datamodule.init_global_step = state["module_step"]  # type: ignore[attr-defined]
+
+
+def megatron_sampler(trainer: pl.Trainer) -> Any:
+    """NeMo's data sampler, or None if the trainer has none."""
+    sampler = getattr(trainer.strategy, "data_sampler", None)
+    return sampler if hasattr(sampler, "init_consumed_samples") else None
+
+
+def _calculator() -> Any:
+    return num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+
+
+def samples_per_step(trainer: pl.Trainer) -> int | None:
+    """How many samples of the whole job a step takes; None if no Megatron sampler says so, or it varies."""
+    sampler = megatron_sampler(trainer)
+    size = getattr(sampler, "global_batch_size", None)
+    return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None
+
+
+def keeps_its_position(loader: Any) -> bool:
+    """Whether Lightning saves and restores the position of ``loader``."""
+    return isinstance(loader, _Stateful)
+
+
+def track(loader: Any, starts: Starts, position: DataPosition | None) -> TrackedSampler | None:
+    """Follow the sampler of ``loader``, and have its next iterator begin where the training stands.
+
+    Args:
+        loader: of torch's kind.
+        starts: keeps the random streams at the begin of each iterator.
+        position: what lies behind; None: nothing.
+
+    Returns:
+        What stands in the sampler's place now; None if there is no sampler: the dataset alone knows its batches.
+    """
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
+    name = "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
+    sampler = getattr(loader, name, None)
+    if sampler is None:
+        return None
+    tracked = TrackedSampler(sampler, starts, position)
+    object.__setattr__(loader, name, tracked)  # torch forbids the plain way
+    return tracked
+
+
+class Starts(Protocol):
+    """Keeps a rank's random streams as they were when the iterator of an epoch began; it outlives the process."""
+
+    def keep_data_start(self, streams: RngStates) -> None:
+        """An iterator begins: a sampler that shuffles draws its order from these."""
+
+    def data_start(self) -> RngStates | None:
+        """What was kept last."""
+
+
+class TrackedSampler:
+    """A sampler that knows how its iterator began, and whose first one begins behind what was delivered.
+
+    Args:
+        inner: the sampler.
+        starts: keeps the random streams at the begin of each iterator.
+        position: what lies behind; None: nothing.
+
+    Attributes:
+        began_at: of Megatron's samplers, the samples that it counted as consumed when the newest iterator began.
+    """
+
+    def __init__(self, inner: Any, starts: Starts, position: DataPosition | None) -> None:
+        self.began_at: int | None = None
+        self._inner = inner
+        self._starts = starts
+        self._position = position
+
+    def __iter__(self) -> Iterator[Any]:
+        position, self._position = self._position, None
+        if _is_megatrons(self._inner):
+            yield from self._iterate_megatron(position)
+        elif position is None or position.delivered == 0 or not position.within:
+            self._starts.keep_data_start(RngStates.capture())
+            yield from self._inner
+        else:
+            now = RngStates.capture()
+            start = self._starts.data_start()
+            if start is not None:
+                start.restore()  # the order of the epoch is drawn from these
+            behind = itertools.islice(iter(self._inner), position.delivered, None)
+            first = list(itertools.islice(behind, 1))
+            now.restore()
+            yield from itertools.chain(first, behind)
+
+    def _iterate_megatron(self, position: DataPosition | None) -> Iterator[Any]:
+        """Megatron's samplers draw nothing, and begin anywhere at once."""
+        inner = self._inner
+        if position is not None and position.began_at is not None:
+            inner.consumed_samples = position.began_at if position.within else position.consumed
+        self.began_at = inner.consumed_samples
+        if position is None or position.delivered == 0 or not position.within:
+            yield from inner
+            return
+        # NeMo's sampler of whole global batches ("batch") counts those.
+        per_item = getattr(inner, "_global_batch_size", None) or inner.micro_batch_times_data_parallel_size
+        begins_at = self.began_at + position.delivered * per_item
+        inner.consumed_samples = begins_at
+        for item in inner:
+            if inner.consumed_samples == begins_at:  # it does not count by itself: its next iterator begins anew
+                inner.consumed_samples, begins_at = self.began_at, -1
+            yield item
+
+    @property
+    def consumed(self) -> int | None:
+        """Of Megatron's samplers, the samples that it counts as consumed."""
+        return self._inner.consumed_samples if _is_megatrons(self._inner) else None
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _is_megatrons(sampler: Any) -> bool:
+    return hasattr(sampler, "consumed_samples") and hasattr(sampler, "micro_batch_times_data_parallel_size")

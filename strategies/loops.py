@@ -1,0 +1,162 @@
+"""Lightning's training loops, entered again at the very moment after a step at which they were left.
+
+Lightning resumes from checkpoints that were written by a hook, and guesses what had happened by then. Here it is
+known: a recovery says at which stage after the last committed step it resumes, and the loops do what still follows
+that step, once, before they ask for the next batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from typing_extensions import override
+
+from checkpointless.recovery.moment import Stage
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where the loops go on.
+
+    Attributes:
+        stage: what has happened after the last committed step.
+        go_on: puts back, once the loops have begun, what only then can be put back.
+        done_again: runs what follows the update of a step, given what runs Lightning's part of it.
+    """
+
+    stage: Stage
+    go_on: Callable[[], None]
+    done_again: Callable[[Callable[[], None]], None]
+
+
+class Observer(Protocol):
+    """Is told of the moments after a step (a strategy)."""
+
+    def reached(self, stage: Stage) -> None:
+        """The loop is at ``stage`` after the step that it committed last."""
+
+
+class ResumableEpochLoop(_TrainingEpochLoop):
+    """Lightning's loop over the batches of an epoch, which tells its moments and can resume at each.
+
+    Attributes:
+        observer: told of the moments.
+        resumption: where to go on when the loop is run next; None: where Lightning would.
+        not_delivered: what the fetcher counts and no iterator of this process gave.
+    """
+
+    observer: Observer
+    resumption: Resumption | None
+    not_delivered: int
+
+    @property
+    @override
+    def done(self) -> bool:
+        """Whether nothing is left to do, which may be what follows the last step."""
+        pending = self.resumption is not None and self.resumption.stage in (Stage.COMMITTED, Stage.ENDED)
+        return False if pending else bool(super().done)
+
+    @override
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """The epoch begins, or goes on."""
+        resumption = self.resumption
+        if resumption is not None and self.trainer.current_epoch > 0:
+            self._restarting = True  # or else Lightning makes a second iterator
+        super().on_run_start(data_fetcher)
+        self.not_delivered = self.batch_progress.current.ready
+        if resumption is not None:
+            self.restarting = False  # what is due is known, and not guessed
+            resumption.go_on()
+            if resumption.stage not in (Stage.COMMITTED, Stage.ENDED):
+                self.resumption = None
+
+    @override
+    def advance(self, data_fetcher: Any) -> None:
+        """Make a step, or what still follows the last one."""
+        resumption, self.resumption = self.resumption, None
+        if resumption is not None and resumption.stage is Stage.ENDED:
+            return
+        if resumption is not None:
+            resumption.done_again(functools.partial(super().advance, data_fetcher))
+        else:
+            validates_only = self.restarting and self._should_check_val_fx(data_fetcher)
+            super().advance(data_fetcher)
+            if validates_only:  # from a checkpoint of Lightning's that was written before its validation
+                return
+        if not self._should_accumulate():
+            self.observer.reached(Stage.ENDED)
+
+    @override
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Validate, if that is due."""
+        validates = self._should_check_val_fx(data_fetcher)
+        super().on_advance_end(data_fetcher)
+        if validates and not self._should_accumulate():
+            self.observer.reached(Stage.CHECKED)
+
+
+class ResumableFitLoop(_FitLoop):
+    """Lightning's loop over epochs, which can resume at each moment after a step.
+
+    Attributes:
+        resumption: where to go on when the loop is run next; None: where Lightning would.
+    """
+
+    epoch_loop: ResumableEpochLoop
+    resumption: Resumption | None
+
+    @property
+    @override
+    def skip(self) -> bool:
+        """Whether there is nothing to do; what follows the last step, and the end of training, is something."""
+        return bool(self.trainer.limit_train_batches == 0) if self.resumption is not None else bool(super().skip)
+
+    @property
+    @override
+    def done(self) -> bool:
+        """Whether no epoch is left to begin or to end."""
+        within = self.resumption is not None and self.resumption.stage is not Stage.TURNED
+        return False if within else bool(super().done)
+
+    @override
+    def on_run_start(self) -> None:
+        """Training begins, or goes on."""
+        super().on_run_start()
+        if self.resumption is not None and self.resumption.stage is Stage.TURNED:
+            self._restarting = self.epoch_loop.restarting = False
+            self.resumption.go_on()
+            self.resumption = None
+
+    @override
+    def on_advance_start(self) -> None:
+        """An epoch begins, or goes on."""
+        super().on_advance_start()
+        self.epoch_loop.resumption, self.resumption = self.resumption, None
+
+    @override
+    def on_advance_end(self) -> None:
+        """An epoch ends."""
+        super().on_advance_end()
+        self.epoch_loop.observer.reached(Stage.TURNED)
+
+
+def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
+    """Have the loops of ``trainer`` tell ``observer`` of their moments.
+
+    Args:
+        trainer: its loops become resumable ones in their place.
+        observer: told of the moments.
+    """
+    fit_loop: Any = trainer.fit_loop
+    for loop, kind in ((fit_loop, ResumableFitLoop), (fit_loop.epoch_loop, ResumableEpochLoop)):
+        if not isinstance(loop, kind):
+            base = type(loop)
+            loop.__class__ = kind if base in kind.__mro__ else type(base.__name__, (kind, base), {})
+        loop.resumption = None
+    fit_loop.epoch_loop.observer = observer
+    fit_loop.epoch_loop.not_delivered = 0

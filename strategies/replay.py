@@ -1,0 +1,139 @@
+"""What a training step came to, and the step done again without computing it.
+
+A rank that was interrupted behind the update of a step has committed it; what Lightning and the callbacks do at the
+end of the batch is still to come, and some ranks may have done it in part. All go back to the state before the step
+and let Lightning run through it again, with what it came to in place of forward, backward and update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from nemo.lightning.megatron_parallel import MegatronStep
+
+from checkpointless.megatron.update import NotedNorms
+from checkpointless.strategies.boundary import plain_copy
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step came to.
+
+    Attributes:
+        reduced: what the loss reduction gave.
+        has_outputs: whether this pipeline stage had losses to reduce.
+        fetched: how many batches were taken from the loader.
+        succeeded: whether the update was made (fp16: not where a gradient overflowed).
+        grad_norm: of all gradients, or None.
+        num_zeros: how many gradients are zero, or None.
+    """
+
+    reduced: Any
+    has_outputs: bool
+    fetched: int
+    succeeded: bool
+    grad_norm: Any
+    num_zeros: Any
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return {each.name: plain_copy(getattr(self, each.name)) for each in fields(self)}
+
+
+class StepOutcomes:
+    """Notes what each training step comes to: a Megatron callback.
+
+    Args:
+        norms: those of the optimizer.
+        fetched: how many batches the loader's fetcher has counted.
+    """
+
+    def __init__(self, norms: NotedNorms, fetched: Callable[[], int]) -> None:
+        self._norms = norms
+        self._fetched = fetched
+        self._fetched_before = 0
+        self._reduced: Any = None
+        self._has_outputs = False
+        self.replayed: StepOutcome | None = None
+
+    def on_megatron_step_start(self, step: MegatronStep) -> MegatronStep:
+        """A step begins; one that is done again computes nothing."""
+        if step.forward_only:
+            return step
+        self._fetched_before = self._fetched()
+        self._norms.forget()
+        if self.replayed is None:
+            return step
+        known = {each.name: getattr(step, each.name) for each in fields(MegatronStep)}
+        return _ReplayedStep(**known, outcome=self.replayed)
+
+    def on_megatron_step_end(self, step: MegatronStep, microbatch_outputs: Any, reduced: Any) -> None:
+        """Forward and backward are over."""
+        if not step.forward_only:
+            self._reduced, self._has_outputs = reduced, bool(microbatch_outputs)
+
+    def outcome(self, succeeded: bool) -> StepOutcome:
+        """That of the step whose gradients are final now."""
+        return StepOutcome(
+            self._reduced,
+            self._has_outputs,
+            self._fetched() - self._fetched_before,
+            succeeded,
+            self._norms.grad_norm if succeeded else None,
+            self._norms.num_zeros if succeeded else None,
+        )
+
+    @contextmanager
+    def replay(self, outcome: StepOutcome) -> Iterator[None]:
+        """Training steps come to ``outcome``, and compute nothing."""
+        self.replayed = outcome
+        try:
+            yield
+        finally:
+            self.replayed = None
+
+
+class KeptReduction:
+    """Stands in for the loss reduction of a step that is done again.
+
+    Args:
+        outcome: what it came to.
+    """
+
+    def __init__(self, outcome: StepOutcome) -> None:
+        self._outcome = outcome
+
+    def reduce(self, microbatch_outputs: Any) -> Any:
+        """What the losses were reduced to."""
+        return self._outcome.reduced
+
+
+@dataclass
+class _ReplayedStep(MegatronStep):
+    """A step that takes its batches from the loader and computes nothing."""
+
+    outcome: StepOutcome = field(default_factory=lambda: StepOutcome(None, False, 0, True, None, None))
+
+    def __call__(self) -> list[Any]:
+        for _ in range(self.outcome.fetched):
+            next(self.data)
+        return [self.outcome.reduced] if self.outcome.has_outputs else []
+
+
+def with_own_loss(outcome: StepOutcome, loss: float | None) -> StepOutcome:
+    """``outcome`` of a peer, with this rank's own loss where it was kept: reductions need not be over all ranks."""
+    reduced = outcome.reduced
+    if loss is None or not isinstance(reduced, torch.Tensor) or reduced.dim():
+        return outcome
+    return StepOutcome(
+        torch.full_like(reduced, loss),
+        outcome.has_outputs,
+        outcome.fetched,
+        outcome.succeeded,
+        outcome.grad_norm,
+        outcome.num_zeros,
+    )
