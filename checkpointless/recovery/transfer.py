@@ -22,7 +22,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch.distributed as dist
 import xxhash
 
 from checkpointless.recovery import state_tree
-from checkpointless.recovery.buckets import PACKED_BYTES, Bucket, Slice, plan_buckets, size_of, stripe
+from checkpointless.recovery.buckets import PACKED_BYTES, Bucket, Shares, Slice, plan_buckets, size_of, stripe
 from checkpointless.recovery.checksum import digest_bytes, digest_parts
 from checkpointless.recovery.exchange import receive_bytes, send_bytes, wire_device
 from checkpointless.recovery.tensor_memory import dtype_name, dtype_of, own_device, tensor_bytes
@@ -242,7 +242,7 @@ def receive_state(
         for entry in map(TensorEntry.from_json, insides[0])
     ]
     arriving = [*(room[entries[index].key] for index in missing), *inside]
-    shares = _Shares.of(
+    shares = Shares.of(
         [entries[index].nbytes for index in missing], list(map(_nbytes, inside)), bucket_bytes, len(sources), alike
     )
     digests, again = _receive_buckets(sources, shares, arriving)
@@ -372,50 +372,8 @@ def _keep(entry: TensorEntry, known: Mapping[Key, torch.Tensor], room: Mapping[K
     return True
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """All buckets, and who sends which.
-
-    Attributes:
-        buckets: those of the shard, then those of the tensors inside of the objects.
-        first: how many are the shard's.
-        places: how many holders there are.
-        alike: the places of those that have the first holder's tensors in their objects.
-    """
-
-    buckets: list[Bucket]
-    first: int
-    places: int
-    alike: Sequence[int]
-
-    @classmethod
-    def of(
-        cls, shard: Sequence[int], inside: Sequence[int], bucket_bytes: int, places: int, alike: Sequence[int]
-    ) -> _Shares:
-        """The shares of tensors of these sizes in bytes."""
-        of_shard = plan_buckets(shard, bucket_bytes)
-        of_objects = [
-            tuple(Slice(len(shard) + part.index, part.start, part.stop) for part in bucket)
-            for bucket in plan_buckets(inside, bucket_bytes)
-        ]
-        return cls(of_shard + of_objects, len(of_shard), places, alike)
-
-    def sender(self, index: int, attempt: int) -> int:
-        """The place of the holder that sends a bucket; at every attempt the next one, if there is one."""
-        if index < self.first:
-            return (index + attempt) % self.places
-        return self.alike[(index - self.first + attempt) % len(self.alike)]
-
-    def split(self, indices: Iterable[int], attempt: int) -> list[list[int]]:
-        """``indices``, in ascending order, by the place of their sender."""
-        wanted: list[list[int]] = [[] for _ in range(self.places)]
-        for index in sorted(indices):
-            wanted[self.sender(index, attempt)].append(index)
-        return wanted
-
-
 def _receive_buckets(
-    sources: Sequence[int], shares: _Shares, tensors: Sequence[torch.Tensor]
+    sources: Sequence[int], shares: Shares, tensors: Sequence[torch.Tensor]
 ) -> tuple[list[int], int]:
     """Receive every bucket, again from the next holder if it is wrong.
 
