@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # Of a bucket that small tensors share: with less there are more messages, with more it leaves the caches.
@@ -69,3 +69,53 @@ def size_of(bucket: Bucket) -> int:
 def stripe(count: int, place: int, places: int) -> list[int]:
     """The numbers of the buckets that the holder at ``place`` of ``places`` sends at first."""
     return list(range(place, count, places))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """All buckets, and who sends which.
+
+    Attributes:
+        buckets: those of the shard, then those of the tensors inside of the objects.
+        first: how many are the shard's.
+        places: how many holders there are.
+        alike: the places of those that have the first holder's tensors in their objects.
+    """
+
+    buckets: list[Bucket]
+    first: int
+    places: int
+    alike: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, shard: Sequence[int], inside: Sequence[int], bucket_bytes: int, places: int, alike: Sequence[int]
+    ) -> Shares:
+        """Plan the buckets.
+
+        Args:
+            shard: sizes of the shard's tensors in bytes.
+            inside: sizes of the tensors inside of the objects in bytes.
+            bucket_bytes: at least 1.
+            places: how many holders there are.
+            alike: the places of those that have the first holder's tensors in their objects.
+        """
+        of_shard = plan_buckets(shard, bucket_bytes)
+        of_objects = [
+            tuple(Slice(len(shard) + part.index, part.start, part.stop) for part in bucket)
+            for bucket in plan_buckets(inside, bucket_bytes)
+        ]
+        return cls(of_shard + of_objects, len(of_shard), places, alike)
+
+    def sender(self, index: int, attempt: int) -> int:
+        """The place of the holder that sends a bucket; at every attempt the next one, if there is one."""
+        if index < self.first:
+            return (index + attempt) % self.places
+        return self.alike[(index - self.first + attempt) % len(self.alike)]
+
+    def split(self, indices: Iterable[int], attempt: int) -> list[list[int]]:
+        """``indices``, in ascending order, by the place of their sender."""
+        wanted: list[list[int]] = [[] for _ in range(self.places)]
+        for index in sorted(indices):
+            wanted[self.sender(index, attempt)].append(index)
+        return wanted

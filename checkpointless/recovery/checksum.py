@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import xxhash
 
-from checkpointless.recovery.state_tree import dtype_name, tensor_bytes
+from checkpointless.recovery.tensor_memory import dtype_name, tensor_bytes
 
 _LANE_BYTES = 8
 _CHUNK_LANES = 1 << 22  # 32 MiB at a time: what the intermediate results of a digest on a GPU take, four times over

@@ -1,4 +1,4 @@
-"""Small plain messages between all ranks of a process group: JSON, never pickle."""
+"""Plain messages between ranks: JSON and bytes, never pickle, in chunks, so that no announced size is believed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MAX_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024  # of a message that every rank gets from every other
+MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # of one between two ranks: a state's skeleton fits
+CHUNK_BYTES = 4 * 1024 * 1024
+GATHERED_BYTES = 256 * 1024  # of each rank at a time, where all get all
 
 
 def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -25,44 +28,62 @@ def all_gather_json(message: Any, group: dist.ProcessGroup | None = None) -> lis
         ValueError: a message is larger than 64 MiB.
     """
     device = wire_device(group)
-    mine = to_tensor(json.dumps(message, separators=(",", ":")).encode(), device)
+    mine = json.dumps(message, separators=(",", ":")).encode()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([mine.numel()], dtype=torch.int64, device=device), group=group)
+    dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64, device=device), group=group)
     lengths = [int(size.item()) for size in sizes]
     if max(lengths) > MAX_BYTES:
         raise ValueError(f"a message of {max(lengths)} bytes is over {MAX_BYTES}")
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: mine.numel()] = mine
-    gathered = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(gathered, padded, group=group)
-    return [json.loads(to_bytes(each[:length])) for each, length in zip(gathered, lengths)]
+    texts = [bytearray() for _ in lengths]
+    for start in range(0, max(lengths), GATHERED_BYTES):
+        chunk = mine[start : start + GATHERED_BYTES]
+        padded = torch.zeros(min(GATHERED_BYTES, max(lengths) - start), dtype=torch.uint8, device=device)
+        if chunk:
+            padded[: len(chunk)] = to_tensor(chunk, device)
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded, group=group)
+        for text, each, length in zip(texts, gathered, lengths):
+            text += to_bytes(each[: max(0, length - start)])
+    return [json.loads(text) for text in texts]
 
 
 def send_bytes(data: bytes, destination: int) -> None:
-    """Send ``data`` to the global rank ``destination``, length first."""
+    """Send ``data``, at least one byte, to the global rank ``destination``, length first.
+
+    Raises:
+        ValueError: it is larger than 2 GiB.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
     device = wire_device()
     dist.send(torch.tensor([len(data)], dtype=torch.int64, device=device), destination)
-    dist.send(to_tensor(data, device), destination)
+    view = memoryview(data)
+    for start in range(0, len(data), CHUNK_BYTES):
+        dist.send(to_tensor(view[start : start + CHUNK_BYTES], device), destination)
 
 
 def receive_bytes(source: int) -> bytes:
-    """Receive what :func:`send_bytes` sent from the global rank ``source``.
+    """Receive what :func:`send_bytes` sent from the global rank ``source``; takes memory only as it comes.
 
     Raises:
-        ValueError: it claims to be larger than 64 MiB.
+        ValueError: it claims to be empty, or larger than 2 GiB.
     """
     device = wire_device()
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, source)
     length = int(size.item())
-    if not 0 < length <= MAX_BYTES:
-        raise ValueError(f"rank {source} announced a message of {length} bytes; the limit is {MAX_BYTES}")
-    data = torch.empty(length, dtype=torch.uint8, device=device)
-    dist.recv(data, source)
-    return to_bytes(data)
+    if not 0 < length <= MAX_MESSAGE_BYTES:
+        raise ValueError(f"rank {source} announced a message of {length} bytes; the limit is {MAX_MESSAGE_BYTES}")
+    chunk = torch.empty(min(length, CHUNK_BYTES), dtype=torch.uint8, device=device)
+    chunks: list[bytes] = []
+    for start in range(0, length, CHUNK_BYTES):
+        part = chunk[: min(CHUNK_BYTES, length - start)]
+        dist.recv(part, source)
+        chunks.append(to_bytes(part))
+    return b"".join(chunks)
 
 
-def to_tensor(data: bytes, device: torch.device) -> torch.Tensor:
+def to_tensor(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
     """``data`` as a uint8 tensor of shape ``(len(data),)``."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 

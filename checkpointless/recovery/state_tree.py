@@ -1,47 +1,70 @@
-"""Non-tensor state as plain data: nested containers and scalars in and out of bytes, nothing evaluated.
+"""A nested state as bytes and tensors: what comes back is what was sent, type for type, or it is refused.
 
-Keys survive as they are (integers, tuples, anything hashable that is plain), and an object that is not plain is
-refused with its path. The format is the length of a JSON header (4 bytes, little-endian), the header, and then the
-raw bytes of the byte strings and tensors that it refers to, one after the other.
+Keys survive as they are (integers, tuples, anything hashable that is plain), and what is shared inside of the state
+stays shared. An object that is not plain is refused with its path. Nothing is evaluated, imported or unpickled.
+
+The format is the length of a JSON header (4 bytes, little-endian), the header, and then the raw bytes of the byte
+strings, small tensors and small arrays that it refers to, one after the other. Large tensors and arrays are apart
+(:func:`split`), so that they can be moved in buckets.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
-import math
 import struct
-from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from checkpointless.recovery.plain_values import Refused, register_plain_type
+from checkpointless.recovery.tensor_memory import dtype_name, dtype_of, tensor_bytes
+from checkpointless.recovery.tree_copy import copy
+from checkpointless.recovery.tree_decoder import Blobs, Decoder
+from checkpointless.recovery.tree_encoder import Checker, Digester, Encoder, Sender, Sink, canonical_digest
+
+__all__ = [
+    "INLINE_BYTES",
+    "MAX_BYTES",
+    "StateTreeError",
+    "check",
+    "copy",
+    "digest",
+    "dtype_name",
+    "dtype_of",
+    "dumps",
+    "join",
+    "loads",
+    "register_plain_type",
+    "split",
+    "tensor_bytes",
+]
+
+INLINE_BYTES = 4096  # a tensor of this size is copied into the skeleton: a message of its own would take longer
+MAX_BYTES = 2 * 1024 * 1024 * 1024  # of what is no large tensor or array
+
 _LENGTH = struct.Struct("<I")
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
-}
+# What a damaged or forged tree may raise while it is decoded.
+_UNREADABLE = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError, RuntimeError)
 
 
 class StateTreeError(TypeError):
-    """An object in the state cannot travel; the message names its path and type."""
+    """An object in the state cannot travel; the message names its path and type, and says what to do."""
 
 
 def dumps(tree: Any) -> bytes:
-    """Encode ``tree``: None, bool, int, float, str, bytes, list, tuple, dict, set, timedelta, datetime and path.
+    """Encode ``tree``, tensors and arrays included.
 
-    Small tensors and NumPy scalars are allowed too.
+    Allowed are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, deque, dict, OrderedDict,
+    Counter, defaultdict (of a built-in type), set, frozenset, range, slice, date, time, datetime, timedelta,
+    Decimal, Fraction, paths, ``torch.Size``, ``dtype`` and ``device``, dense tensors and parameters, NumPy scalars
+    and arrays, and classes given to :func:`register_plain_type`: exactly these types, no others derived from them.
 
     Raises:
         StateTreeError: something else is in it.
     """
-    blobs: list[bytes] = []
-    try:
-        encoded = _encode(tree, blobs)
-    except _Refused as refused:
-        raise StateTreeError(str(refused)) from None
-    header = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
-    return b"".join([_LENGTH.pack(len(header)), header, *blobs])
+    sender = Sender(None)
+    return _packed(_encode(tree, sender), sender)
 
 
 def loads(data: bytes) -> Any:
@@ -50,153 +73,86 @@ def loads(data: bytes) -> Any:
     Raises:
         ValueError: ``data`` is not that.
     """
-    if len(data) < _LENGTH.size:
+    return join(data, ())
+
+
+def split(tree: Any, inline_bytes: int = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
+    """Encode ``tree`` without its large tensors and arrays.
+
+    Args:
+        tree: as for :func:`dumps`.
+        inline_bytes: the size up to which a tensor or array is encoded with the rest.
+
+    Returns:
+        The encoded rest, and the tensors: each shares the memory of the original wherever that has no gaps.
+
+    Raises:
+        StateTreeError: something in it cannot travel.
+    """
+    sender = Sender(inline_bytes)
+    return _packed(_encode(tree, sender), sender), sender.tensors
+
+
+def join(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Put together what :func:`split` took apart. The state uses ``tensors`` themselves.
+
+    Raises:
+        ValueError: ``skeleton`` is damaged, or of other tensors.
+    """
+    if len(skeleton) < _LENGTH.size:
         raise ValueError("a state tree is cut off")
-    (length,) = _LENGTH.unpack_from(data)
-    header, blobs = data[_LENGTH.size : _LENGTH.size + length], data[_LENGTH.size + length :]
-    reader = _Blobs(blobs)
-    tree = _decode(json.loads(header), reader)
-    reader.end()
+    view = memoryview(skeleton)
+    (length,) = _LENGTH.unpack_from(view)
+    blobs = Blobs(view[_LENGTH.size + length :])
+    try:
+        tree = Decoder(blobs, tensors).decode(json.loads(bytes(view[_LENGTH.size : _LENGTH.size + length])))
+    except _UNREADABLE as error:
+        raise ValueError(f"a state tree cannot be read: {type(error).__name__}: {error}") from error
+    blobs.end()
     return tree
 
 
-class _Blobs:
-    """Hands out the raw bytes behind the header in the order in which they were put there."""
+def check(tree: Any) -> None:
+    """Say before it is needed whether ``tree`` can travel. No tensor is read or copied.
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._offset = 0
-
-    def take(self, length: int) -> bytes:
-        blob = self._data[self._offset : self._offset + length]
-        if length < 0 or len(blob) != length:
-            raise ValueError("a state tree is cut off")
-        self._offset += length
-        return blob
-
-    def end(self) -> None:
-        if self._offset != len(self._data):
-            raise ValueError("a state tree has bytes that it does not refer to")
-
-
-def _encode(value: Any, blobs: list[bytes]) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {"t": "float", "v": value.hex() if value == value else "nan"}
-    if kind is list:
-        return _encode_items(value, blobs)
-    if isinstance(value, dict):
-        return {"t": "dict", "v": _encode_pairs(value, blobs)}
-    if isinstance(value, tuple):
-        return {"t": "tuple", "v": _encode_items(value, blobs)}
-    if kind in (set, frozenset):
-        return {"t": "set", "v": _encode_items(sorted(value, key=repr), blobs)}
-    if kind in (bytes, bytearray):
-        blobs.append(bytes(value))
-        return {"t": "bytes", "v": len(value)}
-    if isinstance(value, torch.Tensor):
-        blobs.append(tensor_bytes(value).cpu().numpy().tobytes())
-        return {"t": "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "v": len(blobs[-1])}
-    if isinstance(value, PurePath):
-        return {"t": "path", "v": str(value)}
-    if isinstance(value, datetime.timedelta):
-        return {"t": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
-    if isinstance(value, datetime.datetime):
-        return {"t": "datetime", "v": value.isoformat()}
-    if hasattr(value, "item") and getattr(value, "shape", None) == () and type(value).__module__ == "numpy":
-        return _encode(value.item(), blobs)
-    if isinstance(value, (int, float, str)):  # an enum or another subclass would come back as something else
-        raise _Refused(f"is a {kind.__module__}.{kind.__qualname__}, which would not come back as one")
-    raise _Refused(f"is a {kind.__module__}.{kind.__qualname__}, which cannot travel safely")
-
-
-class _Refused(Exception):
-    """A value cannot travel; on its way up it learns where it was found."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-        self.path: list[str] = []
-
-    def __str__(self) -> str:
-        return f"state{''.join(reversed(self.path))} {self.why}"
-
-
-def _encode_items(items: Sequence[Any], blobs: list[bytes]) -> list[Any]:
-    encoded = []
-    for index, item in enumerate(items):
-        try:
-            encoded.append(_encode(item, blobs))
-        except _Refused as refused:
-            refused.path.append(f"[{index}]")
-            raise
-    return encoded
-
-
-def _encode_pairs(mapping: Mapping[Any, Any], blobs: list[bytes]) -> list[Any]:
-    encoded = []
-    for key, item in mapping.items():
-        try:
-            name = _encode(key, blobs)
-        except _Refused as refused:
-            refused.path.append(f" key {key!r}")
-            raise
-        try:
-            encoded.append([name, _encode(item, blobs)])
-        except _Refused as refused:
-            refused.path.append(f"[{key!r}]")
-            raise
-    return encoded
-
-
-def _decode(value: Any, blobs: _Blobs) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, blobs) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind, body = value["t"], value["v"]
-    if kind == "dict":
-        return {_decode(key, blobs): _decode(item, blobs) for key, item in body}
-    if kind == "tuple":
-        return tuple(_decode(item, blobs) for item in body)
-    if kind == "set":
-        return {_decode(item, blobs) for item in body}
-    if kind == "float":
-        return float.fromhex(body) if body != "nan" else math.nan
-    if kind == "bytes":
-        return blobs.take(body)
-    if kind == "tensor":
-        tensor = torch.empty(value["shape"], dtype=dtype_of(value["dtype"]))
-        raw = blobs.take(body)
-        if raw:
-            tensor_bytes(tensor).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-        return tensor
-    if kind == "path":
-        return PurePath(body)
-    if kind == "timedelta":
-        return datetime.timedelta(*body)
-    if kind == "datetime":
-        return datetime.datetime.fromisoformat(body)
-    raise ValueError(f"unknown kind {kind!r} in a state tree")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of ``dtype`` without ``torch.``, as it travels."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype that :func:`dtype_name` named.
+    Args:
+        tree: any state.
 
     Raises:
-        ValueError: there is none of that name.
+        StateTreeError: it cannot; one line with the path, the type and what to do.
     """
-    if name not in _DTYPES:
-        raise ValueError(f"unknown dtype {name!r}")
-    return _DTYPES[name]
+    checker = Checker(INLINE_BYTES)
+    _encode(tree, checker)
+    _bounded(checker.nbytes)
 
 
-def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``tensor`` as a flat uint8 tensor on its device: a view where it is contiguous, else a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def digest(tree: Any) -> str:
+    """A digest of ``tree``, 32 hexadecimal digits, that is equal in every process where the state is equal.
+
+    The order of dictionaries (but OrderedDict) and sets does not matter, nor does how a tensor lies in memory or
+    what is shared; types, dtypes and kinds of devices do.
+
+    Raises:
+        StateTreeError: something in it cannot travel.
+    """
+    return canonical_digest(_encode(tree, Digester()))
+
+
+def _encode(tree: Any, sink: Sink) -> Any:
+    try:
+        return Encoder(sink).encode(tree)
+    except Refused as refused:
+        raise StateTreeError(str(refused)) from None
+    except RecursionError:
+        raise StateTreeError("state is nested too deep for the stack: keep a flatter state") from None
+
+
+def _packed(encoded: Any, sender: Sender) -> bytes:
+    header = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
+    _bounded(len(header) + sum(map(len, sender.blobs)))
+    return b"".join([_LENGTH.pack(len(header)), header, *sender.blobs])
+
+
+def _bounded(nbytes: int) -> None:
+    if nbytes > MAX_BYTES:
+        raise StateTreeError(f"state has {nbytes} bytes outside of tensors, over {MAX_BYTES}: keep them in tensors")

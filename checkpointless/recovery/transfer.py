@@ -3,10 +3,14 @@
 All messages are point to point, in this order, between one rank to fill (D) and each of its holders (S0, S1, ...):
 
 1. D to each S: whether it wants a digest of every tensor, because it holds some of them already.
-2. S0 to D: the metadata (key, dtype, shape, device, digest if asked for) and the non-tensor state.
-3. D to each S: the tensors that it wants and the size of a bucket.
+2. Each S to D: the metadata (dtype, shape, device, digest) of the large tensors inside of its non-tensor state; S0
+   also that of the shard (key as well, digest if asked for), and the skeleton of the non-tensor state.
+3. D to each S: the tensors that it wants, the size of a bucket, and S's share of the objects' tensors.
 4. Each S to D: its stripe of the buckets, several in flight, and then their digests.
 5. D to each S: the buckets that arrived damaged, which S is to send now, or that everything is there. Back to 4.
+
+The non-tensor state is S0's. Large tensors inside of it come in buckets like the others, from those holders that
+have the same ones: a callback's state may differ from rank to rank.
 
 A large tensor is sent from where it lies to where it belongs; small ones share a bucket. Every bucket is digested
 at the sender while it is under way, and at the receiver where its bytes ended up.
@@ -27,10 +31,10 @@ import torch.distributed as dist
 import xxhash
 
 from checkpointless.recovery import state_tree
-from checkpointless.recovery.buckets import PACKED_BYTES, Bucket, Slice, plan_buckets, size_of, stripe
+from checkpointless.recovery.buckets import PACKED_BYTES, Bucket, Shares, Slice, plan_buckets, size_of, stripe
 from checkpointless.recovery.checksum import digest_bytes, digest_parts
 from checkpointless.recovery.exchange import receive_bytes, send_bytes, wire_device
-from checkpointless.recovery.state_tree import dtype_name, dtype_of, tensor_bytes
+from checkpointless.recovery.tensor_memory import dtype_name, dtype_of, own_device, tensor_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +102,7 @@ class TransferReport:
     """What a fill moved.
 
     Attributes:
-        bytes: bytes of tensors that arrived.
+        bytes: bytes of tensors that arrived, those inside of the non-tensor state included.
         kept: bytes of tensors that were there already, from an earlier attempt or because they never change.
         sources: the ranks they came from.
         seconds: how long it took.
@@ -157,7 +161,7 @@ def send_state(
 
     Args:
         tensors: the shard, in the order that every holder has it in.
-        objects: the non-tensor state; only the first holder's is sent.
+        objects: the non-tensor state; the first holder's is sent, and tensors in it by all that have the same.
         fills: whom to fill.
         on_bucket: given each bucket's number in the sequence, how many there are and its bytes, a flat uint8
             tensor, just before it is sent; returns what to send (to cause a fault on the way on purpose).
@@ -167,18 +171,19 @@ def send_state(
         TransferError: a rank asks for what there is not.
     """
     asked = {fill: _receive_json(fill.destination)["digests"] for fill in fills}
-    packed_objects = state_tree.dumps(objects) if any(fill.place == 0 for fill in fills) else b""
+    skeleton, inside = state_tree.split(objects)
+    striped = any(fill.places > 1 for fill in fills)
+    inside_entries = [
+        entry.to_json() for entry in _entries({(index,): tensor for index, tensor in enumerate(inside)}, striped)
+    ]
     for fill in fills:
+        _send_json(inside_entries, fill.destination)
         if fill.place == 0:
-            entries = [
-                TensorEntry.of(key, tensor, digest_bytes(tensor_bytes(tensor)) if asked[fill] else None).to_json()
-                for key, tensor in tensors.items()
-            ]
-            _send_json(entries, fill.destination)
-            send_bytes(packed_objects, fill.destination)
-    ordered = list(tensors.values())
+            _send_json([entry.to_json() for entry in _entries(tensors, asked[fill])], fill.destination)
+            send_bytes(skeleton, fill.destination)
+    ordered = [*tensors.values(), *inside]
     plans: dict[str, list[Bucket]] = {}
-    orders = [_hear_order(fill, ordered, plans) for fill in fills]
+    orders = [_hear_order(fill, ordered, len(tensors), plans) for fill in fills]
     while orders:
         _send_buckets(ordered, orders, on_bucket)
         for order in orders:
@@ -215,8 +220,11 @@ def receive_state(
     began_s = time.monotonic()
     for source in sources:
         _send_json({"digests": bool(known)}, source)
+    insides = [_receive_json(sources[0])]
     entries = [TensorEntry.from_json(each) for each in _receive_json(sources[0])]
-    objects = state_tree.loads(receive_bytes(sources[0]))
+    skeleton = receive_bytes(sources[0])
+    insides += [_receive_json(source) for source in sources[1:]]
+    alike = [place for place, theirs in enumerate(insides) if theirs == insides[0]]
     room = allocate(entries)
     for entry in entries:
         if not entry.fits(room.get(entry.key)):
@@ -226,15 +234,22 @@ def receive_state(
             )
     missing = [index for index, entry in enumerate(entries) if not _keep(entry, known or {}, room)]
     bucket_bytes = bucket_bytes_of(memory_budget_bytes)
-    for source in sources:
-        _send_json({"wanted": missing, "bucket_bytes": bucket_bytes}, source)
-    arriving = [entries[index] for index in missing]
-    buckets = plan_buckets([entry.nbytes for entry in arriving], bucket_bytes)
-    digests, again = _receive_buckets(sources, buckets, [room[entry.key] for entry in arriving])
-    received = sum(entry.nbytes for entry in arriving)
-    return objects, TransferReport(
+    for place, source in enumerate(sources):
+        share = [alike.index(place), len(alike)] if place in alike else None
+        _send_json({"wanted": missing, "bucket_bytes": bucket_bytes, "objects": share}, source)
+    inside = [
+        torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device))
+        for entry in map(TensorEntry.from_json, insides[0])
+    ]
+    arriving = [*(room[entries[index].key] for index in missing), *inside]
+    shares = Shares.of(
+        [entries[index].nbytes for index in missing], list(map(_nbytes, inside)), bucket_bytes, len(sources), alike
+    )
+    digests, again = _receive_buckets(sources, shares, arriving)
+    received = sum(map(_nbytes, arriving))
+    return state_tree.join(skeleton, inside), TransferReport(
         bytes=received,
-        kept=sum(entry.nbytes for entry in entries) - received,
+        kept=sum(entry.nbytes for index, entry in enumerate(entries) if index not in set(missing)),
         sources=tuple(sources),
         seconds=time.monotonic() - began_s,
         fetched_again=again,
@@ -251,19 +266,47 @@ def flip_a_bit(tensor: torch.Tensor) -> None:
 # --- the holder's side ------------------------------------------------------------------------------------------
 
 
-def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], plans: dict[str, list[Bucket]]) -> _Order:
-    """What a destination wants. Those who want the same share a plan, and by that their buckets."""
+def _entries(tensors: Mapping[Key, torch.Tensor], digested: bool) -> list[TensorEntry]:
+    return [
+        TensorEntry.of(key, tensor, digest_bytes(tensor_bytes(tensor)) if digested else None)
+        for key, tensor in tensors.items()
+    ]
+
+
+def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: dict[str, list[Bucket]]) -> _Order:
+    """What a destination wants. Those who want the same share a plan, and by that their buckets.
+
+    Args:
+        fill: the destination.
+        tensors: the shard's ``count`` tensors, and those inside of the objects.
+        count: how many belong to the shard.
+        plans: the plans made so far.
+    """
     order = _receive_json(fill.destination)
-    name = json.dumps(order)
+    share = order["objects"]
+    name = json.dumps([order["wanted"], order["bucket_bytes"], share is not None])
     if name not in plans:
-        chosen = _checked(order["wanted"], len(tensors))
-        sizes = [tensors[index].numel() * tensors[index].dtype.itemsize for index in chosen]
-        plans[name] = [
-            tuple(Slice(chosen[part.index], part.start, part.stop) for part in bucket)
-            for bucket in plan_buckets(sizes, order["bucket_bytes"])
-        ]
+        chosen = _checked(order["wanted"], count)
+        of_shard = _numbered(tensors, chosen, order["bucket_bytes"])
+        inside = list(range(count, len(tensors))) if share is not None else []
+        plans[name] = of_shard + _numbered(tensors, inside, order["bucket_bytes"])
     buckets = plans[name]
-    return _Order(fill.destination, buckets, stripe(len(buckets), fill.place, fill.places))
+    first = sum(bucket[0].index < count for bucket in buckets)
+    wanted = stripe(first, fill.place, fill.places)
+    if share is not None:
+        place, places = share
+        if not 0 <= place < places <= fill.places:
+            raise TransferError(f"a rank asks for part {place} of {places}")
+        wanted += [first + index for index in stripe(len(buckets) - first, place, places)]
+    return _Order(fill.destination, buckets, wanted)
+
+
+def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_bytes: int) -> list[Bucket]:
+    """The buckets of the tensors with the numbers ``chosen``, by these numbers."""
+    return [
+        tuple(Slice(chosen[part.index], part.start, part.stop) for part in bucket)
+        for bucket in plan_buckets([_nbytes(tensors[index]) for index in chosen], bucket_bytes)
+    ]
 
 
 def _send_buckets(
@@ -330,15 +373,15 @@ def _keep(entry: TensorEntry, known: Mapping[Key, torch.Tensor], room: Mapping[K
 
 
 def _receive_buckets(
-    sources: Sequence[int], buckets: list[Bucket], tensors: Sequence[torch.Tensor]
+    sources: Sequence[int], shares: Shares, tensors: Sequence[torch.Tensor]
 ) -> tuple[list[int], int]:
     """Receive every bucket, again from the next holder if it is wrong.
 
     Returns:
         The digests of all buckets, and how many were fetched again.
     """
-    places = len(sources)
-    wanted = [stripe(len(buckets), place, places) for place in range(places)]
+    buckets = shares.buckets
+    wanted = shares.split(range(len(buckets)), 0)
     digests = [0] * len(buckets)
     fetched_again = 0
     for attempt in range(MAX_ROUNDS):
@@ -350,7 +393,7 @@ def _receive_buckets(
             if len(theirs) != len(wanted[place]):
                 raise TransferError(f"rank {source} sent {len(theirs)} digests for {len(wanted[place])} buckets")
             bad += [index for index, digest in zip(wanted[place], theirs) if digests[index] != digest]
-        wanted = [sorted(each for each in bad if (each + attempt + 1) % places == place) for place in range(places)]
+        wanted = shares.split(bad, attempt + 1)
         for place, source in enumerate(sources):
             _send_json(wanted[place] if bad and attempt < MAX_ROUNDS - 1 else None, source)
         if not bad:
@@ -461,6 +504,10 @@ def _send_json(message: Any, destination: int) -> None:
 
 def _receive_json(source: int) -> Any:
     return json.loads(receive_bytes(source))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.transfer_ranks import total_bytes
+from tests.ranks.transfer_ranks import TENSOR_MB, total_bytes
 
 pytestmark = pytest.mark.ranks
 FILL = "tests.ranks.transfer_ranks:fill"
+FILL_OBJECTS = "tests.ranks.transfer_ranks:fill_objects"
+MB = 1024 * 1024
+SLACK_MB = 60  # the skeleton with 9 MB of bytes, several times over, and what gloo and torch take for themselves
 
 
 def whole(outcome: dict[str, Any]) -> bool:
@@ -66,3 +70,45 @@ def test_what_a_rank_has_that_is_stale_is_sent(nemo_zygote: Zygote) -> None:
     assert whole(outcomes[0])
     kept = outcomes[0]["report"]["kept"]
     assert kept == 64 * 96 * 4, "only the strided one, in which no bit was flipped"
+
+
+def test_large_objects_arrive_in_buckets_within_the_budget(nemo_zygote: Zygote) -> None:
+    filled, *holders = nemo_zygote.run(3, FILL_OBJECTS, {"count": 16})
+    assert filled["equal"]
+    assert filled["shared"]
+    assert filled["strides"]
+    assert filled["types"] == ["ndarray", "float32", "Counter"]
+    destination_mb = 16 * TENSOR_MB + 3
+    assert filled["report"]["bytes"] == destination_mb * MB + 40 * 999 * 4
+    assert filled["grown_mb"] < destination_mb + SLACK_MB
+    for holder in holders:  # each sends about half
+        assert abs(holder["sent"] - destination_mb * MB / 2) < 2 * MB
+        assert holder["grown_mb"] < SLACK_MB
+
+
+def test_objects_that_differ_come_from_one_holder_alone(nemo_zygote: Zygote) -> None:
+    filled, first, alike, other = nemo_zygote.run(4, FILL_OBJECTS, {"count": 2, "apart": True})
+    assert filled["equal"]
+    assert first["sent"] > 8 * MB < alike["sent"]
+    assert other["sent"] < MB, "of the shard alone"
+
+
+def test_a_holder_killed_in_the_middle_of_large_objects(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    arguments = {"count": 6, "killed": True, "meeting": str(tmp_path / "meeting")}
+    filled, holder, killed = nemo_zygote.run(3, FILL_OBJECTS, arguments, expendable=(2,))
+    assert killed is None
+    assert filled["error"]
+    assert filled["again"]["equal"]
+    assert filled["again"]["report"]["sources"] == [1]
+    assert "sent" in holder["again"]
+
+
+def test_messages_of_several_chunks_reach_every_rank(nemo_zygote: Zygote) -> None:
+    length = 3 * MB + 1
+    expected = [length, length // 2, length // 3]
+    assert nemo_zygote.run(3, "tests.ranks.transfer_ranks:gather", {"length": length}) == [expected] * 3
+
+
+def test_an_announced_size_is_not_believed(nemo_zygote: Zygote) -> None:
+    said = nemo_zygote.run(2, "tests.ranks.transfer_ranks:announce")
+    assert said[1].startswith("rank 0 announced a message of 1099511627776 bytes")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import collections
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from checkpointless.recovery import state_tree
 from checkpointless.recovery.checksum import MemoryChecksumManager
+from checkpointless.recovery.exchange import all_gather_json, receive_bytes
 from checkpointless.recovery.transfer import (
     Fill,
     Key,
@@ -114,3 +121,116 @@ def fill(
 def total_bytes() -> int:
     """Bytes of the whole state."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in state().values())
+
+
+# --- tensors inside of the objects ------------------------------------------------------------------------------
+
+TENSOR_MB = 8
+_MB = 1024 * 1024
+_OBJECTS_BUDGET = 4 * _MB
+
+
+def averages(count: int, seed: int = 3) -> dict[str, Any]:
+    """The state of a callback that averages weights: ``count`` large tensors, one of them twice, and more."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(TENSOR_MB * _MB // 4, generator=generator) for _ in range(count)]
+    weights[0] = weights[0].reshape(2, -1).t()
+    return {
+        "weights": {f"layer.{index}": weight for index, weight in enumerate(weights)},
+        "best": weights[0],
+        "history": np.arange(3 * _MB // 8, dtype=">f8"),
+        "small": torch.tensor(0.5, dtype=torch.bfloat16),
+        "decay": np.float32(0.999),
+        "milestones": collections.Counter({7: 1}),
+        "seen": b"x" * (9 * _MB),
+    }
+
+
+def fill_objects(count: int, apart: bool = False, killed: bool = False, meeting: str = "") -> dict[str, Any]:
+    """Fill rank 0 with objects of ``count`` large tensors, from all others.
+
+    Args:
+        apart: the last rank holds other tensors in its objects.
+        killed: the last rank is killed in the middle; then rank 0 is filled by rank 1 alone.
+        meeting: a file that does not exist, where the two meet then.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    other = rank == world - 1 and apart
+    objects = averages(count, seed=4 if other else 3)
+    shard: dict[Key, torch.Tensor] = {("shard", index): torch.full((999,), float(index)) for index in range(40)}
+    sent = 0
+
+    def on_bucket(position: int, total: int, payload: torch.Tensor) -> torch.Tensor:
+        nonlocal sent
+        sent += payload.numel()
+        if killed and rank == world - 1 and position == total // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return payload
+
+    def attempt(holders: Sequence[int]) -> dict[str, Any]:
+        if rank != 0:
+            before = _peak_kb(reset=True)
+            send_state(shard, objects, [Fill(0, holders.index(rank), len(holders))], on_bucket=on_bucket)
+            return {"sent": sent, "grown_mb": (_peak_kb() - before) // 1024}
+        before = _peak_kb(reset=True)
+        arrived, report = receive_state(
+            holders,
+            lambda entries: {entry.key: torch.zeros(entry.shape) for entry in entries},
+            memory_budget_bytes=_OBJECTS_BUDGET,
+        )
+        grown = (_peak_kb() - before) // 1024
+        return {
+            "equal": state_tree.digest(arrived) == state_tree.digest(objects),
+            "types": [type(arrived[name]).__name__ for name in ("history", "decay", "milestones")],
+            "shared": arrived["best"] is arrived["weights"]["layer.0"],
+            "strides": arrived["best"].stride() == objects["best"].stride(),
+            "report": vars(report),
+            "grown_mb": grown,
+        }
+
+    outcome: dict[str, Any] = {}
+    try:
+        outcome = attempt(range(1, world))
+    except RuntimeError as error:
+        outcome["error"] = str(error)
+    if killed:
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+        )
+        outcome["again"] = attempt([1])
+    dist.barrier()
+    return outcome
+
+
+def gather(length: int) -> list[int]:
+    """Messages of different lengths, the largest of ``length`` letters. Returns the lengths that came."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank = dist.get_rank()
+    texts = all_gather_json("abc"[rank] * (length // (rank + 1)))
+    assert all(set(text) == {"abc"[index]} for index, text in enumerate(texts))
+    return [len(text) for text in texts]
+
+
+def announce() -> str:
+    """Rank 0 announces more than it may send; what rank 1 says."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    said = ""
+    if dist.get_rank() == 0:
+        dist.send(torch.tensor([1 << 40]), 1)
+    else:
+        try:
+            receive_bytes(0)
+        except ValueError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+def _peak_kb(reset: bool = False) -> int:
+    """The largest resident size of this process so far, or what it is now if that is ``reset``, in KiB."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.recovery.buckets import plan_buckets, size_of, stripe
+from checkpointless.recovery.buckets import Shares, plan_buckets, size_of, stripe
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 40))
@@ -42,3 +42,36 @@ def test_stripes_are_a_partition(count: int, places: int) -> None:
 def test_a_bucket_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="holds nothing"):
         plan_buckets([1], 0)
+
+
+@given(
+    st.lists(st.integers(0, 50), max_size=9),
+    st.lists(st.integers(0, 50), max_size=9),
+    st.integers(1, 40),
+    st.sets(st.integers(1, 4)),
+    st.integers(0, 3),
+)
+def test_objects_come_only_from_holders_that_have_the_same_ones(
+    shard: list[int], inside: list[int], bucket_bytes: int, others: set[int], attempt: int
+) -> None:
+    places, alike = 5, [0, *sorted(others)]
+    shares = Shares.of(shard, inside, bucket_bytes, places, alike)
+    seen = [
+        (part.index, byte) for bucket in shares.buckets for part in bucket for byte in range(part.start, part.stop)
+    ]
+    assert sorted(seen) == [(index, byte) for index, size in enumerate(shard + inside) for byte in range(size)]
+    wanted = shares.split(range(len(shares.buckets)), attempt)
+    assert sorted(index for each in wanted for index in each) == list(range(len(shares.buckets)))
+    for index in range(len(shares.buckets)):
+        of_objects = shares.buckets[index][0].index >= len(shard)
+        assert all((part.index >= len(shard)) is of_objects for part in shares.buckets[index])
+        if of_objects:
+            assert shares.sender(index, attempt) in alike
+        able = len(alike) if of_objects else places
+        assert (shares.sender(index, attempt) != shares.sender(index, attempt + 1)) is (able > 1)
+    first = [stripe(shares.first, place, places) for place in range(places)]
+    for number, place in enumerate(alike):  # as each holder plans it for itself
+        first[place] += [
+            shares.first + each for each in stripe(len(shares.buckets) - shares.first, number, len(alike))
+        ]
+    assert shares.split(range(len(shares.buckets)), 0) == first

@@ -1,0 +1,91 @@
+"""A copy of a nested state that nothing can change any more, as cheap as that can be."""
+
+from __future__ import annotations
+
+import copy as copy_module
+import logging
+import sys
+from collections import ChainMap, OrderedDict, defaultdict, deque
+from typing import Any
+
+import torch
+
+from checkpointless.recovery.plain_values import TO_JSON
+from checkpointless.recovery.tree_encoder import MAX_DEPTH
+
+logger = logging.getLogger(__name__)
+
+_IMMUTABLE = {type(None), bool, int, float, str, bytes, frozenset, type, *TO_JSON}
+
+
+def copy(tree: Any) -> Any:
+    """A deep copy of ``tree``: containers anew, tensors and arrays cloned, what never changes shared.
+
+    What is the same object in two places is one in the copy, too. Any other object is copied by ``copy.deepcopy``;
+    one that refuses that is kept as it is. Nothing is refused.
+
+    Args:
+        tree: any state.
+    """
+    return _copy(tree, {}, 0)
+
+
+def _copy(value: Any, made: dict[int, Any], depth: int) -> Any:
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
+    if id(value) in made:
+        return made[id(value)]
+    if depth > MAX_DEPTH:
+        return _copy_unknown(value, made)
+    if kind is list:
+        items: list[Any] = []
+        made[id(value)] = items
+        items.extend(_copy(item, made, depth + 1) for item in value)
+        return items
+    if kind in (dict, OrderedDict, defaultdict):
+        pairs: Any = defaultdict(value.default_factory) if kind is defaultdict else kind()
+        made[id(value)] = pairs
+        for key, item in value.items():
+            pairs[_copy(key, made, depth + 1)] = _copy(item, made, depth + 1)
+        if kind is OrderedDict:
+            vars(pairs).update({name: _copy(item, made, depth + 1) for name, item in vars(value).items()})
+        return pairs
+    if kind is tuple:
+        copies = [_copy(item, made, depth + 1) for item in value]
+        unchanged = all(mine is theirs for mine, theirs in zip(copies, value))
+        copied: Any = value if unchanged else tuple(copies)
+    elif kind is deque:
+        copied = deque((_copy(item, made, depth + 1) for item in value), value.maxlen)
+    elif kind in (set, bytearray):  # what is in a set does not change
+        copied = kind(value)
+    elif kind in (torch.Tensor, torch.nn.Parameter):
+        clone = value.detach().clone()
+        copied = torch.nn.Parameter(clone, value.requires_grad) if kind is torch.nn.Parameter else clone
+        copied.requires_grad_(value.requires_grad)
+    elif kind.__module__ == "numpy" and _is_plain_array(value):
+        copied = value.copy(order="K")
+    else:
+        return _copy_unknown(value, made)
+    made[id(value)] = copied
+    return copied
+
+
+def _is_plain_array(value: Any) -> bool:
+    numpy = sys.modules["numpy"]
+    return type(value) is numpy.ndarray and not value.dtype.hasobject
+
+
+def _copy_unknown(value: Any, made: dict[int, Any]) -> Any:
+    attempt: ChainMap[int, Any] = ChainMap({}, made)  # what a failed attempt leaves half made is not used
+    try:
+        copied = copy_module.deepcopy(value, attempt)  # type: ignore[arg-type]
+    except Exception:
+        logger.debug("a %s cannot be copied and is kept as it is", type(value).__qualname__, exc_info=True)
+        copied = value
+    else:
+        originals = attempt.maps[0].pop(id(attempt), None)  # of a passing life; kept, for their ids are known now
+        made.update(attempt.maps[0])
+        made.setdefault(id(made), []).append(originals)
+    made[id(value)] = copied
+    return copied
