@@ -97,7 +97,11 @@ def _from_notes(directory: Path, rank: int) -> dict[str, Any]:
     validations = [
         [line["fit"], line["step"], line["loader"], line["loss"]] for line in notes(directory, rank, "validation")
     ]
+    fits: dict[str, Any] = {}
+    for line in notes(directory, rank, "fit"):
+        fits.setdefault(str(line["fit"]), line["end"])
     return {
+        "fits": fits,
         "samples": {step: sorted(ids) for step, ids in steps.items()},
         "hooks": dict(sorted(hooks.items())),
         "validations": validations,
@@ -165,6 +169,12 @@ def _differences(rank: int, place: tuple[str, ...], one: Any, other: Any) -> lis
         for key in [*one, *(key for key in other if key not in one)]:
             found += _differences(rank, (*place, key), one.get(key), other.get(key))
         return found
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [
+            each
+            for index, pair in enumerate(zip(one, other))
+            for each in _differences(rank, (*place, str(index)), *pair)
+        ]
     return [] if one == other else [Difference(rank, place, one, other)]
 
 

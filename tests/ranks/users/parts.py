@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from checkpointless.demo.text import TextDataModule, TextWindows, english
 from tests.ranks.users.end import note
 
-SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 32, 2, 8
+SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 32, 2, 16  # two micro-batches of four ranks
 
 
 # --- callbacks ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A training loop of one's own, as users write it: batch normalisation, an order drawn where the block begins.
 
-    checkpointless run --nproc-per-node 3 tests/ranks/users/plain_loop.py --steps 6 --features batchnorm,randperm
+checkpointless run --nproc-per-node 3 tests/ranks/users/plain_loop.py --steps 6 --features batchnorm,randperm
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from nemo.collections import llm
 from nemo.collections.llm.gpt.model.base import local_layer_spec
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback
 from checkpointless.demo.text import ByteTokenizer
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy
@@ -72,8 +72,10 @@ _STEPS_OF_EPOCH = 4
 @HPWrapper()
 def main() -> None:
     options = parse()
-    fits = [train(options, fit, steps) for fit, steps in enumerate(options.steps)]
-    end.write_end({"fits": fits, "random": streams(), "folders": folders()})
+    for fit, steps in enumerate(options.steps):
+        # A fit that was over before a fault in the next one ended in what was written down then.
+        end.note("fit", fit=fit, end=end.plain(train(options, fit, steps)))
+    end.write_end({"random": streams(), "folders": folders()})
 
 
 def parse() -> argparse.Namespace:
@@ -105,7 +107,7 @@ def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
     )
     trainer = trainer_of(options, features, fit, steps)
     data = data_of(options, features)
-    if {"modelckpt", "monitored"} & features:
+    if {"modelckpt", "monitored"} & features or options.resume_from:
         log = nl.NeMoLogger(
             log_dir=str(end.run_dir() / "nemo"),
             name=f"fit-{fit}",
@@ -200,6 +202,8 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
                 save_on_train_epoch_end=False,
             )
         )
+    elif options.resume_from:  # NeMo resumes only where there is one
+        callbacks.append(ModelCheckpoint(monitor=None, every_n_train_steps=10**6, save_last=False, save_top_k=0))
     loggers: list[Any] = []
     if "csv" in features:
         loggers.append(CSVLogger(str(end.run_dir() / "csv"), name=f"fit-{fit}", flush_logs_every_n_steps=1))
@@ -242,7 +246,7 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=bool({"modelckpt", "monitored"} & features),
+        enable_checkpointing=bool({"modelckpt", "monitored"} & features or options.resume_from),
         **more,
     )
 
@@ -282,7 +286,7 @@ def ended(trainer: Any, model: Any) -> dict[str, Any]:
         "callbacks": {
             type(callback).__name__: state_of(callback)
             for callback in trainer.callbacks
-            if not isinstance(callback, Timer)
+            if not isinstance(callback, Timer | HPFaultInjectionCallback)
         },
         "module": {"batches_seen": model.batches_seen} if model.keeps else {},
         "metrics": {name: value for name, value in trainer.callback_metrics.items()},
@@ -357,4 +361,3 @@ def folders() -> dict[str, list[str]]:
 def undated(name: str) -> str:
     """A checkpoint's path without the day."""
     return "/".join("dated" if part[:2] == "20" and part.count("-") == 4 else part for part in name.split("/"))
-
