@@ -114,15 +114,11 @@ class Probe(pl.Callback):
 
 def noting_data_step(fit: int, count_from: list[int], iterator: Iterator[Any]) -> dict[str, Any]:
     """NeMo's data step, which writes down which samples are trained on."""
-    return dict(gpt_data_step(_noting(fit, count_from, iterator)))
-
-
-def _noting(fit: int, count_from: list[int], iterator: Iterator[Any]) -> Iterator[Any]:
     batch = next(iterator)
     inner = batch[0] if isinstance(batch, tuple) else batch
     if torch.is_grad_enabled() and "sample" in inner:
         note("samples", fit=fit, step=count_from[0] + 1, ids=inner["sample"].tolist())
-    yield batch
+    return dict(gpt_data_step(iter([batch])))
 
 
 class CountingGPT(llm.GPTModel):

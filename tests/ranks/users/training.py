@@ -6,6 +6,7 @@ Features go together in any number. At the end each rank writes down what must b
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import random
 from pathlib import Path
@@ -269,7 +270,7 @@ def data_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
     )
 
 
-# --- what must be equal ---------------------------------------------------------------------------------------------
+# --- what must be equal -------------------------------------------------------------------------------------------
 
 
 def ended(trainer: Any, model: Any) -> dict[str, Any]:
@@ -355,7 +356,21 @@ def folders() -> dict[str, list[str]]:
         "checkpoints": [undated(name) for name in checkpoints],
         "dated": [f"{path.parent.name}/folder" for path in sorted(nemo.glob("*/*")) if path.name[:2] == "20"],
         "loggers": sorted(str(path.relative_to(end.run_dir())) for path in loggers),
+        "logged": [line for path in sorted(loggers) for line in logged(path / "metrics.csv")],
     }
+
+
+def logged(path: Path) -> list[str]:
+    """Which losses of which steps are in a file of the CSV logger."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return [
+            f"step {row['step']}: {name} {row[name]}"
+            for row in csv.DictReader(file)
+            for name in ("reduced_train_loss", "val_loss")
+            if row.get(name)
+        ]
 
 
 def undated(name: str) -> str:
