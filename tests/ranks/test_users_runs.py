@@ -30,7 +30,7 @@ class Run:
         layout: further words for the script.
         script: which.
         nproc: how many ranks.
-        resumed: begin at a checkpoint of NeMo's that a job of so many steps has written.
+        resumed: begin at the checkpoint of NeMo's that a job has written after so many steps.
     """
 
     features: str
@@ -85,10 +85,10 @@ class Calm:
         """What ``run`` begins at."""
         if not run.resumed:
             return None
-        before = Run(f"{run.features},modelckpt", run.resumed, run.layout)
-        # The one at the end of a training has no optimizer in it.
-        checkpoints = (self.job(before).run_dir / "nemo").glob("**/checkpoints/users-step=*")
-        return max(path for path in checkpoints if not path.name.endswith("-last"))
+        before = Run(f"{run.features},modelckpt", run.resumed + 2, run.layout)
+        # At the end of a training the optimizer is not saved.
+        (found,) = (self.job(before).run_dir / "nemo").glob(f"**/checkpoints/users-step={run.resumed - 1}")
+        return found
 
 
 @pytest.fixture(scope="session")
