@@ -24,11 +24,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import interruptible, machine, progress
+from common import ROOT, interruptible, machine, progress, search_path
 
 from checkpointless.agent.launch import LaunchConfig
 from checkpointless.demo.nursery import Ended, Nursery
@@ -81,7 +80,7 @@ class Result:
     took_s: float = field(default=0.0, compare=False)
 
 
-# --- running --------------------------------------------------------------------------------------------------------
+# --- running ------------------------------------------------------------------------------------------------------
 
 
 class Calm:
@@ -190,7 +189,7 @@ def run_case(case: UsersCase, calm: Calm, directory: Path) -> Result:
     return judge(case, ended, directory, reference, time.monotonic() - began_s)
 
 
-# --- judging --------------------------------------------------------------------------------------------------------
+# --- judging ------------------------------------------------------------------------------------------------------
 
 
 def judge(case: UsersCase, ended: Ended, directory: Path, reference: Path, took_s: float) -> Result:
@@ -230,8 +229,8 @@ def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]
 def replaced_healthy(case: UsersCase, directory: Path) -> tuple[str, ...]:
     """The processes that were replaced although no deadly fault had been caused in them.
 
-    A process writes its id down when it enters the block, a fault when it comes; where a rank was started more often
-    than ids are known, the unknown ones count too.
+    A process writes its id down when it enters the block, a fault when it comes; where a rank was started more
+    often than ids are known, the unknown ones count too.
     """
     hit, lost_nodes = _hit(directory)
     half = case.layout.nproc // case.nodes
@@ -263,7 +262,7 @@ def _hit(directory: Path) -> tuple[set[int], set[int]]:
     return pids, nodes
 
 
-# --- showing --------------------------------------------------------------------------------------------------------
+# --- showing ------------------------------------------------------------------------------------------------------
 
 
 def markdown(results: Sequence[tuple[UsersCase, Result]]) -> str:
@@ -346,6 +345,7 @@ def main() -> int:
     options.add_argument("--again", action="store_true", help="run the cases again that were wrong")
     options.add_argument("--markdown", type=Path, metavar="FILE", help="where the tables go")
     args = options.parse_args()
+    os.environ["PYTHONPATH"] = search_path()  # for what the scripts start
     args.run_dir = args.run_dir.resolve()
     args.run_dir.mkdir(parents=True, exist_ok=True)
     log = args.run_dir / "cases.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -72,6 +73,21 @@ class KeepsByHooks(pl.Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Out of it."""
         self.batches = checkpoint["keeps_by_hooks"]["batches"]
+
+
+class Pace(pl.Callback):
+    """Makes every step wait, so that a long run is not over in a minute.
+
+    Args:
+        seconds: of each step.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Wait."""
+        time.sleep(self.seconds)
 
 
 class Probe(pl.Callback):

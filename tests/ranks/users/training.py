@@ -37,11 +37,11 @@ from tests.ranks.users.parts import (
     KeepsByHooks,
     NumberedTextData,
     OwnData,
+    Pace,
     PlateauScheduler,
     Probe,
 )
 
-VALIDATE_EVERY = SAVE_EVERY = 2
 #: What ``--features`` takes.
 FEATURES = (
     "ema",  # an averaging callback
@@ -87,6 +87,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", type=int, default=1)
+    parser.add_argument("--validate-every", type=int, default=2, help="steps")
+    parser.add_argument("--save-every", type=int, default=2, help="steps")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds that each step waits")
     parser.add_argument("--resume-from", type=Path, help="a checkpoint of NeMo's")
     options = parser.parse_args()
     unknown = sorted(set(options.features) - set(FEATURES))
@@ -163,7 +166,7 @@ def config_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
 
 
 def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.MegatronOptimizerModule:
-    """Adam, with a falling rate."""
+    """Adam, with a rate that falls."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
@@ -173,7 +176,7 @@ def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.Me
         fp16="fp16" in features,
     )
     if "plateau" in features:
-        scheduler: Any = PlateauScheduler(VALIDATE_EVERY)
+        scheduler: Any = PlateauScheduler(options.validate_every)
     else:
         scheduler = nl.lr_scheduler.CosineAnnealingScheduler(
             max_steps=100, warmup_steps=0, constant_steps=0, min_lr=1e-3
@@ -188,6 +191,8 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
         callbacks.append(Averaging())
     if "callback-hooks" in features:
         callbacks.append(KeepsByHooks())
+    if options.pace:
+        callbacks.append(Pace(options.pace))
     if "earlystop" in features:  # no validation after the first is so much better
         callbacks.append(EarlyStopping("val_loss", patience=2, min_delta=10.0))
     callbacks.append(Probe(fit))
@@ -196,7 +201,7 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
         callbacks.append(
             ModelCheckpoint(
                 monitor="val_loss" if best else None,
-                every_n_train_steps=SAVE_EVERY,
+                every_n_train_steps=options.save_every,
                 save_last=True,
                 save_top_k=2 if best else -1,
                 filename="users-{step}",
@@ -239,7 +244,7 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
         ),
         callbacks=callbacks,
         logger=loggers or False,
-        val_check_interval=VALIDATE_EVERY if validates else None,
+        val_check_interval=options.validate_every if validates else None,
         check_val_every_n_epoch=None if validates and "epochs" not in features else 1,
         limit_val_batches=2 if validates else 0,
         num_sanity_val_steps=0,
@@ -287,7 +292,7 @@ def ended(trainer: Any, model: Any) -> dict[str, Any]:
         "callbacks": {
             type(callback).__name__: state_of(callback)
             for callback in trainer.callbacks
-            if not isinstance(callback, Timer | HPFaultInjectionCallback)
+            if not isinstance(callback, Timer | HPFaultInjectionCallback | Pace)
         },
         "module": {"batches_seen": model.batches_seen} if model.keeps else {},
         "metrics": {name: value for name, value in trainer.callback_metrics.items()},
