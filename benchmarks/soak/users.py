@@ -31,6 +31,7 @@ from checkpointless.telemetry.incidents import IncidentSummary, Outcome, summari
 from checkpointless.telemetry.steps import read_steps
 from checkpointless.telemetry.verify import compare
 from tests.ranks.users.end import compare_ends, read_ends
+from tests.ranks.users.processes import replaced_healthy
 
 SCRIPT = ROOT / "tests" / "ranks" / "users" / "train.py"
 FEATURES = "ema,validation,modelckpt,monitored,callback-hooks,module-state,csv,workers"
@@ -116,7 +117,8 @@ def run(plan: Plan, run_dir: Path, temporary: Path, pace_s: float) -> Sampler:
             time.sleep(1.0)
             if time.monotonic() - told_s > 60:
                 told_s = time.monotonic()
-                made = max((len(steps) for steps in read_steps(run_dir).values()), default=0)
+                recorded = run_dir / "steps" / f"rank-{SURVIVOR}.jsonl"
+                made = len(recorded.read_text().splitlines()) if recorded.exists() else 0
                 progress(f"{made} of {plan.steps} steps, {len(fired(run_dir))} faults")
     finally:
         agent.terminate()
@@ -170,9 +172,8 @@ def show(plan: Plan, run_dir: Path, calm_dir: Path, sampler: Sampler, incidents:
     print(f"\n{len(incidents)} incidents of {len(plan.faults)} faults: {dict(endings)}")
     if seconds:
         print(f"median {statistics.median(seconds):.2f} s, most {max(seconds):.2f} s")
-    deadly = Counter(int(each.partition("rank=")[2].partition(",")[0]) for each in plan.faults if _is_deadly(each))
-    healthy = sum(max(0, started[rank] - deadly[rank]) for rank in range(NPROC))
-    print(f"healthy processes replaced: {healthy}")
+    healthy = replaced_healthy(run_dir, range(NPROC))
+    print(f"healthy processes replaced: {', '.join(healthy) or 'none'}")
     different = [str(each) for each in compare_ends(read_ends(calm_dir, NPROC), read_ends(run_dir, NPROC))]
     verdict = compare(read_steps(calm_dir), read_steps(run_dir))
     print(f"the end, against the undisturbed run: {f'{len(different)} differences' if different else 'equal'}")
@@ -184,10 +185,6 @@ def show(plan: Plan, run_dir: Path, calm_dir: Path, sampler: Sampler, incidents:
         print(f"* fault {spec} did not happen")
     lost = any(incident.outcome is Outcome.FAILED for incident in incidents)
     return not (different or missing or healthy or lost or not verdict.equal)
-
-
-def _is_deadly(spec: str) -> bool:
-    return not spec.startswith(IN_PROCESS)
 
 
 def main() -> int:
@@ -216,9 +213,8 @@ def main() -> int:
         sampler = run(plan, directory / "run", temporary, STEP_S)
         minutes = (time.monotonic() - began_s) / 60
         incidents = summarize(read_events(directory / "run"))
-        print(
-            f"\n{about['date']}, {about['cpu']}, {about['cores']} cores, commit {about['commit']}: {minutes:.1f} min"
-        )
+        where = f"{about['date']}, {about['cpu']}, {about['cores']} cores, commit {about['commit']}"
+        print(f"\n{where}: {minutes:.1f} minutes")
         good = show(plan, directory / "run", directory / "calm", sampler, incidents)
         if args.json is not None:
             samples = [asdict(sample) for sample in sampler.samples]

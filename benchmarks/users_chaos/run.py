@@ -31,8 +31,8 @@ from common import ROOT, interruptible, machine, progress, search_path
 
 from checkpointless.agent.launch import LaunchConfig
 from checkpointless.demo.nursery import Ended, Nursery
-from checkpointless.faults.chaos import DEADLY, HANGING, NODES
-from checkpointless.faults.ledger import FAULTS_DIR, not_fired
+from checkpointless.faults.chaos import HANGING, NODES
+from checkpointless.faults.ledger import fired, not_fired
 from checkpointless.faults.spec import parse, parse_all
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import summarize
@@ -40,7 +40,8 @@ from checkpointless.telemetry.steps import read_steps
 from checkpointless.telemetry.verify import compare
 from tests.ports import free_port
 from tests.ranks.users.draw import UsersCase, draw
-from tests.ranks.users.end import compare_ends, notes, read_ends
+from tests.ranks.users.end import compare_ends, read_ends
+from tests.ranks.users.processes import replaced_healthy
 
 SCRIPTS = ROOT / "tests" / "ranks" / "users"
 PRELOAD = ("nemo.lightning", "nemo.collections.llm", "checkpointless.demo.text", "checkpointless.strategies")
@@ -205,8 +206,9 @@ def judge(case: UsersCase, ended: Ended, directory: Path, reference: Path, took_
     else:
         why += _differences(case, directory, reference)
     why += [f"fault {text} did not happen" for text in not_fired(parse_all(case.faults, None, None), directory)]
+    healthy = replaced_healthy(directory, _ranks_of_living_nodes(case, directory))
     outcome = Outcome.WRONG if why else Outcome.EQUAL
-    return Result(outcome, tuple(why), replaced_healthy(case, directory), len(incidents), seconds, took_s)
+    return Result(outcome, tuple(why), healthy, len(incidents), seconds, took_s)
 
 
 def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]:
@@ -226,40 +228,10 @@ def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]
     return found
 
 
-def replaced_healthy(case: UsersCase, directory: Path) -> tuple[str, ...]:
-    """The processes that were replaced although no deadly fault had been caused in them.
-
-    A process writes its id down when it enters the block, a fault when it comes; where a rank was started more
-    often than ids are known, the unknown ones count too.
-    """
-    hit, lost_nodes = _hit(directory)
-    half = case.layout.nproc // case.nodes
-    started = Counter(
-        event.rank
-        for event in read_events(directory)
-        if event.stage == "respawn" and event.edge == "begin" and event.rank is not None
-    )
-    found = []
-    for rank in range(case.layout.nproc):
-        if rank // half in lost_nodes:
-            continue
-        pids = list(dict.fromkeys(line["pid"] for line in notes(directory, rank, "process")))
-        found += [f"{rank}:{pid}" for pid in pids[:-1] if pid not in hit]
-        found += [f"{rank}:?"] * max(0, started[rank] - (len(pids) - 1))
-    return tuple(found)
-
-
-def _hit(directory: Path) -> tuple[set[int], set[int]]:
-    """Ids of processes in which a deadly fault was caused, and nodes that were lost."""
-    pids, nodes = set(), set()
-    for path in (directory / FAULTS_DIR).glob("*.json"):
-        claim = json.loads(path.read_bytes())
-        kind = parse(claim["spec"]).kind
-        if kind in (*DEADLY, *HANGING):
-            pids.add(claim["pid"])
-        if kind in NODES:
-            nodes.add(1)
-    return pids, nodes
+def _ranks_of_living_nodes(case: UsersCase, directory: Path) -> list[int]:
+    """All ranks, but those of the second node where that was lost as a whole."""
+    lost = any(parse(text).kind in NODES for text in fired(directory))
+    return list(range(case.layout.nproc // case.nodes if lost else case.layout.nproc))
 
 
 # --- showing ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from checkpointless.telemetry.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.users.end import compare_ends, read_ends
+from tests.ranks.users.processes import replaced_healthy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(500)]
 
@@ -198,6 +199,7 @@ def test_a_users_run_ends_as_without_faults(calm: Calm, tmp_path: Path, case: Ca
     job = calm.make(run, tmp_path / "run", *case.faults)
     assert fired(job.run_dir) == dict.fromkeys(case.faults, 1)
     equal(run, undisturbed, job, case.apart)
+    assert replaced_healthy(job.run_dir, range(run.nproc)) == ()
 
 
 def equal(run: Run, undisturbed: Job, job: Job, apart: Iterable[str] = ()) -> None:
