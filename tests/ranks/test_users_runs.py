@@ -1,0 +1,214 @@
+"""Runs as users have them, with faults, against the same runs without: everything that they end in is equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.verify import compare
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.users.end import compare_ends, read_ends
+from tests.ranks.users.processes import replaced_healthy
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(500)]
+
+SCRIPTS = Path(__file__).parent / "users"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job of a user's.
+
+    Attributes:
+        features: of the script, with commas between them.
+        steps: optimizer steps, of each fit.
+        layout: further words for the script.
+        script: which.
+        nproc: how many ranks.
+        resumed: begin at the checkpoint of NeMo's that a job has written after so many steps.
+    """
+
+    features: str
+    steps: int | tuple[int, ...] = 6
+    layout: tuple[str, ...] = ()
+    script: str = "train.py"
+    nproc: int = 4
+    resumed: int = 0
+
+    def words(self, checkpoint: Path | None) -> tuple[str, ...]:
+        """The script's arguments."""
+        resume = () if checkpoint is None else ("--resume-from", str(checkpoint))
+        steps = (self.steps,) if isinstance(self.steps, int) else self.steps
+        return ("--steps", *map(str, steps), "--features", self.features, *self.layout, *resume)
+
+
+@dataclass
+class Calm:
+    """Undisturbed runs; each is made once.
+
+    Args:
+        zygote: to fork from.
+        folder: makes a fresh folder of a name.
+    """
+
+    zygote: Zygote
+    folder: Callable[[str], Path]
+    _known: dict[Run, Job] = field(default_factory=dict)
+
+    def job(self, run: Run) -> Job:
+        """The job, which has ended well."""
+        if run not in self._known:
+            self._known[run] = self.make(run, self.folder("calm") / "run")
+        return self._known[run]
+
+    def make(self, run: Run, run_dir: Path, *faults: str, **settings: Any) -> Job:
+        """Run it, and require that it ends well."""
+        job = run_job(
+            self.zygote,
+            run_dir,
+            run.nproc,
+            script=str(SCRIPTS / run.script),
+            args=run.words(self.checkpoint(run)),
+            faults=faults,
+            # Megatron's first checkpoint imports torch anew on every rank, 20 s on a busy machine.
+            **{"heartbeat_timeout_s": 60.0, "limit_s": 200.0, **settings},
+        )
+        assert job.code == 0, job.story()
+        return job
+
+    def checkpoint(self, run: Run) -> Path | None:
+        """What ``run`` begins at."""
+        if not run.resumed:
+            return None
+        before = Run(f"{run.features},modelckpt", run.resumed + 2, run.layout)
+        # At the end of a training the optimizer is not saved.
+        (found,) = (self.job(before).run_dir / "nemo").glob(f"**/checkpoints/users-step={run.resumed - 1}")
+        return found
+
+
+@pytest.fixture(scope="session")
+def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    return Calm(nemo_zygote, tmp_path_factory.mktemp)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Faults in a run.
+
+    Attributes:
+        name: of the test.
+        defect: its number in the list of defects, if it is not mended.
+        run: what is disturbed.
+        faults: specs.
+        apart: parts of the end that are not compared, since what they say follows from when the fault came.
+    """
+
+    name: str
+    run: Run
+    faults: tuple[str, ...]
+    defect: int | None = None
+    apart: frozenset[str] = frozenset()
+
+
+EP2 = ("--expert-parallel", "2")
+MOE_BIAS = Run("moe-bias", layout=EP2)
+GLOBAL_AUX = Run("global-aux-loss", layout=EP2)
+FP16 = Run("fp16", 8)
+BATCHNORM = Run("batchnorm", script="plain_loop.py", nproc=3)
+RANDPERM = Run("randperm", script="plain_loop.py", nproc=3)
+EMA = Run("ema")
+MODULE, HOOKS = Run("module-state"), Run("callback-hooks")
+SAVES = Run("modelckpt", 5)
+STOPS = Run("earlystop", 10)
+PLATEAU = Run("plateau", 7)
+RESUMED = Run("own-data", 8, resumed=4)
+SHORT_LONG, LONG_SHORT = Run("", (3, 6)), Run("", (6, 3))
+EPOCHS = Run("epochs", 8)
+MONITORED = Run("monitored", 6)
+
+CASES = (
+    # 5: what changes before the vote is taken back
+    Case("expert bias, exception before the update", MOE_BIAS, ("exception@before_optimizer:rank=1,step=4",), 5),
+    Case("expert bias, sigkill before the update", MOE_BIAS, ("sigkill@before_optimizer:rank=1,step=4",), 5),
+    Case("counters of the global aux loss", GLOBAL_AUX, ("exception@backward:rank=1,step=4",), 5),
+    Case("loss scale, exception before the update", FP16, ("exception@before_optimizer:rank=1,step=5",), 5),
+    Case("loss scale, sigkill before the update", FP16, ("sigkill@before_optimizer:rank=1,step=5",), 5),
+    Case("batch norm, exception before the update", BATCHNORM, ("exception@before_optimizer:rank=1,step=4",), 5),
+    Case("batch norm, sigkill before the update", BATCHNORM, ("sigkill@before_optimizer:rank=1,step=4",), 5),
+    # 6: callbacks' state is that of the step
+    Case("average, exception after the update", EMA, ("exception@after_optimizer:rank=1,step=4",), 6),
+    Case("average, sigkill after the update", EMA, ("sigkill@after_optimizer:rank=1,step=4",), 6),
+    Case("average, exception before the update", EMA, ("exception@before_optimizer:rank=1,step=4",)),
+    # 7: hooks in pairs
+    Case("module with hooks", MODULE, ("exception@backward:rank=1,step=4",), 7),
+    Case("module with hooks, sigkill", MODULE, ("sigkill@after_optimizer:rank=1,step=4",), 7),
+    Case("callback with hooks", HOOKS, ("exception@backward:rank=1,step=4",), 7),
+    Case("callback with hooks, sigkill", HOOKS, ("sigkill@after_optimizer:rank=1,step=4",), 7),
+    # 8: checkpoints of the step of the fault
+    Case("the last checkpoint, exception", SAVES, ("exception@after_optimizer:rank=1,step=5",), 8),
+    Case("the last checkpoint, sigkill", SAVES, ("sigkill@after_optimizer:rank=1,step=5",), 8),
+    Case("a checkpoint that is due, exception", SAVES, ("exception@after_optimizer:rank=1,step=4",), 8),
+    Case("a checkpoint that is due, sigkill", SAVES, ("sigkill@after_optimizer:rank=1,step=4",), 8),
+    # 9: a finished validation is not repeated
+    Case("early stop, exception", STOPS, ("exception@forward:rank=1,step=5",), 9),
+    Case("early stop, sigkill", STOPS, ("sigkill@forward:rank=1,step=5",), 9),
+    Case("plateau, exception", PLATEAU, ("exception@forward:rank=1,step=5",), 9),
+    Case("plateau, sigkill", PLATEAU, ("sigkill@forward:rank=1,step=5",), 9),
+    # 10: resumed, then hit
+    Case("resumed, exception", RESUMED, ("exception@forward:rank=1,step=6",), 10),
+    Case("resumed, sigkill", RESUMED, ("sigkill@forward:rank=1,step=6",), 10),
+    # 11: the second fit
+    # (the first fit is called once more and finds nothing to do, so that its hooks may be, too)
+    Case("a fault in the second fit", SHORT_LONG, ("exception@forward:rank=1,step=5",), 11, frozenset({"hooks"})),
+    Case("a kill in the second fit", SHORT_LONG, ("sigkill@forward:rank=1,step=5",), 11, frozenset({"hooks"})),
+    Case("a fault in the first fit", LONG_SHORT, ("exception@forward:rank=1,step=5",), 11),
+    Case("a kill in the first fit", LONG_SHORT, ("sigkill@forward:rank=1,step=5",), 11),
+    # 12: random streams where the block begins
+    Case("an order drawn in the block", RANDPERM, ("sigkill@before_optimizer:rank=1,step=4",), 12),
+    # 13: a later epoch
+    Case("second epoch, exception", EPOCHS, ("exception@forward:rank=1,step=6",), 13),
+    Case("second epoch, sigkill", EPOCHS, ("sigkill@forward:rank=1,step=6",), 13),
+    Case("at the end of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=4",), 13),
+    Case("shuffled and uneven", Run("epochs,uneven,cyclic", 8), ("exception@forward:rank=1,step=6",), 13),
+    # 16: metrics and folders
+    Case("a monitored checkpoint", MONITORED, ("exception@forward:rank=1,step=4",), 16),
+    Case("loggers' folders, exception", Run("csv,tensorboard"), ("exception@forward:rank=1,step=4",), 16),
+    Case("loggers' folders, sigkill of rank 0", Run("csv,tensorboard"), ("sigkill@forward:rank=0,step=4",), 16),
+    Case("NeMo's folder", Run("modelckpt,dated", 5), ("sigkill@forward:rank=0,step=4",), 16),
+    Case("a save in the background", Run("modelckpt,async-save", 5), ("exception@forward:rank=1,step=3",), 16),
+)
+
+
+def known(case: Case) -> Any:
+    marks = []
+    if case.defect is not None:
+        marks.append(pytest.mark.xfail(strict=True, reason=f"core.md {case.defect}"))
+    return pytest.param(case, id=case.name.replace(" ", "-").replace(",", ""), marks=marks)
+
+
+@pytest.mark.parametrize("case", [known(case) for case in CASES])
+def test_a_users_run_ends_as_without_faults(calm: Calm, tmp_path: Path, case: Case) -> None:
+    run = case.run
+    undisturbed = calm.job(run)
+    job = calm.make(run, tmp_path / "run", *case.faults)
+    assert fired(job.run_dir) == dict.fromkeys(case.faults, 1)
+    equal(run, undisturbed, job, case.apart)
+    assert replaced_healthy(job.run_dir, range(run.nproc)) == ()
+
+
+def equal(run: Run, undisturbed: Job, job: Job, apart: Iterable[str] = ()) -> None:
+    """Require that both ended in the same."""
+    expected, found = (read_ends(each.run_dir, run.nproc) for each in (undisturbed, job))
+    parts = frozenset(expected[0]) - frozenset(apart)
+    different = [str(each) for each in compare_ends(expected, found, parts=parts)]
+    assert not different, "\n".join([f"{len(different)} differences", *different[:12], job.story()])
+    if not isinstance(run.steps, int):
+        return  # the record of steps does not know of fits
+    verdict = compare(undisturbed.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"

@@ -1,0 +1,210 @@
+"""Chaos of users' runs: features in pairs, a layout and one to three faults, all drawn by a seed.
+
+A pure function of seed and number. In every case each shard keeps a living holder, so that the run must end as
+without faults, or be refused before it starts.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from checkpointless.faults.chaos import DEADLY, HANGING, IN_PROCESS, NODES, Layout
+from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase, parse
+
+#: What a NeMo script can have; ``resume``, ``two-fits`` and ``fits-two`` are no features of the script itself.
+FEATURES = (
+    *("ema", "earlystop", "validation", "val-loaders", "modelckpt", "monitored", "async-save", "dated"),
+    *("moe-bias", "global-aux-loss", "fp16", "module-state", "callback-hooks", "own-data", "epochs", "uneven"),
+    *("cyclic", "workers", "plateau", "csv", "tensorboard", "max-time", "resume", "two-fits", "fits-two"),
+)
+PLAIN_FEATURES = ("batchnorm", "randperm")
+#: What a feature means nothing without.
+_NEEDS = {"async-save": "modelckpt", "dated": "modelckpt", "uneven": "epochs"}
+_EXPERTS = frozenset({"moe-bias", "global-aux-loss"})
+_FITS = {"two-fits": (3, 6), "fits-two": (6, 3)}
+_RESUMED_AT = 4
+_PLAIN = "plain_loop.py"
+
+LAYOUTS = (Layout(2), Layout(4), Layout(4, {"tp": 2}), Layout(4, {"pp": 2}), Layout(4, {"ep": 2}))
+_OFTEN = (1, 4, 3, 2, 2)
+_WORDS = {"tp": "--tensor-parallel", "pp": "--pipeline-parallel", "ep": "--expert-parallel"}
+
+_GROUPS = {IN_PROCESS: 6, DEADLY: 6, HANGING: 2, NODES: 1, (FaultKind.SLOW,): 1, (FaultKind.BITFLIP,): 1}
+#: Phases that a loop without Lightning announces.
+_PLAIN_PHASES = (
+    FaultPhase.BEFORE_OPTIMIZER,
+    FaultPhase.OPTIMIZER,
+    FaultPhase.AFTER_OPTIMIZER,
+    FaultPhase.BETWEEN,
+)
+_BEFORE_UPDATE = (FaultPhase.DATA, FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.SYNC)
+_PARTITION_S, _LINGER_S = 5, 4
+
+
+@dataclass(frozen=True)
+class UsersCase:
+    """One run with faults.
+
+    Attributes:
+        seed: that it was drawn from.
+        number: which of that seed's.
+        features: of the script, two or what follows from two.
+        layout: of the job.
+        steps: optimizer steps, of each fit.
+        faults: specs.
+        busy: whether two busy loops run beside it.
+        script: a file beside this one.
+        resumed: begin at the checkpoint of a job of so many steps (0: at the beginning).
+        nodes: how many nodes the ranks are on.
+        spares: how many more wait.
+    """
+
+    seed: int
+    number: int
+    features: tuple[str, ...]
+    layout: Layout
+    steps: tuple[int, ...]
+    faults: tuple[str, ...]
+    busy: bool
+    script: str = "train.py"
+    resumed: int = 0
+    nodes: int = 1
+    spares: int = 0
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The script's arguments."""
+        sizes = [word for key, size in self.layout.sizes.items() for word in (_WORDS[key], str(size))]
+        return ("--steps", *map(str, self.steps), "--features", ",".join(self.features), *sizes)
+
+    @property
+    def shown_features(self) -> tuple[str, ...]:
+        """For tables: those of the script, and what else the run is."""
+        fits = next((name for name, steps in _FITS.items() if steps == self.steps), None)
+        return (*self.features, *(["resume"] if self.resumed else []), *([fits] if fits else []))
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        where = self.layout.text + (f", {self.nodes} nodes" if self.nodes > 1 else "")
+        what = ",".join(self.shown_features) or "nothing more"
+        return f"{self.script}: {what}; {where}{'; busy' if self.busy else ''}: {' '.join(self.faults)}"
+
+
+def draw(seed: int, number: int) -> UsersCase:
+    """The case of that number; the others do not matter to it."""
+    dice = random.Random(f"users/{seed}/{number}")
+    if dice.random() < 0.1:
+        return _draw_plain(dice, seed, number)
+    names = set(dice.sample(FEATURES, 2))
+    if {"two-fits", "fits-two"} <= names:
+        names.discard("fits-two")
+    names |= {_NEEDS[name] for name in names if name in _NEEDS}
+    resumed = _RESUMED_AT if "resume" in names else 0
+    steps = next((fits for name, fits in _FITS.items() if name in names), (8 if resumed else 6,))
+    if resumed and len(steps) > 1:
+        steps = (8,)
+    (layout,) = dice.choices(LAYOUTS, _OFTEN)
+    if layout.sizes.get("ep", 1) > 1 and "fp16" in names:
+        layout = Layout(4)
+    first = resumed + 1
+    faults = _Faults(dice, layout, first, min(max(steps), 6 if "earlystop" in names else 99))
+    specs, nodes, spares = faults.draw()
+    if any(parse(spec).kind is FaultKind.DATALOADER for spec in specs):
+        names.add("workers")
+    features = tuple(name for name in FEATURES if name in names and name not in ("resume", *_FITS))
+    busy = dice.random() < 0.5
+    return UsersCase(seed, number, features, layout, steps, specs, busy, "train.py", resumed, nodes, spares)
+
+
+def _draw_plain(dice: random.Random, seed: int, number: int) -> UsersCase:
+    layout = Layout(3, holders=3)
+    faults = _Faults(dice, layout, 1, 6, plain=True)
+    specs, _, _ = faults.draw()
+    return UsersCase(seed, number, PLAIN_FEATURES, layout, (6,), specs, dice.random() < 0.5, _PLAIN)
+
+
+class _Faults:
+    """What the dice say of the faults.
+
+    Args:
+        dice: are rolled.
+        layout: of the job.
+        first: the first step that it makes.
+        last: the last.
+        plain: whether it has a loop of its own, which announces fewer phases.
+    """
+
+    def __init__(self, dice: random.Random, layout: Layout, first: int, last: int, plain: bool = False) -> None:
+        self._dice = dice
+        self._layout = layout
+        self._first = first
+        self._last = last
+        self._plain = plain
+
+    def draw(self) -> tuple[tuple[str, ...], int, int]:
+        """Specs, nodes and spares."""
+        count = self._dice.choices((1, 2, 3), (4, 3, 2))[0]
+        (group,) = self._dice.choices(list(_GROUPS), list(_GROUPS.values()))
+        kind = self._dice.choice(group)
+        if kind in NODES and not self._plain and self._layout.nproc == 4 and not self._layout.sizes:
+            return self._node(kind)
+        specs: list[str] = []
+        # Two steps between two of them: who was filled in one has committed one before the next.
+        usable = range(self._first + self._dice.randrange(2), self._last + 1, 2)
+        steps = self._dice.sample(usable, min(count, len(usable)))
+        for step in sorted(steps):
+            (group,) = self._dice.choices(list(_GROUPS), list(_GROUPS.values()))
+            specs += self._of(self._dice.choice(group), step)
+        return tuple(specs), 1, 0
+
+    def _of(self, kind: FaultKind, step: int) -> list[str]:
+        """One fault, or one and another that comes while it is handled."""
+        dice, rank = self._dice, self._dice.randrange(self._layout.nproc)
+        if kind in NODES or (self._plain and kind is FaultKind.DATALOADER):
+            kind = FaultKind.EXCEPTION
+        if kind is FaultKind.BITFLIP:
+            return self._bitflip(rank, step)
+        if kind is FaultKind.DATALOADER:
+            return [f"{_spec(kind, FaultPhase.DATA, rank, step)},how={dice.choice(('raise', 'kill'))}"]
+        phases = [phase for phase in FaultPhase if phase in SUPPORT[kind] - SETUP_PHASES]
+        if step == self._last:
+            phases.remove(FaultPhase.BETWEEN)
+        phase = dice.choice([each for each in phases if not self._plain or each in _PLAIN_PHASES])
+        first = _spec(kind, phase, rank, step) + (",seconds=1" if kind is FaultKind.SLOW else "")
+        alone = kind in (FaultKind.SLOW, FaultKind.SIGTERM)  # the latter leaves at the end of the step
+        if alone or phase not in _BEFORE_UPDATE or dice.random() < 0.5:
+            return [first]
+        return [first, self._second(kind in (*DEADLY, *HANGING), rank, step - 1)]
+
+    def _second(self, lethal: bool, rank: int, committed: int) -> str:
+        """What comes in the recovery from the first, and never costs the last holder of a shard."""
+        dice, everybody = self._dice, set(range(self._layout.nproc))
+        others = sorted(everybody - self._layout.replicas(rank)) if lethal else sorted(everybody)
+        kinds = (FaultKind.EXCEPTION, FaultKind.OOM, *(DEADLY[:-1] if others else ()))
+        second = dice.choice(kinds)
+        other = dice.choice(others if second in DEADLY else sorted(everybody))
+        return _spec(second, dice.choice((FaultPhase.INIT, FaultPhase.RECOVERY)), other, committed)
+
+    def _bitflip(self, rank: int, step: int) -> list[str]:
+        """A bit of a bucket on its way."""
+        partners = sorted(self._layout.replicas(rank) - {rank})
+        phase = FaultPhase.BEFORE_OPTIMIZER if self._plain else FaultPhase.FORWARD
+        kill = _spec(FaultKind.SIGKILL, phase, rank, step)
+        if self._plain or step == self._first:
+            return [kill]
+        return [kill, _spec(FaultKind.BITFLIP, FaultPhase.TRANSFER, partners[0], step - 1)]
+
+    def _node(self, kind: FaultKind) -> tuple[tuple[str, ...], int, int]:
+        """The second of two nodes is lost."""
+        step = self._dice.randrange(self._first + 1, self._last)
+        faults = [_spec(kind, self._dice.choice(_BEFORE_UPDATE), 2 + self._dice.randrange(2), step)]
+        if kind is FaultKind.PARTITION:
+            faults[0] += f",seconds={_PARTITION_S}"
+            faults.append(_spec(FaultKind.SLOW, FaultPhase.BETWEEN, 0, step) + f",seconds={_LINGER_S}")
+        return tuple(faults), 2, int(kind is FaultKind.NODE)
+
+
+def _spec(kind: FaultKind, phase: FaultPhase, rank: int, step: int) -> str:
+    return f"{kind.value}@{phase.value}:rank={rank},step={step}"

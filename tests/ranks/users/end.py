@@ -1,0 +1,183 @@
+"""What a run ends in, on each rank, and what is different between two ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpointless.telemetry.events import RUN_DIR_ENV
+
+#: Parts of an end that follow from the time of day, or from how often something was begun.
+_SKIPPED = frozenset({"pids"})
+
+
+def run_dir() -> Path:
+    """The directory of the job that this rank is of."""
+    return Path(os.environ[RUN_DIR_ENV])
+
+
+def note(what: str, **fields: Any) -> None:
+    """Write down something that must outlive this process: one line in the rank's own file."""
+    path = run_dir() / "users" / f"notes-{os.environ['RANK']}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    generation = int(os.environ.get("JOB_RESTART_COUNT", "0"))
+    line = json.dumps({"what": what, "generation": generation, "pid": os.getpid(), **fields}) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def notes(directory: Path, rank: int, what: str) -> list[dict[str, Any]]:
+    """All that a rank wrote down under that name, by all its processes; a torn last line is left out."""
+    path = directory / "users" / f"notes-{rank}.jsonl"
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if line["what"] == what]
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Of all their bytes together."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON that is equal only where every bit is: floats as hex, tensors and arrays as digests."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return plain(value.item())
+        return f"{value.dtype} {tuple(value.shape)} {digest([value])}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, int | str | bool) or value is None:
+        return value
+    return str(value)
+
+
+def write_end(end: Mapping[str, Any]) -> None:
+    """Write down this rank's end; the notes of its processes become part of it."""
+    rank = int(os.environ["RANK"])
+    path = run_dir() / "users" / f"end-{rank}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**plain(end), **_from_notes(run_dir(), rank)}, indent=1) + "\n")
+
+
+def _from_notes(directory: Path, rank: int) -> dict[str, Any]:
+    steps: dict[str, list[int]] = {}
+    last: dict[str, int] = {}
+    for line in notes(directory, rank, "samples"):
+        step = f"fit {line['fit']}, step {line['step']}"
+        if last.get(step) != line["generation"]:  # the step is made again: what was read for it before was in vain
+            steps[step] = []
+            last[step] = line["generation"]
+        steps[step] += line["ids"]
+    hooks = Counter(f"fit {line['fit']}, {line['name']}" for line in notes(directory, rank, "hook"))
+    validations = [
+        [line["fit"], line["step"], line["loader"], line["loss"]] for line in notes(directory, rank, "validation")
+    ]
+    fits: dict[str, Any] = {}
+    for line in notes(directory, rank, "fit"):
+        fits.setdefault(str(line["fit"]), line["end"])
+    return {
+        "fits": fits,
+        "samples": {step: sorted(ids) for step, ids in steps.items()},
+        "hooks": dict(sorted(hooks.items())),
+        "validations": validations,
+        "orders": [line["order"] for line in notes(directory, rank, "order")][-1:],
+        "pids": sorted({line["pid"] for line in notes(directory, rank, "process")}),
+    }
+
+
+def read_ends(directory: Path, nproc: int) -> list[dict[str, Any]]:
+    """The ends of all ranks of a job.
+
+    Raises:
+        FileNotFoundError: a rank has not come to its end.
+    """
+    paths = [directory / "users" / f"end-{rank}.json" for rank in range(nproc)]
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which two ends differ.
+
+    Attributes:
+        rank: whose.
+        place: where in the end, as keys.
+        expected: there in the first.
+        found: there in the second.
+    """
+
+    rank: int
+    place: tuple[str, ...]
+    expected: Any
+    found: Any
+
+    def __str__(self) -> str:
+        place = " / ".join(self.place)
+        return f"rank {self.rank}: {place}: expected {_short(self.expected)}, found {_short(self.found)}"
+
+
+def compare_ends(
+    expected: list[dict[str, Any]], found: list[dict[str, Any]], *, parts: Iterable[str] | None = None
+) -> list[Difference]:
+    """All that is different, rank by rank, in the order of the ends' parts.
+
+    Args:
+        expected: of the undisturbed run.
+        found: of the other.
+        parts: the only ones to look at; None: all that are not of the moment.
+    """
+    if len(expected) != len(found):
+        raise ValueError(f"{len(expected)} ranks cannot be compared with {len(found)}")
+    wanted = None if parts is None else frozenset(parts)
+    differences: list[Difference] = []
+    for rank, (one, other) in enumerate(zip(expected, found)):
+        for part in [*one, *(key for key in other if key not in one)]:
+            if part in _SKIPPED or (wanted is not None and part not in wanted):
+                continue
+            differences += _differences(rank, (part,), one.get(part), other.get(part))
+    return differences
+
+
+def _differences(rank: int, place: tuple[str, ...], one: Any, other: Any) -> list[Difference]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        found = []
+        for key in [*one, *(key for key in other if key not in one)]:
+            found += _differences(rank, (*place, key), one.get(key), other.get(key))
+        return found
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [
+            each
+            for index, pair in enumerate(zip(one, other))
+            for each in _differences(rank, (*place, str(index)), *pair)
+        ]
+    return [] if one == other else [Difference(rank, place, one, other)]
+
+
+def _short(value: Any, limit: int = 300) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,274 @@
+"""What users add to a training: callbacks, modules and data of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from nemo import lightning as nl
+from nemo.collections import llm
+from nemo.collections.llm.gpt.model.base import gpt_data_step
+from nemo.lightning.pytorch.plugins import MegatronDataSampler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from checkpointless.demo.text import TextDataModule, TextWindows, english
+from tests.ranks.users.end import note
+
+SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 32, 2, 16  # two micro-batches of four ranks
+
+
+# --- callbacks ----------------------------------------------------------------------------------------------------
+
+
+class Averaging(pl.Callback):
+    """An average of the parameters over the steps, as users keep it: tensors and an array in its state."""
+
+    def __init__(self, decay: float = 0.9) -> None:
+        self.decay = decay
+        self.updates = 0
+        self.average: dict[str, torch.Tensor] = {}
+        self.history = np.zeros(0)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """One update."""
+        for name, parameter in trainer.strategy.megatron_parallel.named_parameters():
+            if name not in self.average:
+                self.average[name] = parameter.detach().clone()
+            else:
+                self.average[name].mul_(self.decay).add_(parameter.detach(), alpha=1 - self.decay)
+        self.updates += 1
+        self.history = np.append(self.history, float(next(iter(self.average.values())).sum()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        return {"updates": self.updates, "average": dict(self.average), "history": self.history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        self.updates = state_dict["updates"]
+        self.average = {name: tensor.clone() for name, tensor in state_dict["average"].items()}
+        self.history = np.array(state_dict["history"])
+
+
+class KeepsByHooks(pl.Callback):
+    """Keeps its count in the checkpoint itself, as callbacks did before ``state_dict``."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """One more."""
+        self.batches += 1
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Into the checkpoint."""
+        checkpoint["keeps_by_hooks"] = {"batches": self.batches}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Out of it."""
+        self.batches = checkpoint["keeps_by_hooks"]["batches"]
+
+
+class Pace(pl.Callback):
+    """Makes every step wait, so that a long run is not over in a minute.
+
+    Args:
+        seconds: of each step.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Wait."""
+        time.sleep(self.seconds)
+
+
+class Probe(pl.Callback):
+    """Writes down which hooks were called, and what a validation found.
+
+    Args:
+        fit: the number of the fit.
+    """
+
+    def __init__(self, fit: int) -> None:
+        self.fit = fit
+
+    def _hook(self, name: str, trainer: Any) -> None:
+        note("hook", name=f"{name} at step {trainer.global_step}", fit=self.fit)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """The metrics are there."""
+        if trainer.sanity_checking:
+            return
+        self._hook("on_validation_end", trainer)
+        for name, value in trainer.callback_metrics.items():
+            if name.startswith("val_loss"):
+                note("validation", fit=self.fit, step=trainer.global_step, loader=name, loss=float(value).hex())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Training is over."""
+        self._hook("on_train_end", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """An epoch is over."""
+        self._hook("on_train_epoch_end", trainer)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """All is over."""
+        self._hook("on_fit_end", trainer)
+
+
+# --- modules ------------------------------------------------------------------------------------------------------
+
+
+def noting_data_step(fit: int, count_from: list[int], iterator: Iterator[Any]) -> dict[str, Any]:
+    """NeMo's data step, which writes down which samples are trained on."""
+    batch = next(iterator)
+    inner = batch[0] if isinstance(batch, tuple) else batch
+    if torch.is_grad_enabled() and "sample" in inner:
+        note("samples", fit=fit, step=count_from[0] + 1, ids=inner["sample"].tolist())
+    return dict(gpt_data_step(iter([batch])))
+
+
+class CountingGPT(llm.GPTModel):
+    """A GPT whose Lightning module counts its batches in a checkpoint of its own making, if asked to.
+
+    Args:
+        *args: as for ``GPTModel``.
+        fit: the number of the fit.
+        keeps: whether it has the usual pair of checkpoint hooks.
+        **kwargs: as for ``GPTModel``.
+    """
+
+    def __init__(self, *args: Any, fit: int = 0, keeps: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.batches_seen = 0
+        self.keeps = keeps
+        self._steps = [0]
+        self.config.data_step_fn = partial(noting_data_step, fit, self._steps)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A step begins."""
+        self._steps[0] = self.trainer.global_step
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """One more."""
+        self.batches_seen += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Into the checkpoint."""
+        if self.keeps:
+            checkpoint["batches_seen"] = self.batches_seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Out of it."""
+        if self.keeps:
+            self.batches_seen = checkpoint["batches_seen"]
+
+
+class PlateauScheduler(nl.lr_scheduler.LRSchedulerModule):
+    """A rate that is halved whenever a validation was no better than the one before.
+
+    Args:
+        every: steps between two validations.
+    """
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every = every
+
+    def scheduler(self, model: Any, optimizer: Any) -> dict[str, Any]:
+        """For Lightning."""
+        found = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs")
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": found,
+                "interval": "step",
+                "frequency": self.every,
+                "monitor": "val_loss",
+            },
+            "monitor": "val_loss",
+        }
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+
+class Numbered(Dataset[dict[str, torch.Tensor]]):
+    """Windows of text that know their number."""
+
+    def __init__(self, windows: Dataset[dict[str, torch.Tensor]]) -> None:
+        self._windows = windows
+
+    def __len__(self) -> int:
+        return len(self._windows)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**self._windows[index], "sample": torch.tensor(index)}
+
+
+class NumberedTextData(TextDataModule):
+    """The demo's data module, with its ``state_dict``; the samples are numbered.
+
+    Args:
+        loaders: how many for validation.
+        **kwargs: as for ``TextDataModule``.
+    """
+
+    def __init__(self, loaders: int = 1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.loaders = loaders
+
+    def setup(self, stage: str = "") -> None:
+        """Number the samples."""
+        super().setup(stage)
+        self._train: Any = Numbered(self._train)
+
+    def val_dataloader(self) -> Any:
+        """One, or several."""
+        made = [super(NumberedTextData, self).val_dataloader() for _ in range(self.loaders)]
+        return made[0] if len(made) == 1 else made
+
+
+class OwnData(pl.LightningDataModule):
+    """As in the first script of a user: a dataset, a sampler of NeMo's, and no state.
+
+    Args:
+        samples: of the training set; the sampler ends an epoch with them.
+        order: NeMo's ``dataloader_type``.
+        val_samples: of the validation set.
+        workers: of each loader.
+    """
+
+    def __init__(self, samples: int, order: str = "single", val_samples: int = 16, workers: int = 0) -> None:
+        super().__init__()
+        self.samples = samples
+        self.val_samples = val_samples
+        self.workers = workers
+        self.data_sampler = MegatronDataSampler(
+            seq_len=SEQ_LENGTH,
+            micro_batch_size=MICRO_BATCH,
+            global_batch_size=GLOBAL_BATCH,
+            dataloader_type=order,  # type: ignore[arg-type]
+        )
+
+    def setup(self, stage: str | None = None) -> None:
+        """Cut the text."""
+        self._train = Numbered(TextWindows(english(), SEQ_LENGTH, self.samples, seed=3))
+        self._validation = TextWindows(english(), SEQ_LENGTH, self.val_samples, seed=4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """To train on."""
+        return DataLoader(self._train, num_workers=self.workers, collate_fn=default_collate)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """To look at."""
+        return DataLoader(self._validation, collate_fn=default_collate)

@@ -1,0 +1,72 @@
+"""A training loop of one's own, as users write it: batch normalisation, an order drawn where the block begins.
+
+checkpointless run --nproc-per-node 3 tests/ranks/users/plain_loop.py --steps 6 --features batchnorm,randperm
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
+from tests.ranks.users import end
+
+SAMPLES, BATCH, WIDTH = 64, 4, 8
+#: What ``--features`` takes.
+FEATURES = (
+    "batchnorm",  # running statistics in buffers
+    "randperm",  # the order of the samples is drawn in the block, from the streams that the script has seeded
+)
+
+torch.manual_seed(7)  # where many scripts do it: once, when the module is loaded
+
+
+@HPWrapper()
+def main(caller: HPCallWrapper) -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--steps", type=int, default=6)
+    options.add_argument("--features", type=lambda text: [word for word in text.split(",") if word], default=[])
+    args = options.parse_args()
+    end.note("process", fit=0)
+    order = torch.randperm(SAMPLES) if "randperm" in args.features else torch.arange(SAMPLES)
+    end.note("order", fit=0, order=order.tolist())
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    norm = nn.BatchNorm1d(WIDTH) if "batchnorm" in args.features else nn.LayerNorm(WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Dropout(0.1), nn.Linear(WIDTH, 1))
+    data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2))
+    target = data.sin().sum(1, keepdim=True)
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    training = PlainTraining(caller, [model], [optimizer])
+    for step in training.steps(args.steps):
+        for buffer in model.buffers():  # as DDP does
+            dist.broadcast(buffer, 0)
+        place = ((step - 1) * ranks + rank) * BATCH
+        ids = order[[index % SAMPLES for index in range(place, place + BATCH)]]
+        end.note("samples", fit=0, step=step, ids=ids.tolist())
+        loss = (model(data[ids]) - target[ids]).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks
+        training.update(loss.item())
+    dist.barrier()
+    end.write_end(
+        {
+            "parameters": {name: parameter.detach() for name, parameter in model.named_parameters()},
+            "buffers": {name: buffer for name, buffer in model.named_buffers()},
+            "optimizer": end.digest(training.shard().values()),
+            "random": {"torch": end.digest([torch.get_rng_state()])},
+        }
+    )
+
+
+main()
+print(f"rank {os.environ['RANK']} is done", flush=True)

@@ -1,0 +1,47 @@
+"""The chaos of users' runs draws only what a run must survive."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless.faults.chaos import DEADLY, HANGING, NODES
+from checkpointless.faults.spec import SETUP_PHASES, parse, parse_all
+from tests.ranks.users.draw import FEATURES, PLAIN_FEATURES, draw
+
+SEEDS = st.integers(0, 10**6)
+
+
+@given(SEEDS, st.integers(0, 300))
+def test_every_fault_can_happen(seed: int, number: int) -> None:
+    case = draw(seed, number)
+    assert case.faults
+    assert set(case.features) <= {*FEATURES, *PLAIN_FEATURES}
+    parse_all(list(case.faults), case.layout.nproc, max(case.steps))
+    kinds = {parse(spec).kind.value for spec in case.faults}
+    assert "dataloader" not in kinds or "workers" in case.features
+
+
+@given(SEEDS, st.integers(0, 300))
+def test_a_shard_never_loses_all_its_holders(seed: int, number: int) -> None:
+    case = draw(seed, number)
+    lost: dict[int, set[int]] = {}  # by the step that is being made
+    for spec in map(parse, case.faults):
+        assert spec.rank is not None
+        assert spec.step is not None
+        if spec.kind in (*DEADLY, *HANGING):
+            step = spec.step + 1 if spec.phase in SETUP_PHASES else spec.step
+            lost.setdefault(step, set()).add(spec.rank)
+        if spec.kind in NODES:
+            lost.setdefault(spec.step, set()).update((2, 3))
+    for ranks in lost.values():
+        assert all(case.layout.replicas(rank) - ranks for rank in ranks)
+
+
+def test_the_same_number_draws_the_same_case() -> None:
+    assert draw(3, 17) == draw(3, 17)
+    assert draw(3, 17) != draw(4, 17)
+
+
+def test_half_of_the_cases_are_busy_and_every_feature_is_drawn() -> None:
+    cases = [draw(1, number) for number in range(300)]
+    assert 120 < sum(case.busy for case in cases) < 180
+    assert {name for case in cases for name in case.shown_features} >= {*FEATURES, *PLAIN_FEATURES}
