@@ -106,7 +106,8 @@ class CheckpointlessCallback(Callback):
             self._try_adapter_checkpointless_restore(trainer, peft.params_to_save)
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None and not _is_replaying(trainer):
-            wrapper.begin_step(trainer.global_step + 1)
+            manager = wrapper.checkpoint_manager
+            wrapper.begin_step(trainer.global_step + 1 + (manager.offset if manager is not None else 0))
 
     @override
     def on_train_batch_end(

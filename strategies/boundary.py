@@ -8,7 +8,6 @@ after a fault.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import UnrecoverableError
+from checkpointless.recovery import state_tree
 
 
 class InMemoryCheckpoint(dict[str, Any]):
@@ -67,7 +67,8 @@ def take_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
     if datamodule is not None and is_overridden("state_dict", datamodule):
         checkpoint[type(datamodule).__qualname__] = call._call_lightning_datamodule_hook(trainer, "state_dict")
     _call_save_hooks(trainer, checkpoint)
-    return {key: plain_copy(value) for key, value in checkpoint.items()}
+    copied: dict[str, Any] = state_tree.copy(checkpoint)
+    return copied
 
 
 def _loops(trainer: pl.Trainer) -> dict[str, Any] | None:
@@ -100,20 +101,6 @@ def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
 def loads_state(callback: Any) -> bool:
     """Whether a callback has a state that it loads."""
     return bool(type(callback).load_state_dict is not Callback.load_state_dict)
-
-
-def plain_copy(tree: Any) -> Any:
-    """A copy of ``tree`` that shares nothing that changes with it; a tensor's copy has no history."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().clone()
-    kind = type(tree)
-    if kind is dict:
-        return {key: plain_copy(value) for key, value in tree.items()}
-    if kind in (list, tuple):
-        return kind(plain_copy(value) for value in tree)
-    if tree is None or kind in (int, float, str, bool, bytes):
-        return tree
-    return copy.deepcopy(tree)
 
 
 # --- kinds that Lightning's checkpoints lack --------------------------------------------------------------------

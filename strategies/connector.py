@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
+from checkpointless.recovery.decide import Verdict
 from checkpointless.strategies.boundary import InMemoryCheckpoint
 from checkpointless.telemetry.events import event_log
 
@@ -53,6 +54,9 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         strategy.rebuilt()
         call.enter_phase("recovery", call.high_water)
         objects = manager.try_checkpointless_load(self.trainer)
+        if manager.verdict is Verdict.SKIP:
+            self._loaded_checkpoint = InMemoryCheckpoint(strategy.skip_fit(manager.finished_fit()))
+            return
         if objects is not None:
             strategy.restored_from_memory(objects)
             self._loaded_checkpoint = InMemoryCheckpoint(objects["checkpoint"])
@@ -68,7 +72,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
 
     def _from_storage(self, checkpoint_path: str | Path | None, manager: Any, call: Any) -> None:
         path = self._storage_path(checkpoint_path)
-        if not path and call.high_water > 0:
+        if not path and call.high_water > 0 and manager.verdict is not Verdict.START:
             reason = (
                 f"{manager.refusal or 'no rank holds the state in memory'}; "
                 "there is no checkpoint on storage to fall back to"

@@ -17,8 +17,8 @@ from lightning.fabric.utilities.types import _Stateful
 from megatron.core import num_microbatches_calculator
 from torch.utils.data import IterableDataset
 
+from checkpointless.recovery import state_tree
 from checkpointless.recovery.rng import RngStates
-from checkpointless.strategies.boundary import plain_copy
 
 #: Of NeMo's sampler: what it counts with.
 _SAMPLER = (
@@ -55,7 +55,7 @@ def take_sampler(trainer: pl.Trainer) -> dict[str, Any] | None:
     if sampler is None:
         return None
     return {
-        "sampler": {name: plain_copy(getattr(sampler, name)) for name in _SAMPLER if hasattr(sampler, name)},
+        "sampler": {name: state_tree.copy(getattr(sampler, name)) for name in _SAMPLER if hasattr(sampler, name)},
         "calculator": {name: value for name, value in vars(_calculator()).items() if type(value) is int},
         "module_step": getattr(getattr(trainer, "datamodule", None), "init_global_step", None),
     }
@@ -67,7 +67,7 @@ def put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
     if sampler is None or state is None:
         return
     for name, value in state["sampler"].items():
-        setattr(sampler, name, plain_copy(value))
+        setattr(sampler, name, state_tree.copy(value))
     for name, value in state["calculator"].items():
         setattr(_calculator(), name, value)
     if state["module_step"] is not None:

@@ -73,6 +73,10 @@ class TrainerLiveState:
         if self._ready is not None and self._ready[0] == step:
             self._ready[1].objects["optimizer"]["groups"] = self._tensors.groups()
 
+    def newest(self) -> dict[str, Any]:
+        """The non-tensor state that was taken last."""
+        return self._moments[max(self._moments)].objects
+
     def _take(self) -> Moment:
         trainer = self.trainer
         position = self._position() if self._position is not None else DataPosition(0, 0)

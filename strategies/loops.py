@@ -105,15 +105,25 @@ class ResumableFitLoop(_FitLoop):
 
     Attributes:
         resumption: where to go on when the loop is run next; None: where Lightning would.
+        was_finished: the whole fit was over before the fault.
     """
 
     epoch_loop: ResumableEpochLoop
     resumption: Resumption | None
+    was_finished: bool
+
+    @override
+    def setup_data(self) -> None:
+        """Make the data loader, unless no batch will be asked for."""
+        if not self.was_finished:
+            super().setup_data()
 
     @property
     @override
     def skip(self) -> bool:
         """Whether there is nothing to do; what follows the last step, and the end of training, is something."""
+        if self.was_finished:
+            return True
         return bool(self.trainer.limit_train_batches == 0) if self.resumption is not None else bool(super().skip)
 
     @property
@@ -158,5 +168,6 @@ def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
             base = type(loop)
             loop.__class__ = kind if base in kind.__mro__ else type(base.__name__, (kind, base), {})
         loop.resumption = None
+    fit_loop.was_finished = False
     fit_loop.epoch_loop.observer = observer
     fit_loop.epoch_loop.not_delivered = 0

@@ -25,6 +25,7 @@ from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.megatron.update import GuardedUpdate, NotedNorms
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
+from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies import chatter, cleanup, one_logger
@@ -176,6 +177,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._manager = call.checkpoint_manager
             if callback.enable_checksum:
                 self._manager.enable_checksum = True
+            self._manager.begin_fit()
         if not self._awaits_adapters:
             self._take_hold(trainer, call)
 
@@ -230,7 +232,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._restored_without_adapters = False
             self.reached(Stage.CHECKED)
             vote()  # who is attached can be recovered from: by then every rank's streams are on its board
-            manager.attach(self._live, self.trainer.global_step)
+            manager.attach(self._live, self._job_step())
 
     def rebuilt(self) -> None:
         """Everything is built anew and waits for its state."""
@@ -249,7 +251,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         call, manager = self._call, self._manager
         if call is None or manager is None:
             return
-        step = self.trainer.global_step
+        if manager.verdict is Verdict.SKIP:
+            return
+        step = self._job_step()
         self._worker_seed.agree(manager.rng_of(step))
         if self._restored_objects is not None:
             self._resume(self._restored_objects)
@@ -260,6 +264,26 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
                 self.reached(Stage.LOADED)
             manager.attach(self.live_state(), step)
         call.begin_data(samples_per_step(self.trainer))
+
+    def skip_fit(self, objects: dict[str, Any] | None) -> dict[str, Any]:
+        """The fit was over before the fault, which came in a later one of the same block: it is not made again.
+
+        Args:
+            objects: the non-tensor state that it ended in, if anybody knows it.
+
+        Returns:
+            What of that Lightning loads.
+        """
+        logger.warning(
+            "this fit was over before the fault and is not made again; until the next fit of the block begins, the "
+            "model's weights are not those that it ended with"
+        )
+        self.trainer.fit_loop.was_finished = True  # type: ignore[attr-defined]
+        if objects is None:
+            return {}
+        put_kinds(self.trainer, objects["kinds"])
+        checkpoint: dict[str, Any] = objects["checkpoint"]
+        return checkpoint
 
     def restored_from_memory(self, objects: dict[str, Any]) -> None:
         """The tensors are in their place.
@@ -322,9 +346,14 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
     def reached(self, stage: Stage) -> None:
         """The loops are at ``stage`` after the newest step: take what belongs to that moment."""
         if self._manager is not None and self._live is not None:
-            step = self.trainer.global_step
+            step = self._job_step()
             self._live.reached(step, stage)
             self._manager.store_rng_states(step, stage=stage)
+
+    def _job_step(self) -> int:
+        """The optimizer step that the trainer is at, counted over all fits of the block."""
+        offset = self._manager.offset if self._manager is not None else 0
+        return int(self.trainer.global_step) + offset
 
     def _position(self) -> DataPosition:
         """Where the training stands in its data."""
@@ -432,6 +461,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             if hasattr(self, "megatron_parallel"):
                 self.megatron_parallel.teardown_ddp()
             return
+        if self._manager is not None and self._live is not None and trainer.state.fn == TrainerFn.FITTING:
+            vote()  # the hooks of the end have run everywhere: nobody goes back into this fit
+            self._manager.finish_fit(self._live.newest())
         super().teardown()
 
     def _take_hold(self, trainer: pl.Trainer, call: HPCallWrapper) -> None:

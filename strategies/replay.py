@@ -16,7 +16,7 @@ import torch
 from nemo.lightning.megatron_parallel import MegatronStep
 
 from checkpointless.megatron.update import NotedNorms
-from checkpointless.strategies.boundary import plain_copy
+from checkpointless.recovery import state_tree
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepOutcome:
 
     def to_plain(self) -> dict[str, Any]:
         """As plain data."""
-        return {each.name: plain_copy(getattr(self, each.name)) for each in fields(self)}
+        return {each.name: state_tree.copy(getattr(self, each.name)) for each in fields(self)}
 
 
 class StepOutcomes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 _NO_PARTITION = "the reported replica groups do not partition the ranks"
@@ -14,7 +14,8 @@ class Verdict(Enum):
     """What a decision says."""
 
     RESUME = "resume"  # from memory, at the target step
-    START = "start"  # nothing was ever committed: begin as a new job does
+    START = "start"  # nothing of this fit was ever committed: begin as a new job does
+    SKIP = "skip"  # this fit was over before the fault: a later one of the same block is to be resumed
     REFUSE = "refuse"  # memory does not suffice; the reason says why
 
 
@@ -32,6 +33,9 @@ class RankReport:
         stage: how far it has come with what follows step ``committed``
             (:class:`~checkpointless.recovery.moment.Stage`).
         streams: the steps of which its random streams are known, each with the last stage of which they are.
+        fit: which fit of the block the state that it holds is of, from 1.
+        offset: how many steps of the job lie before that fit's own.
+        begun: the last fit of the block that it knows to have begun.
     """
 
     rank: int
@@ -42,6 +46,9 @@ class RankReport:
     digest: str | None = None
     stage: int = 0
     streams: tuple[tuple[int, int], ...] = ()
+    fit: int = 1
+    offset: int = 0
+    begun: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Decision:
             behind it, and as every other has the random streams of.
         redo: ranks that apply the gradients of ``target`` that they still hold.
         refills: rank to fill -> the ranks that hold its shard at ``target`` (after their redo).
+        offset: how many steps of the job lie before those of the fit that is resumed, or that is to be.
         reason: why it is refused, in one line ("" otherwise).
     """
 
@@ -63,10 +71,11 @@ class Decision:
     stage: int = 0
     redo: tuple[int, ...] = ()
     refills: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    offset: int = 0
     reason: str = ""
 
 
-def decide(reports: Sequence[RankReport], high_water: int) -> Decision:
+def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Decision:
     """Decide. Linear in the number of ranks.
 
     The target is the newest committed step that every replica group can reach: a group reaches a step if one of its
@@ -77,6 +86,7 @@ def decide(reports: Sequence[RankReport], high_water: int) -> Decision:
     Args:
         reports: one per rank of the job.
         high_water: the highest step that any rank was ever seen to commit (-1: none).
+        fit: which fit of the block asks, from 1.
 
     Raises:
         ValueError: the reports are not one per rank, or contradict each other about the replica groups.
@@ -85,6 +95,12 @@ def decide(reports: Sequence[RankReport], high_water: int) -> Decision:
     holders = {report.rank: report for report in reports if report.committed is not None and not report.torn}
     if not holders and high_water <= 0:
         return Decision(Verdict.START)
+    if fit > max(report.begun for report in reports) > 0:  # and all fits before it are over
+        return Decision(Verdict.START)
+    held, offset = _fit_that_is_held(groups, holders)
+    if held > fit:
+        return Decision(Verdict.SKIP, offset=offset)
+    holders = {rank: report for rank, report in holders.items() if report.fit == fit}
 
     suspects, corrupt = _corrupt(groups, holders)
     if corrupt:
@@ -108,7 +124,8 @@ def decide(reports: Sequence[RankReport], high_water: int) -> Decision:
     reachable = (reachable or set()) & candidates
     if not reachable:
         return Decision(Verdict.REFUSE, reason=_no_common_step(groups, holders))
-    return _assign(groups, holders, max(reachable), {report.rank: report for report in reports})
+    found = _assign(groups, holders, max(reachable), {report.rank: report for report in reports})
+    return replace(found, offset=offset)
 
 
 def _assign(
@@ -138,6 +155,15 @@ def _assign(
     stages.update(dict(reports[rank].streams).get(target, 0) for rank in refills)
     stage = min(stages)
     return Decision(Verdict.RESUME, target, stage, tuple(redo), refills)
+
+
+def _fit_that_is_held(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> tuple[int, int]:
+    """The newest fit of which every group has a holder, and the steps of the job before it; (0, 0): none."""
+    common: set[tuple[int, int]] | None = None
+    for members in groups:
+        fits = {(holders[rank].fit, holders[rank].offset) for rank in members if rank in holders}
+        common = fits if common is None else common & fits
+    return max(common or {(0, 0)})
 
 
 def _groups(reports: Sequence[RankReport]) -> list[tuple[int, ...]]:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery import state_tree
 from checkpointless.recovery.checksum import MemoryChecksumManager
 from checkpointless.recovery.context import aside, own_board, span
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
-from checkpointless.recovery.exchange import all_gather_json
+from checkpointless.recovery.exchange import all_gather_json, receive_bytes, send_bytes
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.rng import DATA_SERIES, RngStates, from_board, put_on_board
@@ -48,6 +49,8 @@ class HeldState:
         moments: the rest of the state, at every moment after the committed step that can be resumed at.
         digest: digest of the rank's shard, where replicas are to be compared.
         live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
+        fit: which fit of the block it is of.
+        offset: how many steps of the job lie before that fit's own.
     """
 
     commit: CommitState
@@ -55,6 +58,8 @@ class HeldState:
     moments: Mapping[Stage, Moment]
     digest: str | None = None
     live: LiveState | None = None
+    fit: int = 1
+    offset: int = 0
 
     @property
     def stage(self) -> Stage:
@@ -104,6 +109,10 @@ class CheckpointManager:
         global_step: optimizer step of the held state, or None.
         rng_states: this rank's random streams at the moments after its newest two steps; None: it has none.
         resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
+        verdict: what the last recovery came to; None if there was none.
+        fit: which fit of the running block is under way, from 1 (0: none has begun).
+        offset: how many steps of the job lie before that fit's own: steps are counted over all fits of a block.
+        finished: by fit, the non-tensor state that it ended in.
         checksum_manager: digests of tensors.
         parameter_update_lock: the lock of the running block.
         refusal: why the last recovery from memory was refused ("" if it was not).
@@ -134,6 +143,11 @@ class CheckpointManager:
         self._attached: LiveState | None = None
         self._arrived: Mapping[Key, torch.Tensor] = {}  # what a transfer that was interrupted had filled
         self.resumed_at: tuple[int, Stage] | None = None
+        self.verdict: Verdict | None = None
+        self.fit = 0
+        self.offset = 0
+        self.finished: dict[int, dict[str, Any]] = {}
+        self._begun = 0
 
     @property
     def parameter_update_lock(self) -> ParameterUpdateLock:
@@ -157,6 +171,40 @@ class CheckpointManager:
 
     # --- while training -------------------------------------------------------------------------------------
 
+    def begin_fit(self) -> None:
+        """The block begins a fit. Its steps are counted behind those of the fits before it."""
+        self.fit += 1
+        self.offset = self.parameter_update_lock.committed + 1 if self.fit > 1 else 0
+
+    def finish_fit(self, objects: dict[str, Any]) -> None:
+        """The fit under way is over, on all ranks.
+
+        Args:
+            objects: the non-tensor state that it ended in, for a block that is entered again later.
+        """
+        self.finished = {**self.finished, self.fit: objects}
+
+    def finished_fit(self) -> dict[str, Any] | None:
+        """The non-tensor state that the fit under way ended in before the fault. Collective.
+
+        Returns:
+            It, from this rank's memory or a peer's; None if nobody has it.
+        """
+        mine = self.finished.get(self.fit)
+        have = all_gather_json(mine is not None)
+        if not any(have):
+            return None
+        giver = have.index(True)
+        if dist.get_rank() == giver:
+            payload = state_tree.dumps(mine)
+            for rank, has in enumerate(have):
+                if not has:
+                    send_bytes(payload, rank)
+        elif mine is None:
+            mine = state_tree.loads(receive_bytes(giver))
+            self.finished = {**self.finished, self.fit: mine}
+        return mine
+
     def attach(self, live: LiveState, step: int) -> None:
         """The rank's state is whole, is that after ``step``, and lives in ``live`` from now on.
 
@@ -165,6 +213,7 @@ class CheckpointManager:
         """
         self._attached = live
         self._held = None
+        self._begun = self.fit
         self.parameter_update_lock.set_committed(step)
         call = active_call_wrapper()
         if call is not None:
@@ -265,6 +314,7 @@ class CheckpointManager:
         elif attached is not None:
             self._hold(attached)
         self.parameter_update_lock.forget()
+        self.fit = self.offset = 0
 
     def _hold(self, live: LiveState) -> None:
         commit = self.parameter_update_lock.state()
@@ -272,7 +322,9 @@ class CheckpointManager:
         digest = None
         if self.checksum_manager.enabled and not commit.torn and commit.committed >= 0:
             digest = self.checksum_manager.digest_all(live.shard())
-        self._held = HeldState(commit, live.tensors(), moments, digest, live if commit.ready else None)
+        self._held = HeldState(
+            commit, live.tensors(), moments, digest, live if commit.ready else None, max(self.fit, 1), self.offset
+        )
         self.maybe_offload_checkpoint()
 
     def maybe_offload_checkpoint(self) -> None:
@@ -315,14 +367,16 @@ class CheckpointManager:
             live: the state of a training that was built anew.
 
         Returns:
-            The non-tensor state to load, the tensors being in place; None if there is nothing to recover (first
-            start) or if it is refused (:attr:`refusal` says why).
+            The non-tensor state to load, the tensors being in place; None if there is nothing to recover
+            (:attr:`verdict`: a first start, or a fit that was over) or if it is refused (:attr:`refusal` says why).
         """
         self.refusal = ""
         self.resumed_at = None
         decision = self._decide(live)
-        if decision.verdict is Verdict.START:
+        self.verdict = decision.verdict
+        if decision.verdict in (Verdict.START, Verdict.SKIP):
             return None
+        self.offset = decision.offset
         if decision.verdict is Verdict.REFUSE or decision.target is None:
             self._refuse(decision.reason)
             return None
@@ -381,7 +435,7 @@ class CheckpointManager:
                 RankReport(**{**each, "group": tuple(each["group"]), "streams": tuple(map(tuple, each["streams"]))})
                 for each in all_gather_json(asdict(self._report(live)))
             ]
-            decision = decide(reports, high_water)
+            decision = decide(reports, high_water, max(self.fit, 1))
             fields.update(
                 verdict=decision.verdict.value,
                 target=decision.target,
@@ -395,7 +449,7 @@ class CheckpointManager:
         held = self._held
         streams = self._known_streams()
         if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
-            return RankReport(dist.get_rank(), None, False, False, live.group(), streams=streams)
+            return RankReport(dist.get_rank(), None, False, False, live.group(), streams=streams, begun=self._begun)
         commit = held.commit
         stage = held.stage if held.moments else Stage.LOADED
         return RankReport(
@@ -407,6 +461,9 @@ class CheckpointManager:
             held.digest,
             int(stage),
             streams,
+            held.fit,
+            held.offset,
+            self._begun,
         )
 
     def _known_streams(self) -> tuple[tuple[int, int], ...]:
