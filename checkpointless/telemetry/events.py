@@ -191,7 +191,7 @@ class _Losses:
         count = left_out + self._unwritten - self._told
         try:
             if count:
-                told = {"ts": time.time_ns(), "mono": time.monotonic_ns()}
+                told: dict[str, Any] = {"ts": time.time_ns(), "mono": time.monotonic_ns()}
                 told |= {key: record[key] for key in ("node", "rank", "pid", "generation")}
                 told |= {"incident": None, "stage": EVENTS_DROPPED, "edge": "point", "count": count}
                 append_line(path, json.dumps(told, separators=(",", ":")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -283,7 +284,7 @@ def test_no_instruction_at_which_a_message_is_interrupted_costs_another_one(
     with LogRelay():
         while interrupted:
             at += 1
-            interrupted = interrupt(lambda: package.warning("hit %d", at), at)
+            interrupted = interrupt(functools.partial(package.warning, "hit %d", at), at)
             heard = threading.Thread(target=package.warning, args=("next %d", at), daemon=True)
             heard.start()
             heard.join(10)
