@@ -182,6 +182,19 @@ def test_files_that_cannot_be_opened_for_twenty_seconds_delay_nobody(tmp_path: P
     paths_stop_for(tmp_path, how, 20.0)
 
 
+def test_a_job_ends_while_its_events_cannot_be_written(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    job = TwoNodes(run_dir, tmp_path / "notes")
+    job.train(0, 0.0)
+    stopped = StoppedPaths(run_dir / EVENTS_FILE)
+    first, second = job.end()
+    stopped.go_on()
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    for node, ended in enumerate((first, second)):
+        assert f"the disk of {run_dir} does not answer: the last events of node {node} may be lost" in ended.err
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, which can be frozen: whoever writes then waits in the kernel."""
