@@ -105,7 +105,8 @@ class Terminal:
             logger.warning("an event %s is not as it should be and is not shown: %r", event.stage, error)
 
     def _events(self) -> list[Event]:
-        lines = self._errands.run(self._tail.lines, [], late=self._late.extend)
+        nothing: list[bytes] = []
+        lines = self._errands.run(self._tail.lines, nothing, late=self._late.extend)
         late = [self._late.popleft() for _ in range(len(self._late))]
         return [event for event in map(parse_event, [*late, *lines]) if event is not None]
 

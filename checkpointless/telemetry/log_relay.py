@@ -8,8 +8,6 @@ import logging
 import os
 from types import TracebackType
 
-from typing_extensions import Self
-
 from checkpointless.telemetry.log_level import PACKAGE
 from checkpointless.telemetry.scribe import scribe
 
@@ -50,7 +48,7 @@ class LogRelay(logging.Handler):
             package.handlers[:] = self._handlers
             package.propagate = self._propagates
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> LogRelay:
         self.install()
         return self
 

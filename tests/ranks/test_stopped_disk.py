@@ -116,6 +116,10 @@ class TwoNodes:
         made.write_text(how)
         made.rename(self._notes / "fault")
 
+    def kill(self) -> None:
+        for agent in self.agents:
+            agent.process.kill()
+
     def end(self) -> list[Ended]:
         (self._notes / "end").touch()
         return [agent.end(60) for agent in self.agents]
@@ -135,6 +139,9 @@ def stop_and_fail(
         job.train(1, 0.0)
         wait_until(lambda: time.monotonic() > began_s + for_s, for_s + 10)
         job.train(1, time.monotonic())
+    except BaseException:
+        job.kill()
+        raise
     finally:
         ended_ns = time.time_ns()
         go_on()
