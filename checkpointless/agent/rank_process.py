@@ -25,9 +25,9 @@ from typing import NoReturn
 from checkpointless.agent import temp_folder
 from checkpointless.agent.board import BOARD_FD_ENV
 from checkpointless.agent.protocol import AGENT_FD_ENV
-from checkpointless.telemetry.events import flush_events
 from checkpointless.telemetry.log_level import apply_log_level
 from checkpointless.telemetry.log_relay import LogRelay
+from checkpointless.telemetry.scribe import flush_all
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_EXIT_CODE = 1
@@ -98,7 +98,7 @@ def run_script(script: Script) -> NoReturn:
         traceback.print_exc()
         code = code or 1
     finally:
-        flush_events()
+        flush_all()
         _flush()
         os._exit(code)
 

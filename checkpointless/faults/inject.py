@@ -24,7 +24,8 @@ from checkpointless.faults.spec import (
     FaultSpecError,
     parse_all,
 )
-from checkpointless.telemetry.events import FAULT_INJECTED, RUN_DIR_ENV, event_log, flush_events
+from checkpointless.telemetry.events import FAULT_INJECTED, RUN_DIR_ENV, event_log
+from checkpointless.telemetry.scribe import flush_all
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class FaultInjector:
             FAULT_INJECTED, "point", generation=generation, rank=self.rank, spec=text, step=step, phase=spec.phase
         )
         logger.warning("rank %d: injecting %s", self.rank, text)
-        flush_events()  # the fault may end this process
+        flush_all()  # the fault may end this process
 
     def _prepare(self, spec: FaultSpec, damage: Callable[[], None] | None) -> Callable[[], None]:
         """What causes the fault.

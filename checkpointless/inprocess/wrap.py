@@ -37,7 +37,8 @@ from checkpointless.inprocess.profile import tracing
 from checkpointless.inprocess.signal_handlers import SignalHandlers
 from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.store_wait import InterruptibleStore
-from checkpointless.telemetry.events import event_log, flush_events
+from checkpointless.telemetry.events import event_log
+from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback
 
 logger = logging.getLogger(__name__)
@@ -474,7 +475,7 @@ class HPCallWrapper:
             self.client.request_replacement(self.generation, reason)
         except AgentLostError:
             logger.error("no agent to replace this process: %s", reason)
-        flush_events()
+        flush_all()
         os._exit(REPLACED_EXIT_CODE)
 
 

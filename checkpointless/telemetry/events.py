@@ -143,8 +143,9 @@ class EventLog:
             **{key: json_safe(value) for key, value in fields.items()},
         }
         line = json.dumps(record, separators=(",", ":"), allow_nan=False)
+        origin = {key: record[key] for key in ("node", "rank", "pid", "generation")}
         chatter = edge == "point" and incident is None
-        if not scribe.put(functools.partial(_append, self.path, line, record), chatter=chatter):
+        if not scribe.put(functools.partial(_append, self.path, line, origin), chatter=chatter):
             _losses.setdefault(self.path, _Losses()).add()
 
     @contextmanager
@@ -184,16 +185,15 @@ class _Losses:
         """A line was left out."""
         next(self._left_out)
 
-    def append(self, path: Path, line: str, record: Mapping[str, Any]) -> None:
-        """Append ``line``, which is ``record``, to the file; if that fails it is counted and said once."""
+    def append(self, path: Path, line: str, origin: Mapping[str, Any]) -> None:
+        """Append ``line``, of that node, rank, pid and generation; if that fails it is counted and said once."""
         left_out = next(self._left_out) - self._looked
         self._looked += 1
         count = left_out + self._unwritten - self._told
         try:
             if count:
                 told: dict[str, Any] = {"ts": time.time_ns(), "mono": time.monotonic_ns()}
-                told |= {key: record[key] for key in ("node", "rank", "pid", "generation")}
-                told |= {"incident": None, "stage": EVENTS_DROPPED, "edge": "point", "count": count}
+                told |= {**origin, "incident": None, "stage": EVENTS_DROPPED, "edge": "point", "count": count}
                 append_line(path, json.dumps(told, separators=(",", ":")))
                 self._told += count
             append_line(path, line)
@@ -210,12 +210,12 @@ _losses: dict[Path, _Losses] = {}
 os.register_at_fork(after_in_child=_losses.clear)  # the parent says what it lost
 
 
-def _append(path: Path, line: str, record: Mapping[str, Any]) -> None:
-    _losses.setdefault(path, _Losses()).append(path, line, record)
+def _append(path: Path, line: str, origin: Mapping[str, Any]) -> None:
+    _losses.setdefault(path, _Losses()).append(path, line, origin)
 
 
 def flush_events(timeout_s: float = FLUSH_S) -> bool:
-    """Wait until the events of this process are written: before it ends without Python's own way out.
+    """Wait until the events of this process are written.
 
     Args:
         timeout_s: for how long at most.

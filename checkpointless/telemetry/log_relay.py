@@ -9,13 +9,13 @@ import os
 from types import TracebackType
 
 from checkpointless.telemetry.log_level import PACKAGE
-from checkpointless.telemetry.scribe import scribe
+from checkpointless.telemetry.scribe import herald
 
 _formatter = logging.Formatter()
 
 
 class LogRelay(logging.Handler):
-    """Has the package's messages handled by whoever would handle them, in the thread of this process's scribe.
+    """Has the package's messages handled by whoever would handle them, in a thread of this process.
 
     It has no lock that an exception raised by another thread could leave locked. In a process that is forked later,
     a worker of a data loader say, messages are handled at once, as without it. Usable as a context manager.
@@ -56,6 +56,7 @@ class LogRelay(logging.Handler):
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.uninstall()
+        herald.close()
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Pass ``record`` on; never waits. What comes while thousands wait for a disk is lost."""
@@ -67,7 +68,7 @@ class LogRelay(logging.Handler):
         if record.exc_info:
             told.exc_text = record.exc_text or _formatter.formatException(record.exc_info)
             told.exc_info = None
-        return scribe.put(functools.partial(self._pass_on, told), chatter=record.levelno < logging.WARNING)
+        return herald.put(functools.partial(self._pass_on, told), chatter=record.levelno < logging.WARNING)
 
     def _pass_on(self, record: logging.LogRecord) -> None:
         handlers = [*self._handlers, *(logging.getLogger().handlers if self._propagates else ())]

@@ -33,7 +33,8 @@ class Scribe:
         """Begin anew, in a forked child: the queue is the parent's, and its thread is not here."""
         self._waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._at_work = _thread.allocate_lock()  # held by the thread
-        self._missed: _thread.LockType | None = None  # held until what the last flush gave up on is done
+        self._done = 0  # how many things were
+        self._missed: int | None = None  # how many were done when the last flush gave up
 
     def put(self, write: Callable[[], object], *, chatter: bool = False) -> bool:
         """Have something done.
@@ -63,7 +64,7 @@ class Scribe:
         """
         if self._waiting.empty() and not self._at_work.locked():
             return True
-        if self._missed is not None and self._missed.locked():
+        if self._missed == self._done:
             timeout_s = min(timeout_s, _AGAIN_S)
         written = _thread.allocate_lock()
         written.acquire()
@@ -71,8 +72,7 @@ class Scribe:
         self._begin_work()
         if written.acquire(timeout=timeout_s):
             return True
-        if self._missed is None or not self._missed.locked():
-            self._missed = written
+        self._missed = self._done
         return False
 
     def close(self, timeout_s: float = FLUSH_S) -> bool:
@@ -98,21 +98,36 @@ class Scribe:
         except RuntimeError as error:  # no more threads, or the interpreter ends: the next one tries again
             logger.debug("no thread can be started to write events: %s", error)
 
-    @staticmethod
-    def _work(waiting: queue.SimpleQueue[Callable[[], object] | None], at_work: _thread.LockType) -> None:
+    def _work(self, waiting: queue.SimpleQueue[Callable[[], object] | None], at_work: _thread.LockType) -> None:
         while at_work.acquire(blocking=False):  # or another one was started at the same time
             while (write := waiting.get()) is not None:
                 try:
                     write()
                 except Exception:
                     logger.exception("something could not be written")
+                self._done += 1
                 del write  # or it would live on while this thread waits
             at_work.release()
             if waiting.empty():  # whoever puts something now finds nobody at work, and starts a thread
                 return
 
 
-#: The one of this process.
+def flush_all(timeout_s: float = FLUSH_S) -> bool:
+    """Wait until everything of this process is written, before it ends in another way than Python's own.
+
+    Args:
+        timeout_s: for how long at most, for files and for messages each.
+
+    Returns:
+        Whether it is.
+    """
+    return all([scribe.flush(timeout_s), herald.flush(timeout_s)])
+
+
+#: The one of this process for the files of the run directory.
 scribe = Scribe()
-os.register_at_fork(after_in_child=scribe.forget)
-atexit.register(scribe.flush)
+#: The one for its messages: a terminal that takes nothing any more must not keep events from a disk that does.
+herald = Scribe()
+for _each in (scribe, herald):
+    os.register_at_fork(after_in_child=_each.forget)
+atexit.register(flush_all)

@@ -46,7 +46,7 @@ class StoppedPaths:
             kept, fifo = path.with_name(f"{path.name}.kept"), path.with_name(f"{path.name}.fifo")
             if not kept.exists():
                 kept.write_text("")
-            os.rename(path, fifo)
+            os.link(path, fifo)
             os.rename(kept, path)  # whoever comes now finds the file
             reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
             writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
@@ -154,7 +154,7 @@ def stop_and_fail(
     assert replaced == ({1} if how == "SIGKILL" else set())
     events = read_events(job.run_dir)
     assert not [event for event in events if event.stage == EVENTS_DROPPED]
-    meanwhile = [event for event in events if began_ns < event.ts < ended_ns]
+    meanwhile = sorted((event for event in events if began_ns < event.ts < ended_ns), key=lambda event: event.ts)
     assert [event.stage for event in meanwhile if event.stage in ("detect", "recovered")] == ["detect", "recovered"]
     survivors = set(RANKS) - replaced
     for stage in ("abort", "finalize", "barrier"):

@@ -32,24 +32,25 @@ OWN = {module.__file__ for module in (events, log_relay, scribe)}
 def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scribe]:
     """A scribe of this test alone, which may be left standing before a disk."""
     own = Scribe()
-    for module in (events, log_relay, steps, tracebacks, scribe):
+    for module in (events, steps, tracebacks):
         monkeypatch.setattr(module, "scribe", own)
+    monkeypatch.setattr(log_relay, "herald", own)
     yield own
     assert own.close(10)
 
 
 @contextmanager
 def stopped_disk(path: Path) -> Iterator[None]:
-    """Whoever opens ``path`` to write waits until this is left; a file is there then, with all that was written."""
+    """Whoever opens ``path`` to write waits until this is left; what the first of them then writes is in ``found``."""
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
     reader = -1
     try:
         yield
-        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        fifo = path.rename(path.with_name("fifo"))  # whoever comes now makes a file
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     finally:
         found = path.with_name("found")
-        path.unlink()
         if reader >= 0:
             deadline_s = time.monotonic() + 10
             data = b""
