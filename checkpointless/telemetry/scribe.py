@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
 MAX_CHATTER_WAITING = MAX_WAITING // 2
-FLUSH_S = 2.0
+FLUSH_S = 5.0
 _AGAIN_S = 0.1  # for a disk that has let one wait for all of its time already
 
 

@@ -41,7 +41,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scribe]:
 
 @contextmanager
 def stopped_disk(path: Path) -> Iterator[None]:
-    """Whoever opens ``path`` to write waits until this is left; what the first of them then writes is in ``found``."""
+    """Whoever opens ``path`` to write waits until this is left; what the first one then writes is in ``found``."""
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
     reader = -1
