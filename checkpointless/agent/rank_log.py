@@ -41,8 +41,8 @@ class RankLog:
     def open(self) -> int:
         """A descriptor for the output of a process that is being started; the caller closes it.
 
-        If the file cannot be opened now, it is that of a file without a name among the temporary ones, which has no
-        end but that of the process.
+        If the file cannot be opened now, it is that of a file without a name among the temporary ones, which goes
+        with the process, or leads nowhere.
         """
         self.close()
         why = "its disk does not answer"
@@ -53,7 +53,11 @@ class RankLog:
         if found is not None:
             return found
         self._say(f"{self.path} cannot be written: {why}; what the rank prints is not kept there")
-        self._instead, path = tempfile.mkstemp(prefix="checkpointless-")
+        try:
+            self._instead, path = tempfile.mkstemp(prefix="checkpointless-")
+        except OSError as error:
+            logger.warning("nor among the temporary files: %s", error)
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.unlink(path)
         return os.dup(self._instead)
 

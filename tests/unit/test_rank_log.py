@@ -107,6 +107,16 @@ def test_a_log_that_is_refused_is_said(tmp_path: Path) -> None:
     assert log.last_lines() == [f"{log.path} cannot be read: No such file or directory"]
 
 
+def test_a_rank_is_started_though_nothing_can_be_written_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    log = RankLog(tmp_path / "gone" / "rank-3.log", Errands(), lambda line: None)
+    descriptor = log.open()
+    assert os.write(descriptor, b"lost") == 4
+    os.close(descriptor)
+
+
 def test_what_ranks_print_is_copied_to_its_end(tmp_path: Path) -> None:
     paths = {rank: tmp_path / f"rank-{rank}.log" for rank in (0, 1)}
     for path in paths.values():
