@@ -7,13 +7,14 @@ import os
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
 from typing_extensions import Self
 
+from checkpointless.agent.errands import Errands
 from checkpointless.telemetry.events import EVENTS_FILE, Event, parse_event
 from checkpointless.telemetry.lines import LineTail
 from checkpointless.telemetry.narration import INCIDENT, Narrator
@@ -42,6 +43,8 @@ class Terminal:
         self._write = write
         self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with when, as events have it
         self._tail = LineTail(run_dir / EVENTS_FILE, _PORTION_BYTES)
+        self._errands = Errands()  # the agent's lines are shown, too, while the disk of the log does not answer
+        self._late: deque[bytes] = deque()
         self._narrator = Narrator(run_dir, node, os.getpid())
         # An incident's first and last line come from the agent and from the event log: shown is what comes first.
         self._from_agent: Counter[str] = Counter()
@@ -102,7 +105,10 @@ class Terminal:
             logger.warning("an event %s is not as it should be and is not shown: %r", event.stage, error)
 
     def _events(self) -> list[Event]:
-        return [event for event in map(parse_event, self._tail.lines()) if event is not None]
+        nothing: list[bytes] = []
+        lines = self._errands.run(self._tail.lines, nothing, late=self._late.extend)
+        late = [self._late.popleft() for _ in range(len(self._late))]
+        return [event for event in map(parse_event, [*late, *lines]) if event is not None]
 
     def _wait_for_last_words(self, line: str) -> None:
         """If ``line`` is the last of an incident, let the ranks' lines come before it."""

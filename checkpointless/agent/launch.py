@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
 import json
 import logging
@@ -11,19 +12,23 @@ import selectors
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpointless.agent.board import Board
+from checkpointless.agent.errands import Errands
 from checkpointless.agent.handshake import MIN_TOKEN_CHARACTERS, SPARE, TOKEN_ENV
 from checkpointless.agent.preload import preloads_of
+from checkpointless.agent.rank_log import LogCopies, RankLog
 from checkpointless.agent.rank_process import Script
 from checkpointless.agent.temp_folder import private_temp_folder
 from checkpointless.agent.workers import FreshStarter, Worker, ZygoteStarter
 from checkpointless.faults.node import AGENT_PID_ENV, CUT_SIGNAL
 from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
+from checkpointless.telemetry.log_relay import LogRelay
+from checkpointless.telemetry.scribe import scribe
 
 if TYPE_CHECKING:
     from checkpointless.agent.coordinator import Limits
@@ -199,13 +204,13 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
     meeting = Meeting(config.nnodes, config.nproc_per_node, address, port, config.token, config.node_timeout_s)
     signals: list[int] = []
     if config.http_port is None:
-        with _handling(signals.append):
+        with _handling(signals.append), LogRelay(), closing(scribe):
             return coordinate(meeting, _limits(config), EventLog(events_path, node=OUTSIDE), say, signals)
     from checkpointless.agent.http_status import HttpStatus
 
     watch = Watch(OUTSIDE)
     http = HttpStatus(config.http_host, config.http_port, watch)
-    with _handling(signals.append), http:
+    with _handling(signals.append), http, LogRelay(), closing(scribe):
         try:
             http.open(say)
         except OSError as error:
@@ -238,14 +243,14 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     signals: list[int] = []
     cuts = (CUT_SIGNAL,) if config.faults and not config.is_alone else ()
     if config.http_port is None:
-        with _handling(signals.append, *cuts), private_temp_folder() as folder:
+        with _handling(signals.append, *cuts), private_temp_folder() as folder, LogRelay(), closing(scribe):
             return _run(config, own, folder, EventLog(events_path, node=config.node_rank), signals, say)
     from checkpointless.agent.http_status import HttpStatus
     from checkpointless.agent.status import Watch
 
     watch = Watch(config.node_rank)
     http = HttpStatus(config.http_host, config.http_port, watch)
-    with _handling(signals.append, *cuts), private_temp_folder() as folder, http:
+    with _handling(signals.append, *cuts), private_temp_folder() as folder, http, LogRelay(), closing(scribe):
         return _run(config, own, folder, watch.log(events_path), signals, say, http)
 
 
@@ -272,8 +277,6 @@ def _run(
         fork_here=config.fork_here,
     )
     # These load torch, which takes seconds; the zygote does so at the same time.
-    from torch.distributed.elastic.multiprocessing.tail_log import TailLog
-
     from checkpointless.agent.hangs import Heartbeat
     from checkpointless.agent.joining import JoinError
     from checkpointless.agent.node import NodeAgent
@@ -288,9 +291,11 @@ def _run(
         starter.close()
         say(str(error))
         return 1
-    for rank in own:  # and not before: an agent that is not let in has no business with them
-        _keep_old(_log_path(config, rank))
-        _log_path(config, rank).write_bytes(b"")
+    errands = Errands()
+    # Not before (an agent that is not let in has no business with them), and not for long: others wait for a word
+    # of this node from here on.
+    if not errands.run(functools.partial(_begin_logs, config, own), False):
+        say(f"the disk of {config.run_dir} does not answer: logs that are there already are not moved away")
     agent = NodeAgent(
         index=config.node_rank,
         heartbeat=Heartbeat.of(config.heartbeat_timeout_s),
@@ -299,25 +304,24 @@ def _run(
         selector=selector,
         starter=starter,
         fresh_starter=lambda: FreshStarter(script, hooks, folder),
-        make_worker=lambda rank: Worker(rank, Board.create(rank), _log_path(config, rank)),
+        make_worker=lambda rank: Worker(rank, Board.create(rank), RankLog(_log_path(config, rank), errands, say)),
         rank_env=rank_env,
         events=events,
         say=say,
     )
-    tail = TailLog(
-        "rank",
-        {rank: str(_log_path(config, rank)) for rank in own} if config.stream_logs else {},
-        sys.stdout,
-        log_line_prefixes={rank: f"[rank {rank}] " for rank in own},
-        interval_sec=0.05,
-    ).start()
+    copies = LogCopies(
+        {rank: _log_path(config, rank) for rank in own} if config.stream_logs else {}, sys.stdout, errands
+    )
     nproc, nnodes = config.nproc_per_node, config.nnodes
     events.emit("job", "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
     try:
         outcome = serve(agent, link, selector, signals, None if http is None else http.watch)
     finally:
-        tail.stop()
+        if not copies.stop():
+            say(f"the disk of {config.run_dir} does not answer: what the ranks printed last is not shown")
     events.emit("job", "end", generation=max(agent.generation, 0), code=outcome.code, reason=outcome.last_words)
+    if not scribe.flush():
+        say(f"the disk of {config.run_dir} does not answer: the last events of node {config.node_rank} may be lost")
     for line in outcome.last_words:
         say(line)
     return outcome.code
@@ -409,6 +413,13 @@ def _check_token(token: str) -> None:
             f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
             "the same on all of them (openssl rand -hex 32 makes one)"
         )
+
+
+def _begin_logs(config: LaunchConfig, own: range) -> bool:
+    for rank in own:
+        _keep_old(_log_path(config, rank))
+        _log_path(config, rank).write_bytes(b"")
+    return True
 
 
 def _keep_old(log: Path) -> None:

@@ -228,6 +228,7 @@ class NodeAgent:
             if worker.connection is not None:
                 worker.connection.close()
             worker.board.close()
+            worker.log.close()
 
     def _leave(self, reason: str) -> None:
         """This node can take part no longer."""
@@ -449,7 +450,7 @@ class NodeAgent:
         self._incident = spawn.incident or None
         self._run_id = spawn.env.get("TORCHELASTIC_RUN_ID", "")
         ours, theirs = socket.socketpair()
-        log = os.open(worker.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        log = worker.log.open()
         env = {**self._rank_env, **spawn.env, "CHECKPOINTLESS_INCARNATION": str(worker.incarnation)}
         if spawn.incident:
             told_of, at_s = self._fault_at
@@ -495,8 +496,8 @@ class NodeAgent:
                 worker.forgiven,
                 reading.committed,
                 reading.making,
-                str(worker.log_path),
-                worker.last_lines() if code != 0 else [],
+                str(worker.log.path),
+                worker.log.last_lines() if code != 0 else [],
             )
         )
 

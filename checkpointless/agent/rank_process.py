@@ -26,6 +26,8 @@ from checkpointless.agent import temp_folder
 from checkpointless.agent.board import BOARD_FD_ENV
 from checkpointless.agent.protocol import AGENT_FD_ENV
 from checkpointless.telemetry.log_level import apply_log_level
+from checkpointless.telemetry.log_relay import LogRelay
+from checkpointless.telemetry.scribe import flush_all
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_EXIT_CODE = 1
@@ -82,6 +84,7 @@ def run_script(script: Script) -> NoReturn:
     """
     code = 1
     apply_log_level()
+    LogRelay().install()
     for stream in (sys.stdout, sys.stderr):  # files; what a rank has printed must not die with it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -95,6 +98,7 @@ def run_script(script: Script) -> NoReturn:
         traceback.print_exc()
         code = code or 1
     finally:
+        flush_all()
         _flush()
         os._exit(code)
 

@@ -21,6 +21,7 @@ from checkpointless.agent.board import BOARD_FD_ENV, Board
 from checkpointless.agent.forked_process import ForkedProcess
 from checkpointless.agent.process_group import ProcessGroup
 from checkpointless.agent.protocol import AGENT_FD_ENV, AgentMessage, LineBuffer, encode
+from checkpointless.agent.rank_log import RankLog
 from checkpointless.agent.rank_process import Script
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Worker:
 
     rank: int
     board: Board
-    log_path: Path
+    log: RankLog
     incarnation: int = -1
     state: WorkerState = WorkerState.GONE
     pid: int | None = None
@@ -90,13 +91,6 @@ class Worker:
         except OSError as error:
             logger.info("rank %d cannot be told %r: %s", self.rank, message.type, error)
             return False
-
-    def last_lines(self, count: int = 10) -> list[str]:
-        """The end of the rank's log."""
-        with self.log_path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 16 * 1024))
-            return file.read().decode(errors="replace").splitlines()[-count:]
 
 
 @dataclass(frozen=True)

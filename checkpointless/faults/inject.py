@@ -25,6 +25,7 @@ from checkpointless.faults.spec import (
     parse_all,
 )
 from checkpointless.telemetry.events import FAULT_INJECTED, RUN_DIR_ENV, event_log
+from checkpointless.telemetry.scribe import flush_all
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class FaultInjector:
             FAULT_INJECTED, "point", generation=generation, rank=self.rank, spec=text, step=step, phase=spec.phase
         )
         logger.warning("rank %d: injecting %s", self.rank, text)
+        flush_all()  # the fault may end this process
 
     def _prepare(self, spec: FaultSpec, damage: Callable[[], None] | None) -> Callable[[], None]:
         """What causes the fault.

@@ -38,6 +38,7 @@ from checkpointless.inprocess.signal_handlers import SignalHandlers
 from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.store_wait import InterruptibleStore
 from checkpointless.telemetry.events import event_log
+from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback
 
 logger = logging.getLogger(__name__)
@@ -474,7 +475,7 @@ class HPCallWrapper:
             self.client.request_replacement(self.generation, reason)
         except AgentLostError:
             logger.error("no agent to replace this process: %s", reason)
-        logging.shutdown()
+        flush_all()
         os._exit(REPLACED_EXIT_CODE)
 
 

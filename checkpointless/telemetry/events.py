@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import json
 import logging
 import math
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
+
+from checkpointless.telemetry.scribe import FLUSH_S, scribe
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ STAGES = (
 )
 #: Written just before a fault is caused on purpose.
 FAULT_INJECTED = "fault_injected"
+#: Written by a process that had to leave events out, as soon as it can write again; ``count`` says how many.
+EVENTS_DROPPED = "events_dropped"
 
 _OWN_KEYS = ("ts", "mono", "node", "rank", "pid", "generation", "incident", "stage", "edge")
 
@@ -77,9 +82,12 @@ class Event:
 class EventLog:
     """Appends events to one file, which any number of processes and threads may share.
 
-    Every line is one ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is
-    held between lines: the log survives forks and clean-ups, and leaves nothing behind. A line that cannot
-    be written (disk full, directory gone) is logged as a warning: a job must not die of its telemetry.
+    Whoever emits never waits for the disk, and never fails because of it: a thread of the process writes
+    (:mod:`checkpointless.telemetry.scribe`), in the order in which the events were emitted. Every line is one
+    ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is held between lines: the
+    log survives forks and clean-ups, and leaves nothing behind. Lines that cannot be written (disk full, directory
+    gone) and those that come while thousands wait for a disk that has stopped are left out; one line says how many,
+    once lines can be written again. Points outside of incidents are left out first.
 
     Args:
         path: the file; None drops everything.
@@ -102,7 +110,7 @@ class EventLog:
         rank: int | None = None,
         **fields: Any,
     ) -> None:
-        """Append one event, stamped with the time and this process.
+        """Have one event appended, stamped with the time of now and this process; never waits.
 
         Args:
             stage: one of :data:`STAGES`, or another word.
@@ -134,10 +142,11 @@ class EventLog:
             "edge": edge,
             **{key: json_safe(value) for key, value in fields.items()},
         }
-        try:
-            append_line(self.path, json.dumps(record, separators=(",", ":"), allow_nan=False))
-        except OSError as error:
-            logger.warning("event %s/%s was not recorded: %s", stage, edge, error)
+        line = json.dumps(record, separators=(",", ":"), allow_nan=False)
+        origin = {key: record[key] for key in ("node", "rank", "pid", "generation")}
+        chatter = edge == "point" and incident is None
+        if not scribe.put(functools.partial(_append, self.path, line, origin), chatter=chatter):
+            _losses.setdefault(self.path, _Losses()).add()
 
     @contextmanager
     def span(
@@ -159,6 +168,62 @@ class EventLog:
         finally:
             more["seconds"] = time.monotonic() - started_s
             self.emit(stage, "end", generation=generation, incident=incident, **{**fields, **more})
+
+
+class _Losses:
+    """Keeps account of the lines that one file did not get, and writes how many when it takes lines again.
+
+    :meth:`append` is called in one thread only, :meth:`add` in any.
+    """
+
+    def __init__(self) -> None:
+        self._left_out = itertools.count()  # moved on in C: neither threads nor interruptions lose one
+        self._looked = self._unwritten = self._told = 0
+        self._has_complained = False
+
+    def add(self) -> None:
+        """A line was left out."""
+        next(self._left_out)
+
+    def append(self, path: Path, line: str, origin: Mapping[str, Any]) -> None:
+        """Append ``line``, of that node, rank, pid and generation; if that fails it is counted and said once."""
+        left_out = next(self._left_out) - self._looked
+        self._looked += 1
+        count = left_out + self._unwritten - self._told
+        try:
+            if count:
+                told: dict[str, Any] = {"ts": time.time_ns(), "mono": time.monotonic_ns()}
+                told |= {**origin, "incident": None, "stage": EVENTS_DROPPED, "edge": "point", "count": count}
+                append_line(path, json.dumps(told, separators=(",", ":")))
+                self._told += count
+            append_line(path, line)
+        except OSError as error:
+            self._unwritten += 1
+            if not self._has_complained:
+                logger.warning("events are lost as long as %s cannot be written: %s", path, error.strerror or error)
+            self._has_complained = True
+        else:
+            self._has_complained = False
+
+
+_losses: dict[Path, _Losses] = {}
+os.register_at_fork(after_in_child=_losses.clear)  # the parent says what it lost
+
+
+def _append(path: Path, line: str, origin: Mapping[str, Any]) -> None:
+    _losses.setdefault(path, _Losses()).append(path, line, origin)
+
+
+def flush_events(timeout_s: float = FLUSH_S) -> bool:
+    """Wait until the events of this process are written.
+
+    Args:
+        timeout_s: for how long at most.
+
+    Returns:
+        Whether they are.
+    """
+    return scribe.flush(timeout_s)
 
 
 def event_log() -> EventLog:
@@ -208,11 +273,12 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_events(run_dir: Path) -> list[Event]:
-    """All events of a run, in the order in which they were written.
+    """All events of a run, in the order in which they were written, those of this process included.
 
     Args:
         run_dir: the run directory; one without an event file has no events.
     """
+    flush_events()
     path = run_dir / EVENTS_FILE
     if not path.exists():
         return []

@@ -8,7 +8,7 @@ import sys
 
 LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-_PACKAGE = "checkpointless"
+PACKAGE = "checkpointless"
 
 
 def asked_for_level() -> int | None:
@@ -21,7 +21,7 @@ def apply_log_level() -> None:
     level = asked_for_level()
     if level is None:
         return
-    package = logging.getLogger(_PACKAGE)
+    package = logging.getLogger(PACKAGE)
     package.setLevel(level)
     if not package.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointless.telemetry.events import RUN_DIR_ENV, append_line, read_lines
+from checkpointless.telemetry.scribe import scribe
 
 STEPS_DIR = "steps"
 RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"
+_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,10 @@ class StepRecord:
 class StepLog:
     """Appends a rank's steps to ``<run dir>/steps/rank-N.jsonl``.
 
-    Each line is in the kernel's hands when :meth:`record` returns, so it survives the death of the process; a
-    respawned rank continues the file. Every line is kept, a step recorded twice too: that a finished step was
-    done again is for the reader to see.
+    Each line is in the kernel's hands when :meth:`record` returns, so it survives the death of the process, unless
+    the disk has stopped for longer than a second: that must not keep the rank from its part in a recovery. A
+    respawned rank continues the file. Every line is kept, a step recorded twice too: that a finished step was done
+    again is for the reader to see.
 
     Args:
         run_dir: the run directory.
@@ -43,6 +47,8 @@ class StepLog:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.path = run_dir / STEPS_DIR / f"rank-{rank}.jsonl"
+        self._error: OSError | None = None
+        scribe.flush()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _end_torn_line(self.path)
@@ -64,13 +70,25 @@ class StepLog:
             params: digest of this rank's parameters after it.
 
         Raises:
-            OSError: it could not be written; a record with holes would prove nothing.
+            OSError: it could not be written, or an earlier one; a record with holes would prove nothing.
         """
         record = {"step": step, "loss": float(loss).hex(), "params": params}
-        append_line(self.path, json.dumps(record, separators=(",", ":")))
+        if scribe.put(functools.partial(self._append, json.dumps(record, separators=(",", ":")))):
+            scribe.flush(_WAIT_S)
+        else:
+            self._error = OSError(f"{self.path}: the disk does not answer, and too much waits for it")
+        if self._error is not None:
+            raise self._error
+
+    def _append(self, line: str) -> None:
+        try:
+            append_line(self.path, line)
+        except OSError as error:
+            self._error = error
 
     def last_step(self) -> int | None:
         """The highest step recorded so far, by this process or an earlier one of this rank."""
+        scribe.flush()
         if not self.path.exists():
             return None
         return max((record.step for record in _read(self.path)), default=None)

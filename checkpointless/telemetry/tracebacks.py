@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from pathlib import Path
 
 from checkpointless.telemetry.events import RUN_DIR_ENV
+from checkpointless.telemetry.scribe import scribe
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +21,7 @@ def traceback_path(run_dir: Path, generation: int, rank: int) -> Path:
 
 
 def keep_traceback(generation: int, rank: int, text: str) -> None:
-    """Write a traceback into this process's run directory, if it has one; a full disk is no reason to fail.
+    """Have a traceback written into this process's run directory, if it has one; never waits for the disk.
 
     Args:
         generation: the one that the exception ended.
@@ -29,7 +31,11 @@ def keep_traceback(generation: int, rank: int, text: str) -> None:
     run_dir = os.environ.get(RUN_DIR_ENV)
     if not run_dir:
         return
-    path = traceback_path(Path(run_dir), generation, rank)
+    if not scribe.put(functools.partial(_write, traceback_path(Path(run_dir), generation, rank), rank, text)):
+        logger.warning("rank %d: its traceback is not written, since too much waits for the disk\n%s", rank, text)
+
+
+def _write(path: Path, rank: int, text: str) -> None:
     try:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, errors="backslashreplace")

@@ -21,6 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from checkpointless.telemetry.scribe import flush_all
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -168,6 +169,7 @@ def _fork_rank(request: dict[str, Any], rank: int, port: int, folder: Path) -> i
     except BaseException:
         traceback.print_exc()
     finally:
+        flush_all()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

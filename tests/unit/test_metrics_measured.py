@@ -22,7 +22,7 @@ from checkpointless.agent.measured import (
     Measuring,
 )
 from checkpointless.faults.spec import FaultKind
-from checkpointless.telemetry.events import EVENTS_FILE, EventLog
+from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events
 from checkpointless.telemetry.lines import LineTail
 
 OWN = frozenset({2, 3})
@@ -54,6 +54,7 @@ class Lines:
                 self.end(stage, rank, ended + 1, number * seconds, **more)
 
     def all(self) -> list[bytes]:
+        assert flush_events()
         lines = self.path.read_bytes().splitlines()
         self.path.unlink()
         return lines

@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 
 from checkpointless.agent.board import Board
+from checkpointless.agent.errands import Errands
 from checkpointless.agent.hangs import Heartbeat
 from checkpointless.agent.node import TERM_GRACE_S, NodeAgent
 from checkpointless.agent.node_protocol import (
@@ -34,6 +35,7 @@ from checkpointless.agent.node_protocol import (
     Standing,
     StoreOpened,
 )
+from checkpointless.agent.rank_log import RankLog
 from checkpointless.agent.rendezvous import LOOPBACK
 from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker, WorkerState
 from checkpointless.telemetry.events import EventLog
@@ -69,6 +71,7 @@ class Node:
     def __init__(self, folder: Path, heartbeat_timeout_s: float | None = 10.0) -> None:
         self.starter = NoProcesses()
         self.said: list[NodeMessage] = []
+        self.printed: list[str] = []
         self.selector = selectors.DefaultSelector()
         self.agent = NodeAgent(
             index=0,
@@ -78,10 +81,12 @@ class Node:
             selector=self.selector,
             starter=self.starter,
             fresh_starter=NoProcesses,
-            make_worker=lambda rank: Worker(rank, Board.create(rank), folder / f"rank-{rank}.log"),
+            make_worker=lambda rank: Worker(
+                rank, Board.create(rank), RankLog(folder / f"rank-{rank}.log", Errands(), self.printed.append)
+            ),
             rank_env={},
             events=EventLog(None),
-            say=lambda line: None,
+            say=self.printed.append,
         )
         self.tick()
         assert self.said == [Joined()]

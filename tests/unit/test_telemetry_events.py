@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog, event_log, parse_event, read_events
+from checkpointless.telemetry.events import (
+    EVENTS_FILE,
+    RUN_DIR_ENV,
+    EventLog,
+    event_log,
+    flush_events,
+    parse_event,
+    read_events,
+)
 from checkpointless.telemetry.steps import StepLog, StepRecord, read_steps
 
 
@@ -51,6 +59,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
     log.emit("a", "point", generation=0)
     log.emit("b", "point", generation=0)
+    assert flush_events()
     data = (tmp_path / EVENTS_FILE).read_bytes()
     (tmp_path / EVENTS_FILE).write_bytes(data[:-5])
     assert [event.stage for event in read_events(tmp_path)] == ["a"]
@@ -62,6 +71,7 @@ def test_a_line_behind_the_beginning_of_one_whose_writer_was_killed_is_read(
 ) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
     log.emit("data", "point", generation=0, nested={"a": {"b": 1}})
+    assert flush_events()
     torn = (tmp_path / EVENTS_FILE).read_bytes()[:-1][:kept]
     (tmp_path / EVENTS_FILE).write_bytes(torn)
     log.emit("init", "point", generation=1, nested={"a": {"b": 2}})
@@ -77,6 +87,7 @@ def test_a_line_behind_the_beginning_of_one_whose_writer_was_killed_is_read(
 def test_a_broken_line_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
     log.emit("a", "point", generation=0)
+    assert flush_events()
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"half": \n[1]\n{"stage": "x"}\n')
     log.emit("b", "point", generation=0)
@@ -89,7 +100,8 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_job(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         EventLog(tmp_path / "gone" / EVENTS_FILE).emit("a", "point", generation=0)
-    assert "not recorded" in caplog.text
+        assert flush_events()
+    assert "events are lost" in caplog.text
 
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:

@@ -2,18 +2,26 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog, read_events
+from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog, flush_events, read_events
 from checkpointless.telemetry.narration import Narrator, detected_line, recovered_line
 from checkpointless.telemetry.tracebacks import keep_traceback, traceback_path
 from checkpointless.terminal import Terminal
 
 CAUSE = "rank 1 raised ValueError at step 3: no"
 RANKS = (0, 1)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        time.sleep(0.01)
 
 
 def begin(log: EventLog) -> None:
@@ -222,11 +230,44 @@ def test_without_a_readable_log_the_agents_lines_are_shown(tmp_path: Path) -> No
     assert shown == [detected_line("1", CAUSE), "bye"]
 
 
+def test_while_the_disk_of_the_log_does_not_answer_the_agents_lines_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_FILE
+    os.mkfifo(path)  # whoever opens it to read waits for a writer
+    shown: list[str] = []
+    with Terminal(shown.append, tmp_path, 0) as terminal:
+        terminal.say(detected_line("1", CAUSE))
+        wait_until(lambda: shown == [detected_line("1", CAUSE)])
+        terminal.say("bye")
+    assert shown == [detected_line("1", CAUSE), "bye"]
+    os.close(os.open(path, os.O_RDWR))
+
+
+def test_the_incident_is_told_when_the_disk_is_back(tmp_path: Path, log: EventLog) -> None:
+    path = tmp_path / EVENTS_FILE
+    begin(log)
+    incident(log)
+    assert flush_events()
+    lines = path.read_bytes()
+    path.unlink()
+    os.mkfifo(path)
+    shown: list[str] = []
+    with Terminal(shown.append, tmp_path, 0) as terminal:
+        terminal.say(detected_line("1", CAUSE))
+        wait_until(lambda: shown)
+        time.sleep(1.5)
+        path.rename(tmp_path / "fifo")
+        path.write_bytes(lines)
+        os.close(os.open(tmp_path / "fifo", os.O_RDWR))
+        wait_until(lambda: len(shown) > 1)
+    assert shown[1].startswith(" ")
+
+
 def test_a_traceback_is_kept_and_a_full_disk_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(RUN_DIR_ENV, raising=False)
     keep_traceback(0, 1, "nowhere")
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
     keep_traceback(3, 1, "Traceback: \udc80")
+    assert flush_events()
     assert traceback_path(tmp_path, 3, 1).read_text() == "Traceback: \\udc80"
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path / "missing"))
     keep_traceback(3, 1, "nowhere")

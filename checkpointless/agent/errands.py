@@ -1,0 +1,72 @@
+"""What an agent's loop needs of a disk and may not wait for long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as OutOfTimeError
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 1.0
+
+Result = TypeVar("Result")
+
+
+class Errands:
+    """Runs functions in a thread and waits for their results, but no longer than a moment.
+
+    As long as one has not come back no other is begun: a disk that has stopped costs one wait, not one per rank.
+
+    Args:
+        patience_s: how long that moment is.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._last: threading.Thread | None = None
+
+    def run(
+        self,
+        errand: Callable[[], Result],
+        otherwise: Result,
+        late: Callable[[Result], object] = lambda result: None,
+    ) -> Result:
+        """What ``errand`` returns, or ``otherwise`` if that is not known in time.
+
+        Args:
+            errand: what may take long.
+            otherwise: what to do with.
+            late: takes the result that came too late, in the errand's thread.
+
+        Raises:
+            Exception: what ``errand`` raised in time; what it raises later is logged.
+        """
+        if self._last is not None and self._last.is_alive():
+            return otherwise
+        result: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(errand())
+            except Exception as error:  # noqa: BLE001 - the edge of the thread: whoever waits raises it
+                result.set_exception(error)
+
+        self._last = threading.Thread(target=run, name="checkpointless-errand", daemon=True)
+        self._last.start()
+        try:
+            return result.result(self._patience_s)
+        except OutOfTimeError:
+            result.add_done_callback(lambda done: _settle(done, late))
+            return otherwise
+
+
+def _settle(done: Future[Result], late: Callable[[Result], object]) -> None:
+    error = done.exception()
+    if error is None:
+        late(done.result())
+    else:
+        logger.warning("what took too long has failed, too: %s", error)

@@ -1,0 +1,152 @@
+"""What ranks print: the file that it goes to, the end of it, and its copy on the agent's own output."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from checkpointless.agent.errands import Errands
+
+logger = logging.getLogger(__name__)
+
+_TAIL_BYTES = 16 * 1024
+_COPY_EVERY_S = 0.05
+_LOOK_S = 1.0
+
+
+class RankLog:
+    """The log file of a rank. A disk that does not answer keeps neither a rank from being started nor the agent.
+
+    Args:
+        path: the file.
+        errands: go to its disk.
+        say: takes lines for the terminal.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path, errands: Errands, say: Callable[[str], None]) -> None:
+        self.path = path
+        self._errands = errands
+        self._say = say
+        self._instead: int | None = None
+
+    def open(self) -> int:
+        """A descriptor for the output of a process that is being started; the caller closes it.
+
+        If the file cannot be opened now, it is that of a file without a name among the temporary ones, which goes
+        with the process, or leads nowhere.
+        """
+        self.close()
+        why = "its disk does not answer"
+        try:
+            found = self._errands.run(self._open, None, late=_close)
+        except OSError as error:
+            found, why = None, error.strerror or str(error)
+        if found is not None:
+            return found
+        self._say(f"{self.path} cannot be written: {why}; what the rank prints is not kept there")
+        try:
+            self._instead, path = tempfile.mkstemp(prefix="checkpointless-")
+        except OSError as error:
+            logger.warning("nor among the temporary files: %s", error)
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.unlink(path)
+        return os.dup(self._instead)
+
+    def last_lines(self, count: int = 10) -> list[str]:
+        """The end of what was printed, or one line that says why it cannot be read."""
+        if self._instead is not None:
+            return _end(self._instead)[-count:]
+        try:
+            lines = self._errands.run(self._read, None)
+        except OSError as error:
+            return [f"{self.path} cannot be read: {error.strerror or error}"]
+        return [f"{self.path} cannot be read: its disk does not answer"] if lines is None else lines[-count:]
+
+    def close(self) -> None:
+        """Let go of what was printed elsewhere."""
+        if self._instead is not None:
+            os.close(self._instead)
+            self._instead = None
+
+    def _open(self) -> int | None:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _read(self) -> list[str] | None:
+        log = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _end(log)
+        finally:
+            os.close(log)
+
+
+class LogCopies:
+    """Copies what ranks print, each line with its rank in front, in threads of its own.
+
+    Args:
+        paths: the log of each rank.
+        out: what it is copied to.
+        errands: go to the disk of the logs.
+    """
+
+    def __init__(self, paths: Mapping[int, Path], out: TextIO, errands: Errands) -> None:
+        from torch.distributed.elastic.multiprocessing.tail_log import tail_logfile
+
+        self._paths, self._errands = paths, errands
+        self._finished = threading.Event()
+        self._threads = [
+            threading.Thread(
+                target=tail_logfile,
+                args=(f"[rank {rank}] ", str(path), out, self._finished, _COPY_EVERY_S),
+                kwargs={"log_line_filter": lambda line: True},
+                name=f"checkpointless-log-{rank}",
+                daemon=True,
+            )
+            for rank, path in paths.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> bool:
+        """Copy what is left, however long ``out`` takes for it, and end.
+
+        Returns:
+            False if the disk does not answer; then what is left is not copied.
+        """
+        self._finished.set()
+        for thread, path in zip(self._threads, self._paths.values(), strict=True):
+            thread.join(_LOOK_S)
+            while thread.is_alive():
+                if not self._errands.run(functools.partial(_answers, path), False):
+                    return False
+                thread.join(_LOOK_S)
+        return True
+
+
+def _answers(path: Path) -> bool:
+    """Whether the disk of ``path`` says anything, if only that it cannot be read."""
+    try:
+        with path.open("rb", buffering=0) as log:
+            log.seek(-1, os.SEEK_END)
+            log.read(1)
+    except OSError as error:
+        logger.info("%s: %s", path, error)
+    return True
+
+
+def _close(log: int | None) -> None:
+    if log is not None:
+        os.close(log)
+
+
+def _end(log: int) -> list[str]:
+    start = max(0, os.fstat(log).st_size - _TAIL_BYTES)
+    return os.pread(log, _TAIL_BYTES, start).decode(errors="replace").splitlines()

@@ -1,0 +1,243 @@
+"""The disk of the run directory stops while a job of two nodes trains and while a fault is handled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.telemetry.events import EVENTS_DROPPED, EVENTS_FILE, read_events
+from checkpointless.telemetry.tracebacks import traceback_path
+from tests.ports import free_port
+from tests.ranks.agent_job import Ended, Job, wait_until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+
+TOKEN = "a secret of the tests that is long enough"
+NODE_TIMEOUT_S = 3.0
+RANKS = range(4)
+
+
+class StoppedPaths:
+    """Files that nobody can open from now on: whoever tries waits.
+
+    Args:
+        paths: the files; what is there is kept.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        for path in paths:
+            path.parent.mkdir(exist_ok=True)
+            os.mkfifo(path.with_name(f"{path.name}.fifo"))
+            if path.exists():
+                os.link(path, path.with_name(f"{path.name}.kept"))
+            os.rename(path.with_name(f"{path.name}.fifo"), path)
+
+    def go_on(self) -> None:
+        """Let them be written again; what those who waited at the door then write is put into the file, too."""
+        for path in self._paths:
+            kept, fifo = path.with_name(f"{path.name}.kept"), path.with_name(f"{path.name}.fifo")
+            if not kept.exists():
+                kept.write_text("")
+            os.link(path, fifo)
+            os.rename(kept, path)  # whoever comes now finds the file
+            reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+            writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            data = b""
+            quiet_at_s = time.monotonic() + 1.0
+            while time.monotonic() < quiet_at_s:
+                try:
+                    data += os.read(reader, 1 << 16)
+                except BlockingIOError:
+                    time.sleep(0.01)
+            os.close(writer)
+            os.close(reader)
+            with path.open("ab") as file:
+                file.write(data)
+
+
+class TwoNodes:
+    """A job of two nodes of two ranks each.
+
+    Args:
+        run_dir: of both.
+        notes: where the ranks note what they do.
+    """
+
+    def __init__(self, run_dir: Path, notes: Path) -> None:
+        self.run_dir, self._notes = run_dir, notes
+        notes.mkdir()
+        endpoint = f"127.0.0.1:{free_port()}"
+        self.agents = [
+            Job(
+                run_dir,
+                "watched_steps.py",
+                str(notes),
+                nproc=2,
+                nnodes=2,
+                node_rank=node,
+                rdzv_endpoint=endpoint,
+                token=TOKEN,
+                node_timeout_s=NODE_TIMEOUT_S,
+                regroup_timeout_s=60.0,
+            )
+            for node in range(2)
+        ]
+
+    def notes(self, rank: int) -> list[dict[str, Any]]:
+        path = self._notes / f"notes-{rank}.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def train(self, generation: int, after_s: float) -> None:
+        """Wait until every rank has made three steps of a generation after a moment on the monotonic clock."""
+        wait_until(
+            lambda: all(
+                sum(note["generation"] == generation and note["at_s"] > after_s for note in self.notes(rank)) >= 3
+                for rank in RANKS
+            ),
+            60,
+        )
+
+    def pids(self, generation: int) -> dict[int, set[int]]:
+        return {
+            rank: {note["pid"] for note in self.notes(rank) if note["generation"] == generation} for rank in RANKS
+        }
+
+    def fail(self, how: str) -> None:
+        made = self._notes / "made"
+        made.write_text(how)
+        made.rename(self._notes / "fault")
+
+    def kill(self) -> None:
+        for agent in self.agents:
+            agent.process.kill()
+
+    def end(self) -> list[Ended]:
+        (self._notes / "end").touch()
+        return [agent.end(60) for agent in self.agents]
+
+
+def stop_and_fail(
+    job: TwoNodes, how: str, stop: Callable[[], object], go_on: Callable[[], object], for_s: float
+) -> None:
+    """Stop the disk, cause a fault meanwhile, and require that the job recovers and ends before and after."""
+    job.train(0, 0.0)
+    began_ns = time.time_ns()
+    began_s = time.monotonic()
+    stop()
+    try:
+        job.train(0, began_s + for_s / 2)
+        job.fail(how)
+        job.train(1, 0.0)
+        wait_until(lambda: time.monotonic() > began_s + for_s, for_s + 10)
+        job.train(1, time.monotonic())
+    except BaseException:
+        job.kill()
+        raise
+    finally:
+        ended_ns = time.time_ns()
+        go_on()
+    first, second = job.end()
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "taken for lost" not in first.err + second.err
+    before, after = job.pids(0), job.pids(1)
+    assert all(len(pids) == 1 for pids in (*before.values(), *after.values()))
+    replaced = {rank for rank in RANKS if before[rank] != after[rank]}
+    assert replaced == ({1} if how == "SIGKILL" else set())
+    events = read_events(job.run_dir)
+    assert not [event for event in events if event.stage == EVENTS_DROPPED]
+    meanwhile = sorted((event for event in events if began_ns < event.ts < ended_ns), key=lambda event: event.ts)
+    assert [event.stage for event in meanwhile if event.stage in ("detect", "recovered")] == ["detect", "recovered"]
+    survivors = set(RANKS) - replaced
+    for stage in ("abort", "finalize", "barrier"):
+        assert survivors <= {event.rank for event in meanwhile if (event.stage, event.edge) == (stage, "end")}, (
+            stage
+        )
+
+
+def paths_stop_for(folder: Path, how: str, for_s: float) -> None:
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    job = TwoNodes(run_dir, folder / "notes")
+    paths: list[StoppedPaths] = []
+    told = traceback_path(run_dir, 0, 1)
+
+    def stop() -> None:
+        paths.append(StoppedPaths(run_dir / EVENTS_FILE, run_dir / "logs" / "rank-1.log", told))
+
+    stop_and_fail(job, how, stop, lambda: paths[0].go_on(), for_s)
+    if how == "raise":
+        assert "the loss is not a number" in told.read_text()
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_files_that_cannot_be_opened_for_a_while_delay_nobody(tmp_path: Path, how: str) -> None:
+    paths_stop_for(tmp_path, how, 2 * NODE_TIMEOUT_S)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_files_that_cannot_be_opened_for_twenty_seconds_delay_nobody(tmp_path: Path, how: str) -> None:
+    paths_stop_for(tmp_path, how, 20.0)
+
+
+def test_a_job_ends_while_its_events_cannot_be_written(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    job = TwoNodes(run_dir, tmp_path / "notes")
+    job.train(0, 0.0)
+    stopped = StoppedPaths(run_dir / EVENTS_FILE)
+    first, second = job.end()
+    stopped.go_on()
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    for node, ended in enumerate((first, second)):
+        assert f"the disk of {run_dir} does not answer: the last events of node {node} may be lost" in ended.err
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, which can be frozen: whoever writes then waits in the kernel."""
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(32 * 1024 * 1024)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True, timeout=60)
+        subprocess.run(["mount", "-o", "loop", str(image), str(disk)], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no file system can be made and mounted here: {error}")
+    yield disk
+    subprocess.run(["fsfreeze", "-u", str(disk)], capture_output=True, timeout=60, check=False)
+    wait_until(lambda: subprocess.run(["umount", str(disk)], capture_output=True, check=False).returncode == 0)
+
+
+def disk_stops_for(disk: Path, folder: Path, for_s: float) -> None:
+    run_dir = disk / "run"
+    run_dir.mkdir()
+    job = TwoNodes(run_dir, folder / "notes")
+
+    def freeze() -> None:
+        subprocess.run(["fsfreeze", "-f", str(disk)], check=True, timeout=60)
+
+    def thaw() -> None:
+        subprocess.run(["fsfreeze", "-u", str(disk)], check=True, timeout=60)
+
+    stop_and_fail(job, "raise", freeze, thaw, for_s)
+    assert "the loss is not a number" in traceback_path(run_dir, 0, 1).read_text()
+
+
+def test_a_disk_that_stops_for_a_while_delays_nobody(disk: Path, tmp_path: Path) -> None:
+    disk_stops_for(disk, tmp_path, 2 * NODE_TIMEOUT_S)
+
+
+@pytest.mark.long
+def test_a_disk_that_stops_for_twenty_seconds_delays_nobody(disk: Path, tmp_path: Path) -> None:
+    disk_stops_for(disk, tmp_path, 20.0)

@@ -1,0 +1,355 @@
+"""What a process writes without waiting for the disk: in order, bounded, over forks and interruptions."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from checkpointless.telemetry import events, log_relay, scribe, steps, tracebacks
+from checkpointless.telemetry.events import EVENTS_DROPPED, EVENTS_FILE, RUN_DIR_ENV, EventLog, read_events
+from checkpointless.telemetry.log_relay import LogRelay
+from checkpointless.telemetry.scribe import Scribe
+from checkpointless.telemetry.steps import StepLog
+from checkpointless.telemetry.tracebacks import keep_traceback, traceback_path
+
+OWN = {module.__file__ for module in (events, log_relay, scribe)}
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scribe]:
+    """A scribe of this test alone, which may be left standing before a disk."""
+    own = Scribe()
+    for module in (events, steps, tracebacks):
+        monkeypatch.setattr(module, "scribe", own)
+    monkeypatch.setattr(log_relay, "herald", own)
+    yield own
+    assert own.close(10)
+
+
+@contextmanager
+def stopped_disk(path: Path) -> Iterator[None]:
+    """Whoever opens ``path`` to write waits until this is left; what the first one then writes is in ``found``."""
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    reader = -1
+    try:
+        yield
+        fifo = path.rename(path.with_name("fifo"))  # whoever comes now makes a file
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    finally:
+        found = path.with_name("found")
+        if reader >= 0:
+            deadline_s = time.monotonic() + 10
+            data = b""
+            os.set_blocking(reader, False)
+            while time.monotonic() < deadline_s and not data:  # the one that waited at the door
+                try:
+                    data = os.read(reader, 1 << 16)
+                except BlockingIOError:
+                    data = b""
+                time.sleep(0.01)
+            os.close(reader)
+            found.write_bytes(data)
+
+
+def stages(run_dir: Path) -> list[str]:
+    return [event.stage for event in read_events(run_dir)]
+
+
+def test_nobody_waits_for_a_disk_that_has_stopped_and_the_events_come_when_it_is_back(
+    tmp_path: Path, mine: Scribe
+) -> None:
+    log = EventLog(tmp_path / EVENTS_FILE)
+    with stopped_disk(tmp_path / EVENTS_FILE):
+        for number in range(50):
+            log.emit("data", "point", generation=number)
+        with log.span("barrier", generation=50):
+            assert not mine.flush(0.2), "the disk does not answer"
+        assert not (tmp_path / "found").exists()
+    first = json.loads((tmp_path / "found").read_bytes())
+    assert first["generation"] == 0
+    assert mine.flush(10)
+    assert [event.generation for event in read_events(tmp_path)] == [*range(1, 50), 50, 50]
+
+
+def test_a_second_flush_does_not_wait_again_for_a_disk_that_did_nothing_since(tmp_path: Path, mine: Scribe) -> None:
+    gate = threading.Event()
+    mine.put(gate.wait)
+    assert not mine.flush(0.3)
+    began_s = time.monotonic()
+    assert not mine.flush(600)
+    assert time.monotonic() - began_s < 300, "as long as it was told to"
+    gate.set()
+    assert mine.flush(10)
+
+
+def test_what_waits_is_bounded_chatter_goes_first_and_the_number_is_written(
+    tmp_path: Path, mine: Scribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scribe, "MAX_WAITING", 10)
+    monkeypatch.setattr(scribe, "MAX_CHATTER_WAITING", 5)
+    gate = threading.Event()
+    mine.put(gate.wait)
+    deadline_s = time.monotonic() + 10
+    while not mine._waiting.empty():
+        assert time.monotonic() < deadline_s
+    log = EventLog(tmp_path / EVENTS_FILE, node=2, rank=1)
+    for number in range(20):
+        log.emit("progress", "point", generation=number)
+        log.emit("abort", "begin", generation=number)
+    gate.set()
+    assert mine.flush(10)
+    written = read_events(tmp_path)
+    (dropped,) = [event for event in written if event.stage == EVENTS_DROPPED]
+    assert dropped.fields == {"count": 30}
+    assert (dropped.node, dropped.rank, dropped.pid) == (2, 1, os.getpid())
+    assert [event.generation for event in written if event.stage == "progress"] == [0, 1, 2]
+    assert [event.generation for event in written if event.stage == "abort"] == list(range(7))
+    log.emit("abort", "end", generation=20)
+    assert stages(tmp_path)[-1] == "abort"
+    assert stages(tmp_path).count(EVENTS_DROPPED) == 1
+
+
+def test_a_disk_that_refuses_is_complained_of_once_and_written_to_again_as_soon_as_it_takes_lines(
+    tmp_path: Path, mine: Scribe, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(tmp_path / "run" / EVENTS_FILE)
+    for _ in range(2):
+        caplog.clear()
+        for number in range(3):
+            log.emit("lost", "point", generation=number)
+        assert mine.flush(10)
+        assert [record.message for record in caplog.records] == [
+            f"events are lost as long as {log.path} cannot be written: No such file or directory"
+        ]
+        (tmp_path / "run").mkdir()
+        log.emit("written", "point", generation=4)
+        assert [event.fields.get("count") for event in read_events(tmp_path / "run")] == [3, None]
+        log.path.unlink() if log.path else None
+        (tmp_path / "run").rmdir()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_costs_the_events_and_nothing_else(
+    tmp_path: Path, mine: Scribe, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / EVENTS_FILE
+    path.symlink_to("/dev/full")
+    log = EventLog(path)
+    log.emit("lost", "point", generation=0)
+    assert mine.flush(10)
+    assert os.strerror(errno.ENOSPC) in caplog.text
+    path.unlink()
+    log.emit("written", "point", generation=0)
+    assert stages(tmp_path) == [EVENTS_DROPPED, "written"]
+
+
+def test_a_fork_writes_nothing_twice_and_can_write(tmp_path: Path, mine: Scribe) -> None:
+    os.register_at_fork(after_in_child=mine.forget)
+    log = EventLog(tmp_path / EVENTS_FILE)
+    gate = threading.Event()
+    mine.put(gate.wait)
+    log.emit("parent", "point", generation=0)
+    pid = os.fork()
+    if pid == 0:
+        log.emit("child", "point", generation=0)
+        os._exit(0 if mine.flush(10) else 1)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    gate.set()
+    assert stages(tmp_path) == ["child", "parent"]
+
+
+def test_the_thread_ends_when_told_to_and_another_one_goes_on(tmp_path: Path, mine: Scribe) -> None:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
+    log = EventLog(tmp_path / EVENTS_FILE)
+    log.emit("a", "point", generation=0)
+    assert threads() == before + 1
+    assert mine.close(10)
+    deadline_s = time.monotonic() + 10
+    while threads() != before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    log.emit("b", "point", generation=0)
+    assert stages(tmp_path) == ["a", "b"]
+
+
+def test_what_fails_does_not_end_the_thread(mine: Scribe, caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise ValueError("no")
+
+    mine.put(fails)
+    assert mine.flush(10)
+    assert "no" in caplog.text
+
+
+def test_many_threads_start_one_writer(tmp_path: Path, mine: Scribe) -> None:
+    inside, most = [0], [0]
+
+    def write() -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.0001)
+        inside[0] -= 1
+
+    def put() -> None:
+        for _ in range(50):
+            mine.put(write)
+            mine.close(0)
+
+    threads = [threading.Thread(target=put) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert mine.flush(30)
+    assert (inside, most) == ([0], [1])
+
+
+class Interrupted(BaseException):
+    """As the fault of another rank raises one in the main thread."""
+
+
+def interrupt(run: Callable[[], object], at: int) -> bool:
+    """Run it, and raise right before the ``at``-th instruction of our own modules, if there are so many."""
+    passed = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal passed
+        if frame.f_code.co_filename not in OWN:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            passed += 1
+            if passed == at:
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_no_instruction_at_which_emit_is_interrupted_costs_another_event(tmp_path: Path, mine: Scribe) -> None:
+    """The one that was interrupted is written or not; the next one is, and once."""
+    log = EventLog(tmp_path / EVENTS_FILE)
+
+    def emit() -> None:
+        with log.span("hit", generation=at, incident="1", ranks=[1, 2]):
+            pass
+
+    at = 0
+    interrupted = True
+    while interrupted:
+        at += 1
+        if at % 3 == 0:
+            assert mine.close(10)  # the thread has to be started, too
+        interrupted = interrupt(emit, at)
+        log.emit("next", "point", generation=at)
+    assert at > 200, "it was interrupted at each of them"
+    written = read_events(tmp_path)
+    assert [event.generation for event in written if event.stage == "next"] == list(range(1, at + 1))
+    hits = [(event.generation, event.edge) for event in written if event.stage == "hit"]
+    assert len(hits) == len(set(hits))
+    assert {(at, "begin"), (at, "end")} <= set(hits)
+
+
+def test_no_instruction_at_which_a_message_is_interrupted_costs_another_one(
+    mine: Scribe, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = logging.getLogger("checkpointless.test")
+    at = 0
+    interrupted = True
+    with LogRelay():
+        while interrupted:
+            at += 1
+            interrupted = interrupt(functools.partial(package.warning, "hit %d", at), at)
+            heard = threading.Thread(target=package.warning, args=("next %d", at), daemon=True)
+            heard.start()
+            heard.join(10)
+            assert not heard.is_alive(), f"instruction {at}"
+        assert mine.flush(10)
+    assert at > 50, "it was interrupted at each of them"
+    nexts = [record.message for record in caplog.records if record.message.startswith("next")]
+    assert nexts == [f"next {each}" for each in range(1, at + 1)]
+    assert f"hit {at}" in caplog.messages
+
+
+def test_a_message_waits_for_no_handler_and_says_what_was_when_it_was_written(
+    mine: Scribe, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    mine.put(gate.wait)
+    ranks = [1]
+    with LogRelay():
+        try:
+            raise ValueError("not a number")
+        except ValueError:
+            logging.getLogger("checkpointless.test").exception("of ranks %s", ranks)
+        ranks.append(2)
+        assert not caplog.records
+        gate.set()
+        assert mine.flush(10)
+    (record,) = caplog.records
+    assert record.message == "of ranks [1]"
+    assert "ValueError: not a number" in caplog.text
+    assert record.exc_info is None, "whose frames would keep what they refer to"
+    logging.getLogger("checkpointless.test").warning("as before")
+    assert caplog.messages[-1] == "as before"
+
+
+def test_a_traceback_waits_for_nobody(tmp_path: Path, mine: Scribe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
+    gate = threading.Event()
+    mine.put(gate.wait)
+    keep_traceback(3, 1, "where it happened")
+    assert not traceback_path(tmp_path, 3, 1).exists()
+    gate.set()
+    assert mine.flush(10)
+    assert traceback_path(tmp_path, 3, 1).read_text() == "where it happened"
+
+
+def test_a_step_waits_for_a_stopped_disk_no_longer_than_a_moment_and_is_not_lost(
+    tmp_path: Path, mine: Scribe
+) -> None:
+    log = StepLog(tmp_path, 0)
+    gate = threading.Event()
+    mine.put(gate.wait)
+    log.record(1, 0.5, "d1")
+    assert not log.path.exists()
+    gate.set()
+    assert log.last_step() == 1
+
+
+def test_a_step_that_could_not_be_written_is_said_at_the_next_one_at_the_latest(
+    tmp_path: Path, mine: Scribe
+) -> None:
+    log = StepLog(tmp_path, 0)
+    log.path.parent.rmdir()
+    with pytest.raises(FileNotFoundError):
+        log.record(1, 0.5, "d1")
+    log.path.parent.mkdir()
+    with pytest.raises(FileNotFoundError):
+        log.record(2, 0.5, "d2")
