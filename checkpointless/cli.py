@@ -86,6 +86,11 @@ Without --fault there are two: an exception in a backward pass and a SIGKILL ins
 Exit status: 0 if every fault happened and both runs are equal to the bit, 1 if not.
 """
 _HEARTBEAT_HELP = "seconds after which a silent rank counts as hung (default: ten of its steps, 30 s to 10 min)"
+_RECORD_HELP = (
+    "record for `verify` what each rank computes: per step loss, learning rates, loss scale and digests of "
+    "parameters, buffers, callbacks, module and data; validations; checkpoints. Takes a pass over the model's "
+    "bytes in each step"
+)
 _FAULT_HELP = (
     "cause a fault on purpose, e.g. sigkill@backward:rank=1,step=5; repeatable (see `checkpointless faults`)"
 )
@@ -221,7 +226,7 @@ def _add_job_options(parser: argparse.ArgumentParser, ranks: str = "1") -> None:
     _add_limits(parser)
     _add_http(parser)
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
-    add("--record-steps", action="store_true", help="record each step's loss and parameter digest, for `verify`")
+    add("--record-steps", action="store_true", help=_RECORD_HELP)
     add("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
     add_job_options(parser)
 
@@ -286,6 +291,7 @@ def _launch(
     from checkpointless.agent.handshake import TOKEN_ENV
     from checkpointless.agent.launch import LaunchConfig, launch
     from checkpointless.faults.ledger import not_fired
+    from checkpointless.telemetry.steps import RECORDED, STEPS_DIR
     from checkpointless.terminal import Terminal
 
     limits: dict[str, Any] = {
@@ -324,6 +330,10 @@ def _launch(
         raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
     where = "" if config.is_alone else f" on node {config.node_rank} of {config.nnodes}"
     _say(f"{config.nproc_per_node} ranks of {name}{where}; events in {run_dir}")
+    if options.record_steps:
+        _say(
+            f"recorded into {run_dir / STEPS_DIR}, which takes a pass over the model's bytes each step: {RECORDED}"
+        )
     if options.faults:
         _say(f"faults will be caused on purpose: {' '.join(options.faults)}")
     with Terminal(_say, run_dir, config.node_rank) as terminal:

@@ -13,9 +13,9 @@ from checkpointless.telemetry.events import RUN_DIR_ENV, append_line, read_lines
 
 STEPS_DIR = "steps"
 RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"
-#: What `--record-steps` says when a run begins, and what the documentation says it does.
-WHAT_IS_RECORDED = (
-    "after each step: loss, learning rates, loss scale, and digests of parameters, buffers and of the state of "
+#: What ``--record-steps`` says when a run begins.
+RECORDED = (
+    "after each step loss, learning rates, loss scale and digests of parameters, buffers and of the state of "
     "callbacks, module and data module; what each validation ended with; the checkpoints at the end"
 )
 _STEPS, _VALIDATIONS, _CHECKPOINTS = "rank-", "validation-rank-", "checkpoints.jsonl"
