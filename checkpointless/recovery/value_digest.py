@@ -34,16 +34,22 @@ def _digest(value: Any, within: tuple[int, ...]) -> bytes:
         return _join(head, [tensor_bytes(value).cpu().numpy().tobytes()])
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return _join(f"array|{value.dtype.str}|{value.shape}", [value.tobytes()])
-    if isinstance(value, _PLAIN):
-        kind = next(plain for plain in _PLAIN if isinstance(value, plain))
-        exact = value.hex() if isinstance(value, float) else repr(kind(value) if value is not None else None)
-        return _join(f"{kind.__name__}|{exact}", [])
+    for kind in _PLAIN:
+        if isinstance(value, kind):
+            return _join(f"{kind.__name__}|{_exact(value)}", [])
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         return _join("text", [os.path.basename(text).encode() if os.path.isabs(text) else str(text).encode()])
     if id(value) in within:
         return _join("itself", [str(len(within) - within.index(id(value))).encode()])
     return _digest_parts(value, (*within, id(value)))
+
+
+def _exact(value: Any) -> str:
+    """The text of a plain value, whichever class derived from it has it (NumPy's numbers, for instance)."""
+    if isinstance(value, float):
+        return value.hex()
+    return int.__repr__(value) if isinstance(value, int) else repr(value)
 
 
 def _digest_parts(value: Any, within: tuple[int, ...]) -> bytes:

@@ -203,8 +203,11 @@ def _read(path: Path) -> list[StepRecord]:
 
 
 def _extras(record: Mapping[str, Any]) -> StepExtras:
-    known = {name: record[name] for name in vars(NO_EXTRAS) if record.get(name) is not None}
-    return StepExtras(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+    known: dict[str, Any] = {name: record[name] for name in vars(NO_EXTRAS) if record.get(name) is not None}
+    for name in ("lr", "loss_scale"):
+        if name in known:
+            known[name] = tuple(known[name])
+    return StepExtras(**known)
 
 
 def _read_validations(path: Path) -> list[ValidationRecord]:

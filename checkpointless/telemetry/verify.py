@@ -274,7 +274,8 @@ class _Validations:
             if run is not None
         ]
         return cls(
-            *last,
+            last[0],
+            last[1],
             callbacks=tuple(sorted(_callbacks(a) & _callbacks(b))),
             repeated=tuple(place for which, run in zip(Run, runs) for place in _repeated(which, run or {})),
             missing=tuple(
