@@ -86,7 +86,7 @@ def _check_model(config: DictConfig, layout: Layout) -> None:
 def _check_checkpointless(config: DictConfig) -> None:
     strategy = _value(config, "strategy._target_")
     if strategy != PLAIN_STRATEGY:
-        raise RecipeError(f"`checkpointless:` knows {PLAIN_STRATEGY}, not {strategy}")
+        raise RecipeError(f"`checkpointless:` knows nemo.lightning.MegatronStrategy, not {strategy}")
     for key, least in (("memory_budget_bytes", 1), ("rng_replication_jump", 0)):
         value = _value(config, f"checkpointless.{key}")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):

@@ -232,6 +232,18 @@ def test_nothing_is_injected_or_recorded_unless_asked_for(launched: list[LaunchC
     assert config.run_dir.name.endswith("-train")
 
 
+def test_a_run_that_records_says_what_and_what_it_costs(
+    launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--record-steps", "--run-dir", "a", "train.py"]) == 7
+    said = capsys.readouterr().err
+    assert "recorded into a/steps" in said
+    for word in ("pass over the model's bytes", "loss", "buffers", "callbacks", "validation", "checkpoints"):
+        assert word in said
+    assert main(["run", "--run-dir", "b", "train.py"]) == 7
+    assert "recorded" not in capsys.readouterr().err
+
+
 def test_health_and_metrics_are_served_where_it_was_asked_for(launched: list[LaunchConfig]) -> None:
     assert main(["run", "--run-dir", "a", "train.py"]) == 7
     assert main(["run", "--run-dir", "b", "--http-port", "9400", "train.py"]) == 7
