@@ -78,6 +78,11 @@ class DemoConfig:
                 f"--layout cp={context}: context parallelism needs TransformerEngine's attention, which CPU ranks "
                 "do not have: leave it out"
             )
+        if tensor > 1 and expert > 1:
+            raise DemoError(
+                f"--layout tp={tensor},ep={expert}: Megatron trains experts with tensor parallelism only with sequence "
+                "parallelism, which its own layers do not have on CPU ranks: use one of the two"
+            )
         model_ranks = math.prod((tensor, pipeline))
         replicas, rest = divmod(self.nproc, model_ranks)
         shape = ",".join(f"{key}={size}" for key, size in self.layout.items()) or "one rank per model"
@@ -141,8 +146,6 @@ def overrides(
     if global_batch != GLOBAL_BATCH:
         changed.append(f"data.global_batch_size={global_batch}")
     if layout.get("ep", 1) > 1:
-        if layout.get("tp", 1) > 1:
-            changed.append("strategy.sequence_parallel=true")  # Megatron refuses experts without it
         changed += [
             "model.config.num_moe_experts=4",
             "model.config.moe_router_topk=2",

@@ -80,6 +80,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["demo", "--nproc", "6", "--layout", "pp=3"], "4 layers"),
         (["demo", "--nproc", "6", "--layout", "ep=3"], "4 experts"),
         (["demo", "--layout", "cp=2"], "TransformerEngine"),
+        (["demo", "--nproc", "8", "--layout", "tp=2,ep=2"], "use one of the two"),
         (["demo", "--run-dir", "train.py"], "train.py is a file"),
         (["demo", "--run-dir", "train.py/below"], "train.py is a file"),
         (["verify", "nowhere"], "RUN_B"),
@@ -168,7 +169,7 @@ def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
     recipe = load(demo.RECIPE)
     assert (recipe.model.config.num_layers, recipe.model.config.num_attention_heads) == (demo.LAYERS, demo.HEADS)
     assert (recipe.data.micro_batch_size, recipe.data.global_batch_size) == (demo.MICRO_BATCH, demo.GLOBAL_BATCH)
-    for nproc, text in [(16, ""), (32, "pp=4"), (24, "tp=2"), (16, "ep=4"), (32, "tp=2,ep=4")]:
+    for nproc, text in [(16, ""), (32, "pp=4"), (24, "tp=2"), (16, "ep=4"), (32, "pp=2,ep=4")]:
         config = DemoConfig(nproc=nproc, layout=parse_layout(text))
         changed = load(demo.RECIPE, overrides(3, config.layout, 0.1, config.global_batch))
         check_layout(changed, layout_of(changed, 1, nproc))
