@@ -80,8 +80,8 @@ class DemoConfig:
             )
         if tensor > 1 and expert > 1:
             raise DemoError(
-                f"--layout tp={tensor},ep={expert}: Megatron trains experts with tensor parallelism only with sequence "
-                "parallelism, which its own layers do not have on CPU ranks: use one of the two"
+                f"--layout tp={tensor},ep={expert}: Megatron trains experts with tensor parallelism only with "
+                "sequence parallelism, which its own layers do not have on CPU ranks: use one of the two"
             )
         model_ranks = math.prod((tensor, pipeline))
         replicas, rest = divmod(self.nproc, model_ranks)
