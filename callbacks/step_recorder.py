@@ -7,21 +7,29 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from checkpointless.callbacks.recorded_state import (
+    callback_digests,
+    checkpoint_names,
+    complete_parameters,
+    extras_of,
+    validation_metrics,
+)
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.recovery.checksum import digest_parameters
 from checkpointless.telemetry.steps import StepLog
 
 
 class StepRecorder(Callback):
-    """Writes loss and parameter digest of every optimizer step of this rank (``--record-steps``).
+    """Writes what every optimizer step and validation of this rank computed (``--record-steps``).
 
     A step that was committed while a fault was handled, before it could be recorded, is recorded when training
-    resumes: its loss was kept with the rank's random streams, its parameters are in place.
+    resumes: its loss was kept with the rank's random streams, all else is in place.
 
     Args:
-        log: where they go.
+        log: where it goes.
     """
 
     def __init__(self, log: StepLog) -> None:
@@ -36,16 +44,17 @@ class StepRecorder(Callback):
         return cls(log) if log is not None else None
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Record the step that was resumed at, if the fault came before it was."""
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record the step that was resumed at, if the fault came before it was; a validation may follow it."""
         self._catch_up(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise if that was the last one, after which there is no batch."""
+        """Likewise if nothing starts after that step; then note the checkpoints that there are."""
         self._catch_up(trainer)
+        names = checkpoint_names(trainer)
+        if names and self._log.rank == 0:
+            self._log.record_checkpoints(names)
 
     def _catch_up(self, trainer: pl.Trainer) -> None:
         if self._caught_up:
@@ -54,11 +63,13 @@ class StepRecorder(Callback):
         call = active_call_wrapper()
         manager = call.checkpoint_manager if call is not None else None
         step = trainer.global_step
-        if manager is None or step == 0 or (self._log.last_step() or 0) >= step:
+        if manager is None or call is None or call.generation == 0 or step == 0:
             return
+        # On every rank, whether it misses the step or not. The parameters are whole: recovery gathered them.
+        params, extras = _digest_of_parameters(trainer), extras_of(trainer)
         states = manager.rng_of(step)
-        if states is not None and states.loss is not None:
-            self._log.record(step, states.loss, digest_parameters(filter(None, [trainer.strategy.model])))
+        if (self._log.last_step() or 0) < step and states is not None and states.loss is not None:
+            self._log.record(step, states.loss, params, extras)
 
     @override
     def on_train_batch_end(
@@ -68,11 +79,28 @@ class StepRecorder(Callback):
         if trainer.global_step == self._recorded:
             return
         self._recorded = trainer.global_step
-        if getattr(trainer.strategy, "replaying", False) and (self._log.last_step() or 0) >= trainer.global_step:
+        step = _job_step(trainer)
+        if getattr(trainer.strategy, "replaying", False) and (self._log.last_step() or 0) >= step:
             return
-        self._log.record(
-            trainer.global_step, loss_of(outputs), digest_parameters(filter(None, [trainer.strategy.model]))
-        )
+        complete_parameters(trainer)
+        params, extras = _digest_of_parameters(trainer), extras_of(trainer)
+        self._log.record(step, loss_of(outputs), params, extras)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record what the validation ended with, if it is one of the training's."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._log.record_validation(_job_step(trainer), validation_metrics(trainer), callback_digests(trainer))
+
+
+def _job_step(trainer: pl.Trainer) -> int:
+    """The step that the trainer is at; a checkpointless strategy counts over all fits of a block."""
+    manager = getattr(trainer.strategy, "checkpoint_manager", None)
+    return int(trainer.global_step) + (manager.offset if manager is not None else 0)
+
+
+def _digest_of_parameters(trainer: pl.Trainer) -> str:
+    return digest_parameters(filter(None, [trainer.strategy.model]))
 
 
 def loss_of(outputs: Any) -> float:

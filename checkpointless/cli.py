@@ -86,6 +86,11 @@ Without --fault there are two: an exception in a backward pass and a SIGKILL ins
 Exit status: 0 if every fault happened and both runs are equal to the bit, 1 if not.
 """
 _HEARTBEAT_HELP = "seconds after which a silent rank counts as hung (default: ten of its steps, 30 s to 10 min)"
+_RECORD_HELP = (
+    "record for `verify` what each rank computes: per step loss, learning rates, loss scale and digests of "
+    "parameters, buffers, callbacks, module and data; validations; checkpoints. Takes a pass over the model's "
+    "bytes in each step"
+)
 _FAULT_HELP = (
     "cause a fault on purpose, e.g. sigkill@backward:rank=1,step=5; repeatable (see `checkpointless faults`)"
 )
@@ -181,7 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_http(alone)
 
     demo = add("demo", _demo, "train a small GPT with and without faults and compare the two", _DEMO_EPILOG)
-    demo.add_argument("--nproc", type=positive, metavar="N", help="CPU ranks (default: 4; chaos: up to 8)")
+    demo.add_argument(
+        "--nproc", type=positive, metavar="N", help="CPU ranks, up to 32 (default: 4; chaos: up to 8)"
+    )
     demo.add_argument("--steps", type=positive, metavar="N", help="steps of each run (default: 10; chaos: 6)")
     demo.add_argument("--layout", default="", metavar="tp=N,...", help="tp, pp, ep and cp sizes (default: all 1)")
     demo.add_argument("--dropout", type=float, default=0.0, metavar="P", help="in [0, 1) (default: 0)")
@@ -189,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--run-dir", type=Path, metavar="D", help="where both runs are kept (default: under runs/)")
     add_demo_options(demo)
 
-    verify = add("verify", _verify, "compare the recorded losses and parameters of two runs, bit by bit")
+    verify = add("verify", _verify, "compare what was recorded of two runs, bit by bit")
     verify.add_argument("run_a", type=Path, metavar="RUN_A", help="run directory of a run with --record-steps")
     verify.add_argument("run_b", type=Path, metavar="RUN_B", help="another one")
 
@@ -219,7 +226,7 @@ def _add_job_options(parser: argparse.ArgumentParser, ranks: str = "1") -> None:
     _add_limits(parser)
     _add_http(parser)
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
-    add("--record-steps", action="store_true", help="record each step's loss and parameter digest, for `verify`")
+    add("--record-steps", action="store_true", help=_RECORD_HELP)
     add("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
     add_job_options(parser)
 
@@ -247,7 +254,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check_importable(options.preload or ())
+    beside = Path.cwd() if options.module else Path(options.script).resolve().parent
+    _check_importable(options.preload or (), beside)
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
     world_size = options.nproc_per_node * options.nnodes
     expected = draw_into(options, world_size, None)
@@ -261,7 +269,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         return dry_run(options, config)
     max_steps = config.trainer.get("max_steps")
-    last = max_steps if isinstance(max_steps, int) else None
+    last = max_steps if isinstance(max_steps, int) and max_steps > 0 else None  # -1: as many as the epochs have
     world_size = options.nproc_per_node * options.nnodes
     expected = draw_into(options, world_size, last)
     specs = _specs(options.faults, world_size, last, options.nnodes, options.cpu)
@@ -283,6 +291,7 @@ def _launch(
     from checkpointless.agent.handshake import TOKEN_ENV
     from checkpointless.agent.launch import LaunchConfig, launch
     from checkpointless.faults.ledger import not_fired
+    from checkpointless.telemetry.steps import RECORDED, STEPS_DIR
     from checkpointless.terminal import Terminal
 
     limits: dict[str, Any] = {
@@ -321,6 +330,10 @@ def _launch(
         raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
     where = "" if config.is_alone else f" on node {config.node_rank} of {config.nnodes}"
     _say(f"{config.nproc_per_node} ranks of {name}{where}; events in {run_dir}")
+    if options.record_steps:
+        _say(
+            f"recorded into {run_dir / STEPS_DIR}, which takes a pass over the model's bytes each step: {RECORDED}"
+        )
     if options.faults:
         _say(f"faults will be caused on purpose: {' '.join(options.faults)}")
     with Terminal(_say, run_dir, config.node_rank) as terminal:
@@ -377,7 +390,6 @@ def _demo(options: argparse.Namespace) -> int:
         f"exception@backward:rank={options.nproc // 2},step={middle}",
         f"sigkill@optimizer:rank={min(1, options.nproc - 1)},step={late}",
     ]
-    _specs(faults, options.nproc, options.steps, cpu=True)
     try:
         config = DemoConfig(
             nproc=options.nproc,
@@ -389,6 +401,8 @@ def _demo(options: argparse.Namespace) -> int:
         )
     except DemoError as error:
         raise UsageError(str(error)) from error
+    _specs(faults, options.nproc, options.steps, cpu=True)
+    _check_can_be_made(options.run_dir)
     try:
         from checkpointless.demo.run import run_demo
     except ImportError as error:
@@ -453,18 +467,43 @@ def _has_cuda() -> bool:
     return torch.cuda.device_count() > 0  # asks NVML first, which leaves CUDA alone: ranks are forked from here
 
 
-def _check_importable(modules: Sequence[str]) -> None:
-    """Raise unless the packages of ``modules`` are there, without importing any."""
+def _check_importable(modules: Sequence[str], beside: Path) -> None:
+    """Raise unless the packages of ``modules`` are there, without importing any.
+
+    Args:
+        modules: dotted names.
+        beside: the folder of the script, from which it imports too.
+    """
+    import importlib
+    import importlib.util
     from importlib.machinery import PathFinder
 
+    importlib.invalidate_caches()
     for module in modules:
-        if PathFinder.find_spec(module.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+        root = module.partition(".")[0]
+        if PathFinder.find_spec(root, [str(Path.cwd()), str(beside), *sys.path]) is not None:
+            continue
+        try:
+            found = importlib.util.find_spec(root)  # by all finders: that of an editable install is one of its own
+        except ValueError:  # it is imported, and does not say from where
+            found = None
+        if found is None and root not in sys.modules:
             raise UsageError(f"there is no module {module}")
 
 
 def _check_run_dir(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise UsageError(f"there is no run directory {run_dir}")
+
+
+def _check_can_be_made(run_dir: Path | None) -> None:
+    """Raise if a run directory cannot be made for a reason that is known already."""
+    places = [] if run_dir is None else [run_dir, *run_dir.parents]
+    there = next((place for place in places if place.exists()), Path.cwd())
+    if not there.is_dir():
+        raise UsageError(f"cannot make run directory {run_dir}: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot make run directory {run_dir}: nothing may be written into {there}")
 
 
 def _new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:

@@ -173,11 +173,21 @@ def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) 
     table.add_row("steps recorded", *(str(sum(len(records) for records in run.values())) for run in (a, b)))
     where = verdict.difference
     if where is not None:
-        values = [where.a, where.b]
-        if where.quantity is Quantity.LOSS:
-            values = [f"{float.fromhex(value):.9g} ({value})" for value in values]
-        table.add_row(f"{where.quantity.value}, step {where.step}, rank {where.rank}", *values)
+        table.add_row(where.place, *(_with_decimal(value, where.quantity) for value in (where.a, where.b)))
     return table
+
+
+def _with_decimal(value: str, quantity: Quantity) -> str:
+    """A value as recorded, and what a hexadecimal number in it is."""
+    numbers = value.split()
+    if quantity not in (Quantity.LOSS, Quantity.LR, Quantity.METRIC) or not all(map(_is_number, numbers)):
+        return value
+    return f"{' '.join(f'{float.fromhex(each):.9g}' for each in numbers)} ({value})"
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is what ``float.hex()`` gives; a digest has digits only."""
+    return "0x" in text or text.lstrip("-") in ("nan", "inf")
 
 
 def support_table() -> Table:

@@ -47,6 +47,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         UsageError: it cannot be done.
     """
     try:
+        from checkpointless.recipes.checks import check_settings
         from checkpointless.recipes.layout import check_layout, check_replicas, layout_of
         from checkpointless.recipes.settings import (
             RecipeError,
@@ -74,6 +75,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
             require_complete(config, name)
         layout = layout_of(config, options.nnodes or (None if options.dry_run else 1), options.nproc_per_node)
         check_layout(config, layout)
+        check_settings(config, layout)
         if options.dry_run and checkpointless_enabled(config):
             check_replicas(layout)
     except RecipeError as error:

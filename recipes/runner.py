@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.megatron import cpu_platform
+from checkpointless.recipes.checks import PLAIN_STRATEGY, check_settings
 from checkpointless.recipes.layout import check_layout, layout_of
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, load, needs_gpu, require_complete
 
@@ -61,10 +62,8 @@ def prepare_process() -> None:
 def with_checkpointless(config: DictConfig) -> DictConfig:
     """The recipe with the strategy and the callback that its `checkpointless:` block stands for."""
     config = config.copy()
-    if config.strategy._target_ != "nemo.lightning.MegatronStrategy":
-        raise RecipeError(
-            f"`checkpointless:` knows nemo.lightning.MegatronStrategy, not {config.strategy._target_}"
-        )
+    if config.strategy._target_ != PLAIN_STRATEGY:
+        raise RecipeError(f"`checkpointless:` knows {PLAIN_STRATEGY}, not {config.strategy._target_}")
     config.strategy._target_ = "checkpointless.strategies.CheckpointlessMegatronStrategy"
     callback = {
         "_target_": "checkpointless.callbacks.CheckpointlessCallback",
@@ -148,6 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RecipeError("usage: python -m checkpointless.recipes.runner RECIPE [key=value ...]")
         config = load(arguments[0], arguments[1:])
         require_complete(config, arguments[0])
+        layout = layout_of(config, 1, int(os.environ.get("WORLD_SIZE", "1")))
+        check_layout(config, layout)
+        check_settings(config, layout)
         train(config)
     except RecipeError as error:
         sys.stderr.write(f"{error}\n")

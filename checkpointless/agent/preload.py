@@ -48,19 +48,27 @@ def preloads_of(script: Script) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name.partition(".")[0] in installed))
 
 
-def preload(names: tuple[str, ...]) -> list[str]:
+def preload(names: tuple[str, ...], script: Script | None = None) -> list[str]:
     """Import ``names``; one that fails is logged and left to the script.
+
+    Args:
+        names: dotted names.
+        script: what lies beside it is found too, as it will be when the script runs.
 
     Returns:
         The names that could not be imported.
     """
     failed = []
+    beside = [] if script is None or script.module else [str(Path(script.target).resolve().parent)]
+    sys.path[:0] = beside
     for name in names:
         try:
             pkgutil.resolve_name(name)
         except Exception as error:  # noqa: BLE001 - importing runs other people's code
             logger.warning("preloading %s failed: %s: %s", name, type(error).__name__, error)
             failed.append(name)
+    for folder in beside:
+        sys.path.remove(folder)
     return failed
 
 

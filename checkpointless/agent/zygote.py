@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.set_inheritable(options.fd, False)
     connection = socket.socket(fileno=options.fd)
     started_s = time.monotonic()
-    failed = preload(tuple(name for name in options.preload.split(",") if name))
+    failed = preload(tuple(name for name in options.preload.split(",") if name), options.script)
     call_hooks(options.after_preload)
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not look at it

@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RECIPE = "tiny_gpt_cpu"
+MOST_RANKS = 32  # more than that, of one machine's CPUs, spend their time on waiting for each other
+
+#: What the recipe's model and data are made of; a test compares it with the recipe.
+LAYERS, HEADS = 4, 4
+MICRO_BATCH, GLOBAL_BATCH = 2, 16
+EXPERTS = 4
 
 #: Parallel sizes that a layout may give: tensor, pipeline, expert, context.
 LAYOUT_KEYS = ("tp", "pp", "ep", "cp")
@@ -38,7 +44,8 @@ class DemoConfig:
         run_dir: where both runs are kept; None: a new directory under ``runs/``.
 
     Raises:
-        DemoError: the ranks cannot be laid out so that each shard is held twice, or a number is out of range.
+        DemoError: the ranks cannot be laid out so that each shard is held twice, the model cannot be cut so, or a
+            number is out of range.
     """
 
     nproc: int = 4
@@ -53,8 +60,30 @@ class DemoConfig:
             raise DemoError(f"--steps must be at least 1, not {self.steps}")
         if not 0.0 <= self.dropout < 1.0:
             raise DemoError(f"--dropout must be at least 0 and below 1, not {self.dropout:g}")
+        if not 1 <= self.nproc <= MOST_RANKS:
+            raise DemoError(f"--nproc must be from 2 to {MOST_RANKS}, not {self.nproc}")
         tensor, pipeline, expert, context = (self.layout.get(key, 1) for key in LAYOUT_KEYS)
-        model_ranks = math.prod((tensor, pipeline, context))
+        for key, what, number in (
+            ("tp", "attention heads", HEADS),
+            ("pp", "layers", LAYERS),
+            ("ep", "experts", EXPERTS),
+        ):
+            if number % self.layout.get(key, 1):
+                raise DemoError(
+                    f"--layout {key}={self.layout[key]}: the model has {number} {what}, which {self.layout[key]} "
+                    "cannot share: use 1, 2 or 4"
+                )
+        if context > 1:
+            raise DemoError(
+                f"--layout cp={context}: context parallelism needs TransformerEngine's attention, which CPU ranks "
+                "do not have: leave it out"
+            )
+        if tensor > 1 and expert > 1:
+            raise DemoError(
+                f"--layout tp={tensor},ep={expert}: Megatron trains experts with tensor parallelism only with "
+                "sequence parallelism, which its own layers do not have on CPU ranks: use one of the two"
+            )
+        model_ranks = math.prod((tensor, pipeline))
         replicas, rest = divmod(self.nproc, model_ranks)
         shape = ",".join(f"{key}={size}" for key, size in self.layout.items()) or "one rank per model"
         if rest:
@@ -67,6 +96,12 @@ class DemoConfig:
                 f"--nproc {self.nproc} makes {replicas} data-parallel ranks ({shape}), too few or too odd to hold "
                 f"every shard twice: use a multiple of {2 * model_ranks * expert}"
             )
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step: the recipe's, or as many more as make whole microbatches for every rank."""
+        ranks = self.nproc // (self.layout.get("tp", 1) * self.layout.get("pp", 1))
+        return math.ceil(GLOBAL_BATCH / (MICRO_BATCH * ranks)) * MICRO_BATCH * ranks
 
 
 def parse_layout(text: str) -> dict[str, int]:
@@ -91,13 +126,16 @@ def parse_layout(text: str) -> dict[str, int]:
     return layout
 
 
-def overrides(steps: int, layout: Mapping[str, int], dropout: float) -> tuple[str, ...]:
+def overrides(
+    steps: int, layout: Mapping[str, int], dropout: float, global_batch: int = GLOBAL_BATCH
+) -> tuple[str, ...]:
     """The recipe's overrides for a run.
 
     Args:
         steps: optimizer steps.
         layout: as in :class:`DemoConfig`.
         dropout: likewise.
+        global_batch: samples of a step.
     """
     changed = [
         f"trainer.max_steps={steps}",
@@ -105,6 +143,8 @@ def overrides(steps: int, layout: Mapping[str, int], dropout: float) -> tuple[st
         f"model.config.attention_dropout={dropout}",
     ]
     changed += [f"{_LAYOUT_OVERRIDES[key]}={size}" for key, size in layout.items()]
+    if global_batch != GLOBAL_BATCH:
+        changed.append(f"data.global_batch_size={global_batch}")
     if layout.get("ep", 1) > 1:
         changed += [
             "model.config.num_moe_experts=4",

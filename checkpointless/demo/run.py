@@ -101,7 +101,7 @@ def _train(console: Console, config: DemoConfig, directory: Path, faults: tuple[
     with_faults = f" through {plural(len(faults), 'fault')}" if faults else ", undisturbed"
     console.print(f"[bold]training {config.nproc} ranks for {config.steps} steps{with_faults}[/bold]")
     began_s = time.monotonic()
-    arguments = overrides(config.steps, config.layout, config.dropout)
+    arguments = overrides(config.steps, config.layout, config.dropout, config.global_batch)
     with console.status("importing NeMo once (about 10 s), then forking the ranks ..."):
         code = launch(
             LaunchConfig(

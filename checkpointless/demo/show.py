@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from checkpointless.demo.config import DemoConfig
+from checkpointless.demo.config import GLOBAL_BATCH, DemoConfig
 from checkpointless.telemetry.incidents import IncidentSummary
 from checkpointless.telemetry.verify import Steps
 
@@ -26,6 +26,11 @@ def plan(console: Console, config: DemoConfig, run_dir: Path) -> None:
         f"A NeMo GPT on the English text of Python's own manual, {config.nproc} CPU ranks ({layout}), "
         f"two optimizer replicas, dropout {config.dropout:g}."
     )
+    if config.global_batch != GLOBAL_BATCH:
+        console.print(
+            f"  a step takes {config.global_batch} samples, not the recipe's {GLOBAL_BATCH}: so many that every "
+            "data-parallel rank has whole microbatches"
+        )
     for fault in config.faults:
         console.print(f"  fault to inject: [bold]{fault}[/bold]")
     console.print(f"  run dir: {run_dir}\n")

@@ -1,4 +1,4 @@
-"""Digests of tensors: position-aware, any dtype, on the device where the tensor lies."""
+"""Digests of tensors (position-aware, any dtype, on the device where the tensor lies) and of modules."""
 
 from __future__ import annotations
 
@@ -84,11 +84,19 @@ def _positions(device: torch.device) -> torch.Tensor:
 
 def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
     """Digest of names and bytes of all parameters (xxh3-128, hex): what two runs are compared by."""
+    return _digest_named(named for module in modules for named in module.named_parameters())
+
+
+def digest_buffers(modules: Iterable[torch.nn.Module]) -> str:
+    """Likewise of all buffers, those too that a ``state_dict`` leaves out: they take part in the next step."""
+    return _digest_named(named for module in modules for named in module.named_buffers())
+
+
+def _digest_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = xxhash.xxh3_128()
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            digest.update(name.encode())
-            digest.update(tensor_bytes(parameter).cpu().numpy().data)
+    for name, tensor in tensors:
+        digest.update(name.encode())
+        digest.update(tensor_bytes(tensor).cpu().numpy().data)
     return digest.hexdigest()
 
 

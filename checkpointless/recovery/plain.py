@@ -14,13 +14,13 @@ from typing_extensions import override
 from checkpointless.faults.inject import from_environment
 from checkpointless.faults.spec import FaultPhase
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
-from checkpointless.recovery.checksum import digest_parameters
+from checkpointless.recovery.checksum import digest_buffers, digest_parameters
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.tensors import TrainingTensors
 from checkpointless.recovery.transfer import flip_a_bit
-from checkpointless.telemetry.steps import StepLog
+from checkpointless.telemetry.steps import StepExtras, StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,9 @@ class PlainTraining(TrainingTensors):
     def _record(self, loss: float | None) -> None:
         """Record the committed step, where that is asked for (``--record-steps``) and the loss is known."""
         if self._log is not None and loss is not None:
-            self._log.record(self.step, loss, digest_parameters(self.modules))
+            rates = [group.get("lr", 0.0) for optimizer in self._optimizers for group in optimizer.param_groups]
+            extras = StepExtras(buffers=digest_buffers(self.modules), lr=tuple(float(rate).hex() for rate in rates))
+            self._log.record(self.step, loss, digest_parameters(self.modules), extras)
 
     def _ready(self, step: int) -> None:
         self._call.enter_phase("before_optimizer", step)

@@ -1,13 +1,14 @@
-"""What each rank computed, step by step: loss and parameter digest, kept so that two runs can be compared."""
+"""What each rank computed, step by step, kept so that two runs can be compared."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from checkpointless.telemetry.events import RUN_DIR_ENV, append_line, read_lines
 from checkpointless.telemetry.scribe import scribe
@@ -15,6 +16,36 @@ from checkpointless.telemetry.scribe import scribe
 STEPS_DIR = "steps"
 RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"
 _WAIT_S = 1.0
+#: What ``--record-steps`` says when a run begins.
+RECORDED = (
+    "after each step loss, learning rates, loss scale and digests of parameters, buffers and of the state of "
+    "callbacks, module and data module; what each validation ended with; the checkpoints at the end"
+)
+_STEPS, _VALIDATIONS, _CHECKPOINTS = "rank-", "validation-rank-", "checkpoints.jsonl"
+
+
+@dataclass(frozen=True)
+class StepExtras:
+    """What is recorded of a step beside loss and parameters; None: this run does not have it, or did not record it.
+
+    Attributes:
+        buffers: digest of this rank's buffers.
+        lr: learning rate of every param group, as ``float.hex()`` gives it.
+        loss_scale: state of every loss scaler, as text.
+        callbacks: digest of each callback's state, by the callback's state key.
+        module: digest of what the LightningModule adds to a checkpoint.
+        data: digest of the data module's state.
+    """
+
+    buffers: str | None = None
+    lr: tuple[str, ...] | None = None
+    loss_scale: tuple[str, ...] | None = None
+    callbacks: Mapping[str, str] | None = None
+    module: str | None = None
+    data: str | None = None
+
+
+NO_EXTRAS = StepExtras()
 
 
 @dataclass(frozen=True)
@@ -25,15 +56,51 @@ class StepRecord:
         step: optimizer step, counted from 1.
         loss: the loss as ``float.hex()`` gives it, so that it is compared bit by bit.
         params: digest of this rank's parameters after the step.
+        extras: what else was recorded.
     """
 
     step: int
     loss: str
     params: str
+    extras: StepExtras = NO_EXTRAS
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One validation on one rank.
+
+    Attributes:
+        step: the optimizer step that it came after.
+        metrics: what it ended with, each as ``float.hex()`` gives it.
+        callbacks: as in :class:`StepExtras`, after the validation.
+    """
+
+    step: int
+    metrics: Mapping[str, str]
+    callbacks: Mapping[str, str] = field(default_factory=dict)
+
+
+class Recording(dict[int, Sequence[StepRecord]]):
+    """The steps of a run by rank, in the order in which they were written, and what else was recorded.
+
+    Attributes:
+        validations: by rank, likewise.
+        checkpoints: names of those that were there at the end, sorted, of each folder; None if none are kept.
+    """
+
+    def __init__(
+        self,
+        steps: Mapping[int, Sequence[StepRecord]],
+        validations: Mapping[int, Sequence[ValidationRecord]],
+        checkpoints: tuple[tuple[str, ...], ...] | None,
+    ) -> None:
+        super().__init__(steps)
+        self.validations = validations
+        self.checkpoints = checkpoints
 
 
 class StepLog:
-    """Appends a rank's steps to ``<run dir>/steps/rank-N.jsonl``.
+    """Appends what a rank computed to ``<run dir>/steps/rank-N.jsonl`` and beside it.
 
     Each line is in the kernel's hands when :meth:`record` returns, so it survives the death of the process, unless
     the disk has stopped for longer than a second: that must not keep the rank from its part in a recovery. A
@@ -46,12 +113,16 @@ class StepLog:
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        self.path = run_dir / STEPS_DIR / f"rank-{rank}.jsonl"
+        self.rank = rank
+        self.path = run_dir / STEPS_DIR / f"{_STEPS}{rank}.jsonl"
+        self._validations = self.path.with_name(f"{_VALIDATIONS}{rank}.jsonl")
+        self._checkpoints = self.path.with_name(_CHECKPOINTS)
         self._error: OSError | None = None
         scribe.flush()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            _end_torn_line(self.path)
+        for path in (self.path, self._validations):
+            if path.exists():
+                _end_torn_line(path)
 
     @classmethod
     def from_environment(cls) -> StepLog | None:
@@ -61,28 +132,58 @@ class StepLog:
             return None
         return cls(Path(run_dir), int(os.environ.get("RANK", "0")))
 
-    def record(self, step: int, loss: float, params: str) -> None:
+    def record(self, step: int, loss: float, params: str, extras: StepExtras = NO_EXTRAS) -> None:
         """Append one step.
 
         Args:
             step: optimizer step, counted from 1.
             loss: its loss on this rank.
             params: digest of this rank's parameters after it.
+            extras: what else there is after it.
 
         Raises:
             OSError: it could not be written, or an earlier one; a record with holes would prove nothing.
         """
-        record = {"step": step, "loss": float(loss).hex(), "params": params}
-        if scribe.put(functools.partial(self._append, json.dumps(record, separators=(",", ":")))):
+        known = {name: value for name, value in vars(extras).items() if value is not None}
+        self._append(self.path, {"step": step, "loss": float(loss).hex(), "params": params, **known})
+
+    def record_validation(self, step: int, metrics: Mapping[str, float], callbacks: Mapping[str, str]) -> None:
+        """Append one validation.
+
+        Args:
+            step: the optimizer step that it came after.
+            metrics: what it ended with on this rank.
+            callbacks: digest of each callback's state after it.
+
+        Raises:
+            OSError: likewise.
+        """
+        exact = {name: float(value).hex() for name, value in metrics.items()}
+        self._append(self._validations, {"step": step, "metrics": exact, "callbacks": dict(callbacks)})
+
+    def record_checkpoints(self, names: Iterable[Iterable[str]]) -> None:
+        """Note which checkpoints there are; the last word counts. For one rank of a job.
+
+        Args:
+            names: of each folder with checkpoints.
+
+        Raises:
+            OSError: likewise.
+        """
+        self._append(self._checkpoints, {"checkpoints": [sorted(each) for each in names]})
+
+    def _append(self, path: Path, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record, separators=(",", ":"))
+        if scribe.put(functools.partial(self._write, path, line)):
             scribe.flush(_WAIT_S)
         else:
-            self._error = OSError(f"{self.path}: the disk does not answer, and too much waits for it")
+            self._error = OSError(f"{path}: the disk does not answer, and too much waits for it")
         if self._error is not None:
             raise self._error
 
-    def _append(self, line: str) -> None:
+    def _write(self, path: Path, line: str) -> None:
         try:
-            append_line(self.path, line)
+            append_line(path, line)
         except OSError as error:
             self._error = error
 
@@ -94,8 +195,8 @@ class StepLog:
         return max((record.step for record in _read(self.path)), default=None)
 
 
-def read_steps(run_dir: Path) -> Mapping[int, Sequence[StepRecord]]:
-    """All recorded steps by rank, in the order in which they were written, repeated ones included.
+def read_steps(run_dir: Path) -> Recording:
+    """All that was recorded of a run, repeated steps included.
 
     Args:
         run_dir: the run directory.
@@ -103,22 +204,47 @@ def read_steps(run_dir: Path) -> Mapping[int, Sequence[StepRecord]]:
     Raises:
         FileNotFoundError: nothing was recorded there.
     """
-    found: dict[int, list[StepRecord]] = {}
-    for path in (run_dir / STEPS_DIR).glob("rank-*.jsonl"):
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal():
-            found[int(number)] = _read(path)
-    if not found:
+    steps = {rank: _read(path) for rank, path in _by_rank(run_dir, _STEPS)}
+    if not steps:
         raise FileNotFoundError(f"{run_dir} has no recorded steps: was it run with --record-steps?")
-    return dict(sorted(found.items()))
+    validations = {rank: _read_validations(path) for rank, path in _by_rank(run_dir, _VALIDATIONS)}
+    return Recording(steps, validations, _read_checkpoints(run_dir / STEPS_DIR / _CHECKPOINTS))
+
+
+def _by_rank(run_dir: Path, prefix: str) -> list[tuple[int, Path]]:
+    numbers = ((path.stem.removeprefix(prefix), path) for path in (run_dir / STEPS_DIR).glob(f"{prefix}*.jsonl"))
+    return sorted((int(number), path) for number, path in numbers if number.isdecimal())
 
 
 def _read(path: Path) -> list[StepRecord]:
     return [
-        StepRecord(int(record["step"]), str(record["loss"]), str(record["params"]))
+        StepRecord(int(record["step"]), str(record["loss"]), str(record["params"]), _extras(record))
         for _, record in read_lines(path)
         if {"step", "loss", "params"} <= record.keys()
     ]
+
+
+def _extras(record: Mapping[str, Any]) -> StepExtras:
+    known: dict[str, Any] = {name: record[name] for name in vars(NO_EXTRAS) if record.get(name) is not None}
+    for name in ("lr", "loss_scale"):
+        if name in known:
+            known[name] = tuple(known[name])
+    return StepExtras(**known)
+
+
+def _read_validations(path: Path) -> list[ValidationRecord]:
+    return [
+        ValidationRecord(int(record["step"]), record["metrics"], record.get("callbacks", {}))
+        for _, record in read_lines(path)
+        if {"step", "metrics"} <= record.keys()
+    ]
+
+
+def _read_checkpoints(path: Path) -> tuple[tuple[str, ...], ...] | None:
+    found = None
+    for _, record in read_lines(path) if path.exists() else ():
+        found = record.get("checkpoints", found)
+    return None if found is None else tuple(tuple(each) for each in found)
 
 
 def _end_torn_line(path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from checkpointless.telemetry.steps import StepRecord
+from checkpointless.telemetry.steps import Recording, StepRecord, ValidationRecord
 
-#: The steps of a run: by rank, in the order in which they were recorded.
+#: The steps of a run: by rank, in the order in which they were recorded. Of a :class:`Recording` all is compared.
 Steps = Mapping[int, Sequence[StepRecord]]
 
 
@@ -22,10 +24,29 @@ class Run(enum.Enum):
 
 
 class Quantity(enum.Enum):
-    """What is compared of each step."""
+    """What is compared."""
 
     LOSS = "loss"
     PARAMS = "params"
+    BUFFERS = "buffers"
+    LR = "learning rates"
+    LOSS_SCALE = "loss scale"
+    MODULE = "state of the module"
+    DATA = "state of the data module"
+    CALLBACK = "state of callback"
+    METRIC = "of the validation after"
+    CHECKPOINTS = "checkpoints"
+
+
+#: The fields of a step's extras that are compared as they are.
+_FIELDS = {
+    Quantity.BUFFERS: "buffers",
+    Quantity.LR: "lr",
+    Quantity.LOSS_SCALE: "loss_scale",
+    Quantity.MODULE: "module",
+    Quantity.DATA: "data",
+}
+_NOTHING = "-"
 
 
 @dataclass(frozen=True)
@@ -42,12 +63,13 @@ class Difference:
     """Where two runs part.
 
     Attributes:
-        step: the optimizer step.
+        step: the optimizer step; for a validation the one that it came after, for checkpoints the last one.
         rank: the rank.
-        quantity: the loss or the parameters' digest.
+        quantity: what differs.
         a: its value in run A, as recorded.
         b: its value in run B, as recorded.
-        by: distance of the two losses; None for digests and where a loss is not finite.
+        by: distance of two losses or metrics; None for others and where one is not finite.
+        name: which callback, metric or checkpoint.
     """
 
     step: int
@@ -56,6 +78,24 @@ class Difference:
     a: str
     b: str
     by: float | None
+    name: str = ""
+
+    @property
+    def place(self) -> str:
+        """What differs, of which step on which rank."""
+        if self.quantity is Quantity.CHECKPOINTS:
+            return f"checkpoint {self.name} at the end"
+        at = f"step {self.step} on rank {self.rank}"
+        if self.quantity is Quantity.METRIC:
+            return f"{self.name} {self.quantity.value} {at}"
+        return f"{self.quantity.value}{self.name and ' '}{self.name} of {at}"
+
+    @property
+    def sentence(self) -> str:
+        """That it differs, and by how much."""
+        if self.quantity is Quantity.CHECKPOINTS:
+            return f"{self.place} is in run {'A' if self.b == _NOTHING else 'B'} only"
+        return f"{self.place} differs" + ("" if self.by is None else f", by {self.by:.3g}")
 
 
 @dataclass(frozen=True)
@@ -63,12 +103,16 @@ class Verdict:
     """What a comparison found.
 
     Attributes:
-        equal: every step of every rank is in both runs once and is the same in both, bit by bit.
+        equal: every step of every rank, and every validation, is in both runs once, and what both recorded is the
+            same, bit by bit.
         difference: the first one, by step and then by rank.
         steps: number of different steps that were compared.
         ranks: the ranks that were compared.
         repeated: steps that a run recorded more than once.
         missing: steps that a run did not record although it, or the other run, should have them.
+        repeated_validations: steps after which a run recorded more than one validation.
+        missing_validations: steps after which only the other run recorded one.
+        not_compared: what only one of the runs ever recorded, and which run that was.
     """
 
     equal: bool
@@ -77,29 +121,35 @@ class Verdict:
     ranks: tuple[int, ...]
     repeated: tuple[StepPlace, ...]
     missing: tuple[StepPlace, ...]
+    repeated_validations: tuple[StepPlace, ...] = ()
+    missing_validations: tuple[StepPlace, ...] = ()
+    not_compared: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
         """The verdict in one line."""
+        left_out = f"; not compared: {', '.join(self.not_compared)}" if self.not_compared else ""
         if self.equal:
-            return f"equal: {self.steps} steps on {len(self.ranks)} ranks, bit by bit"
-        reasons = []
-        if self.difference is not None:
-            where = self.difference
-            by = "" if where.by is None else f", by {where.by:.3g}"
-            reasons.append(f"{where.quantity.value} of step {where.step} on rank {where.rank} differs{by}")
-        reasons += [f"{what} steps: {_places(places)}" for what, places in self._irregular() if places]
-        return "not equal: " + ("; ".join(reasons) or "no step is in both runs")
+            return f"equal: {self.steps} steps on {len(self.ranks)} ranks, bit by bit{left_out}"
+        reasons = [] if self.difference is None else [self.difference.sentence]
+        reasons += [f"{what}: {_places(places)}" for what, places in self._irregular() if places]
+        return "not equal: " + ("; ".join(reasons) or "no step is in both runs") + left_out
 
     def _irregular(self) -> tuple[tuple[str, tuple[StepPlace, ...]], ...]:
-        return ("repeated", self.repeated), ("missing", self.missing)
+        return (
+            ("repeated steps", self.repeated),
+            ("missing steps", self.missing),
+            ("repeated validations after steps", self.repeated_validations),
+            ("missing validations after steps", self.missing_validations),
+        )
 
 
 def compare(a: Steps, b: Steps) -> Verdict:
     """Compare two runs.
 
     Every rank that is in either run should have every step from the first to the last that is in either. Of a step
-    that was recorded more than once the last record is compared.
+    that was recorded more than once the last record is compared. What one of the runs never recorded (an older
+    recording, or a callback that only the other one has) is not compared, and said.
 
     Args:
         a: the steps of the one run, as :func:`~checkpointless.telemetry.steps.read_steps` gives them.
@@ -121,36 +171,182 @@ def compare(a: Steps, b: Steps) -> Verdict:
     )
     repeated = tuple(place for run, steps in ((Run.A, a), (Run.B, b)) for place in _repeated(run, steps))
     shared = sorted(last[Run.A].keys() & last[Run.B].keys(), key=lambda key: (key[1], key[0]))
-    difference = next(
-        (
+    common = _Common.of(a, b)
+    validations = _Validations.of(a, b)
+    differences = [
+        *_first(
             found
             for rank, step in shared
-            if (found := _difference(rank, last[Run.A][rank, step], last[Run.B][rank, step])) is not None
+            for found in common.differences(rank, last[Run.A][rank, step], last[Run.B][rank, step])
         ),
-        None,
-    )
+        *_first(validations.differences()),
+        *_first(_checkpoint_differences(a, b, max(recorded, default=0))),
+    ]
+    difference = min(differences, key=lambda found: found.step, default=None)
+    irregular = (repeated, missing, validations.repeated, validations.missing)
     return Verdict(
-        equal=bool(shared) and difference is None and not missing and not repeated,
+        equal=bool(shared) and difference is None and not any(irregular),
         difference=difference,
         steps=len({step for _, step in shared}),
         ranks=tuple(sorted({rank for rank, _ in shared})),
         repeated=repeated,
         missing=missing,
+        repeated_validations=validations.repeated,
+        missing_validations=validations.missing,
+        not_compared=(*common.not_compared, *validations.not_compared, *_checkpoints_not_compared(a, b)),
     )
 
 
-def _repeated(run: Run, steps: Steps) -> Iterable[StepPlace]:
+def _first(differences: Iterable[Difference]) -> list[Difference]:
+    found = next(iter(differences), None)
+    return [] if found is None else [found]
+
+
+def _repeated(run: Run, steps: Mapping[int, Sequence[StepRecord | ValidationRecord]]) -> Iterator[StepPlace]:
     for rank, records in sorted(steps.items()):
         times = Counter(record.step for record in records)
         yield from (StepPlace(run, rank, step) for step in sorted(times) if times[step] > 1)
 
 
-def _difference(rank: int, a: StepRecord, b: StepRecord) -> Difference | None:
-    if a.loss != b.loss:
-        return Difference(a.step, rank, Quantity.LOSS, a.loss, b.loss, _distance(a.loss, b.loss))
-    if a.params != b.params:
-        return Difference(a.step, rank, Quantity.PARAMS, a.params, b.params, None)
-    return None
+@dataclass(frozen=True)
+class _Common:
+    """What both runs recorded of their steps.
+
+    Attributes:
+        quantities: those of :data:`_FIELDS`.
+        callbacks: by their state keys.
+        not_compared: what only one of the runs recorded.
+    """
+
+    quantities: tuple[Quantity, ...]
+    callbacks: tuple[str, ...]
+    not_compared: tuple[str, ...]
+
+    @classmethod
+    def of(cls, a: Steps, b: Steps) -> _Common:
+        quantities = [_recorded(run) for run in (a, b)]
+        callbacks = [_callbacks(run) for run in (a, b)]
+        both = quantities[0] & quantities[1]
+        return cls(
+            tuple(quantity for quantity in _FIELDS if quantity in both),
+            tuple(sorted(callbacks[0] & callbacks[1])),
+            (
+                *_one_sided([each.value for each in _FIELDS if each in run] for run in quantities),
+                *_one_sided([f"{Quantity.CALLBACK.value} {key}" for key in sorted(run)] for run in callbacks),
+            ),
+        )
+
+    def differences(self, rank: int, a: StepRecord, b: StepRecord) -> Iterator[Difference]:
+        """Those of one step."""
+        if a.loss != b.loss:
+            yield Difference(a.step, rank, Quantity.LOSS, a.loss, b.loss, _distance(a.loss, b.loss))
+        if a.params != b.params:
+            yield Difference(a.step, rank, Quantity.PARAMS, a.params, b.params, None)
+        for quantity in self.quantities:
+            values = [getattr(each.extras, _FIELDS[quantity]) for each in (a, b)]
+            if values[0] != values[1]:
+                yield Difference(a.step, rank, quantity, _shown(values[0]), _shown(values[1]), None)
+        for key in self.callbacks:
+            values = [(each.extras.callbacks or {}).get(key) for each in (a, b)]
+            if values[0] != values[1]:
+                yield Difference(a.step, rank, Quantity.CALLBACK, _shown(values[0]), _shown(values[1]), None, key)
+
+
+@dataclass(frozen=True)
+class _Validations:
+    """The validations of both runs, the last one after each step, by rank and step."""
+
+    a: Mapping[tuple[int, int], ValidationRecord]
+    b: Mapping[tuple[int, int], ValidationRecord]
+    callbacks: tuple[str, ...] = ()
+    repeated: tuple[StepPlace, ...] = ()
+    missing: tuple[StepPlace, ...] = ()
+    not_compared: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, a: Steps, b: Steps) -> _Validations:
+        runs = [_validations(run) for run in (a, b)]
+        if runs[0] is None or runs[1] is None:
+            return cls({}, {}, not_compared=tuple(_one_sided(["validations"] if run else [] for run in runs)))
+        last = [
+            {(rank, record.step): record for rank, records in run.items() for record in records}
+            for run in runs
+            if run is not None
+        ]
+        return cls(
+            last[0],
+            last[1],
+            callbacks=tuple(sorted(_callbacks(a) & _callbacks(b))),
+            repeated=tuple(place for which, run in zip(Run, runs) for place in _repeated(which, run or {})),
+            missing=tuple(
+                StepPlace(which, rank, step)
+                for which, own, other in zip(Run, last, reversed(last))
+                for rank, step in sorted(other.keys() - own.keys())
+            ),
+        )
+
+    def differences(self) -> Iterator[Difference]:
+        """Those of all validations that are in both runs."""
+        for rank, step in sorted(self.a.keys() & self.b.keys(), key=lambda key: (key[1], key[0])):
+            a, b = self.a[rank, step], self.b[rank, step]
+            for name in sorted({*a.metrics, *b.metrics}):
+                of_a, of_b = _shown(a.metrics.get(name)), _shown(b.metrics.get(name))
+                if of_a != of_b:
+                    yield Difference(step, rank, Quantity.METRIC, of_a, of_b, _distance(of_a, of_b), name)
+            for key in self.callbacks:
+                of_a, of_b = _shown(a.callbacks.get(key)), _shown(b.callbacks.get(key))
+                if of_a != of_b:
+                    name = f"{Quantity.CALLBACK.value} {key}"
+                    yield Difference(step, rank, Quantity.METRIC, of_a, of_b, None, name)
+
+
+def _checkpoint_differences(a: Steps, b: Steps, step: int) -> Iterator[Difference]:
+    kept = [run.checkpoints for run in (a, b) if isinstance(run, Recording) and run.checkpoints is not None]
+    if len(kept) < len(Run):
+        return
+    for folder_a, folder_b in itertools.zip_longest(*kept, fillvalue=()):
+        for name in sorted({*folder_a} ^ {*folder_b}):
+            there = [name if name in folder else _NOTHING for folder in (folder_a, folder_b)]
+            yield Difference(step, 0, Quantity.CHECKPOINTS, there[0], there[1], None, name)
+
+
+def _checkpoints_not_compared(a: Steps, b: Steps) -> Iterator[str]:
+    kept = (run.checkpoints if isinstance(run, Recording) else None for run in (a, b))
+    return _one_sided([] if each is None else [Quantity.CHECKPOINTS.value] for each in kept)
+
+
+def _recorded(run: Steps) -> set[Quantity]:
+    """The quantities of :data:`_FIELDS` that a run has of any step."""
+    records = [record.extras for each in run.values() for record in each]
+    return {
+        quantity
+        for quantity, name in _FIELDS.items()
+        if any(getattr(extras, name) is not None for extras in records)
+    }
+
+
+def _callbacks(run: Steps) -> set[str]:
+    return {key for each in run.values() for record in each for key in record.extras.callbacks or ()}
+
+
+def _validations(run: Steps) -> Mapping[int, Sequence[ValidationRecord]] | None:
+    """The validations of a run; None where an older version recorded it, which left them out."""
+    if not isinstance(run, Recording) or Quantity.BUFFERS not in _recorded(run):
+        return None
+    return run.validations
+
+
+def _one_sided(names: Iterable[Sequence[str]]) -> Iterator[str]:
+    """What is in the list of only one of two runs."""
+    a, b = names
+    yield from (f"{name} (only in run A)" for name in a if name not in b)
+    yield from (f"{name} (only in run B)" for name in b if name not in a)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return _NOTHING
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _distance(a: str, b: str) -> float | None:

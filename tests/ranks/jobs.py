@@ -15,8 +15,7 @@ from typing import Any
 from checkpointless.agent.handshake import TOKEN_ENV
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.incidents import IncidentSummary, summarize
-from checkpointless.telemetry.steps import read_steps
-from checkpointless.telemetry.verify import Steps
+from checkpointless.telemetry.steps import Recording, read_steps
 from tests.ports import free_port
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import INTERFACE, Network, enter
@@ -41,7 +40,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> Recording:
         return read_steps(self.run_dir)
 
     @property

@@ -1,6 +1,8 @@
 """The command line: what each command makes of its words, and what it says of wrong ones."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from checkpointless.agent import launch as launch_module
 from checkpointless.agent.launch import LaunchConfig
 from checkpointless.cli import main
+from checkpointless.demo.config import DemoConfig, overrides, parse_layout
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import EXPECTED, FaultKind, FaultPhase, parse
 from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, EventLog
@@ -71,6 +74,15 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["demo", "--layout", "zz=2"], "'zz=2'"),
         (["demo", "--dropout", "1.5"], "--dropout"),
         (["demo", "--nproc", "3", "--fault", "sigkill:rank=1,step=1"], "--nproc 3"),
+        (["demo", "--nproc", "1"], "--nproc 1 makes 1 data-parallel ranks"),
+        (["demo", "--nproc", "33"], "from 2 to 32"),
+        (["demo", "--nproc", "16", "--layout", "tp=8"], "4 attention heads"),
+        (["demo", "--nproc", "6", "--layout", "pp=3"], "4 layers"),
+        (["demo", "--nproc", "6", "--layout", "ep=3"], "4 experts"),
+        (["demo", "--layout", "cp=2"], "TransformerEngine"),
+        (["demo", "--nproc", "8", "--layout", "tp=2,ep=2"], "use one of the two"),
+        (["demo", "--run-dir", "train.py"], "train.py is a file"),
+        (["demo", "--run-dir", "train.py/below"], "train.py is a file"),
         (["verify", "nowhere"], "RUN_B"),
         (["verify", "nowhere", "nowhere"], "no run directory nowhere"),
         (["verify", ".", "."], "--record-steps"),
@@ -120,6 +132,84 @@ def test_a_node_can_be_lost_in_a_job_of_several(
     assert "--nnodes" in refused([command, "--nproc-per-node", "4", *fault, *rest], capsys)
 
 
+@pytest.mark.nemo
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--nproc-per-node", "8"],
+        ["--nproc-per-node", "16", "data.global_batch_size=32"],
+        ["trainer.max_steps=-1", "trainer.max_epochs=1", "data.num_train_samples=64"],
+        ["checkpointless.rng_replication_jump=0"],
+    ],
+)
+def test_what_can_work_is_not_refused(argv: list[str], launched: list[LaunchConfig]) -> None:
+    assert main(["train", "tiny_gpt_cpu", *argv, "--fault", "exception@data:rank=0,step=3"]) == 7
+    assert len(launched) == 1
+
+
+def test_the_demo_fits_its_batch_to_its_ranks() -> None:
+    def batch(nproc: int, layout: str = "") -> int:
+        return DemoConfig(nproc=nproc, layout=parse_layout(layout)).global_batch
+
+    assert [batch(nproc) for nproc in (2, 4, 8, 16, 32)] == [16, 16, 16, 32, 64]
+    assert [batch(6), batch(12), batch(16, "tp=2"), batch(32, "tp=2,pp=4")] == [24, 24, 16, 16]
+    for nproc in range(2, 33, 2):
+        assert batch(nproc) % (2 * nproc) == 0
+    assert overrides(3, {}, 0.0, batch(8)) == overrides(3, {}, 0.0), "the losses of the default stay"
+    assert "data.global_batch_size=32" in overrides(3, {}, 0.0, batch(16))
+
+
+@pytest.mark.nemo
+def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
+    from checkpointless.demo import config as demo
+    from checkpointless.recipes.checks import check_settings
+    from checkpointless.recipes.layout import check_layout, layout_of
+    from checkpointless.recipes.settings import load
+
+    recipe = load(demo.RECIPE)
+    assert (recipe.model.config.num_layers, recipe.model.config.num_attention_heads) == (demo.LAYERS, demo.HEADS)
+    assert (recipe.data.micro_batch_size, recipe.data.global_batch_size) == (demo.MICRO_BATCH, demo.GLOBAL_BATCH)
+    for nproc, text in [(16, ""), (32, "pp=4"), (24, "tp=2"), (16, "ep=4"), (32, "pp=2,ep=4")]:
+        config = DemoConfig(nproc=nproc, layout=parse_layout(text))
+        changed = load(demo.RECIPE, overrides(3, config.layout, 0.1, config.global_batch))
+        check_layout(changed, layout_of(changed, 1, nproc))
+        check_settings(changed, layout_of(changed, 1, nproc))
+
+
+def test_a_module_of_an_editable_install_or_beside_the_script_can_be_preloaded(tmp_path: Path) -> None:
+    """In a process of its own, with a finder as of an editable install: no path entry leads to the package."""
+    source = tmp_path / "source" / "made_up_package"
+    source.mkdir(parents=True)
+    (source / "__init__.py").write_text("")
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "train.py").write_text("")
+    (scripts / "helper_beside.py").write_text("")
+    program = f"""
+import importlib.util, sys
+from pathlib import Path
+
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "made_up_package":
+            return importlib.util.spec_from_file_location(name, {str(source / "__init__.py")!r})
+
+sys.meta_path.append(Finder)
+from checkpointless import cli
+from checkpointless.agent import launch
+launch.launch = lambda config, *more: print("would launch with", *config.preload) or 0
+assert cli.main(["run", "--preload", "made_up_package.part,helper_beside", {str(scripts / "train.py")!r}]) == 0
+assert cli.main(["run", "--preload", "no_such_module_anywhere", {str(scripts / "train.py")!r}]) == 2
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "would launch with made_up_package.part helper_beside" in ended.stdout
+    assert "there is no module no_such_module_anywhere" in ended.stderr
+
+
 def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
     words = "--nproc-per-node 4 --cpu --record-steps --max-incidents 3 --heartbeat-timeout 20 --regroup-timeout 30"
     fault = "sigkill@backward:rank=3,step=5"
@@ -141,6 +231,18 @@ def test_nothing_is_injected_or_recorded_unless_asked_for(launched: list[LaunchC
     assert (config.faults, config.record_steps, config.cpu) == ((), False, False)
     assert config.run_dir.parent.name == "runs"
     assert config.run_dir.name.endswith("-train")
+
+
+def test_a_run_that_records_says_what_and_what_it_costs(
+    launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--record-steps", "--run-dir", "a", "train.py"]) == 7
+    said = capsys.readouterr().err
+    assert "recorded into a/steps" in said
+    for word in ("pass over the model's bytes", "loss", "buffers", "callbacks", "validation", "checkpoints"):
+        assert word in said
+    assert main(["run", "--run-dir", "b", "train.py"]) == 7
+    assert "recorded" not in capsys.readouterr().err
 
 
 def test_health_and_metrics_are_served_where_it_was_asked_for(launched: list[LaunchConfig]) -> None:
@@ -263,6 +365,35 @@ def test_a_recipe_for_the_cpu_needs_no_option(launched: list[LaunchConfig]) -> N
         (["tiny_gpt_cpu", "--cpu", "--nproc", "4"], "--nproc"),
         (["tiny_gpt_cpu", "--cpu", "trainer.max_steps=3", "--fault", "exit@data:rank=0,step=4"], "step 4 never"),
         (["tiny_gpt_cpu", "--cpu", "no_such_key=3"], "no_such_key"),
+        (["tiny_gpt_cpu", "--cpu", "--nproc-per-node", "16"], "a global batch of 16 is not a multiple of 2 x 16"),
+        (["tiny_gpt_cpu", "--nproc-per-node", "3", "data.global_batch_size=12"], "cannot hold 2 optimizer"),
+        (["tiny_gpt_cpu", "strategy.num_distributed_optimizer_instances=3"], "cannot hold 3 optimizer"),
+        (["tiny_gpt_cpu", "strategy.tensor_model_parallel_size=3"], "models of 3 ranks"),
+        (["tiny_gpt_cpu", "trainer.max_steps=0"], "trainer.max_steps=0 trains nothing"),
+        (["tiny_gpt_cpu", "trainer.max_steps=-1"], "trainer.max_steps=-1 trains nothing"),
+        (["tiny_gpt_cpu", "--fault", "sigkill:rank=4,step=1"], "rank 4 is not one of the 4"),
+        (["tiny_gpt_cpu", "checkpointless.memory_budget_bytes=0"], "at least 1"),
+        (["tiny_gpt_cpu", "checkpointless.rng_replication_jump=-1"], "at least 0"),
+        (
+            ["tiny_gpt_cpu", "strategy._target_=nemo.lightning.FSDPStrategy"],
+            "knows nemo.lightning.MegatronStrategy",
+        ),
+        (["tiny_gpt_cpu", "optim.config.overlap_param_gather_with_optimizer_step=true"], "cannot be guarded"),
+        (["tiny_gpt_cpu", "strategy.expert_model_parallel_size=2"], "needs experts"),
+        (["tiny_moe_cpu", "model.config.num_moe_experts=3", "strategy.expert_model_parallel_size=2"], "3 experts"),
+        (["tiny_moe_cpu", "--nproc-per-node", "8", "strategy.tensor_model_parallel_size=2"], "sequence_parallel"),
+        (["tiny_gpt_cpu", "strategy.context_parallel_size=2"], "TransformerEngine"),
+        (["tiny_gpt_cpu", "model.config.num_query_groups=3", "strategy.tensor_model_parallel_size=2"], "3 query"),
+        (
+            [
+                "tiny_gpt_cpu",
+                "--nproc-per-node=8",
+                "data.global_batch_size=8",
+                "strategy.pipeline_model_parallel_size=2",
+                "strategy.virtual_pipeline_model_parallel_size=2",
+            ],
+            "multiple of 2 microbatches, not 1",
+        ),
     ],
 )
 def test_train_refuses_before_anything_starts(

@@ -1,9 +1,21 @@
 """Comparing two runs."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.telemetry.steps import StepRecord
+from checkpointless.telemetry.steps import (
+    Recording,
+    StepExtras,
+    StepLog,
+    StepRecord,
+    ValidationRecord,
+    read_steps,
+)
 from checkpointless.telemetry.verify import Difference, Quantity, Run, StepPlace, compare
 
 Recorded = dict[int, list[StepRecord]]
@@ -111,3 +123,161 @@ def test_a_step_that_is_missing_is_never_equal(steps: Recorded, data: st.DataObj
     verdict = compare(steps, short)
     assert not verdict.equal
     assert verdict.missing == (StepPlace(Run.B, rank, lost.step),)
+
+
+EXTRAS = StepExtras(
+    buffers="b",
+    lr=((0.1).hex(), (0.2).hex()),
+    loss_scale=("scale=0x1.0p+16",),
+    callbacks={"Average": "1", "EarlyStopping{'monitor': 'val_loss'}": "2"},
+    module="m",
+    data="d",
+)
+
+
+def recording(
+    steps: int = 4,
+    validated: tuple[int, ...] = (2, 4),
+    checkpoints: tuple[tuple[str, ...], ...] | None = (("step=2", "step=4"),),
+    extras: StepExtras = EXTRAS,
+) -> Recording:
+    """A run of two ranks in which all there is was recorded."""
+    records = {rank: [replace(record, extras=extras) for record in run] for rank, run in run_of(2, steps).items()}
+    metrics = {"val_loss": (1.5).hex()}
+    validations = {
+        rank: [ValidationRecord(step, metrics, {"Average": "1"}) for step in validated] for rank in (0, 1)
+    }
+    return Recording(records, validations, checkpoints)
+
+
+run_of = run
+
+
+def changed_at(step: int, rank: int, **changes: Any) -> Recording:
+    found = recording()
+    found[rank] = [
+        replace(record, extras=replace(record.extras, **changes)) if record.step >= step else record
+        for record in found[rank]
+    ]
+    return found
+
+
+def test_a_recording_equals_itself() -> None:
+    verdict = compare(recording(), recording())
+    assert verdict.equal
+    assert verdict.sentence == "equal: 4 steps on 2 ranks, bit by bit"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"buffers": "c"}, "buffers of step 3 on rank 1 differs"),
+        ({"lr": ((0.1).hex(), (0.3).hex())}, "learning rates of step 3 on rank 1 differs"),
+        ({"loss_scale": None}, "loss scale of step 3 on rank 1 differs"),
+        ({"module": "n"}, "state of the module of step 3 on rank 1 differs"),
+        ({"data": "e"}, "state of the data module of step 3 on rank 1 differs"),
+        (
+            {"callbacks": {**(EXTRAS.callbacks or {}), "Average": "2"}},
+            "state of callback Average of step 3 on rank 1 differs",
+        ),
+        (
+            {"callbacks": {"Average": "1"}},
+            "state of callback EarlyStopping{'monitor': 'val_loss'} of step 3 on rank 1 differs",
+        ),
+    ],
+)
+def test_the_sentence_names_the_first_thing_that_differs(changes: dict[str, Any], says: str) -> None:
+    other = changed_at(3, 1, **changes)
+    for verdict in (compare(recording(), other), compare(other, recording())):
+        assert verdict.sentence == f"not equal: {says}"
+        assert verdict.difference is not None
+        assert (verdict.difference.step, verdict.difference.rank) == (3, 1)
+
+
+def test_validations_are_compared_by_what_they_ended_with() -> None:
+    other = recording()
+    other.validations = {
+        **other.validations,
+        1: [ValidationRecord(2, {"val_loss": (1.75).hex()}), other.validations[1][1]],
+    }
+    verdict = compare(recording(), other)
+    assert verdict.sentence == "not equal: val_loss of the validation after step 2 on rank 1 differs, by 0.25"
+
+    other = recording()
+    other.validations = {
+        rank: [replace(each, callbacks={"Average": "2"}) for each in run] for rank, run in other.validations.items()
+    }
+    assert (
+        "state of callback Average of the validation after step 2 on rank 0" in compare(other, recording()).sentence
+    )
+
+
+def test_a_difference_of_a_validation_comes_before_that_of_a_later_step() -> None:
+    other = changed_at(4, 0, buffers="c")
+    other.validations = {
+        0: [ValidationRecord(2, {}), *recording().validations[0][1:]],
+        1: recording().validations[1],
+    }
+    assert "val_loss of the validation after step 2" in compare(other, recording()).sentence
+    other = changed_at(2, 0, buffers="c")
+    other.validations = {
+        0: [ValidationRecord(2, {}), *recording().validations[0][1:]],
+        1: recording().validations[1],
+    }
+    assert "buffers of step 2" in compare(other, recording()).sentence
+
+
+def test_a_validation_that_is_repeated_or_missing_makes_runs_unequal() -> None:
+    more = compare(recording(), recording(validated=(2, 2, 4)))
+    assert not more.equal
+    assert more.repeated_validations == tuple(StepPlace(Run.B, rank, 2) for rank in (0, 1))
+    assert more.sentence == (
+        "not equal: repeated validations after steps: 2 on rank 0 of run B, 2 on rank 1 of run B"
+    )
+    assert not compare(recording(validated=(2, 2)), recording(validated=(2, 2))).equal
+    fewer = compare(recording(validated=(4,)), recording())
+    assert fewer.missing_validations == tuple(StepPlace(Run.A, rank, 2) for rank in (0, 1))
+    assert "missing validations after steps: 2 on rank 0 of run A" in fewer.sentence
+    assert not compare(recording(), recording(validated=())).equal
+
+
+def test_a_checkpoint_that_only_one_run_has_is_named() -> None:
+    other = recording(checkpoints=(("step=2", "step=4", "step=4-last"),))
+    assert compare(recording(), other).sentence == ("not equal: checkpoint step=4-last at the end is in run B only")
+    assert "is in run A only" in compare(recording(), recording(checkpoints=((),))).sentence
+    assert "is in run A only" in compare(recording(), recording(checkpoints=())).sentence
+
+
+def test_what_an_older_recording_lacks_is_not_compared_and_said() -> None:
+    old = Recording(run(2, 4), {}, None)
+    assert compare(old, old).sentence == "equal: 4 steps on 2 ranks, bit by bit"
+    verdict = compare(old, recording())
+    assert verdict.equal
+    for name in ("buffers", "learning rates", "state of callback Average", "validations", "checkpoints"):
+        assert f"{name} (only in run B)" in verdict.sentence
+    assert compare(recording(), old).not_compared == tuple(
+        text.replace("run B", "run A") for text in verdict.not_compared
+    )
+
+
+def test_a_callback_that_only_one_run_has_is_said() -> None:
+    alone = recording(extras=replace(EXTRAS, callbacks={"Average": "1"}))
+    verdict = compare(recording(), alone)
+    assert verdict.equal
+    assert verdict.not_compared == ("state of callback EarlyStopping{'monitor': 'val_loss'} (only in run A)",)
+
+
+def test_what_is_recorded_is_read(tmp_path: Path) -> None:
+    log = StepLog(tmp_path, 0)
+    log.record(1, 0.5, "p", EXTRAS)
+    log.record(2, 0.25, "q")
+    log.record_validation(2, {"val_loss": 1.5}, {"Average": "1"})
+    log.record_checkpoints([["b", "a"]])
+    log.record_checkpoints([["b", "a", "c"], []])
+    found = read_steps(tmp_path)
+    assert found == {0: [StepRecord(1, (0.5).hex(), "p", EXTRAS), StepRecord(2, (0.25).hex(), "q")]}
+    assert found.validations == {0: [ValidationRecord(2, {"val_loss": (1.5).hex()}, {"Average": "1"})]}
+    assert found.checkpoints == (("a", "b", "c"), ())
+    (tmp_path / "steps" / "validation-rank-0.jsonl").write_text('{"step":2,"metrics":{},"callbacks":{}}\n{"step":')
+    StepLog(tmp_path, 0).record_validation(4, {}, {})
+    assert [record.step for record in read_steps(tmp_path).validations[0]] == [2, 4]

@@ -1,0 +1,104 @@
+"""What a recipe's values already tell of a run that cannot work: said before any process is started.
+
+NeMo and Megatron would say it in every rank, after half a minute of imports, with a traceback. Nothing heavy is
+imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from checkpointless.recipes.layout import Layout
+from checkpointless.recipes.settings import RecipeError, checkpointless_enabled
+
+PLAIN_STRATEGY = "nemo.lightning.MegatronStrategy"
+_LOCAL_SPEC = "local_layer_spec"  # Megatron's own layers, in the names of functions that give them
+
+
+def check_settings(config: DictConfig, layout: Layout) -> None:
+    """Raise if the recipe cannot be trained so, as far as its values tell.
+
+    Args:
+        config: a recipe.
+        layout: of its ranks, which :func:`~checkpointless.recipes.layout.check_layout` has seen.
+
+    Raises:
+        RecipeError: with one line that says what to set.
+    """
+    _check_steps(config)
+    _check_model(config, layout)
+    if checkpointless_enabled(config):
+        _check_checkpointless(config)
+
+
+def _check_steps(config: DictConfig) -> None:
+    steps = _value(config, "trainer.max_steps")
+    if not isinstance(steps, int) or steps > 0:
+        return
+    ends_otherwise = any(_value(config, f"trainer.{key}") is not None for key in ("max_epochs", "max_time"))
+    if steps != -1 or not ends_otherwise:
+        raise RecipeError(
+            f"trainer.max_steps={steps} trains nothing: it must be at least 1 (or -1 with trainer.max_epochs or "
+            "trainer.max_time)"
+        )
+
+
+def _check_model(config: DictConfig, layout: Layout) -> None:
+    tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
+    experts = _value(config, "model.config.num_moe_experts")
+    groups = _value(config, "model.config.num_query_groups")
+    length = _value(config, "model.config.seq_length")
+    sequence_parallel = bool(_value(config, "strategy.sequence_parallel"))
+    if (
+        layout.expert > 1
+        and experts is None
+        and str(_value(config, "model.config._target_")).endswith(".GPTConfig")
+    ):
+        raise RecipeError(
+            f"strategy.expert_model_parallel_size={layout.expert} needs experts: set model.config.num_moe_experts"
+        )
+    if isinstance(experts, int) and experts % layout.expert:
+        raise RecipeError(f"{experts} experts cannot be shared by {layout.expert} ranks")
+    if experts is not None and tensor > 1 and not sequence_parallel:
+        raise RecipeError(
+            "Megatron trains experts with tensor parallelism only with strategy.sequence_parallel=true"
+        )
+    if isinstance(groups, int) and groups % tensor and tensor % groups:
+        raise RecipeError(f"{groups} query groups cannot be shared by {tensor} ranks")
+    parts = (2 * context if context > 1 else 1) * (tensor if sequence_parallel else 1)
+    if isinstance(length, int) and length % parts:
+        raise RecipeError(f"a sequence of {length} tokens cannot be cut into {parts} parts")
+    if context > 1 and _LOCAL_SPEC in str(_value(config, "model.config.transformer_layer_spec")):
+        raise RecipeError(
+            f"strategy.context_parallel_size={context} needs TransformerEngine's attention, and "
+            "model.config.transformer_layer_spec asks for Megatron's own layers"
+        )
+    interleaved = layout.virtual_pipeline > 1 and layout.global_batch and layout.microbatches % pipeline
+    if interleaved and _value(config, "model.config.microbatch_group_size_per_vp_stage") is None:
+        raise RecipeError(
+            f"virtual pipeline stages need a multiple of {pipeline} microbatches, not {layout.microbatches}: "
+            "change data.global_batch_size"
+        )
+
+
+def _check_checkpointless(config: DictConfig) -> None:
+    strategy = _value(config, "strategy._target_")
+    if strategy != PLAIN_STRATEGY:
+        raise RecipeError(f"`checkpointless:` knows nemo.lightning.MegatronStrategy, not {strategy}")
+    for key, least in (("memory_budget_bytes", 1), ("rng_replication_jump", 0)):
+        value = _value(config, f"checkpointless.{key}")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise RecipeError(f"checkpointless.{key} must be a whole number of at least {least}, not {value!r}")
+    for key in ("optim.config", "strategy.ddp"):
+        if _value(config, f"{key}.overlap_param_gather_with_optimizer_step"):
+            raise RecipeError(
+                f"{key}.overlap_param_gather_with_optimizer_step must be false: an update that is overlapped with "
+                "the parameter gather cannot be guarded"
+            )
+
+
+def _value(config: DictConfig, key: str) -> Any:
+    """What the recipe has at a dotted key; None if it has nothing there."""
+    return None if OmegaConf.is_missing(config, key) else OmegaConf.select(config, key)
