@@ -123,13 +123,25 @@ def _number(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-#: What checkpoint callbacks know and do not put into their state: when they saved last.
-_SAVER = ("_last_global_step_saved", "_last_checkpoint_saved", "last_model_path", "future_last_model_path")
+#: What checkpoint callbacks know and do not put into their state, or do not take from it again: which were saved last,
+#: and which were the best.
+_SAVER = (
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "last_model_path",
+    "future_last_model_path",
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "kth_best_model_path",
+    "kth_value",
+    "current_score",
+)
 
 
 def _take_savers(trainer: Any) -> list[dict[str, Any]]:
     return [
-        {name: getattr(each, name) for name in _SAVER if hasattr(each, name)}
+        {name: state_tree.copy(getattr(each, name)) for name in _SAVER if hasattr(each, name)}
         for each in trainer.callbacks
         if isinstance(each, Checkpoint)
     ]
@@ -139,7 +151,7 @@ def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
     savers = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]
     for saver, state in zip(savers, states):
         for name, value in state.items():
-            setattr(saver, name, value)
+            setattr(saver, name, state_tree.copy(value))
 
 
 def _put_stop(trainer: Any, should_stop: bool) -> None:

@@ -88,15 +88,14 @@ class ResumableEpochLoop(_TrainingEpochLoop):
             super().advance(data_fetcher)
             if validates_only:  # from a checkpoint of Lightning's that was written before its validation
                 return
-        if not self._should_accumulate():
+        if not self._should_accumulate() and self._should_check_val_fx(data_fetcher):
             self.observer.reached(Stage.ENDED)
 
     @override
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Validate, if that is due."""
-        validates = self._should_check_val_fx(data_fetcher)
         super().on_advance_end(data_fetcher)
-        if validates and not self._should_accumulate():
+        if not self._should_accumulate():
             self.observer.reached(Stage.CHECKED)
 
 

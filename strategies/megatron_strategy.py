@@ -253,7 +253,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             return
         if manager.verdict is Verdict.SKIP:
             return
-        step = self._job_step()
+        resumed = self._restored_objects is not None and manager.resumed_at is not None
+        step = manager.resumed_at[0] if resumed and manager.resumed_at is not None else self._job_step()
         self._worker_seed.agree(manager.rng_of(step))
         if self._restored_objects is not None:
             self._resume(self._restored_objects)

@@ -17,8 +17,8 @@ class Stage(IntEnum):
 
     LOADED = -1  # the state was loaded, or is that of a new job, and the loop has not begun
     COMMITTED = 0  # the update is applied, and nothing that follows it
-    ENDED = 1  # what belongs to the end of the batch has happened: schedulers, hooks, metrics
-    CHECKED = 2  # a validation that was due has happened, too
+    ENDED = 1  # a validation is due; what belongs to the end of the batch has happened: schedulers, hooks, metrics
+    CHECKED = 2  # nothing is due: the next batch can be asked for, or the epoch end
     TURNED = 3  # and so has the end of the epoch
 
 
