@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import ROOT, interruptible, machine, progress, search_path
-from run import HEARTBEAT_S, IN_PROCESS, KINDS, NPROC, SURVIVOR, Sampler, table
+from run import IN_PROCESS, KINDS, NPROC, SURVIVOR, Sampler, table
 
 from checkpointless.faults.ledger import fired
 from checkpointless.telemetry.events import read_events
@@ -36,9 +36,10 @@ from tests.ranks.users.processes import replaced_healthy
 SCRIPT = ROOT / "tests" / "ranks" / "users" / "train.py"
 FEATURES = "ema,validation,modelckpt,monitored,callback-hooks,module-state,csv,workers"
 STEP_S = 1.0  # of a step, of which most is waiting
-INCIDENT_S = 4.0  # what one costs, on average of all kinds
+INCIDENT_S = 5.0  # what one costs, on average of all kinds
 GAP = 2  # steps at least between two of them
 SAVE_EVERY, VALIDATE_EVERY = 20, 10
+HEARTBEAT_S = 12.0  # Megatron-core's first checkpoint starts a process per rank that imports torch
 _SHOWN = 12
 
 
@@ -50,14 +51,16 @@ class Plan:
         steps: optimizer steps.
         faults: specs.
         features: of the script.
+        heartbeat_s: the limit of a hang.
     """
 
     steps: int
     faults: tuple[str, ...]
     features: str
+    heartbeat_s: float
 
     @classmethod
-    def draw(cls, minutes: float, every_s: float, seed: int, features: str) -> Plan:
+    def draw(cls, minutes: float, every_s: float, seed: int, features: str, heartbeat_s: float) -> Plan:
         """As many incidents as come in that time, at steps that the dice say.
 
         Args:
@@ -65,6 +68,7 @@ class Plan:
             every_s: seconds from one incident to the next, on average.
             seed: of the dice.
             features: of the script.
+            heartbeat_s: the limit of a hang.
 
         Raises:
             ValueError: the incidents come too fast to train between them.
@@ -79,14 +83,15 @@ class Plan:
             rank = dice.choice(range(NPROC) if what.startswith(IN_PROCESS) else range(1, NPROC))
             faults.append(f"{what}:rank={rank},step={step}")
             step += GAP + round(dice.expovariate(1 / (gap - GAP))) if gap > GAP else GAP
-        return cls(step + 2, tuple(faults), features)
+        return cls(step + 2, tuple(faults), features, heartbeat_s)
 
     def command(self, run_dir: Path, pace_s: float) -> list[str]:
         """The command that runs it, with faults if it has a pace."""
         words = [sys.executable, "-m", "checkpointless", "run", "--cpu", "--nproc-per-node", str(NPROC)]
         words += ["--preload", "nemo.lightning,nemo.collections.llm,checkpointless.strategies"]
-        words += ["--run-dir", str(run_dir), "--record-steps", "--heartbeat-timeout", str(HEARTBEAT_S)]
+        words += ["--run-dir", str(run_dir), "--record-steps"]
         if pace_s:
+            words += ["--heartbeat-timeout", str(self.heartbeat_s)]
             words += [word for fault in self.faults for word in ("--fault", fault)]
         words += [str(SCRIPT), "--steps", str(self.steps), "--features", self.features, "--pace", str(pace_s)]
         return [*words, "--save-every", str(SAVE_EVERY), "--validate-every", str(VALIDATE_EVERY)]
@@ -194,11 +199,12 @@ def main() -> int:
     options.add_argument("--every", type=float, default=15.0, metavar="S", help="seconds on average (default: 15)")
     options.add_argument("--seed", type=int, default=0, metavar="K", help="of the draws (default: 0)")
     options.add_argument("--features", default=FEATURES, help=f"of the script (default: {FEATURES})")
+    options.add_argument("--heartbeat-timeout", type=float, default=HEARTBEAT_S, metavar="S", help="default: 12")
     options.add_argument("--run-dir", type=Path, metavar="D", help="keep both jobs' events and logs there")
     options.add_argument("--json", type=Path, metavar="FILE", help="where the samples go (default: only shown)")
     args = options.parse_args()
     try:
-        plan = Plan.draw(args.minutes, args.every, args.seed, args.features)
+        plan = Plan.draw(args.minutes, args.every, args.seed, args.features, args.heartbeat_timeout)
     except ValueError as error:
         options.error(str(error))
     about = machine(["checkpointless", "torch", "nemo_toolkit", "megatron-core"])
