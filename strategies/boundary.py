@@ -123,8 +123,8 @@ def _number(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-#: What checkpoint callbacks know and do not put into their state, or do not take from it again: which were saved last,
-#: and which were the best.
+#: What checkpoint callbacks know and do not put into their state, or do not take from it again: which were saved
+#: last, and which were the best.
 _SAVER = (
     "_last_global_step_saved",
     "_last_checkpoint_saved",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer import call as lightning_call
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.utils import get_model_config
+from nemo.constants import NEMO_ENV_VARNAME_VERSION
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -40,6 +42,7 @@ from checkpointless.strategies.data_position import (
     track,
 )
 from checkpointless.strategies.live_state import TrainerLiveState
+from checkpointless.strategies.loggers import forget_rows, versions_of, write_on
 from checkpointless.strategies.loops import Resumption, make_resumable
 from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained_names
 from checkpointless.strategies.phases import PhasedIterator, announce_gradient_sync
@@ -133,6 +136,17 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if self._live is None:
             raise RuntimeError("the strategy has no state before setup()")
         return self._live
+
+    @override
+    def setup_environment(self) -> None:
+        """Set up the process groups, and have loggers that are made anew write on where they were."""
+        super().setup_environment()
+        call, trainer = self._call, self.lightning_module.trainer if self.lightning_module is not None else None
+        if call is None or call.generation == 0 or trainer is None or not trainer.is_global_zero:
+            return
+        manager = call.checkpoint_manager
+        fit = (manager.fit if manager is not None else 0) + 1
+        write_on(trainer, call.facts.get(f"loggers of fit {fit}", []))
 
     @override
     def setup_distributed(self) -> None:
@@ -251,6 +265,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         call, manager = self._call, self._manager
         if call is None or manager is None:
             return
+        self._keep_facts(call, manager.fit)
         if manager.verdict is Verdict.SKIP:
             return
         resumed = self._restored_objects is not None and manager.resumed_at is not None
@@ -265,6 +280,13 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
                 self.reached(Stage.LOADED)
             manager.attach(self.live_state(), step)
         call.begin_data(samples_per_step(self.trainer))
+
+    def _keep_facts(self, call: HPCallWrapper, fit: int) -> None:
+        """Where loggers write, and the folder that NeMo has made up a name for, outlive rank 0."""
+        if self.trainer.is_global_zero:
+            call.keep_fact(f"loggers of fit {fit}", versions_of(self.trainer))
+            if NEMO_ENV_VARNAME_VERSION in os.environ:
+                call.keep_fact("environment", {NEMO_ENV_VARNAME_VERSION: os.environ[NEMO_ENV_VARNAME_VERSION]})
 
     def skip_fit(self, objects: dict[str, Any] | None) -> dict[str, Any]:
         """The fit was over before the fault, which came in a later one of the same block: it is not made again.
@@ -325,6 +347,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         put_kinds(trainer, objects["kinds"])
         put_sampler(trainer, objects["sampler"])
         self._restored_objects = None
+        if trainer.is_global_zero:
+            forget_rows(trainer, epoch_loop._batches_that_stepped)
         manager.restore_streams()
 
     def _take_what_was_delivered(self, fetcher: Any, position: DataPosition) -> None:
@@ -462,7 +486,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             if hasattr(self, "megatron_parallel"):
                 self.megatron_parallel.teardown_ddp()
             return
-        if self._manager is not None and self._live is not None and trainer.state.fn == TrainerFn.FITTING:
+        fitted = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer.fit_loop, "was_finished", False)
+        if self._manager is not None and self._live is not None and fitted:
             vote()  # the hooks of the end have run everywhere: nobody goes back into this fit
             self._manager.finish_fit(self._live.newest())
         super().teardown()

@@ -7,11 +7,13 @@ streams), so a respawned rank gets its own streams back.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import struct
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 BOARD_FD_ENV = "CHECKPOINTLESS_BOARD_FD"
 
@@ -22,6 +24,7 @@ _FIELD = struct.Struct("<q")
 _MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET = 16, 24, 32
 _SLOT = struct.Struct("<qII")  # step, length, crc32 of the payload
 _SLOTS_OFFSET = 64
+_FACTS_SERIES = 7
 NO_STEP = -1
 
 
@@ -50,7 +53,8 @@ class Board:
     """
 
     SLOT_BYTES = 256 * 1024
-    SERIES = 7  # a rank's streams at each moment after a step, those of a neighbour, and at the begin of the data
+    #: A rank's streams at each moment after a step, a neighbour's, those at the begin of the data; and facts.
+    SERIES = 8
     SIZE = _SLOTS_OFFSET + 2 * SERIES * SLOT_BYTES
 
     def __init__(self, fd: int) -> None:
@@ -133,6 +137,16 @@ class Board:
     def snapshot(self, step: int, series: int = 0) -> bytes | None:
         """The snapshot after ``step``, or None if it is not (wholly) there."""
         return self._read_slot(step, self._offset(step, series))
+
+    def put_facts(self, facts: dict[str, object]) -> None:
+        """Keep what a successor of this process must know from the beginning: plain data, the whole of it."""
+        self.put_snapshot(0, json.dumps(facts).encode(), _FACTS_SERIES)
+
+    def facts(self) -> dict[str, Any]:
+        """What :meth:`put_facts` kept last."""
+        kept = self.snapshot(0, _FACTS_SERIES)
+        found: dict[str, Any] = json.loads(kept) if kept else {}
+        return found
 
     def clear_snapshots(self) -> None:
         """Forget all snapshots."""

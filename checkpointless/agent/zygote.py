@@ -111,6 +111,7 @@ class Zygote:
             os.environ.update(env)
             os.environ[AGENT_FD_ENV] = str(agent)
             os.environ[BOARD_FD_ENV] = str(board)
+            _tell_rank(int(env["RANK"]))
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed()  # a fresh interpreter's state differs from rank to rank
             logging.getLogger().handlers.clear()  # the zygote's own set-up
@@ -158,6 +159,13 @@ class Zygote:
         while self._ranks and time.monotonic() < deadline:
             if not self._reap(os.WNOHANG):
                 time.sleep(0.005)
+
+
+def _tell_rank(rank: int) -> None:
+    """Lightning notes the rank when it is imported, which was in the zygote, and the zygote has none."""
+    module = sys.modules.get("lightning_utilities.core.rank_zero")
+    if module is not None:
+        module.rank_zero_only.rank = rank
 
 
 def _can_fork() -> bool:

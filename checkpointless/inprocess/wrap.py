@@ -152,6 +152,7 @@ class HPCallWrapper:
         incident: id of the incident that led to this generation (None at the first start).
         recovering_since_s: when this node noticed it, on the monotonic clock (None if that is not known).
         board: this rank's board, or None under another launcher.
+        facts: what this rank's block told that a later generation, or a successor of this process, must know.
         making_step: the optimizer step in the making (-1: none).
         making_loss: its loss, once it is known and somebody records it.
         restart_in_process: False has this process replaced after a fault instead of re-entering the block.
@@ -176,6 +177,9 @@ class HPCallWrapper:
         self.incident: str | None = None
         self.generation = int(os.environ.get("JOB_RESTART_COUNT", "0"))
         self.board = Board.from_environment()
+        self.facts: dict[str, Any] = self.board.facts() if self.board is not None else {}
+        for name, value in self.facts.get("environment", {}).items():
+            os.environ.setdefault(name, value)
         self.client: RankClient = wrapper.hp_api_factory()
         self._main = MainThread()
         self._signal_handlers = SignalHandlers()
@@ -332,6 +336,18 @@ class HPCallWrapper:
         """Show the agent that the main thread makes progress."""
         if self.board is not None:
             self.board.beat()
+
+    def keep_fact(self, name: str, value: Any) -> None:
+        """Keep something that a later generation, or a successor of this process, must know from the beginning.
+
+        Args:
+            name: its key in :attr:`facts`. ``environment``: variables that a successor is given.
+            value: plain data.
+        """
+        if self.facts.get(name) != value:
+            self.facts = {**self.facts, name: value}
+            if self.board is not None:
+                self.board.put_facts(self.facts)
 
     def enter_phase(self, phase: str, step: int, damage: Callable[[], None] | None = None) -> None:
         """Training reaches ``phase`` of ``step`` (the words of fault specs).
