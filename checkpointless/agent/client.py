@@ -115,9 +115,9 @@ class RankClient(abc.ABC):
         """Say that the RCB returned."""
         self._send(Done(generation))
 
-    def give_up(self, generation: int, reason: str) -> None:
-        """End the job; ``reason`` becomes its last word."""
-        self._send(GiveUp(generation, reason))
+    def give_up(self, generation: int, reason: str, code: int = 1) -> None:
+        """End the job; ``reason`` becomes its last word, and ``code`` what it exits with."""
+        self._send(GiveUp(generation, reason, code))
 
     def wait_finish_or_fault(self, generation: int, timeout_s: float | None = None) -> Finish | FaultNotice:
         """After :meth:`done`: wait until all are done, or somebody still needs this rank.
