@@ -509,6 +509,7 @@ class HPCallWrapper:
         """Ask for a successor and end this process at once: nothing in it can be trusted any more."""
         try:
             self.client.request_replacement(self.generation, reason)
+            logger.error("rank %s is replaced: %s", os.environ.get("RANK"), reason)
         except AgentLostError:
             logger.error("no agent to replace this process: %s", reason)
         logging.shutdown()
