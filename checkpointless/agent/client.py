@@ -48,6 +48,10 @@ class AgentLostError(ConnectionError):
     """The connection to the agent is closed: nobody regroups this rank any more."""
 
 
+class RankUnknownError(AssertionError, RuntimeError):
+    """Nobody says which rank this process is. (An ``AssertionError``, as HyperPod's ``wait_rank`` has it.)"""
+
+
 class RankClient(abc.ABC):
     """What a rank says to whoever regroups it, and what it hears.
 
