@@ -101,7 +101,7 @@ class MainThread:
             return
         self._waited_s = waited_s
         self._to_leave = entry
-        _thread.interrupt_main(self._signal)
+        _thread.interrupt_main(self._signal)  # type: ignore[arg-type]  # typeshed knows none without a name
 
     def _hear(self, _: int, frame: FrameType | None) -> None:
         """In the main thread: raise, if it is in the block that is to be left, and nothing has to be spared."""

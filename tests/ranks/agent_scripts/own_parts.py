@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ class Part:
             time.sleep(60)
 
 
-parts = {"finalize": Part("clean-up")} if WHAT == "finalize" else {}
+parts: dict[str, Any] = {"finalize": Part("clean-up")} if WHAT == "finalize" else {}
 if WHAT == "abort":
     from checkpointless.inprocess import CheckpointlessAbortManager, Compose
 
