@@ -48,6 +48,10 @@ class AgentLostError(ConnectionError):
     """The connection to the agent is closed: nobody regroups this rank any more."""
 
 
+class RankUnknownError(AssertionError, RuntimeError):
+    """Nobody says which rank this process is. (An ``AssertionError``, as HyperPod's ``wait_rank`` has it.)"""
+
+
 class RankClient(abc.ABC):
     """What a rank says to whoever regroups it, and what it hears.
 
@@ -115,9 +119,9 @@ class RankClient(abc.ABC):
         """Say that the RCB returned."""
         self._send(Done(generation))
 
-    def give_up(self, generation: int, reason: str) -> None:
-        """End the job; ``reason`` becomes its last word."""
-        self._send(GiveUp(generation, reason))
+    def give_up(self, generation: int, reason: str, code: int = 1) -> None:
+        """End the job; ``reason`` becomes its last word, and ``code`` what it exits with."""
+        self._send(GiveUp(generation, reason, code))
 
     def wait_finish_or_fault(self, generation: int, timeout_s: float | None = None) -> Finish | FaultNotice:
         """After :meth:`done`: wait until all are done, or somebody still needs this rank.

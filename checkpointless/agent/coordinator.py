@@ -227,7 +227,7 @@ class Coordinator:
         elif isinstance(message, StoreOpened):
             self._on_store(node, message)
         elif isinstance(message, JobOver):
-            self.end(FAILED, message.reason)
+            self.end(message.code, message.reason)
         elif isinstance(message, Leaving):
             if node is self.host:  # with which this coordinator goes
                 self.end(FAILED, message.reason)

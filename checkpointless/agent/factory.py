@@ -8,14 +8,15 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from checkpointless.agent.client import AgentClient, RankClient
+from checkpointless.agent.client import AgentClient, RankClient, RankUnknownError
 from checkpointless.agent.standalone import StandaloneClient
 from checkpointless.telemetry.events import RUN_DIR_ENV
 
 logger = logging.getLogger(__name__)
 
 _HYPERPOD_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"  # set by SageMaker HyperPod's agent for its ranks
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE")
+_STORE_VARIABLES = (*_RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 
 _of_other_launcher: RankClient | None = None
 
@@ -31,7 +32,8 @@ class HPAgentK8sAPIFactory:
         """This process's client; the same one at every call.
 
         Raises:
-            RuntimeError: this process does not know its rank, or its agent's client cannot be used.
+            RankUnknownError: this process does not know its rank.
+            RuntimeError: its agent's client cannot be used.
         """
         global _of_other_launcher
         client = AgentClient.from_environment()
@@ -67,7 +69,7 @@ def _make_for_other_launcher() -> RankClient:
         return HyperPodClient.from_environment()
     if int(os.environ.get("WORLD_SIZE") or "1") == 1:
         return StandaloneClient()
-    wait_rank()
+    _check_ranks(_STORE_VARIABLES)
     from checkpointless.agent.store_client import StoreClient  # needs torch, which a rank of ours may not
 
     return StoreClient.from_environment()
@@ -76,13 +78,14 @@ def _make_for_other_launcher() -> RankClient:
 def wait_rank() -> None:
     """See that this process knows its rank before anything distributed starts.
 
-    Under our agent, torchrun and the like the ranks are in the environment when the process starts, so this only
-    checks them. SageMaker HyperPod's agent is asked for them. Does nothing in a child process of the rank (a
-    data-loader worker, say).
+    Under our agent, torchrun and the like ``RANK`` and ``WORLD_SIZE`` are in the environment when the process
+    starts, so this only checks them. SageMaker HyperPod's agent is asked for them, and this waits until it says,
+    which may be when a node has been replaced; a connection that closes ends the wait. Does nothing in a child
+    process of the rank (a data-loader worker, say).
 
     Raises:
-        RuntimeError: a variable is missing or no number, the rank is not below the world size, or SageMaker
-            HyperPod's agent does not say.
+        RankUnknownError: (an ``AssertionError``) a variable is missing or no number, the rank is not below the
+            world size, or SageMaker HyperPod's agent does not say.
     """
     if multiprocessing.parent_process() is not None:
         return
@@ -93,14 +96,18 @@ def wait_rank() -> None:
         if isinstance(client, HyperPodClient):
             client.wait_rank()
             return  # checked again at the start of a generation: a spare may have no rank before
-    missing = [name for name in _RANK_VARIABLES if not os.environ.get(name)]
+    _check_ranks(_RANK_VARIABLES)
+
+
+def _check_ranks(names: tuple[str, ...]) -> None:
+    missing = [name for name in names if not os.environ.get(name)]
     if missing:
-        raise RuntimeError(
+        raise RankUnknownError(
             f"{', '.join(missing)} not set: start this script with `checkpointless run` or with torchrun"
         )
     try:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except ValueError as error:
-        raise RuntimeError(f"RANK and WORLD_SIZE must be whole numbers: {error}") from error
+        raise RankUnknownError(f"RANK and WORLD_SIZE must be whole numbers: {error}") from error
     if not 0 <= rank < world_size:
-        raise RuntimeError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
+        raise RankUnknownError(f"RANK={rank} is not below WORLD_SIZE={world_size}")

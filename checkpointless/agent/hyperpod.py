@@ -47,7 +47,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from checkpointless.agent.client import AgentLostError, RankClient
+from checkpointless.agent.client import AgentLostError, RankClient, RankUnknownError
 from checkpointless.agent.protocol import (
     Barrier,
     Done,
@@ -202,19 +202,28 @@ class HyperPodClient(RankClient):
     def wait_rank(self) -> None:
         """Wait until the agent says which rank this process is, and put that into ``os.environ``. Once.
 
+        There is no limit: a spare waits for as long as it is one. A connection that closes ends it.
+
         Raises:
-            RuntimeError: it did not say so in time, or said something else.
+            RankUnknownError: the agent is gone, or said something else.
         """
         if self._informed:
             return
-        try:
-            reply = self._vendor.hyperpod_wait_rank_info(timeout=self._start_timeout_s)
-            env = worker_envs(reply, "job_rank_info")
-        except (self._package.error, ValueError) as error:
-            raise RuntimeError(
-                f"SageMaker HyperPod's agent did not say which rank this is ({error}): was the job started with "
-                "`hyperpodrun --inprocess-restart`?"
-            ) from error
+        env = None
+        while env is None:
+            began_s = time.monotonic()
+            try:
+                env = worker_envs(
+                    self._vendor.hyperpod_wait_rank_info(timeout=self._start_timeout_s), "job_rank_info"
+                )
+            except (self._package.error, ValueError) as error:
+                timed_out = time.monotonic() - began_s > self._start_timeout_s / 2
+                if not timed_out or isinstance(error, ValueError):
+                    raise RankUnknownError(
+                        f"SageMaker HyperPod's agent did not say which rank this is ({error}): was the job started "
+                        "with `hyperpodrun --inprocess-restart`?"
+                    ) from error
+                logger.warning("still waiting to be told which rank this is: %s", error)
         self._informed = True
         os.environ.update(env)
         self.rank = int(env["RANK"])
@@ -503,7 +512,8 @@ def worker_envs(reply: object, expected: str) -> dict[str, str]:
     env = reply[1].get("worker_envs") if isinstance(reply[1], dict) else None
     if not isinstance(env, dict) or not all(isinstance(item, str) for pair in env.items() for item in pair):
         raise ValueError(f"{expected!r} has no worker_envs of texts")
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "JOB_RESTART_COUNT"):
+    start = ("MASTER_PORT", "JOB_RESTART_COUNT") if expected == "job_start" else ()
+    for name in ("RANK", "WORLD_SIZE", *start):
         if not env.get(name, "").lstrip("-").isdecimal():
             raise ValueError(f"{expected!r}: {name}={env.get(name)!r} is no whole number")
     if expected == "job_start" and not 0 <= int(env["RANK"]) < int(env["WORLD_SIZE"]):

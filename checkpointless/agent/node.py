@@ -534,7 +534,7 @@ class NodeAgent:
         elif isinstance(message, Answer):
             self._report(Answered(message.id, worker.rank, message.in_collective, message.stack))
         elif isinstance(message, GiveUp):
-            self._report(JobOver(message.reason))
+            self._report(JobOver(message.reason, message.code))
         elif isinstance(message, Replace):
             worker.forgiven = True
             worker.kill_at_s = time.monotonic() + EXIT_GRACE_S

@@ -226,10 +226,11 @@ class Alive:
 
 @dataclass(frozen=True)
 class JobOver:
-    """The job cannot go on: a rank gave it up."""
+    """The job cannot go on: a rank gave it up; ``code`` is what it exits with."""
 
     type: ClassVar[str] = "over"
     reason: str
+    code: int = 1
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,12 @@ class Done:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The job cannot go on; ``reason`` is its last word."""
+    """The job cannot go on; ``reason`` is its last word, ``code`` what it exits with."""
 
     type: ClassVar[str] = "giveup"
     generation: int
     reason: str
+    code: int = 1
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from checkpointless.inprocess import transformer_engine
 from checkpointless.inprocess.compose import Compose
 from checkpointless.inprocess.gloo_sockets import GlooSockets
 from checkpointless.inprocess.group_graveyard import bury
@@ -26,6 +26,13 @@ class Abort(ABC):
     @abstractmethod
     def __call__(self, state: HPState) -> None:
         """Stop it.
+
+        Args:
+            state: the rank's place in the job.
+        """
+
+    def after_block(self, state: HPState) -> None:  # noqa: B027 - most have nothing to do then
+        """Stop what nobody may touch while the block still runs: in the main thread, which has left it.
 
         Args:
             state: the rank's place in the job.
@@ -95,16 +102,19 @@ class HPCheckpointingAbort(TrainerAbort):
 
 
 class AbortTransformerEngine(Abort):
-    """Drop TransformerEngine's global FP8 state, which refers to process groups that are gone.
+    """Drop what TransformerEngine keeps of process groups that are gone, once the main thread has left the block.
 
-    Does nothing where TransformerEngine was not imported.
+    Its FP8 state must not be reset while the block is inside of ``fp8_autocast``, whose end counts on it, nor its
+    communicators of overlapped tensor parallelism while kernels wait in them. Does nothing where TransformerEngine
+    was not imported.
     """
 
     def __call__(self, state: HPState) -> None:
-        fp8 = sys.modules.get("transformer_engine.pytorch.fp8")
-        manager = getattr(fp8, "FP8GlobalStateManager", None)
-        if manager is not None:
-            manager.reset()
+        """Nothing can be done while the block still runs."""
+
+    def after_block(self, state: HPState) -> None:
+        """Drop FP8 state, user buffers (``destroy_ub``) and workspaces."""
+        transformer_engine.drop()
 
 
 class CheckpointlessAbortManager:
@@ -112,7 +122,7 @@ class CheckpointlessAbortManager:
 
     @staticmethod
     def get_default_checkpointless_abort() -> Compose:
-        """TransformerEngine, checkpoint writers, torch.distributed and data loaders, in this order."""
+        """TransformerEngine, checkpoint writers, torch.distributed and data loaders: run from last to first."""
         return Compose(
             AbortTransformerEngine(), HPCheckpointingAbort(), HPAbortTorchDistributed(), HPDataLoaderAbort()
         )
@@ -143,12 +153,19 @@ class CheckpointlessAbortManager:
 
 
 def communicators_first(abort: Any) -> Any:
-    """Move the communicators' abort to the front of a composition (``early_abort_communicator``)."""
+    """Have the communicators' abort run before everything else of a composition (``early_abort_communicator``)."""
     if not isinstance(abort, Compose):
         return abort
     first = [each for each in abort.instances if isinstance(each, HPAbortTorchDistributed)]
     rest = [each for each in abort.instances if not isinstance(each, HPAbortTorchDistributed)]
-    return Compose(*first, *rest)
+    return Compose(*rest, *first)
+
+
+def after_block(abort: Any, state: HPState) -> None:
+    """Have an abort, or those of a composition, do what they do in the main thread once the block is left."""
+    for each in reversed(abort.instances) if isinstance(abort, Compose) else (abort,):
+        if isinstance(each, Abort):
+            each.after_block(state)
 
 
 def destroy_process_groups() -> None:

@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class Compose:
-    """Call ``instances`` in order.
+    """Call ``instances`` from the last to the first, as a composition of functions does.
 
-    Every instance runs even if one before it raises: half a clean-up is worse than a noisy one. The first error
-    is raised at the end, the others are logged.
+    So does HyperPod's, and NVRx's. Every instance runs even if one before it raises: half a clean-up is worse than
+    a noisy one. The first error is raised at the end, the others are logged.
 
     Args:
         *instances: callables with one common signature.
@@ -24,7 +24,7 @@ class Compose:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         first: Exception | None = None
-        for instance in self.instances:
+        for instance in reversed(self.instances):
             try:
                 instance(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - collected, and raised below

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
+import _thread
 import logging
 import queue
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
 
 from checkpointless.inprocess.aside import awaited_thread
-from checkpointless.inprocess.exceptions import RankShouldRestart
+from checkpointless.inprocess.exceptions import InternalError, RankShouldRestart
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _RAISE_AGAIN_S = 0.05
 _SLOW_S = 1.0
@@ -42,37 +46,49 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
 
 
 class MainThread:
-    """The one thread that runs the re-executable code block, and the door through which it leaves.
+    """The thread that runs the re-executable code block, and the door through which it leaves.
 
-    An asynchronous exception reaches a thread only between two bytecodes, and one that is raised in a destructor
-    is swallowed; so it is raised again until the thread has left the block, but not in the midst of what releases
-    something. Once it has left, none is raised and one that is still pending is taken back.
+    An interruption is a signal that is never sent: Python is told that it came, so no system call is cut short. Its
+    handler runs in the main thread, between two bytecodes or where C code asks, and sees the frames that it would
+    interrupt. It raises only if the block's own frame is among them. So nothing that runs before or after the block
+    can be hit, whenever the interruption was asked for and however late it comes. (What another thread sets with
+    ``PyThreadState_SetAsyncExc`` is raised wherever the thread is by then.) One that is raised in a destructor is
+    swallowed; so it is raised again until the thread has left, but not in the midst of what releases something.
+
+    Raises:
+        InternalError: this is not the main thread, the only one that hears signals.
     """
 
     def __init__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise InternalError(
+                "HPWrapper runs its function in the main thread of a process, and this is another one"
+            )
         self._ident = threading.get_ident()
-        self._mutex = threading.Lock()
-        self._inside = False
+        self._entered = 0  # how often the block was entered
+        self._to_leave = 0  # which of these entries is to be left
+        self._waited_s = 0.0
         self._left = threading.Event()
         self._left.set()
+        self._signal = _unused_signal()
+        signal.signal(self._signal, self._hear)
 
-    def enter(self) -> None:
-        """The block begins."""
-        with self._mutex:
-            self._inside = True
-            self._left.clear()
+    def close(self) -> None:
+        """Interrupt no more; gives the signal back."""
+        signal.signal(self._signal, signal.SIG_DFL)
 
-    def leave(self) -> None:
-        """The block is over; no asynchronous exception comes after this returns."""
-        while True:
-            try:
-                with self._mutex:
-                    self._inside = False
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), None)
-                    self._left.set()
-                return
-            except RankShouldRestart:
-                continue
+    def run(self, block: Callable[[], T]) -> T:
+        """Run ``block``, which may be interrupted; nothing after it is.
+
+        Raises:
+            RankShouldRestart: it was interrupted.
+        """
+        self._entered += 1
+        self._left.clear()
+        try:
+            return _the_block(block)
+        finally:
+            self._left.set()
 
     def interrupt(self, waited_s: float = 0.0) -> None:
         """Raise :class:`RankShouldRestart` in the block, if the thread is still in it.
@@ -80,11 +96,17 @@ class MainThread:
         Args:
             waited_s: for how long it should have left, in seconds: nothing is spared for ever.
         """
-        with self._mutex:
-            if self._inside and waited_s >= self._spared_s():
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._ident), ctypes.py_object(RankShouldRestart)
-                )
+        entry = self._entered
+        if self._left.is_set():
+            return
+        self._waited_s = waited_s
+        self._to_leave = entry
+        _thread.interrupt_main(self._signal)  # type: ignore[arg-type]  # typeshed knows none without a name
+
+    def _hear(self, _: int, frame: FrameType | None) -> None:
+        """In the main thread: raise, if it is in the block that is to be left, and nothing has to be spared."""
+        if self._to_leave == self._entered and _is_in_block(frame) and self._waited_s >= _spared_s(frame):
+            raise RankShouldRestart
 
     def interrupt_until_left(self, timeout_s: float, free: Callable[[], object]) -> bool:
         """Interrupt, again and again, until the block is left.
@@ -106,29 +128,6 @@ class MainThread:
                 logger.warning("the main thread is slow to leave the block; it is in\n%s", self.where()[1])
         return self._left.is_set()
 
-    def _spared_s(self) -> float:
-        """For how long the thread must not be interrupted where it is, in seconds; 0 almost everywhere.
-
-        Between taking a lock and the ``try`` that releases it, ``logging`` and the import system can be interrupted
-        like any other code; every thread of the process would then wait for that lock. And what is interrupted
-        while it closes descriptors or joins a child process does not do it later: out of a destructor, where most
-        of that is done, an exception does not even come.
-        """
-        spared_s = 0.0
-        frame = sys._current_frames().get(self._ident)
-        for _ in range(_INNERMOST):
-            if frame is None:
-                break
-            name, function = frame.f_code.co_filename, frame.f_code.co_name
-            if function == "__del__" or _is_ownerless(name, function):
-                return _CLEANING_S
-            if name.endswith("logging/__init__.py") or name.startswith("<frozen importlib"):
-                spared_s = _SLOW_S
-            if name.endswith("/threading.py") and function != "wait":
-                spared_s = _SLOW_S
-            frame = frame.f_back
-        return spared_s
-
     def where(self) -> tuple[bool, str]:
         """Whether the thread waits in a collective, and its stack as text, innermost call last."""
         frame = sys._current_frames().get(self._ident)
@@ -142,6 +141,52 @@ class MainThread:
             return False, stack
         stack += "waiting for a thread that works on its behalf:\n" + "".join(traceback.format_stack(helper))
         return _is_in_collective(helper), stack
+
+
+def _the_block(block: Callable[[], T]) -> T:
+    """The frame by which an interruption knows that it is inside of the block."""
+    return block()
+
+
+def _is_in_block(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is _the_block.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _spared_s(frame: FrameType | None) -> float:
+    """For how long the thread must not be interrupted where it is, in seconds; 0 almost everywhere.
+
+    Between taking a lock and the ``try`` that releases it, ``logging`` and the import system can be interrupted
+    like any other code; every thread of the process would then wait for that lock. And what is interrupted while it
+    closes descriptors or joins a child process does not do it later: out of a destructor, where most of that is
+    done, an exception does not even come.
+    """
+    spared_s = 0.0
+    for _ in range(_INNERMOST):
+        if frame is None:
+            break
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        if function == "__del__" or _is_ownerless(name, function):
+            return _CLEANING_S
+        if name.endswith("logging/__init__.py") or name.startswith("<frozen importlib"):
+            spared_s = _SLOW_S
+        if name.endswith("/threading.py") and function != "wait":
+            spared_s = _SLOW_S
+        frame = frame.f_back
+    return spared_s
+
+
+def _unused_signal() -> int:
+    """A real-time signal that nobody has a use for; not the first or the last, which programs restore by name."""
+    for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            return number
+    raise InternalError(
+        "every real-time signal has a handler already: none is left to interrupt the main thread with"
+    )
 
 
 def _is_ownerless(name: str, function: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 
-from checkpointless.inprocess.abort import destroy_process_groups
 from checkpointless.inprocess.state import HPState
 
 logger = logging.getLogger(__name__)
@@ -42,17 +42,13 @@ class Finalize(ABC):
 
 
 class CheckpointlessFinalizeCleanup(Finalize):
-    """Drop framework globals, process groups and unreachable memory.
+    """Drop what the frameworks keep in globals, by the clean-ups that they registered (:func:`register_cleanup`).
 
-    What the frameworks keep in globals is dropped by the clean-ups that they registered
-    (:func:`register_cleanup`): nothing is searched for in the heap.
-
-    Args:
-        collect: run the cyclic collector and empty CUDA's cache.
+    Nothing is searched for in the heap. Process groups and garbage are not its business: the engine sees to them
+    after any clean-up.
     """
 
-    def __init__(self, collect: bool = True) -> None:
-        self.collect = collect
+    def __init__(self) -> None:
         self._trainer: weakref.ref[Any] | None = None
 
     @property
@@ -64,18 +60,26 @@ class CheckpointlessFinalizeCleanup(Finalize):
         """Take note of the running trainer (held weakly)."""
         self._trainer = weakref.ref(trainer)
 
-    def __call__(self, state: HPState) -> None:
+    def __call__(self, *a: Any, **kw: Any) -> None:
+        """Clean up.
+
+        Args:
+            *a: the engine gives the rank's :class:`HPState`; anything, or nothing, is taken.
+            **kw: likewise.
+        """
         failed: Exception | None = None
         for name, cleanup in list(_framework_cleanups.items()):
             try:
                 cleanup()
             except Exception as error:
-                logger.exception("rank %d: the clean-up of %s failed", state.rank, name)
+                logger.exception("rank %s: the clean-up of %s failed", os.environ.get("RANK", "0"), name)
                 failed = failed or error
-        destroy_process_groups()
-        if self.collect:
-            gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
         if failed is not None:
             raise failed
+
+
+def collect_garbage() -> None:
+    """Free unreachable memory of this process and what CUDA's allocator keeps of it."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -47,6 +47,8 @@ class GlooSockets:
 
         @functools.wraps(original)
         def noting(*args: Any, **kwargs: Any) -> Any:
+            if not _connects(*args, **kwargs):
+                return original(*args, **kwargs)
             before = set(_sockets().values())
             with self._mutex:
                 self._before = before
@@ -108,6 +110,15 @@ class GlooSockets:
         kept, self._kept = self._kept, []
         for connection in kept:
             connection.close()
+
+
+def _connects(group_size: int = -1, group_rank: int | None = -1, *_: object, **__: object) -> bool:
+    """Whether a group of so many ranks, in which this one is ``group_rank``, opens connections in this process.
+
+    Every rank goes through the making of every group, and there are about as many groups as ranks: to look at all
+    descriptors for each of them would take a time that grows with the square of the ranks.
+    """
+    return group_rank is not None and group_size != 1
 
 
 def _sockets() -> dict[int, int]:

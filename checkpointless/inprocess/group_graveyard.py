@@ -12,15 +12,24 @@ import sys
 import threading
 from typing import Any
 
+import torch.distributed.distributed_c10d as c10d
+
 _buried: list[Any] = []
 _REFERENCES = 4  # this list, the one taken by bury(), the variable of reap(), and the argument of getrefcount()
 
 
 def bury(groups: list[Any]) -> None:
     """Hold ``groups`` until :func:`reap` finds that nobody else does; beyond the interpreter's end, if need be."""
+    held = {id(group) for group in _buried}
     for group in groups:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        _buried.append(group)
+        if id(group) not in held:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            _buried.append(group)
+
+
+def bury_all() -> None:
+    """Hold every group that there is."""
+    bury(list(c10d._world.pg_map))
 
 
 def reap() -> None:

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import logging
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from checkpointless.agent import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
 from checkpointless.agent.board import Board
 from checkpointless.agent.protocol import FAULT_AT_ENV
 from checkpointless.faults.spec import FaultSpecError
 from checkpointless.inprocess import worker_sockets
-from checkpointless.inprocess.abort import CheckpointlessAbortManager, communicators_first, gloo_sockets
+from checkpointless.inprocess.abort import (
+    CheckpointlessAbortManager,
+    after_block,
+    communicators_first,
+    destroy_process_groups,
+    gloo_sockets,
+)
+from checkpointless.inprocess.block_end import exit_code, forget_frames, is_return, is_victim
+from checkpointless.inprocess.caller import with_caller
+from checkpointless.inprocess.deadline import bounded
+from checkpointless.inprocess.entry_streams import EntryStreams
 from checkpointless.inprocess.exceptions import (
     HealthCheckError,
     InternalError,
@@ -27,9 +37,9 @@ from checkpointless.inprocess.exceptions import (
     UnrecoverableError,
 )
 from checkpointless.inprocess.fault_thread import FaultThread, MainThread
-from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
+from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, collect_garbage
 from checkpointless.inprocess.gloo_wait import InterruptibleWait
-from checkpointless.inprocess.group_graveyard import reap
+from checkpointless.inprocess.group_graveyard import bury_all, reap
 from checkpointless.inprocess.health_check import CudaHealthCheck
 from checkpointless.inprocess.memory import memory_status, reset_peak
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
@@ -61,20 +71,25 @@ class HPWrapper:
 
     ``@HPWrapper()`` on the function that builds and fits the trainer is a complete configuration: when any rank
     fails, every rank leaves the function, cleans up, meets the others at the agent's barrier and enters the
-    function again. A parameter of the function named ``caller`` (or annotated ``HPCallWrapper``) is given the
-    running :class:`HPCallWrapper`.
+    function again. A parameter of the function that is annotated ``HPCallWrapper``, or named ``caller`` without an
+    annotation, is given the running :class:`HPCallWrapper` unless it is given something else than None.
+
+    ``sys.exit()`` and ``sys.exit(0)`` in the function are its normal end, and the wrapped function returns None;
+    ``sys.exit(n)`` ends the job with that code. The function runs in the main thread of the process. Python's,
+    NumPy's and torch's random streams are the same at every entry.
 
     Args:
         abort: what stops the rank's activity when a fault comes; runs in the fault thread. Default: all of
             :meth:`CheckpointlessAbortManager.get_default_checkpointless_abort`. (The documented default aborts only
             torch.distributed, which leaves data-loader workers behind.)
         finalize: clean-up in the main thread. Default: :class:`CheckpointlessFinalizeCleanup`. (The documented
-            default, none, leaks process groups.)
+            default is none.) Whatever it does, process groups are destroyed and garbage is collected after it.
         health_check: raises if this process must be replaced. Default: :class:`CudaHealthCheck`.
         hp_api_factory: makes the client of the agent. Default: :class:`HPAgentK8sAPIFactory`, the agent that
             started this process, whichever it is.
-        abort_timeout: seconds that each wait of an abort may take (the update in progress, the main thread
-            leaving the block). Default: 60. A rank that takes longer is replaced.
+        abort_timeout: seconds that each part of a restart may take: the update in progress, the abort, the main
+            thread leaving the block, the clean-up, the destruction of groups, the health check (beyond a
+            ``timeout`` of its own). Default: 60. A rank that takes longer is replaced.
         enabled: False makes the wrapper a pass-through.
         trace_file_path: where VizTracer writes its trace, one file per rank and generation; needs ``viztracer``.
         async_raise_before_abort: interrupt the main thread before the abort runs rather than after it.
@@ -188,6 +203,7 @@ class HPCallWrapper:
         self._aborted_generation = -1
         self._noticed_generation = -1  # read in the block: no lock that an interruption could leak
         self._fault_thread: FaultThread | None = None
+        self._entry_streams: EntryStreams | None = None
         worker_sockets.share_folder()
         gloo_sockets.install()
         self._torch_patches = (InterruptibleWait(), InterruptibleStore())
@@ -203,20 +219,22 @@ class HPCallWrapper:
         """Run ``fn`` until it returns and every other rank's has returned too.
 
         Raises:
-            SystemExit: this process was refused by a check, or the job cannot go on; the agent knows why.
+            SystemExit: the job cannot go on, or the block has ended it; the agent knows why.
         """
         self.start_hp_fault_handling_thread()
         self.client.hello(self.generation)
         self.initialize_barrier()
         while True:
             result, error = self.launch(fn, *args, **kwargs)
-            if error is None:
+            if is_return(error):
                 notice = self._wait_until_all_are_done()
                 if notice is None:
                     return result
-            elif isinstance(error, (SystemExit, KeyboardInterrupt)):
+            elif isinstance(error, SystemExit):
+                self._end_job(error)
+            elif isinstance(error, KeyboardInterrupt):
                 raise error
-            else:
+            elif error is not None:
                 self.handle_fn_exception(error)
             self.restart(RankShouldRestart() if error is None else error)
             result = error = None
@@ -256,19 +274,23 @@ class HPCallWrapper:
         """
         result: Any = None
         error: BaseException | None = None
+        if self._entry_streams is None:
+            self._entry_streams = EntryStreams.capture()
+        else:
+            self._entry_streams.restore()
         self.beat()
         try:
-            try:
-                self._main.enter()
-                if self._noticed_generation >= self.generation:
-                    raise RankShouldRestart("a fault came before the block was entered")
-                with tracing(self.wrapper.trace_file_path, self.generation):
-                    result = fn(*a, **self._with_caller(fn, kw))
-            finally:
-                self._main.leave()
+            result = self._main.run(lambda: self._block(fn, a, kw))
         except BaseException as raised:  # noqa: BLE001 - the edge of the block: every end of it is handled by run()
             error = raised
         return result, error
+
+    def _block(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._noticed_generation >= self.generation:
+            raise RankShouldRestart("a fault came before the block was entered")
+        with tracing(self.wrapper.trace_file_path, self.generation):
+            args, kwargs = with_caller(fn, args, kwargs, self)
+            return fn(*args, **kwargs)
 
     def handle_fn_exception(self, call_ex: BaseException) -> None:
         """Tell the agent what the block raised, unless it was interrupted because of another rank's fault.
@@ -316,19 +338,28 @@ class HPCallWrapper:
                 raise InternalError("the update in progress did not end")
             if self.checkpoint_manager is not None:
                 self.checkpoint_manager.hold()
-            _forget_frames(term_ex)
+            forget_frames(term_ex)
             self._signal_handlers.restore()
             state = HPState.from_environment(self.generation, self.incident)
             with self._span("finalize") as fields:
-                self.wrapper.finalize(state)
+                with self._bounded("the abort"):
+                    after_block(self.wrapper.abort, state)
+                with self._bounded("the clean-up"):
+                    bury_all()  # before anybody can wait for the destructor of a group
+                    self.wrapper.finalize(state)
+                with self._bounded("the destruction of process groups"):
+                    destroy_process_groups()
+                    collect_garbage()
                 if self.wrapper.check_memory_status:
                     fields.update(memory_status())
             with self._span("health"):
-                try:
-                    self.wrapper.health_check(state, term_ex)
-                except Exception as error:
-                    raise HealthCheckError(f"{type(error).__name__}: {error}") from error
-        except Exception as error:
+                own_limit = getattr(self.wrapper.health_check, "timeout", None)
+                with self._bounded("the health check", own_limit if isinstance(own_limit, timedelta) else None):
+                    try:
+                        self.wrapper.health_check(state, term_ex)
+                    except Exception as error:
+                        raise HealthCheckError(f"{type(error).__name__}: {error}") from error
+        except (Exception, RankShouldRestart) as error:
             logger.exception("rank %s cannot restart in this process", os.environ.get("RANK"))
             self._replace(f"{type(error).__name__}: {error}")
 
@@ -407,6 +438,7 @@ class HPCallWrapper:
             self._fault_thread.shutdown()
         self.client.on_fault = None
         self.client.on_inquire = None
+        self._main.close()
         gloo_sockets.release()
         gloo_sockets.uninstall()
         for patch in self._torch_patches:
@@ -423,12 +455,12 @@ class HPCallWrapper:
             fields["seconds"] = time.monotonic() - began_s
             event_log().emit(stage, "end", generation=self.generation, incident=self.incident, **fields)
 
-    def _with_caller(self, fn: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        for name, parameter in inspect.signature(fn).parameters.items():
-            annotated = "HPCallWrapper" in str(parameter.annotation)
-            if (name == "caller" or annotated) and name not in kwargs:
-                return {**kwargs, name: self}
-        return kwargs
+    def _end_job(self, leaving: SystemExit) -> NoReturn:
+        """The block has left by ``sys.exit`` with something else than 0."""
+        at = f" in step {self.making_step}" if self.making_step >= 0 else ""
+        reason = f"rank {os.environ.get('RANK', '0')} left the block{at} by sys.exit({leaving.code!r})"
+        self.client.give_up(self.generation, reason, exit_code(leaving))
+        raise leaving
 
     def _wait_until_all_are_done(self) -> FaultNotice | None:
         self.client.done(self.generation)
@@ -473,7 +505,8 @@ class HPCallWrapper:
             with self._span("abort"):
                 if not self.parameter_update_lock.close(self.wrapper.abort_timeout):
                     return False
-                self.wrapper.abort(HPState.from_environment(generation, self.incident))
+                with self._bounded("the abort"):
+                    self.wrapper.abort(HPState.from_environment(generation, self.incident))
             self._aborted_generation = generation
             return True
 
@@ -482,50 +515,19 @@ class HPCallWrapper:
         if notice is not None:
             self.incident = notice.incident
 
+    def _bounded(self, what: str, beyond: timedelta | None = None) -> AbstractContextManager[None]:
+        limit = self.wrapper.abort_timeout + (beyond or timedelta())
+        return bounded(what, limit.total_seconds(), self._replace)
+
     def _span(self, stage: str) -> Any:
         return event_log().span(stage, generation=self.generation, incident=self.incident)
 
-    def _replace(self, reason: str) -> None:
+    def _replace(self, reason: str) -> NoReturn:
         """Ask for a successor and end this process at once: nothing in it can be trusted any more."""
         try:
             self.client.request_replacement(self.generation, reason)
+            logger.error("rank %s is replaced: %s", os.environ.get("RANK"), reason)
         except AgentLostError:
             logger.error("no agent to replace this process: %s", reason)
         flush_all()
         os._exit(REPLACED_EXIT_CODE)
-
-
-def is_victim(error: BaseException) -> bool:
-    """Whether ``error`` says that a peer or the store went away, rather than that this rank failed."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, RankShouldRestart) or type(seen).__name__.startswith("Dist"):
-            return True
-        text = str(seen)
-        if isinstance(seen, (RuntimeError, OSError)) and any(mark in text for mark in _VICTIM_MARKS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-_VICTIM_MARKS = (
-    "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "NCCL",
-    "TCPStore",
-    "c10d",
-)
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Clear the frames of ``error`` and of its causes: their locals hold the old trainer, model and optimizer."""
-    pending = [error]
-    while pending:
-        each = pending.pop()
-        if each is None:
-            continue
-        traceback.clear_frames(each.__traceback__)
-        each.__traceback__ = None
-        pending += [each.__cause__, each.__context__]
-        each.__cause__ = each.__context__ = None

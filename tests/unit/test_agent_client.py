@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from checkpointless.agent.client import AgentClient, AgentLostError
-from checkpointless.agent.factory import wait_rank
+from checkpointless.agent.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
 from checkpointless.agent.protocol import (
     Answer,
     Barrier,
@@ -218,7 +218,8 @@ RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0
     [
         ({}, None),
         ({"RANK": ""}, "RANK not set"),
-        ({"MASTER_PORT": ""}, "MASTER_PORT not set"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE not set"),
+        ({"MASTER_PORT": ""}, None),
         ({"RANK": "one"}, "whole numbers"),
         ({"RANK": "2"}, "not below"),
     ],
@@ -229,7 +230,14 @@ def test_wait_rank(monkeypatch: pytest.MonkeyPatch, change: dict[str, str], said
     if said is None:
         wait_rank()
         return
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(AssertionError, match=said):
         wait_rank()
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     wait_rank()
+
+
+def test_to_meet_the_others_without_an_agent_takes_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (RANK | {"MASTER_PORT": ""}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankUnknownError, match="MASTER_PORT not set"):
+        HPAgentK8sAPIFactory()()

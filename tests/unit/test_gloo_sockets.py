@@ -1,9 +1,13 @@
 """Which descriptors are taken for connections of process groups."""
 
 import os
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess import gloo_sockets
 from checkpointless.inprocess.gloo_sockets import GlooSockets
@@ -19,3 +23,50 @@ def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
         assert GlooSockets().shutdown() == 0
         assert len(os.listdir("/proc/self/fd")) == before
         assert file.write(b"still open") == 10
+
+
+class Listings:
+    """Stands in for torch's factory of groups, and counts how often all descriptors are listed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.open: list[socket.socket] = []
+        self._listed = gloo_sockets._sockets
+
+    def __call__(self) -> dict[int, int]:
+        self.count += 1
+        return self._listed()
+
+    def make_group(self, *_: object, **__: object) -> None:
+        """Connect, as a group does."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.open += [socket.create_connection(server.getsockname()), server.accept()[0]]
+
+
+@pytest.fixture
+def listings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listings]:
+    made = Listings()
+    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, made.make_group)
+    monkeypatch.setattr(gloo_sockets, "_sockets", made)
+    yield made
+    for each in made.open:
+        each.close()
+
+
+def test_descriptors_are_looked_at_only_for_groups_that_connect_here(listings: Listings) -> None:
+    """There are as many groups as ranks, and about as many descriptors: all of them for each would be a square."""
+    noted = GlooSockets()
+    noted.install()
+    try:
+        make: Callable[..., Any] = getattr(c10d, gloo_sockets._FACTORY)
+        for _ in range(50):
+            make(4, None, [4, 5, 6, 7], "gloo")  # of others
+            make(1, 0, [0], "gloo")  # of this rank alone
+        assert listings.count == 0
+        make(4, 2, [0, 1, 2, 3], "gloo")
+        make(group_size=8, group_rank=0, global_ranks_in_group=[])
+        assert listings.count == 4
+        assert noted.shutdown() == 4
+        noted.release()
+    finally:
+        noted.uninstall()

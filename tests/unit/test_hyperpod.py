@@ -199,10 +199,21 @@ def test_a_spare_without_a_rank_is_not_refused(make_agent: MakeAgent) -> None:
     assert (os.environ["RANK"], os.environ["SPARE"]) == ("-1", "True")
 
 
-def test_wait_rank_has_a_limit(make_agent: MakeAgent) -> None:
-    make_agent(automatic=False)
+def test_wait_rank_waits_until_it_is_told(make_agent: MakeAgent, caplog: pytest.LogCaptureFixture) -> None:
+    agent = make_agent(automatic=False)
     client = HyperPodClient(VendorPackage.load(), start_timeout_s=0.1)
-    with pytest.raises(RuntimeError, match=r"did not say which rank this is .* --inprocess-restart"):
+    threading.Timer(0.5, agent.tell_ranks).start()
+    client.wait_rank()
+    assert os.environ["RANK"] == "0"
+    assert "still waiting to be told which rank this is" in caplog.text
+
+
+def test_wait_rank_says_what_it_was_told_instead(make_agent: MakeAgent) -> None:
+    agent = make_agent(automatic=False)
+    agent.envs = {"WORLD_SIZE": ""}
+    client = HyperPodClient.from_environment()
+    threading.Timer(0.1, agent.tell_ranks).start()
+    with pytest.raises(AssertionError, match=r"did not say which rank this is .*WORLD_SIZE.* --inprocess-restart"):
         client.wait_rank()
 
 

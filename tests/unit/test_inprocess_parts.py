@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
-from typing import Any
+import types
+from typing import Any, Optional
 
 import pytest
 from torch.utils.data._utils import signal_handling as torch_workers
@@ -13,18 +15,24 @@ from torch.utils.data._utils import signal_handling as torch_workers
 from checkpointless.inprocess import (
     AbortTransformerEngine,
     CheckpointlessAbortManager,
+    CheckpointlessFinalizeCleanup,
     Compose,
     HPAbortTorchDistributed,
+    HPCallWrapper,
     HPCheckpointingAbort,
     HPDataLoaderAbort,
     HPState,
     HPWrapper,
+    InternalError,
     RankShouldRestart,
 )
+from checkpointless.inprocess.abort import after_block
+from checkpointless.inprocess.block_end import is_victim
+from checkpointless.inprocess.caller import with_caller
 from checkpointless.inprocess.fault_thread import MainThread
+from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.inprocess.memory import peak_growth, reset_peak
 from checkpointless.inprocess.signal_handlers import SignalHandlers
-from checkpointless.inprocess.wrap import is_victim
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 
@@ -37,8 +45,8 @@ def test_compose_runs_all_and_raises_the_first() -> None:
         raise KeyError("first")
 
     with pytest.raises(KeyError, match="first"):
-        Compose(failing, lambda state: calls.append("last"))(STATE)
-    assert calls == ["failing", "last"]
+        Compose(lambda state: calls.append("last"), failing)(STATE)
+    assert calls == ["failing", "last"], "from the last to the first"
 
 
 def test_default_abort_is_the_documented_one() -> None:
@@ -63,10 +71,146 @@ def test_custom_abort_needs_one() -> None:
         CheckpointlessAbortManager.create_custom_abort()
 
 
-def test_early_abort_communicator_moves_it_to_the_front() -> None:
-    wrapper: Any = HPWrapper(early_abort_communicator=True)
-    assert isinstance(wrapper.abort.instances[0], HPAbortTorchDistributed)
-    assert len(wrapper.abort.instances) == 4
+def order_of(wrapper: HPWrapper) -> list[type]:
+    """What the wrapper's abort runs, in the order in which it does."""
+    ran: list[type] = []
+
+    class Note:
+        def __init__(self, kind: type) -> None:
+            self.kind = kind
+
+        def __call__(self, state: HPState) -> None:
+            ran.append(self.kind)
+
+    composed: Any = wrapper.abort
+    Compose(*(Note(type(each)) for each in composed.instances))(STATE)
+    return ran
+
+
+def test_aborts_run_from_the_data_loaders_to_the_framework() -> None:
+    kinds = [HPDataLoaderAbort, HPAbortTorchDistributed, HPCheckpointingAbort, AbortTransformerEngine]
+    assert order_of(HPWrapper()) == kinds
+
+
+def test_early_abort_communicator_has_it_run_before_the_data_loaders() -> None:
+    kinds = [HPAbortTorchDistributed, HPDataLoaderAbort, HPCheckpointingAbort, AbortTransformerEngine]
+    assert order_of(HPWrapper(early_abort_communicator=True)) == kinds
+
+
+def test_the_clean_up_takes_whatever_it_is_given() -> None:
+    cleaned: list[str] = []
+    register_cleanup("test", lambda: cleaned.append("it"))
+    try:
+        cleanup = CheckpointlessFinalizeCleanup()
+        cleanup()
+        cleanup(STATE)
+        cleanup(STATE, None, train_ex=ValueError())
+    finally:
+        register_cleanup("test", lambda: None)
+    assert cleaned == ["it"] * 3
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> Any:
+    made: Any = types.ModuleType(name)
+    vars(made).update(content)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+@pytest.mark.parametrize("fp8_module", ["quantization", "fp8"])
+def test_what_transformer_engine_keeps_is_dropped_once_the_block_is_left(
+    monkeypatch: pytest.MonkeyPatch, fp8_module: str
+) -> None:
+    """A stand-in with the globals of TransformerEngine 1.x and 2.x; there is none without a GPU."""
+    resets: list[str] = []
+
+    class Manager:
+        @classmethod
+        def reset(cls) -> None:
+            resets.append("fp8")
+
+    def destroy_ub() -> None:
+        base._ub_communicators = None
+        resets.append("ub")
+
+    monkeypatch.delitem(sys.modules, "transformer_engine.pytorch.quantization", raising=False)
+    module(monkeypatch, f"transformer_engine.pytorch.{fp8_module}", FP8GlobalStateManager=Manager)
+    base = module(
+        monkeypatch,
+        "transformer_engine.pytorch.module.base",
+        destroy_ub=destroy_ub,
+        _ub_communicators={"qkv_fprop": object()},
+        _cublas_workspace=bytes(3),
+        _multi_stream_cublas_workspace=[bytes(1)],
+        _dummy_wgrads={(1, 1): bytes(1)},
+    )
+    utils = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+    attention = module(monkeypatch, utils, _cu_seqlens_cache={1: bytes(4)})
+    abort = CheckpointlessAbortManager.create_custom_abort(AbortTransformerEngine())
+    abort(STATE)
+    assert resets == [], "the block may be inside of fp8_autocast"
+    after_block(abort, STATE)
+    assert resets == ["fp8", "ub"]
+    assert base._ub_communicators is base._cublas_workspace is None
+    assert not base._multi_stream_cublas_workspace + list(base._dummy_wgrads) + list(attention._cu_seqlens_cache)
+    after_block(abort, STATE)
+    assert resets == ["fp8", "ub", "fp8"]
+
+
+def documented(cfg: str, caller: Optional[HPCallWrapper] = None) -> tuple[Any, ...]:  # noqa: UP045 - as documented
+    return cfg, caller
+
+
+def named(cfg: str, caller: Any = None) -> tuple[Any, ...]:
+    return cfg, caller
+
+
+def bare(caller, /, cfg="c"):  # type: ignore[no-untyped-def]
+    return cfg, caller
+
+
+def only_named(cfg: str, caller: str = "who calls") -> tuple[Any, ...]:
+    return cfg, caller
+
+
+def annotated(cfg: str, *, wrapper: HPCallWrapper | None = None) -> tuple[Any, ...]:
+    return cfg, wrapper
+
+
+THE_CALLER = object()
+ANOTHER = object()
+
+
+@pytest.mark.parametrize(
+    ("block", "args", "kwargs", "given"),
+    [
+        (documented, ("c",), {}, THE_CALLER),
+        (documented, ("c", None), {}, THE_CALLER),
+        (documented, ("c",), {"caller": None}, THE_CALLER),
+        (documented, (), {"cfg": "c"}, THE_CALLER),
+        (documented, ("c", ANOTHER), {}, ANOTHER),
+        (documented, ("c",), {"caller": ANOTHER}, ANOTHER),
+        (named, ("c",), {}, THE_CALLER),
+        (bare, (), {}, THE_CALLER),
+        (bare, (None,), {}, THE_CALLER),
+        (only_named, ("c",), {}, "who calls"),
+        (only_named, ("c", "me"), {}, "me"),
+        (only_named, ("c", None), {}, None),
+        (annotated, ("c",), {}, THE_CALLER),
+    ],
+)
+def test_the_caller_goes_where_it_is_wanted_and_nothing_else_was_given(
+    block: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: object
+) -> None:
+    args, kwargs = with_caller(block, args, kwargs, THE_CALLER)
+    assert block(*args, **kwargs) == ("c", given)
+
+
+@pytest.mark.parametrize("args", [(), ("c", None, "more")])
+def test_arguments_that_do_not_fit_are_the_blocks_own_error(args: tuple[Any, ...]) -> None:
+    args, kwargs = with_caller(documented, args, {}, THE_CALLER)
+    with pytest.raises(TypeError, match="documented"):
+        documented(*args, **kwargs)
 
 
 def test_disabled_wrapper_is_the_function_itself() -> None:
@@ -95,33 +239,58 @@ def test_victims_are_told_from_culprits() -> None:
 def test_the_main_thread_is_interrupted_until_it_has_left_and_not_after() -> None:
     outcome: list[str] = []
     ready = threading.Event()
-    holder: list[MainThread] = []
+    left: list[bool] = []
+    main = MainThread()
 
     def block() -> None:
-        main = MainThread()
-        holder.append(main)
-        try:
-            main.enter()
-            ready.set()
-            for _ in range(3):  # user code that swallows what it should not
-                try:
-                    while True:
-                        time.sleep(0.005)
-                except RankShouldRestart:
-                    outcome.append("swallowed")
-            outcome.append("left")
-        finally:
-            main.leave()
-        time.sleep(0.2)
-        outcome.append("undisturbed")
+        ready.set()
+        for _ in range(3):  # user code that swallows what it should not
+            try:
+                while True:
+                    time.sleep(0.005)
+            except RankShouldRestart:
+                outcome.append("swallowed")
+        outcome.append("left")
 
-    thread = threading.Thread(target=block)
+    def interrupt() -> None:
+        ready.wait(5)
+        left.append(main.interrupt_until_left(5, lambda: None))
+        main.interrupt()
+
+    thread = threading.Thread(target=interrupt)
     thread.start()
-    assert ready.wait(5)
-    assert holder[0].interrupt_until_left(5, lambda: None)
-    holder[0].interrupt()
+    main.run(block)
+    time.sleep(0.2)
+    outcome.append("undisturbed")
     thread.join(5)
+    main.close()
+    assert left == [True]
     assert outcome == ["swallowed"] * 3 + ["left", "undisturbed"]
+
+
+def test_a_signal_that_has_a_use_is_not_taken_and_none_is_kept() -> None:
+    before = {number: signal.getsignal(number) for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1)}
+    first = MainThread()
+    second = MainThread()
+    assert first._signal != second._signal
+    second.close()
+    first.close()
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_another_thread_than_the_main_one_is_refused() -> None:
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            MainThread()
+        except InternalError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(5)
+    assert "main thread" in str(errors[0])
 
 
 def test_handlers_that_a_block_leaves_are_taken_back() -> None:

@@ -28,19 +28,17 @@ def leave_while(body: Callable[[], object], meanwhile: Callable[[], object] = la
     began = threading.Event()
     interrupter = threading.Thread(target=lambda: began.wait() and main.interrupt_until_left(20, meanwhile))
     interrupter.start()
-    interrupted = False
-    try:
-        main.enter()
+
+    def block() -> None:
         began.set()
         body()
         while True:
             time.sleep(0.005)
-    except RankShouldRestart:
-        interrupted = True
-    finally:
-        main.leave()
+
+    with pytest.raises(RankShouldRestart):
+        main.run(block)
+    main.close()
     interrupter.join(5)
-    assert interrupted
 
 
 def slow_to_close() -> tuple[int, socket.socket]:

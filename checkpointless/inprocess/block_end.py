@@ -1,0 +1,54 @@
+"""What ended a run of the re-executable code block, and what of it is kept."""
+
+from __future__ import annotations
+
+import traceback
+
+from checkpointless.inprocess.exceptions import RankShouldRestart
+
+_VICTIM_MARKS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL",
+    "TCPStore",
+    "c10d",
+)
+
+
+def is_return(error: BaseException | None) -> bool:
+    """Whether the block ended well: it returned, or left by ``sys.exit()`` or ``sys.exit(0)``."""
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def exit_code(leaving: SystemExit) -> int:
+    """The code that a process exits with for this, as Python says: a text is 1."""
+    if leaving.code is None:
+        return 0
+    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
+
+
+def is_victim(error: BaseException) -> bool:
+    """Whether ``error`` says that a peer or the store went away, rather than that this rank failed."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, RankShouldRestart) or type(seen).__name__.startswith("Dist"):
+            return True
+        text = str(seen)
+        if isinstance(seen, (RuntimeError, OSError)) and any(mark in text for mark in _VICTIM_MARKS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Clear the frames of ``error`` and of its causes: their locals hold the old trainer, model and optimizer."""
+    pending = [error]
+    while pending:
+        each = pending.pop()
+        if each is None:
+            continue
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+        pending += [each.__cause__, each.__context__]
+        each.__cause__ = each.__context__ = None

@@ -1,0 +1,67 @@
+"""All-reduces under an ``HPWrapper`` with parts of one's own; rank 1 raises in step 3 of generation 0.
+
+``finalize``: a clean-up that does nothing; ``abort``, ``clean-up``, ``health``: one that hangs on rank 0, once.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.inprocess import HPCallWrapper, HPState, HPWrapper
+
+WHAT = sys.argv[1]
+RANK = int(os.environ["RANK"])
+SEEN = Path(os.environ["CHECKPOINTLESS_RUN_DIR"]) / "hung"
+
+
+class Part:
+    """Whatever it is called with, it does nothing, or hangs on rank 0 the first time."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, state: HPState, *_: object) -> None:
+        if self.name == WHAT and RANK == 0 and not SEEN.exists():
+            SEEN.touch()
+            time.sleep(60)
+
+
+parts: dict[str, Any] = {"finalize": Part("clean-up")} if WHAT == "finalize" else {}
+if WHAT == "abort":
+    from checkpointless.inprocess import CheckpointlessAbortManager, Compose
+
+    default = CheckpointlessAbortManager.get_default_checkpointless_abort()
+    parts = {"abort": Compose(*default.instances, Part("abort"))}
+if WHAT == "clean-up":
+    parts = {"finalize": Part("clean-up")}
+if WHAT == "health":
+    parts = {"health_check": Part("health")}
+
+
+@HPWrapper(abort_timeout=1.0, **parts)
+def main(cfg: str, caller: HPCallWrapper | None = None) -> None:
+    assert caller is not None
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 1])
+    for step in range(1, 6):
+        caller.begin_step(step)
+        if RANK == 1 and step == 3 and caller.generation == 0:
+            raise ValueError("the loss is not a number")
+        total = torch.tensor([float(step)])
+        dist.all_reduce(total)
+        assert total.item() == step * dist.get_world_size()
+        if RANK < 2:
+            dist.all_reduce(total, group=pair)
+        caller.end_step()
+    dist.barrier()
+    print(
+        f"rank {RANK} done in generation {caller.generation}, incarnation", os.environ["CHECKPOINTLESS_INCARNATION"]
+    )
+
+
+main("cfg", None)

@@ -1,0 +1,85 @@
+"""What the engine owes a block, whatever parts of one's own it is given and however it ends."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.telemetry.steps import read_steps
+from checkpointless.telemetry.verify import Steps, compare
+from tests.ranks.agent_job import Job
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+END_S = 150  # on a busy machine
+
+
+def done(job: Job) -> list[str]:
+    """In which generation, and in which process of it, each rank got through."""
+    return [
+        (re.findall(r"done in (generation \d+, incarnation \d+)", job.log(rank)) or [""])[-1] for rank in range(3)
+    ]
+
+
+def test_groups_are_destroyed_also_with_a_clean_up_of_ones_own(tmp_path: Path) -> None:
+    job = Job(tmp_path, "own_parts.py", "finalize")
+    ended = job.end(END_S)
+    assert ended.code == 0, ended.err
+    assert done(job) == ["generation 1, incarnation 0"] * 3, ended.err
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("abort", "the abort"), ("clean-up", "the clean-up"), ("health", "the health check")]
+)
+def test_what_hangs_on_the_way_to_the_barrier_is_replaced_after_the_abort_timeout(
+    tmp_path: Path, what: str, said: str
+) -> None:
+    """Long before the limit for regrouping, which is longer than this test may take."""
+    job = Job(tmp_path, "own_parts.py", what, regroup_timeout_s=600.0)
+    ended = job.end(END_S)
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "hung").exists()
+    assert done(job)[0] == "generation 1, incarnation 1", ended.err
+    assert f"{said} did not end within 1 s" in job.log(0)
+
+
+def test_exit_0_in_the_block_is_its_end_like_any_other(tmp_path: Path) -> None:
+    job = Job(tmp_path, "leaves_by_exit.py", "0:0", "1:None")
+    ended = job.end(END_S)
+    assert ended.code == 0, ended.err
+    assert "incident" not in ended.err
+    returned = [job.log(rank).split(f"rank {rank} ")[-1].strip() for rank in range(3)]
+    assert returned == ["got None", "got None", "got returned"]
+
+
+@pytest.mark.parametrize(("code", "job_code"), [("3", 3), ("'no more data'", 1), ("300", 300 & 0xFF)])
+def test_another_exit_in_the_block_ends_the_job_with_that_code(tmp_path: Path, code: str, job_code: int) -> None:
+    job = Job(tmp_path, "leaves_by_exit.py", f"1:{code}")
+    ended = job.end(END_S)
+    assert ended.code == job_code, ended.err
+    assert f"rank 1 left the block in step 3 by sys.exit({code})" in ended.err
+    assert "incident" not in ended.err
+
+
+def test_streams_that_are_seeded_before_the_block_are_the_same_at_every_entry(tmp_path: Path) -> None:
+    def train(name: str, *faults: str) -> tuple[set[str], Steps]:
+        run_dir = tmp_path / name
+        run_dir.mkdir()
+        job = Job(run_dir, "seeded_outside.py", "6", faults=faults, record_steps=True)
+        ended = job.end(END_S)
+        assert ended.code == 0, ended.err
+        assert fired(run_dir) == dict.fromkeys(faults, 1)
+        orders = [re.findall(r"order (\[.*?\]) in generation (\d+)", job.log(rank)) for rank in range(3)]
+        entered = [{int(generation) for _, generation in each} for each in orders]
+        assert entered == [set(range(len(faults) + 1))] * 3
+        return {order for each in orders for order, _ in each}, read_steps(run_dir)
+
+    undisturbed, steps = train("undisturbed")
+    faults = ("exception@before_optimizer:rank=0,step=3", "sigkill@before_optimizer:rank=1,step=4")
+    disturbed, again = train("disturbed", *faults)
+    assert len(undisturbed) == 1
+    assert disturbed == undisturbed
+    verdict = compare(steps, again)
+    assert verdict.equal, verdict.sentence

@@ -1,0 +1,296 @@
+"""An interruption ends the block, wherever in it the thread is, and never reaches what runs after it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from checkpointless.agent import FaultNotice, RankClient
+from checkpointless.agent.protocol import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
+from checkpointless.inprocess import HPWrapper, RankShouldRestart, active_call_wrapper, fault_thread
+from checkpointless.inprocess.wrap import HPCallWrapper
+
+
+class NoAgent(RankClient):
+    """Nobody hears what is said, and nobody answers."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _send(self, message: RankMessage) -> None:
+        """Not heard."""
+
+
+@contextmanager
+def a_call() -> Iterator[HPCallWrapper]:
+    """A wrapper's call in this thread, without an agent."""
+    call = HPCallWrapper(HPWrapper(hp_api_factory=NoAgent))
+    try:
+        yield call
+    finally:
+        call.shutdown()
+
+
+ZEROS = os.open("/dev/zero", os.O_RDONLY)
+
+
+class Yields:
+    """Gives up the interpreter's lock when it goes, in Python; as files do it in C."""
+
+    def __del__(self) -> None:
+        time.sleep(0)
+        os.read(ZEROS, 1)
+        threading.Lock().acquire()
+
+
+def returns() -> int:
+    each = [Yields(), open("/dev/null", "wb"), open("/dev/null", "wb", buffering=0)]  # noqa: SIM115 - to be torn down
+    return len(each)
+
+
+def raises() -> None:
+    each = [open("/dev/null", "wb"), Yields(), iter([open("/dev/null", "wb")])]  # noqa: SIM115
+    raise ValueError(len(each))
+
+
+def waits() -> None:
+    each = [Yields(), open("/dev/null", "wb", buffering=0)]  # noqa: SIM115
+    while True:
+        time.sleep(0)
+        len(each)
+
+
+def tears_down_deeply(depth: int = 4) -> None:
+    each = open("/dev/null", "wb", buffering=0)  # noqa: SIM115
+    if depth:
+        return tears_down_deeply(depth - 1)
+    time.sleep(0)
+    del each
+
+
+BLOCKS: tuple[Callable[[], object], ...] = (returns, raises, tears_down_deeply, waits)
+
+
+def leave_blocks_under_fire(blocks: int) -> tuple[int, int]:
+    """Leave so many blocks while a thread interrupts all the time.
+
+    Returns:
+        How many were interrupted, and how many interruptions came anywhere else.
+    """
+    interrupted = stray = left = 0
+    over = threading.Event()
+    switch_s = sys.getswitchinterval()
+    with a_call() as call:
+
+        def interrupt() -> None:
+            while not over.is_set():
+                call._main.interrupt(60)
+                time.sleep(0)  # the main thread has to come to something, too
+
+        shooter = threading.Thread(target=interrupt)
+        sys.setswitchinterval(5e-6)
+        shooter.start()
+        try:
+            while left < blocks:
+                try:
+                    _, error = call.launch(BLOCKS[left % len(BLOCKS)])
+                    interrupted += isinstance(error, RankShouldRestart)
+                    assert error is None or isinstance(error, (RankShouldRestart, ValueError))
+                    error = None
+                    time.sleep(0)
+                    if left % 1000 == 0:
+                        gc.collect()
+                except RankShouldRestart:
+                    stray += 1
+                left += 1
+        finally:
+            while True:  # old code may still be hit here
+                try:
+                    sys.setswitchinterval(switch_s)
+                    over.set()
+                    shooter.join()
+                    break
+                except RankShouldRestart:
+                    stray += 1
+    return interrupted, stray
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is raised in a destructor is swallowed, thousands of times here; nobody is to write that down."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_no_interruption_comes_after_the_block() -> None:
+    interrupted, stray = leave_blocks_under_fire(10_000)
+    assert stray == 0
+    assert interrupted >= 2_500, "whoever waits for ever was interrupted"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("quiet")
+def test_no_interruption_comes_after_a_hundred_thousand_blocks() -> None:
+    interrupted, stray = leave_blocks_under_fire(100_000)
+    assert stray == 0
+    assert interrupted >= 25_000
+
+
+class QuickAgent(NoAgent):
+    """An agent with one rank: whatever fails, the next generation begins at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[type[RankMessage]] = []
+
+    def _send(self, message: RankMessage) -> None:
+        self.heard.append(type(message))
+        if isinstance(message, Hello):
+            self._hear(Go(0, None, {}, -1))
+        elif isinstance(message, FaultReport):
+            self._hear(FaultNotice(message.generation, "1", "it failed", 0))
+        elif isinstance(message, Barrier):
+            self._hear(Go(message.generation + 1, "1", {}, -1))
+        elif isinstance(message, Done):
+            self._hear(Finish())
+
+
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """A restart collects garbage, in tests of hundreds of restarts not that of the whole test process."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def deliver(at: Callable[[int, FrameType], bool], block: Callable[[], str]) -> tuple[str, QuickAgent, int]:
+    """Run ``block``, which fails once, to its end, and have an interruption that was asked for earlier come late.
+
+    Args:
+        at: told the number of the instruction of ours that comes next, and its frame; whether it comes there.
+
+    Returns:
+        What was returned, what the agent heard, and how many instructions there were.
+    """
+    agent = QuickAgent()
+    passed = 0
+    calls: list[HPCallWrapper] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal passed
+        if "/checkpointless/" not in frame.f_code.co_filename and frame.f_code.co_filename != __file__:
+            return None
+        if frame.f_code in (trace.__code__, at.__code__, is_outside.__code__):
+            return None
+        active = active_call_wrapper()
+        if active is not None and not calls:
+            calls.append(active)
+        frame.f_trace_opcodes = True
+        if event == "opcode" and calls:
+            call = calls[0]
+            passed += 1
+            if at(passed, frame) and signal.getsignal(call._main._signal) != signal.SIG_DFL:
+                call._main._to_leave, call._main._waited_s = call._main._entered, 60.0
+                signal.raise_signal(call._main._signal)
+        return trace
+
+    wrapper = HPWrapper(
+        abort=lambda state: None,
+        finalize=lambda state: None,
+        hp_api_factory=lambda: agent,
+    )
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = wrapper(block)()
+    finally:
+        sys.settrace(before)
+    return result, agent, passed
+
+
+def fails_once() -> Callable[[], str]:
+    entered = [0]
+
+    def block() -> str:
+        entered[0] += 1
+        if entered[0] == 1:
+            raise ValueError("the fault")
+        return "done"
+
+    return block
+
+
+def is_outside(frame: FrameType | None) -> bool:
+    return not fault_thread._is_in_block(frame)
+
+
+@pytest.mark.usefixtures("frozen")
+def test_an_interruption_at_every_instruction_outside_of_the_block_changes_nothing() -> None:
+    """From the block's end to the barrier and to the wrapper's: clean-up, groups, health, shutdown."""
+    functions: set[str] = set()
+
+    def everywhere(_: int, frame: FrameType) -> bool:
+        functions.add(frame.f_code.co_name)
+        return is_outside(frame)
+
+    result, agent, passed = deliver(everywhere, fails_once())
+    assert result == "done"
+    assert agent.heard == [Hello, FaultReport, Barrier, Done]
+    assert functions >= {"run", "launch", "handle_fn_exception", "restart", "forget_frames", "initialize_barrier"}
+    assert functions >= {"destroy_process_groups", "_abort", "shutdown", "uninstall", "_wait_until_all_are_done"}
+    assert passed > 1000
+
+
+@pytest.mark.usefixtures("frozen")
+def test_whichever_instruction_of_the_block_is_interrupted_it_is_entered_again() -> None:
+    inside: list[int] = []
+
+    def note(number: int, frame: FrameType) -> bool:
+        if not is_outside(frame):
+            inside.append(number)
+        return False
+
+    deliver(note, fails_once())
+    hit = 0
+    for number in inside:
+
+        def here(at: int, frame: FrameType, number: int = number) -> bool:
+            nonlocal hit
+            due = at == number and not is_outside(frame)
+            hit += due
+            return due
+
+        result, agent, _ = deliver(here, fails_once())
+        assert result == "done", f"instruction {number}"
+        assert agent.heard[:1] + agent.heard[-2:] == [Hello, Barrier, Done], f"instruction {number}"
+    assert hit > 50
+
+
+def test_an_interruption_from_the_keyboard_ends_the_process_and_leaves_nothing() -> None:
+    agent = QuickAgent()
+    before = signal.getsignal(signal.SIGINT), threading.active_count()
+
+    def block() -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        HPWrapper(hp_api_factory=lambda: agent)(block)()
+    assert agent.heard == [Hello]
+    assert (signal.getsignal(signal.SIGINT), threading.active_count()) == before
+    assert active_call_wrapper() is None
