@@ -487,8 +487,7 @@ class Coordinator:
         else:
             incident.killed_the_late = True
             self._gather_by_s = now_s + limit_s
-            did = "come back" if began else "come"
-            self._say(f"incident {incident.id}: {names} did not {did} in time and is replaced")
+            self._say(f"incident {incident.id}: {names} did not come back in time and is replaced")
             self._kill(late)
 
     def _kill(self, ranks: Iterable[Rank], beat: int = -1) -> None:
