@@ -126,7 +126,7 @@ class Coordinator:
         self._finishing = False  # every rank's block has returned
         self._high_water = NO_STEP
         self._note_progress_at_s = self._clock() + _NOTE_PROGRESS_EVERY_S
-        self._hangs = HangWatch(limits.heartbeat, nproc, self._inquire, self._tell_stall)
+        self._hangs = HangWatch(limits.heartbeat, nnodes * nproc, nproc, self._inquire, self._tell_stall)
         self._leave_by: dict[int, tuple[float, int]] = {}  # a rank that was asked to, and the beat that it hung at
         self._back_by_s: dict[int, float] = {}  # nodes that look for this coordinator
         self._standings = Standings()

@@ -149,7 +149,8 @@ class HangWatch:
 
     Args:
         heartbeat: what ranks are held to.
-        nproc: how many ranks a node has.
+        world: how many ranks the job has.
+        nproc: how many of them a node has.
         ask: asks ranks where their main threads stand; takes the number of the question and theirs.
         tell: takes what is waited for, when it is noticed and then at growing intervals.
 
@@ -162,6 +163,7 @@ class HangWatch:
     def __init__(
         self,
         heartbeat: Heartbeat,
+        world: int,
         nproc: int,
         ask: Callable[[int, list[int]], None],
         tell: Callable[[Stall], None],
@@ -169,6 +171,7 @@ class HangWatch:
         self.shows_progress = False
         self.pause_s = 0.0
         self._heartbeat = heartbeat
+        self._world = world
         self._nproc = nproc
         self._ask = ask
         self._tell = tell
@@ -238,7 +241,7 @@ class HangWatch:
         if mute and now_s - inquiry.began_at_s < ASK_EVERY_S:
             return []
         steady = None if self.shows_progress else self._steadiness(evidence)
-        verdict = judge(evidence, everybody, self._nproc, self._ceiling_s, steady)
+        verdict = judge(evidence, len(everybody), self._world, self._nproc, self._ceiling_s, steady)
         if verdict.finding is Finding.ASK_AGAIN:
             if now_s - inquiry.asked_at_s >= ASK_EVERY_S:
                 self._questions += 1

@@ -129,21 +129,20 @@ def stalled(ages_s: Mapping[int, float], limits_s: Mapping[int, float]) -> tuple
     return tuple(sorted(rank for rank, age_s in ages_s.items() if age_s >= SHARING * limits_s[rank]))
 
 
-def is_shared(standing: Collection[int], running: Collection[int], nproc: int) -> bool:
+def is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
     """Whether what holds these ranks up is no fault of theirs: it holds up half of the job, or a whole node.
 
     One rank of several is never enough: the other of two, or the node of a single one, would never be found.
 
     Args:
         standing: those that stand still outside of a collective, or do not answer.
-        running: those that are in their block, and the former among them.
-        nproc: how many ranks a node has.
+        world: how many ranks the job has, those whose block has returned among them.
+        nproc: how many of them a node has.
     """
     if len(standing) < 2:
-        return bool(standing) and len(running) == 1
-    here, of = Counter(rank // nproc for rank in standing), Counter(rank // nproc for rank in running)
-    whole_node = any(count >= 2 and count == of[node] for node, count in here.items())
-    return whole_node or 2 * len(standing) >= len(running)
+        return bool(standing) and world == 1
+    here = Counter(rank // nproc for rank in standing)
+    return 2 * len(standing) >= world or (nproc > 1 and nproc in here.values())
 
 
 def is_given_up(evidence: Evidence, ceiling_s: float) -> bool:
@@ -166,7 +165,8 @@ def is_given_up(evidence: Evidence, ceiling_s: float) -> bool:
 
 def judge(
     silent: Mapping[int, Evidence],
-    running: Collection[int],
+    running: int,
+    world: int,
     nproc: int,
     ceiling_s: float,
     steady: int | None = None,
@@ -178,15 +178,16 @@ def judge(
 
     Args:
         silent: of each rank that was asked and has not moved since.
-        running: all ranks in their block.
-        nproc: how many ranks a node has.
+        running: how many ranks are in their block.
+        world: how many the job has.
+        nproc: how many of them a node has.
         ceiling_s: how long a stall is waited for that ranks share.
         steady: None in a job that shows progress. In another silence means nothing, and this is how often in a row
             all ranks were found where they are: only who stands idle while others wait in a collective hangs.
     """
     standing = sorted(rank for rank, each in silent.items() if each.stance is not Stance.WAITS)
     if not standing:
-        everybody = len(silent) == len(running) and all(e.age_s >= NEARLY * e.limit_s for e in silent.values())
+        everybody = len(silent) == running and all(e.age_s >= NEARLY * e.limit_s for e in silent.values())
         too_long = any(each.age_s >= 2 * ceiling_s for each in silent.values())
         if silent and steady is None and (everybody or too_long):
             return Verdict(Finding.ALL_WAIT)
@@ -194,7 +195,7 @@ def judge(
     mute = [silent[rank] for rank in standing if silent[rank].stance is Stance.MUTE]
     if any(each.mute_s < grace_s(each.limit_s) for each in mute):
         return Verdict(Finding.ASK_AGAIN)
-    if is_shared(standing, running, nproc):
+    if is_shared(standing, world, nproc):
         if steady is not None:
             return Verdict(Finding.NOTHING)
         too_long = any(silent[rank].age_s >= ceiling_s for rank in standing)

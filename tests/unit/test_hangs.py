@@ -58,13 +58,18 @@ def test_the_ceiling_follows_the_pauses_unless_it_is_given() -> None:
     [((), False), ((3,), False), ((0, 2), False), ((0, 1), True), ((0, 2, 4), False), ((0, 2, 4, 6), True)],
 )
 def test_half_of_the_job_or_a_whole_node_is_a_shared_stall(standing: tuple[int, ...], shared: bool) -> None:
-    assert is_shared(standing, RANKS, 2) is shared
+    assert is_shared(standing, 8, 2) is shared
 
 
 def test_one_of_two_ranks_hangs_by_itself_and_one_of_one_does_not() -> None:
-    assert not is_shared((0,), (0, 1), 2)
-    assert not is_shared((0,), (0, 1), 1)
-    assert is_shared((0,), (0,), 1)
+    assert not is_shared((0,), 2, 2)
+    assert not is_shared((0,), 2, 1)
+    assert is_shared((0,), 1, 1)
+
+
+def test_the_last_rank_in_its_block_hangs_by_itself() -> None:
+    silent = {0: Evidence(Stance.ELSEWHERE, 31.0, 30.0)}
+    assert judge(silent, 1, 8, 2, CEILING_S).ranks == (0,)
 
 
 EVIDENCE = st.builds(
@@ -84,12 +89,12 @@ STEADY = st.none() | st.integers(0, STEADY_LOOKS)
 def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
     silent: dict[int, Evidence], nproc: int, steady: int | None
 ) -> None:
-    verdict = judge(silent, RANKS, nproc, CEILING_S, steady)
+    verdict = judge(silent, 8, 8, nproc, CEILING_S, steady)
     standing = {rank for rank, each in silent.items() if each.stance is not Stance.WAITS}
     assert set(verdict.ranks) <= standing
     if verdict.finding is not Finding.CULPRITS:
         return
-    assert not is_shared(standing, RANKS, nproc)
+    assert not is_shared(standing, 8, nproc)
     for rank in verdict.ranks:
         each = silent[rank]
         assert each.age_s >= each.limit_s
@@ -107,7 +112,7 @@ def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
 def test_no_silence_is_waited_for_for_ever(silent: dict[int, Evidence], nproc: int) -> None:
     """Who stays where it is leads to an incident in the end, whatever it is."""
     old = {rank: Evidence(e.stance, 1e5, e.limit_s, e.state, 1e5) for rank, e in silent.items()}
-    verdict = judge(old, RANKS, nproc, CEILING_S)
+    verdict = judge(old, 8, 8, nproc, CEILING_S)
     assert verdict.finding in (Finding.CULPRITS, Finding.TOO_LONG, Finding.ALL_WAIT)
 
 
@@ -115,7 +120,7 @@ def test_no_silence_is_waited_for_for_ever(silent: dict[int, Evidence], nproc: i
 def test_where_nobody_shows_progress_one_look_is_no_evidence(
     silent: dict[int, Evidence], nproc: int, steady: int
 ) -> None:
-    verdict = judge(silent, RANKS, nproc, CEILING_S, steady)
+    verdict = judge(silent, 8, 8, nproc, CEILING_S, steady)
     assert verdict.finding in (Finding.NOTHING, Finding.ASK_AGAIN)
 
 
@@ -133,7 +138,7 @@ class Watched:
         self.asked: list[list[int]] = []
         self.told: list[Stall] = []
         ask = lambda question, ranks: self.asked.append(ranks)  # noqa: E731
-        self.watch = HangWatch(Heartbeat.of(limit_s), 2, ask, self.told.append)
+        self.watch = HangWatch(Heartbeat.of(limit_s), 8, 2, ask, self.told.append)
         self.watch.shows_progress = True
         self.now_s = 1000.0
 
