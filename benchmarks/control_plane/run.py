@@ -347,7 +347,8 @@ class World:
         self._not_leaving = {self.culprit}
         for index, node in enumerate(self.nodes):
             numbers = range(index * NPROC, (index + 1) * NPROC)
-            node.say(Silent([[number, 7, int(HEARTBEAT_S * 1000) + 10, self.step + 1, 1] for number in numbers]))
+            rows = [[number, 7, int(HEARTBEAT_S * 1000) + 10, self.step + 1, 1, 0, 0] for number in numbers]
+            node.say(Silent(rows))
         for _ in range(2):  # the inquiry and, when all have answered, the verdict
             self._hear_all()
             with self._working():

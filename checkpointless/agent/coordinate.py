@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from checkpointless.agent.awake import AwakeClock
 from checkpointless.agent.coordinator import FAILED, Coordinator, Limits
 from checkpointless.agent.incidents import signal_name
 from checkpointless.agent.port import CoordinatorPort
@@ -48,8 +49,9 @@ def host(
     selector: selectors.BaseSelector,
     events: EventLog,
     say: Callable[[str], None],
+    clock: Callable[[], float],
 ) -> tuple[Coordinator, CoordinatorPort]:
-    """A coordinator that listens for agents, in the loop of ``selector``.
+    """A coordinator that listens for agents, in the loop of ``selector``, whose limits are measured with ``clock``.
 
     Raises:
         OSError: the address cannot be looked up or listened on.
@@ -59,7 +61,8 @@ def host(
         say(
             f"{meeting.address} is {address} here, which no other node can reach: use an address of this node's own"
         )
-    coordinator = Coordinator(limits, nnodes=meeting.nnodes, nproc=meeting.nproc, events=events, say=say)
+    nnodes, nproc = meeting.nnodes, meeting.nproc
+    coordinator = Coordinator(limits, nnodes=nnodes, nproc=nproc, events=events, say=say, clock=clock)
     door = CoordinatorPort(
         address,
         meeting.port,
@@ -67,6 +70,7 @@ def host(
         coordinator=coordinator,
         selector=selector,
         silence_s=meeting.silence_s,
+        clock=clock,
     )
     return coordinator, door
 
@@ -96,20 +100,21 @@ def coordinate(
         OSError: the address cannot be looked up or listened on.
     """
     selector = selectors.DefaultSelector()
-    coordinator, door = host(meeting, limits, selector, events, say)
+    clock = AwakeClock()
+    coordinator, door = host(meeting, limits, selector, events, say, clock)
     say(f"coordinating {meeting.nnodes} nodes of {meeting.nproc} ranks at {meeting.address}:{door.port}")
     until_s = float("inf")
     try:
-        while coordinator.outcome is None or (door.has_guests() and time.monotonic() < until_s):
+        while coordinator.outcome is None or (door.has_guests() and clock() < until_s):
             for key, _ in selector.select(TICK_S):
                 key.data()
-            now_s = time.monotonic()
+            now_s = clock()
             while signals:
                 coordinator.end(FAILED, f"stopped by {signal_name(signals.pop(0))}")
             door.tick(now_s)
             coordinator.tick(now_s)
             if watch is not None:
-                watch.look_from_outside(coordinator, now_s)
+                watch.look_from_outside(coordinator, time.monotonic())
             if coordinator.outcome is not None and until_s == float("inf"):
                 until_s = now_s + FAREWELL_S
         for line in coordinator.outcome.last_words:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 from checkpointless.agent.adoption import Adoption
 from checkpointless.agent.board import NO_STEP
-from checkpointless.agent.hangs import HangWatch, Heartbeat
+from checkpointless.agent.hang_watch import HangWatch, Stall
+from checkpointless.agent.hangs import Heartbeat
 from checkpointless.agent.incident_tracker import IncidentTracker
 from checkpointless.agent.incidents import STILLBORN_LIMIT, Cause, CauseKind, culprit, exit_cause
 from checkpointless.agent.node_protocol import (
+    STATES,
     Alive,
     AllDone,
     Answered,
@@ -37,6 +39,7 @@ from checkpointless.agent.node_protocol import (
     RankDone,
     RankEnded,
     RankReady,
+    Searching,
     Silent,
     Spawn,
     Standing,
@@ -44,6 +47,7 @@ from checkpointless.agent.node_protocol import (
     Trouble,
 )
 from checkpointless.agent.rendezvous import Rendezvous
+from checkpointless.agent.reunion import Reunion, assumed, reunite
 from checkpointless.agent.roster import NOT_YET, Node, Rank, Roster, Standings
 from checkpointless.agent.workers import COUNTED, IN_BLOCK, WorkerState
 from checkpointless.telemetry.events import EventLog
@@ -64,8 +68,8 @@ class Limits:
         regroup_timeout_s: how long ranks may take to the barrier of an incident.
         max_incidents: how many the job may recover from (None: any number).
         join_timeout_s: how long nodes may take to the first meeting.
-        node_timeout_s: how long the nodes of a running job may take to find this coordinator before a spare takes
-            their place.
+        node_timeout_s: how long the nodes of a running job may take to find this coordinator (again) before they
+            are taken for lost.
     """
 
     heartbeat: Heartbeat
@@ -84,6 +88,8 @@ class Coordinator:
         nproc: how many ranks on each.
         events: the job's event log.
         say: takes lines for the terminal.
+        clock: what the times of :meth:`tick` are read from; one that stands still while this process does, so that
+            nobody is blamed for what it did not hear.
 
     Attributes:
         outcome: how the job ended; None as long as it has not.
@@ -101,7 +107,9 @@ class Coordinator:
         nproc: int,
         events: EventLog,
         say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.limits = limits
         self.outcome: End | None = None
         self._roster = Roster(nnodes, nproc)
@@ -113,12 +121,14 @@ class Coordinator:
         self._incidents = IncidentTracker(limits.max_incidents, events, say)
         self._running = False  # between a begin and the fault or end that ends it
         self._target = NO_STEP  # the step after which it is over
-        self._gather_by_s: float | None = time.monotonic() + limits.join_timeout_s
+        self._gather_by_s: float | None = self._clock() + limits.join_timeout_s
         self._has_started = False  # processes have been asked for
         self._finishing = False  # every rank's block has returned
         self._high_water = NO_STEP
-        self._note_progress_at_s = time.monotonic() + _NOTE_PROGRESS_EVERY_S
-        self._hangs = HangWatch(limits.heartbeat, self._inquire)
+        self._note_progress_at_s = self._clock() + _NOTE_PROGRESS_EVERY_S
+        self._hangs = HangWatch(limits.heartbeat, nnodes * nproc, nproc, self._inquire, self._tell_stall)
+        self._leave_by: dict[int, tuple[float, int]] = {}  # a rank that was asked to, and the beat that it hung at
+        self._back_by_s: dict[int, float] = {}  # nodes that look for this coordinator
         self._standings = Standings()
         self._adoption = Adoption(self._roster)
         self._replace_at_s: float | None = None  # the nodes of a running job that have not come by then
@@ -159,6 +169,10 @@ class Coordinator:
         node = Node(index, nproc, send)
         if index < 0:
             self.spares.append(node)
+        elif index in self._back_by_s:
+            del self._back_by_s[index]
+            node.joined, node.is_back = self.nodes[index].joined, True
+            self._roster.put_in_place(node, index)
         elif not self.nodes[index].lost:
             raise ValueError(f"node {index} is here already")
         else:
@@ -169,6 +183,10 @@ class Coordinator:
         """The agent of ``node`` cannot be reached any more, and its ranks are taken for dead."""
         if node.lost:  # it said that it leaves, and now its connection is closed
             return
+        if node.searching and node.index not in self._back_by_s and self._roster.is_in_place(node):
+            node.send = _drop
+            self._back_by_s[node.index] = self._clock() + self.limits.node_timeout_s
+            return
         node.send, node.lost, node.joined = _drop, reason, False
         if node in self.spares:
             self.spares.remove(node)
@@ -176,6 +194,7 @@ class Coordinator:
             return
         self._roster.lost.add(node.index)
         self._roster.not_joined.add(node.index)
+        self._back_by_s.pop(node.index, None)
         self._standings.drop(node.index)
         self._adoption.drop(node)
         mine = self._roster.ranks_of(node)
@@ -194,7 +213,7 @@ class Coordinator:
             cause = Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}")
             self._fault(cause)
             self._incidents.step_up(Rung.NODE, str(cause))
-            self._gather_by_s = time.monotonic() + self.limits.regroup_timeout_s
+            self._gather_by_s = self._clock() + self.limits.regroup_timeout_s
             if self._rendezvous.host == node.index:
                 self._ask_for_store()
         if self.outcome is None:
@@ -204,7 +223,7 @@ class Coordinator:
         """Have a spare take the place of a node, if there is one that is ready."""
         spare = next((each for each in self.spares if each.joined), None)
         if spare is None:
-            left_s = (self._gather_by_s or 0.0) - time.monotonic()
+            left_s = (self._gather_by_s or 0.0) - self._clock()
             self._say(f"no spare is ready: waiting up to {max(left_s, 0):.0f} s for another node {lost.index}")
             return
         self.spares.remove(spare)
@@ -228,6 +247,8 @@ class Coordinator:
             self._on_store(node, message)
         elif isinstance(message, JobOver):
             self.end(message.code, message.reason)
+        elif isinstance(message, Searching):
+            node.searching = self._has_started
         elif isinstance(message, Leaving):
             if node is self.host:  # with which this coordinator goes
                 self.end(FAILED, message.reason)
@@ -238,7 +259,7 @@ class Coordinator:
         elif isinstance(message, Silent):
             for number, *_ in message.ranks:
                 self._roster.rank_of(number, node)
-            self._hangs.hear(node.index, message.ranks, self._longest_s(), time.monotonic())
+            self._hangs.hear(node.index, message.ranks, self._longest_s(), self._clock())
         elif isinstance(message, Answered):
             rank = self._roster.rank_of(message.rank, node)
             self._hangs.answered(message.id, rank.number, message.in_collective, message.stack)
@@ -253,9 +274,16 @@ class Coordinator:
         """
         if self.outcome is not None:
             return
+        for index in [index for index, by_s in self._back_by_s.items() if now_s >= by_s]:
+            self.lose(self.nodes[index], "it lost sight of the coordinator and did not come back")
         if self._running:
             self._look_for_hangs(now_s)
-        elif self._replace_at_s is not None and now_s >= self._replace_at_s:
+            return
+        for number in [number for number, (by_s, _) in self._leave_by.items() if now_s >= by_s]:
+            _, beat = self._leave_by.pop(number)
+            if self.ranks[number].state is WorkerState.LEAVING:
+                self._kill([self.ranks[number]], beat)
+        if self._replace_at_s is not None and now_s >= self._replace_at_s:
             self._replace_at_s = None
             for index in sorted(self._roster.lost):
                 missing = self.nodes[index]
@@ -303,6 +331,8 @@ class Coordinator:
     # ---- processes
 
     def _on_joined(self, node: Node) -> None:
+        if node.is_back and not self._begin_anew(node, "its agent was started anew"):
+            return
         node.joined = True
         if not self._roster.is_in_place(node):
             vacant = next((each for each in self.nodes if each.lost and each.lost != NOT_YET), None)
@@ -327,7 +357,8 @@ class Coordinator:
 
     def _ask_for_store(self) -> None:
         """Have a node open a store for the coming generation; if there is no node, the first that joins."""
-        host = next((node for node in self.nodes if node.joined), None)
+        here = (node for node in self.nodes if node.joined and node.index not in self._back_by_s)
+        host = next(here, None)
         self._rendezvous.ask(self._coming() if host else -1, host.index if host else -1)
         if host is not None:
             host.send(OpenStore(self._coming()))
@@ -340,8 +371,7 @@ class Coordinator:
         for rank, incarnation in waiting:
             if rank.state is WorkerState.STARTING and rank.incarnation == incarnation:
                 self._start(rank)
-        if self._roster.all_are(WorkerState.READY):
-            self._begin()
+        self._begin_if_all_are_here()
 
     def _spawn(self, rank: Rank) -> None:
         rank.incarnation += 1
@@ -362,7 +392,7 @@ class Coordinator:
         was = rank.state
         self._roster.move(rank, WorkerState.GONE)
         entered = was in COUNTED
-        if not entered and (was is WorkerState.FINISHED or rank.incarnation == 0):
+        if not entered and (was is WorkerState.FINISHED or (rank.incarnation == 0 and not ended.forgiven)):
             if ended.code != 0:
                 cause = exit_cause(rank.number, ended.code, NO_STEP)
                 self.end(FAILED, *ended.last_lines, f"{cause}; its log: {ended.log_path}")
@@ -398,18 +428,15 @@ class Coordinator:
 
     def _interrupt(self, cause: Cause) -> None:
         """Begin an incident."""
-        incident = self._incidents.begin(cause)
+        self._incidents.begin(cause)
         self._hangs.forget()
         if self._running:
             self._running = False
-            blamed = culprit(cause)
-            self._tell_nodes(
-                Interrupt(self.generation, incident.id, str(cause), NO_STEP if blamed is None else blamed)
-            )
+            self._tell_nodes(self._interruption())
             for rank in self.ranks:
                 if rank.state in IN_BLOCK:
                     self._roster.move(rank, WorkerState.LEAVING)
-        self._gather_by_s = time.monotonic() + self.limits.regroup_timeout_s
+        self._gather_by_s = self._clock() + self.limits.regroup_timeout_s
         if self._rendezvous.generation != self._coming():
             self._ask_for_store()
 
@@ -419,10 +446,13 @@ class Coordinator:
             self._fault(left)
         self._roster.move(rank, WorkerState.READY)
         if self._gather_by_s is None:
-            self._gather_by_s = time.monotonic() + self.limits.heartbeat.ceiling_s
-        if self._roster.all_are(WorkerState.READY) and self._rendezvous.is_open:
-            self._begin()
+            self._gather_by_s = self._clock() + self.limits.heartbeat.limit_s
+        self._begin_if_all_are_here()
         self._check_end()
+
+    def _begin_if_all_are_here(self) -> None:
+        if self._roster.all_are(WorkerState.READY) and self._rendezvous.is_open and not self._back_by_s:
+            self._begin()
 
     def _too_late(self, now_s: float) -> None:
         late = [rank for rank in self.ranks if rank.state is not WorkerState.READY]
@@ -443,23 +473,27 @@ class Coordinator:
             )
             return
         names = "rank " + ", ".join(str(rank.number) for rank in late)
+        began = self.generation >= 0
+        limit_s = self.limits.regroup_timeout_s if began else self.limits.heartbeat.limit_s
+        if self._incidents.open is None:
+            what = f"did not enter the block within {limit_s:g} s after the first rank did"
+            self._fault(Cause(CauseKind.LOSS, late[0].number, "hang", what, NO_STEP))
         incident = self._incidents.open
-        if incident is None:
-            limit_s = self.limits.heartbeat.ceiling_s
-            self.end(FAILED, f"{names} did not enter the block within {limit_s:g} s after the first rank did")
-        elif incident.killed_the_late:
-            limit_s = self.limits.regroup_timeout_s
-            self.end(FAILED, f"{names} did not come back within {limit_s:g} s, also not as a new process")
+        if incident is None or self.outcome is not None:
+            return
+        if incident.killed_the_late:
+            did = "come back" if began else "enter the block"
+            self.end(FAILED, f"{names} did not {did} within {limit_s:g} s, also not as a new process")
         else:
             incident.killed_the_late = True
-            self._gather_by_s = now_s + self.limits.regroup_timeout_s
+            self._gather_by_s = now_s + limit_s
             self._say(f"incident {incident.id}: {names} did not come back in time and is replaced")
             self._kill(late)
 
-    def _kill(self, ranks: Iterable[Rank]) -> None:
+    def _kill(self, ranks: Iterable[Rank], beat: int = -1) -> None:
         for rank in ranks:
             if rank.state is not WorkerState.GONE:
-                rank.node.send(Kill(rank.number, rank.incarnation, self.generation))
+                rank.node.send(Kill(rank.number, rank.incarnation, self.generation, beat))
 
     def _begin(self) -> None:
         """All ranks are at the barrier."""
@@ -475,6 +509,7 @@ class Coordinator:
         for rank in self.ranks:
             self._roster.move(rank, WorkerState.RUNNING)
         self._hangs.forget()
+        self._leave_by.clear()
         self._standings = Standings()
         self._tell_nodes(
             Begin(self.generation, incident.id if incident else "", env, self._high_water, self._target)
@@ -495,12 +530,14 @@ class Coordinator:
         self._high_water = newest
 
     def _on_progress(self, node: Node, message: Progress) -> None:
+        self._hangs.shows_progress |= message.shows
+        self._hangs.pause_s = max(self._hangs.pause_s, message.pause_ms / 1000)
         self._standings.put(node.index, message)
         self._high_water = max(self._high_water, message.newest)
         if not self._running or len(self._standings) < len(self.nodes):
             return
         self._resumed_at(self._standings.newest)
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s >= self._note_progress_at_s:
             self._note_progress_at_s = now_s + _NOTE_PROGRESS_EVERY_S
             self._incidents.emit("progress", "point", high_water=self._high_water)
@@ -518,14 +555,23 @@ class Coordinator:
     def _look_for_hangs(self, now_s: float) -> None:
         running = (rank.number for rank in self.ranks if rank.state is WorkerState.RUNNING)
         for hang in self._hangs.look(running, now_s):
-            if hang.rank is None:
-                what = f"waited for each other with no progress for {hang.limit_s:g} s"
-            else:
-                what = f"made no progress for {hang.limit_s:g} s"
-                self._incidents.emit("stack", "point", rank=hang.rank, stack=hang.stack)
-            self._fault(Cause(CauseKind.LOSS, hang.rank, "hang", what, hang.step))
             if hang.rank is not None:
-                self._kill([self.ranks[hang.rank]])
+                self._incidents.emit("stack", "point", rank=hang.rank, stack=hang.stack)
+            self._fault(Cause(CauseKind.LOSS, hang.rank, "hang", hang.what, hang.step, who=hang.who))
+            if hang.rank is not None:  # who answers is asked to leave first
+                self._leave_by[hang.rank] = (now_s + hang.grace_s, hang.beat)
+
+    def _tell_stall(self, stall: Stall) -> None:
+        self._incidents.emit(
+            "stall",
+            "point" if stall.up_to_s else "end",
+            ranks=list(stall.ranks),
+            seconds=stall.seconds,
+            up_to_s=stall.up_to_s,
+            step=stall.step,
+            places=stall.places,
+        )
+        self._say(str(stall))
 
     def _inquire(self, inquiry: int, ranks: list[int]) -> None:
         asked: defaultdict[int, list[list[int]]] = defaultdict(list)
@@ -538,14 +584,94 @@ class Coordinator:
 
     def _on_standing(self, node: Node, standing: Standing) -> None:
         if self._has_started or not self._roster.is_in_place(node):
-            node.send(Discard())  # it was taken for lost, and others may be where its ranks were
+            self._on_return(node, standing)
             return
-        now_s = time.monotonic()
+        now_s = self._clock()
         if not self._adoption:
             self._gather_by_s = now_s + self.limits.regroup_timeout_s
             self._replace_at_s = now_s + self.limits.node_timeout_s
         self._adoption.put(node, standing)
         self._on_joined(node)
+
+    def _on_return(self, node: Node, standing: Standing) -> None:
+        """A node that lost sight of this coordinator, or of which this coordinator did, is back with its ranks."""
+        in_place = self._roster.is_in_place(node)
+        same = (standing.generation, standing.run_id) == (self.generation, self._rendezvous.run_id)
+        if not in_place or not same or standing.finished != self._finishing:
+            if not node.is_back or self._begin_anew(node, "it came back from another generation"):
+                node.send(Discard())  # others may be where its ranks were
+            return
+        was_lost = not node.is_back
+        node.is_back, node.joined = False, True
+        self._roster.not_joined.discard(node.index)
+        kept = "and has to regroup with the others" if was_lost else "and nobody had missed it"
+        self._say(f"node {node.index} is back with its ranks, {kept}")
+        self._incidents.emit("back", "point", node_number=node.index, was_lost=was_lost)
+        for number, incarnation, state, committed, making in standing.ranks:
+            rank, said = self._roster.rank_of(number, node), STATES[state]
+            if said is not WorkerState.GONE:
+                rank.incarnation = incarnation
+            rank.committed, rank.making = committed, making
+            self._high_water = max(self._high_water, committed)
+            if was_lost:
+                self._roster.move(rank, assumed(said))
+                if said is WorkerState.GONE and not self._finishing:
+                    self._spawn(rank)
+        for number, _, state, *_ in standing.ranks:
+            self._reunite(self.ranks[number], STATES[state], was_lost)
+        if self.outcome is not None:
+            return
+        if self._rendezvous.host == node.index and not self._rendezvous.is_open and not self._running:
+            node.send(OpenStore(self._rendezvous.generation))
+        if not self._roster.not_joined and not self._running and not self._finishing:
+            self._start_missing()  # of nodes that have come meanwhile
+        self._begin_if_all_are_here()
+
+    def _begin_anew(self, node: Node, reason: str) -> bool:
+        """Take the ranks for lost of a node that has come back without them.
+
+        Returns:
+            Whether it still has a place.
+        """
+        send, index, node.is_back = node.send, node.index, False
+        self.lose(node, reason)
+        if self.outcome is None and self.nodes[index] is node:
+            node.send, node.lost = send, ""
+            self._roster.put_in_place(node, index)
+            return True
+        send(self.outcome or End(FAILED, [f"a spare has taken the place of node {index}"]))
+        return False
+
+    def _reunite(self, rank: Rank, said: WorkerState, was_lost: bool) -> None:
+        match reunite(assumed(said) if was_lost else rank.state, said):
+            case Reunion.READY:
+                self._on_ready(rank)
+            case Reunion.DONE:
+                self._on_rank(rank, RankDone(rank.number, self.generation))
+            case Reunion.INTERRUPT:
+                rank.node.send(self._interruption())
+            case Reunion.START:
+                self._roster.move(rank, WorkerState.GONE)
+                self._spawn(rank)
+            case Reunion.FINISH:
+                rank.node.send(AllDone())
+            case Reunion.ENDED if self._finishing:
+                self._roster.move(rank, WorkerState.GONE)
+                self._check_end()
+            case Reunion.ENDED:
+                what = "ended while its node looked for the coordinator"
+                self._fault(Cause(CauseKind.LOSS, rank.number, "exit", what, rank.making))
+                self._roster.move(rank, WorkerState.GONE)
+                if self.outcome is None:
+                    self._spawn(rank)
+            case Reunion.AGREED:
+                pass
+
+    def _interruption(self) -> Interrupt:
+        incident = self._incidents.open
+        assert incident is not None
+        blamed = culprit(incident.cause)
+        return Interrupt(self.generation, incident.id, str(incident.cause), NO_STEP if blamed is None else blamed)
 
     def _adopt(self) -> None:
         """All nodes are here, and some run ranks that a coordinator before this one had them start."""

@@ -1,16 +1,23 @@
-"""Finding ranks that make no progress, and telling who hangs from who merely waits for them."""
+"""Who hangs, who merely waits, and whose stall is everybody's: the policy, as pure functions of plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 
-ANSWER_TIMEOUT_S = 0.8  # so that a hang is found within the limit and one second
+from checkpointless.agent.process_state import ProcessState
+
 NEARLY = 0.9  # ranks that wait for a stalled one stopped about when it did
+SHARING = 0.5  # from this part of its limit on, a stall that another rank's is found by counts as the same one
 DEFAULT_CEILING_S = 600.0
 FLOOR_S = 30.0
 LONGEST_TIMES = 10.0
-_MOVED_ON = -1  # the beat of a rank that its node does not call silent
+PAUSE_TIMES = 3.0  # a job that has paused for so long by itself may do so again, and longer
+BUSY_TIMES = 3.0  # for a rank that cannot answer because it computes
+LEAST_GRACE_S, MOST_GRACE_S = 1.0, 10.0
+STEADY_LOOKS = 5  # at ranks that have never shown progress
 
 
 @dataclass(frozen=True)
@@ -18,13 +25,14 @@ class Heartbeat:
     """How long a rank in its block may show no progress.
 
     Attributes:
-        ceiling_s: at most, wherever it is: also between two steps, where checkpoints are written, and in the first
+        limit_s: at most, wherever it is: also between two steps, where checkpoints are written, and in the first
             steps of a generation.
-        adapts: whether a rank within a step has :data:`LONGEST_TIMES` times as long as any rank needed from one
-            beat to the next so far, but at least :data:`FLOOR_S`.
+        adapts: whether the limits follow the job: a rank within a step has :data:`LONGEST_TIMES` times as long as
+            any rank needed from one beat to the next so far, but at least :data:`FLOOR_S`; one outside of a step
+            :data:`PAUSE_TIMES` times the longest pause so far, but at least ``limit_s``.
     """
 
-    ceiling_s: float = DEFAULT_CEILING_S
+    limit_s: float = DEFAULT_CEILING_S
     adapts: bool = True
 
     @classmethod
@@ -39,75 +47,74 @@ class Heartbeat:
             longest_s: the longest that any rank took from one beat to the next within a step (0: not known yet).
         """
         if not self.adapts or longest_s <= 0:
-            return self.ceiling_s
-        return min(self.ceiling_s, max(FLOOR_S, LONGEST_TIMES * longest_s))
+            return self.limit_s
+        return min(self.limit_s, max(FLOOR_S, LONGEST_TIMES * longest_s))
+
+    def ceiling_s(self, pause_s: float) -> float:
+        """The limit of a rank outside of a step, and of a stall that ranks share.
+
+        Args:
+            pause_s: the longest that any rank took from one beat to the next outside of a step so far.
+        """
+        return max(self.limit_s, PAUSE_TIMES * pause_s) if self.adapts else self.limit_s
+
+
+def grace_s(limit_s: float) -> float:
+    """How long a rank that was asked has, to answer or to leave its block.
+
+    Args:
+        limit_s: how long it may show no progress.
+    """
+    return min(MOST_GRACE_S, max(LEAST_GRACE_S, limit_s / 2))
+
+
+class Stance(Enum):
+    """What a silent rank says when it is asked where its main thread stands."""
+
+    WAITS = "in a collective"
+    ELSEWHERE = "outside of a collective"
+    MUTE = "nothing"
 
 
 @dataclass(frozen=True)
-class Silence:
-    """A rank that has shown no progress for a while.
+class Evidence:
+    """What is known of a rank that shows no progress.
 
     Attributes:
-        beat: that it is stuck at.
-        since_s: when that began, by this process's clock.
-        making: the step in the making.
-        limit_s: how long it may.
+        age_s: for how long.
+        limit_s: for how long it may.
+        state: of its process.
+        mute_s: for how long it has been asked in vain.
     """
 
-    beat: int
-    since_s: float
-    making: int
+    stance: Stance
+    age_s: float
     limit_s: float
+    state: ProcessState = ProcessState.UNKNOWN
+    mute_s: float = 0.0
 
 
-@dataclass
-class Inquiry:
-    """A question that is out.
+class Finding(Enum):
+    """What an inquiry came to."""
 
-    Attributes:
-        stalled: the ranks that were asked, with the beat that they were stuck at.
-        in_collective: what they answered so far.
-    """
-
-    id: int
-    asked_at_s: float
-    stalled: dict[int, int]
-    in_collective: dict[int, bool] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)
-
-    def is_over(self, now_s: float) -> bool:
-        """Whether all have answered, or had the time to."""
-        return len(self.in_collective) == len(self.stalled) or now_s - self.asked_at_s >= ANSWER_TIMEOUT_S
+    NOTHING = "nothing to do"
+    ASK_AGAIN = "who has not answered may still do so"
+    WAIT = "a stall that must be waited for"
+    CULPRITS = "ranks that hang while the others wait"
+    ALL_WAIT = "all wait for each other"
+    TOO_LONG = "a stall that has been waited for long enough"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an inquiry came to.
+    """A finding.
 
     Attributes:
-        culprits: ranks that hang, and must be replaced.
-        everybody_waits: no rank hangs by itself, but all wait for each other.
+        ranks: whom it is about: the culprits, or those that are waited for.
     """
 
-    culprits: tuple[int, ...]
-    everybody_waits: bool
-
-
-@dataclass(frozen=True)
-class Hang:
-    """A rank that hangs, or all of them.
-
-    Attributes:
-        rank: None if all wait for each other.
-        limit_s: for how long there was no progress.
-        step: in the making.
-        stack: of its main thread, if it told.
-    """
-
-    rank: int | None
-    limit_s: float
-    step: int
-    stack: str = ""
+    finding: Finding
+    ranks: tuple[int, ...] = ()
 
 
 def stalled(ages_s: Mapping[int, float], limits_s: Mapping[int, float]) -> tuple[int, ...]:
@@ -119,101 +126,99 @@ def stalled(ages_s: Mapping[int, float], limits_s: Mapping[int, float]) -> tuple
     """
     if not any(age_s >= limits_s[rank] for rank, age_s in ages_s.items()):
         return ()
-    return tuple(sorted(rank for rank, age_s in ages_s.items() if age_s >= NEARLY * limits_s[rank]))
+    return tuple(sorted(rank for rank, age_s in ages_s.items() if age_s >= SHARING * limits_s[rank]))
 
 
-def judge(inquiry: Inquiry, beats: Mapping[int, int], ages_s: Mapping[int, float], ceiling_s: float) -> Verdict:
-    """Who hangs: who does not answer, or answers from outside a collective. The others are victims.
+def is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
+    """Whether what holds these ranks up is no fault of theirs: it holds up half of the job, or a whole node.
+
+    One rank of several is never enough: the other of two, or the node of a single one, would never be found.
+
+    Args:
+        standing: those that stand still outside of a collective, or do not answer.
+        world: how many ranks the job has, those whose block has returned among them.
+        nproc: how many of them a node has.
+    """
+    if len(standing) < 2:
+        return bool(standing) and world == 1
+    here = Counter(rank // nproc for rank in standing)
+    return 2 * len(standing) >= world or (nproc > 1 and nproc in here.values())
+
+
+def is_given_up(evidence: Evidence, ceiling_s: float) -> bool:
+    """Whether a rank that does not answer must be replaced; the kernel's word counts for more than its silence.
+
+    A process that computes holds the interpreter, as a long call of a C library does; one that is blocked in the
+    kernel could neither answer nor be killed; one that a debugger holds is looked at by somebody.
+
+    Args:
+        ceiling_s: how long a stall may take that is nobody's fault.
+    """
+    if evidence.mute_s < grace_s(evidence.limit_s):
+        return False
+    if evidence.state is ProcessState.BUSY:
+        return evidence.age_s >= BUSY_TIMES * evidence.limit_s
+    if evidence.state in (ProcessState.BLOCKED, ProcessState.TRACED):
+        return evidence.age_s >= max(ceiling_s, BUSY_TIMES * evidence.limit_s)
+    return True
+
+
+def judge(
+    silent: Mapping[int, Evidence],
+    running: int,
+    world: int,
+    nproc: int,
+    ceiling_s: float,
+    steady: int | None = None,
+) -> Verdict:
+    """Who hangs: of those that stand outside of a collective or do not answer, who is not one of many.
 
     Victims alone are no reason to act while a rank that they may be waiting for still shows progress, unless
-    that goes on for twice the limit.
+    that goes on for twice the ceiling.
 
     Args:
-        beats: the beat of each running rank now; one that moved on since it was asked is left alone.
-        ages_s: as for :func:`stalled`.
-        ceiling_s: how long any rank may show no progress, wherever it is.
+        silent: of each rank that was asked and has not moved since.
+        running: how many ranks are in their block.
+        world: how many the job has.
+        nproc: how many of them a node has.
+        ceiling_s: how long a stall is waited for that ranks share.
+        steady: None in a job that shows progress. In another silence means nothing, and this is how often in a row
+            all ranks were found where they are: only who stands idle while others wait in a collective hangs.
     """
-    still = [rank for rank, beat in inquiry.stalled.items() if beats.get(rank) == beat]
-    culprits = tuple(rank for rank in still if not inquiry.in_collective.get(rank, False))
-    everybody = len(still) == len(ages_s) or any(ages_s[rank] >= 2 * ceiling_s for rank in still)
-    return Verdict(culprits, bool(still) and not culprits and everybody)
+    standing = sorted(rank for rank, each in silent.items() if each.stance is not Stance.WAITS)
+    if not standing:
+        everybody = len(silent) == running and all(e.age_s >= NEARLY * e.limit_s for e in silent.values())
+        too_long = any(each.age_s >= 2 * ceiling_s for each in silent.values())
+        if silent and steady is None and (everybody or too_long):
+            return Verdict(Finding.ALL_WAIT)
+        return Verdict(Finding.NOTHING)
+    mute = [silent[rank] for rank in standing if silent[rank].stance is Stance.MUTE]
+    if any(each.mute_s < grace_s(each.limit_s) for each in mute):
+        return Verdict(Finding.ASK_AGAIN)
+    if is_shared(standing, world, nproc):
+        if steady is not None:
+            return Verdict(Finding.NOTHING)
+        too_long = any(silent[rank].age_s >= ceiling_s for rank in standing)
+        return Verdict(Finding.TOO_LONG if too_long else Finding.WAIT, tuple(standing))
+    if steady is not None:
+        idle = all(silent[rank].state is not ProcessState.BUSY for rank in standing)
+        if not idle or len(standing) == len(silent) or steady < STEADY_LOOKS:
+            return Verdict(Finding.NOTHING)
+    culprits = tuple(rank for rank in standing if _is_culprit(silent[rank], ceiling_s))
+    if culprits:
+        return Verdict(Finding.CULPRITS, culprits)
+    return Verdict(Finding.WAIT if mute else Finding.NOTHING, tuple(standing) if mute else ())
 
 
-class HangWatch:
-    """Watches the ranks of a running generation by what their nodes say of silent ones.
+def _is_culprit(evidence: Evidence, ceiling_s: float) -> bool:
+    if evidence.age_s < evidence.limit_s:
+        return False
+    return evidence.stance is Stance.ELSEWHERE or is_given_up(evidence, ceiling_s)
 
-    Args:
-        heartbeat: what ranks are held to.
-        ask: asks ranks where their main threads stand; takes the number of the inquiry and theirs.
-    """
 
-    def __init__(self, heartbeat: Heartbeat, ask: Callable[[int, list[int]], None]) -> None:
-        self._heartbeat = heartbeat
-        self._ask = ask
-        self._silent: dict[int, dict[int, Silence]] = {}  # by node
-        self._inquiry: Inquiry | None = None
-        self._inquiries = 0
-        self._next_inquiry_s = 0.0
-
-    def forget(self) -> None:
-        """The generation is over, or another begins."""
-        self._silent, self._inquiry = {}, None
-
-    def hear(self, node: int, ranks: Iterable[list[int]], longest_s: float, now_s: float) -> None:
-        """A node says which of its ranks are silent now.
-
-        Args:
-            ranks: as in :class:`~checkpointless.agent.node_protocol.Silent`.
-            longest_s: the longest between two beats on any node.
-            now_s: on the monotonic clock.
-        """
-        self._silent[node] = {
-            rank: Silence(
-                beat,
-                now_s - age_ms / 1000,
-                making,
-                self._heartbeat.within_step_s(longest_s) if in_step else self._heartbeat.ceiling_s,
-            )
-            for rank, beat, age_ms, making, in_step in ranks
-        }
-
-    def answered(self, inquiry: int, rank: int, in_collective: bool, stack: str) -> None:
-        """A rank says where its main thread stands."""
-        if self._inquiry is not None and inquiry == self._inquiry.id:
-            self._inquiry.in_collective[rank] = in_collective
-            self._inquiry.stacks[rank] = stack
-
-    def look(self, running: Iterable[int], now_s: float) -> list[Hang]:
-        """The hangs that are found now.
-
-        Args:
-            running: the numbers of the ranks in their block.
-            now_s: on the monotonic clock.
-        """
-        silent = {rank: found for node in self._silent.values() for rank, found in node.items()}
-        if not silent and self._inquiry is None:
-            return []
-        ages_s = {rank: now_s - silent[rank].since_s if rank in silent else 0.0 for rank in running}
-        beats = {rank: silent[rank].beat if rank in silent else _MOVED_ON for rank in ages_s}
-        if self._inquiry is None:
-            limits_s = {rank: silent[rank].limit_s if rank in silent else float("inf") for rank in ages_s}
-            suspects = stalled(ages_s, limits_s)
-            if suspects and now_s >= self._next_inquiry_s:
-                self._inquiries += 1
-                self._inquiry = Inquiry(self._inquiries, now_s, {rank: beats[rank] for rank in suspects})
-                self._ask(self._inquiries, list(suspects))
-            return []
-        if not self._inquiry.is_over(now_s):
-            return []
-        inquiry, self._inquiry = self._inquiry, None
-        shortest_s = min((each.limit_s for each in silent.values()), default=self._heartbeat.ceiling_s)
-        self._next_inquiry_s = now_s + max(1.0, shortest_s / 10)
-        verdict = judge(inquiry, beats, ages_s, self._heartbeat.ceiling_s)
-        hangs = [
-            Hang(rank, silent[rank].limit_s, silent[rank].making, inquiry.stacks.get(rank, "no answer"))
-            for rank in verdict.culprits
-        ]
-        if verdict.everybody_waits:
-            step = max(each.making for each in silent.values())
-            hangs.append(Hang(None, shortest_s, step))
-        return hangs
+def numbers(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0, 1, 2``, at most eight of them by number."""
+    listed = sorted(ranks)
+    shown = ", ".join(str(rank) for rank in listed[:8])
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return ("rank " if len(listed) == 1 else "ranks ") + shown + more

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from checkpointless.agent.awake import AwakeClock
 from checkpointless.agent.channel import Channel
 from checkpointless.agent.handshake import BEFORE_WELCOME, Challenge, Refused, Welcome, is_welcome, prove
 from checkpointless.agent.node_protocol import FROM_COORDINATOR
@@ -16,6 +17,7 @@ from checkpointless.agent.protocol import LineBuffer, ProtocolError, encode
 
 RETRY_S = 0.5
 ANSWER_TIMEOUT_S = 10.0
+_PAUSE_S = 15.0  # more than an attempt takes: this process was stopped
 REFUSED_FOR_S = 2.0  # what is refused for so long is refused for good
 
 
@@ -64,7 +66,8 @@ class Joining:
     ) -> None:
         self.where = f"{address}:{port}"
         self._stopped = stopped
-        deadline_s = time.monotonic() + timeout_s
+        clock = AwakeClock(most_s=_PAUSE_S)
+        deadline_s = clock() + timeout_s
         refused_since_s: float | None = None
         while True:
             try:
@@ -73,11 +76,11 @@ class Joining:
                 self.own_address: str = self._connection.getsockname()[0]
                 return
             except JoinError:
-                refused_since_s = refused_since_s or time.monotonic()
-                if time.monotonic() >= refused_since_s + refused_for_s or self._stopped():
+                refused_since_s = refused_since_s or clock()
+                if clock() >= refused_since_s + refused_for_s or self._stopped():
                     raise
             except (OSError, ProtocolError) as error:  # the coordinator may not be there yet, or is just ending
-                if time.monotonic() >= deadline_s:
+                if clock() >= deadline_s:
                     raise JoinError(
                         f"the coordinator at {self.where} was not reached within {timeout_s:g} s: {error}"
                     ) from error

@@ -277,6 +277,7 @@ def _run(
         fork_here=config.fork_here,
     )
     # These load torch, which takes seconds; the zygote does so at the same time.
+    from checkpointless.agent.awake import AwakeClock
     from checkpointless.agent.hangs import Heartbeat
     from checkpointless.agent.joining import JoinError
     from checkpointless.agent.node import NodeAgent
@@ -286,7 +287,8 @@ def _run(
     try:
         if http is not None:
             http.open(say)  # and not before: the zygote may have been forked from here
-        link = _link(config, selector, events, signals, say)
+        clock = AwakeClock()
+        link = _link(config, selector, events, signals, say, clock)
     except (JoinError, OSError) as error:
         starter.close()
         say(str(error))
@@ -308,6 +310,7 @@ def _run(
         rank_env=rank_env,
         events=events,
         say=say,
+        clock=clock,
     )
     copies = LogCopies(
         {rank: _log_path(config, rank) for rank in own} if config.stream_logs else {}, sys.stdout, errands
@@ -315,7 +318,7 @@ def _run(
     nproc, nnodes = config.nproc_per_node, config.nnodes
     events.emit("job", "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
     try:
-        outcome = serve(agent, link, selector, signals, None if http is None else http.watch)
+        outcome = serve(agent, link, selector, signals, None if http is None else http.watch, clock)
     finally:
         if not copies.stop():
             say(f"the disk of {config.run_dir} does not answer: what the ranks printed last is not shown")
@@ -333,6 +336,7 @@ def _link(
     events: EventLog,
     signals: list[int],
     say: Callable[[str], None],
+    clock: Callable[[], float],
 ) -> Link:
     """What connects this node with the coordinator, which lives here on node 0, unless there is one elsewhere."""
     from checkpointless.agent.coordinate import Meeting, host
@@ -342,13 +346,13 @@ def _link(
 
     limits = _limits(config)
     if config.is_alone:
-        alone = Coordinator(limits, nnodes=1, nproc=config.nproc_per_node, events=events, say=say)
+        alone = Coordinator(limits, nnodes=1, nproc=config.nproc_per_node, events=events, say=say, clock=clock)
         return HostLink(alone, None)
     address, port = config.endpoint
     if config.node_rank == 0:
         meeting = Meeting(config.nnodes, config.nproc_per_node, address, port, config.token, config.node_timeout_s)
         try:
-            return HostLink(*host(meeting, limits, selector, events, say))
+            return HostLink(*host(meeting, limits, selector, events, say, clock))
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                 raise
@@ -377,6 +381,7 @@ def _link(
         silence_s=config.node_timeout_s,
         say=say,
         stopped=lambda: bool(signals),
+        clock=clock,
     )
 
 

@@ -24,6 +24,7 @@ from checkpointless.agent.node_protocol import (
     Joined,
     NodeMessage,
     RankEnded,
+    Searching,
     Trouble,
 )
 from checkpointless.agent.port import CoordinatorPort
@@ -142,6 +143,7 @@ class GuestLink(Link):
         silence_s: after how many seconds without a word the coordinator is lost.
         say: takes lines for the terminal.
         stopped: whether to give up the first attempt.
+        clock: what the times of :meth:`deliver` are read from; one that stands still while this process does.
 
     Raises:
         JoinError: it cannot be reached, or has no place for this node.
@@ -157,7 +159,9 @@ class GuestLink(Link):
         silence_s: float,
         say: Callable[[str], None],
         stopped: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         joining = join(number, stopped)
         super().__init__(joining.own_address)
         self._join = join
@@ -191,6 +195,7 @@ class GuestLink(Link):
         if self._channel.bytes_heard != self._heard:
             self._heard, self._heard_at_s = self._channel.bytes_heard, now_s
         elif now_s >= self._heard_at_s + self._silence_s and not self._lost:
+            self._channel.send(Searching())  # it may only have been paused, and reads this before the end
             self._channel.close()
             self._lost = f"no word from it for {self._silence_s:g} s"
         try:
@@ -248,7 +253,7 @@ class GuestLink(Link):
 
     def _open(self, joining: Joining) -> Channel:
         self._where = joining.where
-        self._heard, self._heard_at_s, self._next_alive_s = 0, time.monotonic(), 0.0
+        self._heard, self._heard_at_s, self._next_alive_s = 0, self._clock(), 0.0
         return joining.open(self._selector, self.commands.append, self._on_close)
 
     def _on_close(self, reason: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import cast
 
 from checkpointless.agent.board import NO_STEP, BoardReading
-from checkpointless.agent.hangs import NEARLY, Heartbeat
+from checkpointless.agent.hangs import SHARING, Heartbeat
 from checkpointless.agent.incidents import Cause, CauseKind, exception_cause, signal_name
 from checkpointless.agent.node_protocol import (
     STATES,
@@ -40,6 +40,7 @@ from checkpointless.agent.node_protocol import (
     StoreOpened,
     Trouble,
 )
+from checkpointless.agent.process_state import ProcessLook
 from checkpointless.agent.protocol import (
     FAULT_AT_ENV,
     Answer,
@@ -80,7 +81,8 @@ logger = logging.getLogger(__name__)
 TERM_GRACE_S = 5.0
 EXIT_GRACE_S = 1.0  # for a process that hung up, or that said it would exit, to be gone
 _PROGRESS_EVERY_S = 0.25
-_SILENT_EVERY_S = 0.2
+_SILENT_EVERY_S, _SILENT_RARELY_S = 0.2, 5.0  # the longer a silence is, the less its length in seconds means
+_SILENT_SHARE = 1 / 100
 _WARM_UP_STEPS = 2  # of a generation: they compile, connect and allocate
 _FAILED = 1
 
@@ -101,9 +103,12 @@ class NodeAgent:
         rank_env: what every rank's environment gets besides what the coordinator says.
         events: the job's event log.
         say: takes lines for the terminal.
+        clock: what the times of :meth:`tick` are read from; one that stands still while this process does, so that
+            ranks are not blamed for what it did not see.
 
     Attributes:
         index: the node's number.
+        clock: the clock.
         generation: the one that began last.
         joined: whether it can start processes.
         finished: whether every rank's block has returned, on this node and all others.
@@ -125,8 +130,10 @@ class NodeAgent:
         rank_env: dict[str, str],
         events: EventLog,
         say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.workers: dict[int, Worker] = {}
+        self.clock = clock
         self.generation = -1
         self.outcome: End | None = None
         self.index = index
@@ -150,6 +157,8 @@ class NodeAgent:
         self._discarding = False
         self._failures = 0  # processes that exited with another code than 0 since the generation began
         self._longest_s = 0.0  # from one beat to the next in a step of this generation
+        self._pause_s = 0.0  # likewise outside of a step, in all generations
+        self._shows_progress = False
         self._target = NO_STEP
         self._told_progress: Progress | None = None
         self._tell_progress_at_s = 0.0
@@ -203,7 +212,7 @@ class NodeAgent:
         if self.outcome is None:
             self._leave(f"stopped by {signal_name(number)}")
         elif number == signal.SIGINT:
-            self._kill_all_at_s = time.monotonic()
+            self._kill_all_at_s = self.clock()
 
     def end(self, outcome: End, grace_s: float = TERM_GRACE_S) -> None:
         """The job is over: ask the ranks that are left to end, and see to it that they do.
@@ -215,7 +224,7 @@ class NodeAgent:
         if self.outcome is not None:
             return
         self.outcome = outcome
-        self._kill_all_at_s = time.monotonic() + grace_s
+        self._kill_all_at_s = self.clock() + grace_s
         for worker in self.alive():
             if worker.pid is not None:
                 self._starter.signal(worker.pid, signal.SIGTERM)
@@ -262,7 +271,8 @@ class NodeAgent:
                 self._worker(rank).send(Inquire(command.id))
         elif isinstance(command, Kill):
             worker = self._worker(command.rank)
-            if (worker.incarnation, self.generation) == (command.incarnation, command.generation):
+            is_meant = (worker.incarnation, self.generation) == (command.incarnation, command.generation)
+            if is_meant and command.beat in (-1, worker.board.read().beat):
                 worker.forgiven = True
                 self._kill(worker)
         elif isinstance(command, AllDone):
@@ -325,19 +335,20 @@ class NodeAgent:
         self._told_progress, self._tell_progress_at_s, self._told_silent = None, 0.0, False
         self._longest_s, self.finished, self._failures = 0.0, False, 0
         go = Go(begin.generation, self._incident, begin.env, begin.high_water)
-        now_s = time.monotonic()
+        now_s = self.clock()
         for worker in self.workers.values():
             if worker.state is not WorkerState.READY:
                 continue  # it has ended since; the coordinator hears of it
             worker.state = WorkerState.RUNNING
+            worker.beat = worker.beat_at_begin = worker.board.read().beat
             worker.beat_at_s, worker.in_step = now_s, False
             if not worker.send(go):
                 worker.kill_at_s = now_s + EXIT_GRACE_S
 
     def _interrupt(self, interrupt: Interrupt) -> None:
-        now_s = time.monotonic()
+        began_s, now_s = time.monotonic(), self.clock()
         self._incident = interrupt.incident
-        self._fault_at = (interrupt.incident, now_s)
+        self._fault_at = (interrupt.incident, began_s)
         if self._store is not None and self._store.generation <= interrupt.generation:
             self._close_store()
         culprit = interrupt.culprit if interrupt.culprit >= 0 else None
@@ -350,7 +361,7 @@ class NodeAgent:
                 worker.state = WorkerState.LEAVING
             if not worker.send(notice):
                 worker.kill_at_s = now_s + EXIT_GRACE_S
-        seconds = time.monotonic() - now_s
+        seconds = time.monotonic() - began_s
         self._emit("notify", "end", seconds=seconds, ranks=[worker.rank for worker in told])
 
     # ---- what the coordinator is told of the boards
@@ -361,6 +372,8 @@ class NodeAgent:
             max(reading.committed for reading in readings.values()),
             max(reading.making for reading in readings.values()),
             int(self._longest_s * 1000),
+            int(self._pause_s * 1000),
+            self._shows_progress,
         )
         told = self._told_progress
         if progress == told or self.generation < 0:
@@ -376,26 +389,35 @@ class NodeAgent:
                 continue
             reading = readings[worker.rank]
             if reading.beat != worker.beat:
+                took_s = now_s - worker.beat_at_s
                 if worker.in_step:
-                    self._longest_s = max(self._longest_s, now_s - worker.beat_at_s)
+                    self._longest_s = max(self._longest_s, took_s)
+                else:
+                    self._pause_s = max(self._pause_s, took_s)
                 worker.beat, worker.beat_at_s = reading.beat, now_s
+                self._shows_progress |= reading.making != NO_STEP or reading.beat > worker.beat_at_begin + 1
             warm = reading.committed > self.began_after + _WARM_UP_STEPS
             worker.in_step = warm and reading.making > reading.committed
 
     def _tell_silent(self, readings: dict[int, BoardReading], now_s: float) -> None:
-        if all(reading.making == NO_STEP for reading in readings.values()):
-            return  # nobody shows progress in this job (yet): silence means nothing
         within_step_s = self._heartbeat.within_step_s(self._longest_s)
-        silent = []
+        ceiling_s = self._heartbeat.ceiling_s(self._pause_s)
+        silent: list[tuple[Worker, float]] = []
         for worker in self.workers.values():
             age_s = now_s - worker.beat_at_s
-            limit_s = within_step_s if worker.in_step else self._heartbeat.ceiling_s
-            if worker.state is WorkerState.RUNNING and age_s >= NEARLY * limit_s:
-                making = readings[worker.rank].making
-                silent.append([worker.rank, worker.beat, int(age_s * 1000), making, int(worker.in_step)])
+            limit_s = within_step_s if worker.in_step else ceiling_s
+            if worker.state is WorkerState.RUNNING and age_s >= SHARING * limit_s:
+                silent.append((worker, age_s))
         if (silent or self._told_silent) and now_s >= self._tell_silent_at_s:
-            self._told_silent, self._tell_silent_at_s = bool(silent), now_s + _SILENT_EVERY_S
-            self._report(Silent(silent))
+            youngest_s = min((age_s for _, age_s in silent), default=0.0)
+            pause_s = min(_SILENT_RARELY_S, max(_SILENT_EVERY_S, _SILENT_SHARE * youngest_s))
+            self._told_silent, self._tell_silent_at_s = bool(silent), now_s + pause_s
+            self._report(Silent([self._row_of(worker, age_s, readings[worker.rank]) for worker, age_s in silent]))
+
+    def _row_of(self, worker: Worker, age_s: float, reading: BoardReading) -> list[int]:
+        look = ProcessLook.at(worker.pid)
+        known = [worker.rank, worker.beat, int(age_s * 1000), reading.making, int(worker.in_step)]
+        return [*known, look.letter, look.cpu_ms]
 
     # ---- processes
 
@@ -475,7 +497,7 @@ class NodeAgent:
         if worker.state is WorkerState.GONE:
             return
         if worker.pid is None:
-            worker.kill_at_s = time.monotonic()  # again when its pid is known
+            worker.kill_at_s = self.clock()  # again when its pid is known
         else:
             self._starter.signal(worker.pid, signal.SIGKILL)
 
@@ -515,7 +537,7 @@ class NodeAgent:
             if not data:
                 self._disconnect(worker)
                 if worker.state in COUNTED:
-                    worker.kill_at_s = time.monotonic() + EXIT_GRACE_S
+                    worker.kill_at_s = self.clock() + EXIT_GRACE_S
                 return
             try:
                 messages = [decode(line, Sender.RANK) for line in worker.lines.feed(data)]
@@ -537,7 +559,7 @@ class NodeAgent:
             self._report(JobOver(message.reason, message.code))
         elif isinstance(message, Replace):
             worker.forgiven = True
-            worker.kill_at_s = time.monotonic() + EXIT_GRACE_S
+            worker.kill_at_s = self.clock() + EXIT_GRACE_S
             if worker.state in IN_BLOCK:
                 step = worker.board.read().making
                 what = "asked to be replaced"

@@ -187,11 +187,13 @@ class Answered:
 
 @dataclass(frozen=True)
 class Silent:
-    """The ranks of the node that have shown no progress for (nearly) the limit; nobody, when that is over.
+    """The ranks of the node that have shown no progress for a good part of the limit; nobody, when that is over.
 
     Attributes:
-        ranks: for each its number, its beat, the milliseconds since it changed, the step in the making, and
-            whether it is in that step (1) or between two of them (0).
+        ranks: for each its number, its beat, the milliseconds since it changed, the step in the making, whether it
+            is in that step (1) or between two of them (0), and a
+            :class:`~checkpointless.agent.process_state.ProcessLook`: the code of its process's state and the
+            milliseconds of processor time that it has used.
     """
 
     type: ClassVar[str] = "silent"
@@ -208,6 +210,8 @@ class Progress:
         making: the largest step in the making.
         longest_ms: the longest that a rank took from one beat to the next in a step of this generation (0: not
             known yet).
+        pause_ms: likewise outside of a step, since this agent began.
+        shows: whether a rank has ever beaten after the entry of its block.
     """
 
     type: ClassVar[str] = "progress"
@@ -215,6 +219,8 @@ class Progress:
     newest: int
     making: int
     longest_ms: int
+    pause_ms: int = 0
+    shows: bool = True
 
 
 @dataclass(frozen=True)
@@ -222,6 +228,13 @@ class Alive:
     """Nothing to say: this side of the connection is still there."""
 
     type: ClassVar[str] = "alive"
+
+
+@dataclass(frozen=True)
+class Searching:
+    """The node has heard nothing of the coordinator for too long: its ranks go on, and it connects anew."""
+
+    type: ClassVar[str] = "searching"
 
 
 @dataclass(frozen=True)
@@ -320,12 +333,17 @@ class Ask:
 
 @dataclass(frozen=True)
 class Kill:
-    """End the process of ``rank``, if no generation after ``generation`` has begun; that is no fault by itself."""
+    """End the process of ``rank``, if no generation after ``generation`` has begun; that is no fault by itself.
+
+    Attributes:
+        beat: only if its main thread is still stuck at this one (-1: in any case).
+    """
 
     type: ClassVar[str] = "kill"
     rank: int
     incarnation: int
     generation: int
+    beat: int = -1
 
 
 @dataclass(frozen=True)
@@ -361,6 +379,7 @@ NodeMessage = (
     | Silent
     | Progress
     | JobOver
+    | Searching
     | Leaving
     | Alive
 )

@@ -7,6 +7,7 @@ import logging
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,7 @@ class CoordinatorPort:
         coordinator: hears those who know the token.
         selector: of the loop.
         silence_s: after how many seconds without a word a node is lost.
+        clock: what the times of :meth:`tick` are read from; one that stands still while this process does.
 
     Raises:
         OSError: the address cannot be bound to.
@@ -68,7 +70,9 @@ class CoordinatorPort:
         coordinator: Coordinator,
         selector: selectors.BaseSelector,
         silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.address = address
         self._token = token
         self._coordinator = coordinator
@@ -121,7 +125,7 @@ class CoordinatorPort:
             unproved = [guest for guest in self._guests if guest.node is None]
             if len(unproved) >= MAX_UNPROVED:
                 self._show_out(unproved[0])
-            guest = _Guest(Challenge(new_nonce()), time.monotonic())
+            guest = _Guest(Challenge(new_nonce()), self._clock())
             guest.channel = Channel(
                 connection,
                 self._selector,
@@ -149,7 +153,7 @@ class CoordinatorPort:
             channel.send(Refused(str(error)))
             self._show_out(guest)
             return
-        guest.heard_at_s = time.monotonic()
+        guest.heard_at_s = self._clock()
         channel.hears = FROM_NODE
         channel.send(welcome(self._token, guest.challenge, proof))
 

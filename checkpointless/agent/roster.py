@@ -23,6 +23,8 @@ class Node:
         send: gives its agent a command.
         joined: whether its agent can start processes.
         lost: why its agent cannot be reached any more ("" if it can).
+        searching: whether it said that it lost sight of the coordinator, and has not come back yet.
+        is_back: whether it has come back in the place of itself, and has not said yet what its ranks do.
     """
 
     index: int
@@ -30,6 +32,8 @@ class Node:
     send: Callable[[Command], None]
     joined: bool = False
     lost: str = ""
+    searching: bool = False
+    is_back: bool = False
 
 
 @dataclass

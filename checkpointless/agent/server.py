@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import selectors
 import time
+from collections.abc import Callable
 
 from checkpointless.agent.coordinate import TICK_S
 from checkpointless.agent.links import Link
@@ -19,6 +20,7 @@ def serve(
     selector: selectors.BaseSelector,
     signals: list[int],
     watch: Watch | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> End:
     """Run a node's part of a job until every rank's process has ended.
 
@@ -28,15 +30,16 @@ def serve(
         selector: which both register their descriptors with; the data of each is called when it is ready.
         signals: the signals that this process got; a handler appends to it.
         watch: looks at the job in every turn.
+        clock: what limits are measured with.
 
     Returns:
         How the job ended.
     """
     try:
-        while agent.outcome is None or agent.alive() or link.is_needed(time.monotonic()):
+        while agent.outcome is None or agent.alive() or link.is_needed(clock()):
             for key, _ in selector.select(TICK_S):
                 key.data()
-            now_s = time.monotonic()
+            now_s = clock()
             while signals:
                 number = signals.pop(0)
                 if number == CUT_SIGNAL:
@@ -46,7 +49,7 @@ def serve(
             agent.tick(now_s)
             link.deliver(agent, now_s)
             if watch is not None:
-                watch.look(agent, link.coordinator, now_s)
+                watch.look(agent, link.coordinator, time.monotonic())
         return agent.outcome
     finally:
         agent.close()

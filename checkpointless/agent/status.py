@@ -224,7 +224,7 @@ class Watch:
         """
         if not self._is_due(now_s):
             return
-        ranks = tuple(_ranks(agent, now_s))
+        ranks = tuple(_ranks(agent, agent.clock()))
         committed = max((rank.committed for rank in ranks if rank.committed is not None), default=None)
         self.snapshot = Snapshot(
             node=agent.index,

@@ -55,6 +55,7 @@ class Worker:
         said_hello: whether the living process did.
         forgiven: whether the process's end is a consequence of what is known already, and no fault by itself.
         beat: the last beat seen on the board.
+        beat_at_begin: the beat when the generation began.
         beat_at_s: when it changed last, on the monotonic clock.
         in_step: whether the rank is within an optimizer step, and not in the first of a generation.
         kill_at_s: when the agent kills the process if it is still there.
@@ -72,6 +73,7 @@ class Worker:
     said_hello: bool = False
     forgiven: bool = False
     beat: int = 0
+    beat_at_begin: int = 0
     beat_at_s: float = 0.0
     in_step: bool = False
     started_at_s: float = 0.0

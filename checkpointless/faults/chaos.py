@@ -282,7 +282,7 @@ class _Drawn:
             faults[0] += f",seconds={_PARTITION_S}"
             # so that the job is not over before it is noticed
             faults.append(_spec(FaultKind.SLOW, FaultPhase.BETWEEN, 0, step) + f",seconds={_LINGER_S}")
-        lost = set(range(half, 2 * half))
+        lost = set(range(half, 2 * half)) if kind is FaultKind.NODE else set()  # the others are taken back
         spares = int(kind is FaultKind.NODE)
         return self._unless_all_are_lost(lost, Outcome.NODE, *faults, nodes=2, spares=spares)
 

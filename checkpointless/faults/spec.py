@@ -89,8 +89,8 @@ EXPECTED: dict[FaultKind, str] = {
     FaultKind.SIGSTOP: "found by its heartbeat; recovered by a new process",
     FaultKind.GIL: "found by its heartbeat; recovered by a new process",
     FaultKind.CUDA: "found by the health check; recovered by a new process",
-    FaultKind.PARTITION: "taken for a lost node; its own processes are ended when it is back",
-    FaultKind.STORE: "taken for a lost node, which comes back at once with new processes",
+    FaultKind.PARTITION: "taken for a lost node, which is taken back with its processes",
+    FaultKind.STORE: "taken for a lost node, which is taken back at once with its processes",
     FaultKind.NODE: "recovered by a spare node's processes, or by those of the node when it is back",
     FaultKind.BITFLIP: "found by checksums; refilled from the majority, or the job ends and says why",
 }

@@ -327,6 +327,7 @@ class HPCallWrapper:
         Raises:
             SystemExit: this process cannot go on and has asked to be replaced.
         """
+        self.beat()  # the block has been left: who was taken for hung is not
         self._adopt_incident()
         self._open_span = None
         self.phase_hook = None

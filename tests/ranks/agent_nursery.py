@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import checkpointless.agent.server  # noqa: F401 - what takes so long
+from checkpointless.agent import hangs
 from checkpointless.agent.launch import LaunchConfig, launch
 
 _nursery = multiprocessing.get_context("forkserver")
@@ -28,7 +29,7 @@ class ForkedAgent:
     """An agent in a process of its own, handled like a ``subprocess.Popen`` with pipes and text.
 
     Args:
-        options: fields of ``LaunchConfig``.
+        options: fields of ``LaunchConfig``; and ``floor_s``, the least limit of a rank in a step, or None.
         env: the agent's whole environment.
 
     Attributes:
@@ -96,6 +97,9 @@ def _be_agent(options: dict[str, Any], env: dict[str, str], *outputs: Connection
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), descriptor)
         output.close()
+    floor_s = options.pop("floor_s", None)
+    if floor_s is not None:
+        hangs.FLOOR_S = floor_s
     options["run_dir"] = Path(options["run_dir"])
     options["script_args"] = tuple(options["script_args"])
     sys.exit(launch(LaunchConfig(**options), lambda line: print(line, file=sys.stderr, flush=True)))

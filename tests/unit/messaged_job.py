@@ -35,24 +35,34 @@ class Job:
         nnodes: how many nodes the job has; :meth:`begin` admits them.
         max_incidents: how many it may recover from.
         events: where they are written; default: nowhere.
+        heartbeat: what ranks are held to.
 
     Attributes:
         stores: which it had opened, and by which node.
         opens: whether the nodes open them at once.
+        later_s: how much later it is for the coordinator than for the test.
     """
 
-    def __init__(self, nnodes: int = 2, max_incidents: int | None = None, events: Path | None = None) -> None:
+    def __init__(
+        self,
+        nnodes: int = 2,
+        max_incidents: int | None = None,
+        events: Path | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
         self.said: list[str] = []
         self.sent: list[tuple[Node | None, Command]] = []
         self.stores: list[tuple[int, int]] = []
         self.opens = True
+        self.later_s = 0.0
         self._to_open: list[tuple[Node, OpenStore]] = []
         self.coordinator = Coordinator(
-            Limits(Heartbeat.of(HEARTBEAT_S), REGROUP_S, max_incidents),
+            Limits(heartbeat or Heartbeat.of(HEARTBEAT_S), REGROUP_S, max_incidents),
             nnodes=nnodes,
             nproc=NPROC,
             events=EventLog(events, node=0),
             say=self.said.append,
+            clock=self.now_s,
         )
         self.ranks = range(nnodes * NPROC)
 
@@ -123,9 +133,16 @@ class Job:
             if isinstance(command, kind)
         ]
 
+    def now_s(self) -> float:
+        return time.monotonic() + self.later_s
+
     def tick(self, after_s: float = 0.0) -> None:
-        self.coordinator.tick(time.monotonic() + after_s)
+        self.coordinator.tick(self.now_s() + after_s)
         self.open_stores()
+
+    @property
+    def run_id(self) -> str:
+        return self.coordinator._rendezvous.run_id
 
     @property
     def outcome(self) -> End | None:

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.agent.hangs import ANSWER_TIMEOUT_S, Hang, HangWatch, Heartbeat, Inquiry, judge, stalled
 from checkpointless.agent.incidents import (
     NO_PROGRESS_LIMIT,
     SAME_FAILURE_LIMIT,
@@ -121,84 +120,3 @@ def test_falling_back_again_and_again_without_coming_further_ends_the_job() -> N
     assert verdicts[:-1] == [None] * NO_PROGRESS_LIMIT
     assert verdicts[-1] is not None
     assert "fell back to storage 5 times and never came further than step 7" in verdicts[-1].reason
-
-
-def test_nobody_is_asked_while_all_make_progress() -> None:
-    assert stalled({}, {}) == ()
-    assert stalled({0: 9.9, 1: 0.0}, dict.fromkeys(range(2), 10.0)) == ()
-    assert stalled({0: 9.5, 1: 10.1, 2: 3.0}, dict.fromkeys(range(3), 10.0)) == (0, 1)
-
-
-def test_who_does_not_answer_or_is_not_in_a_collective_hangs() -> None:
-    inquiry = Inquiry(1, 100.0, {0: 5, 1: 5, 2: 5}, {0: True, 1: False})
-    ages_s = dict.fromkeys((0, 1, 2), 10.0)
-    assert not inquiry.is_over(100.0)
-    assert inquiry.is_over(100.01 + ANSWER_TIMEOUT_S)
-    verdict = judge(inquiry, {0: 5, 1: 5, 2: 5}, ages_s, 10)
-    assert verdict.culprits == (1, 2)
-    assert not verdict.everybody_waits
-
-
-def test_who_moved_on_meanwhile_is_left_alone() -> None:
-    inquiry = Inquiry(1, 0.0, {0: 5, 1: 5}, {0: True})
-    assert judge(inquiry, {0: 6, 1: 6}, {0: 0.0, 1: 0.0}, 10).culprits == ()
-
-
-def test_all_in_a_collective_is_an_incident_without_culprit() -> None:
-    inquiry = Inquiry(1, 0.0, {0: 5, 1: 5}, {0: True, 1: True})
-    beats = {0: 5, 1: 5}
-    assert judge(inquiry, beats, {0: 10.0, 1: 10.0}, 10).everybody_waits
-    assert not judge(inquiry, {**beats, 2: 9}, {0: 10.0, 1: 10.0, 2: 1.0}, 10).everybody_waits
-    assert judge(inquiry, {**beats, 2: 9}, {0: 20.0, 1: 20.0, 2: 1.0}, 10).everybody_waits
-
-
-@pytest.mark.parametrize(
-    ("longest_s", "limit_s"), [(0.0, 600.0), (0.2, 30.0), (3.0, 30.0), (20.0, 200.0), (90.0, 600.0)]
-)
-def test_the_limit_follows_the_steps(longest_s: float, limit_s: float) -> None:
-    assert Heartbeat.of(None).within_step_s(longest_s) == limit_s
-    assert Heartbeat.of(5.0).within_step_s(longest_s) == 5.0
-
-
-class Watched:
-    """Three ranks on one node, of which the last two wait for the first."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
-        self.watch = HangWatch(Heartbeat.of(None), lambda inquiry, ranks: self.asked.append(ranks))
-
-    def silent(self, *ranks: tuple[int, float, int], longest_s: float = 2.0) -> None:
-        rows = [[rank, 7, int(age_s * 1000), 12, in_step] for rank, age_s, in_step in ranks]
-        self.watch.hear(0, rows, longest_s, 1000.0)
-
-    def look(self, later_s: float = 0.0) -> list[Hang]:
-        return self.watch.look(range(3), 1000.0 + later_s)
-
-
-def test_a_rank_that_is_silent_in_a_step_is_found_at_the_limit_of_steps() -> None:
-    watched = Watched()
-    watched.silent((0, 29.0, 1), (1, 28.5, 1), (2, 28.5, 1))
-    assert (watched.look(), watched.asked) == ([], [])
-    watched.silent((0, 30.1, 1), (1, 29.6, 1), (2, 29.6, 1))
-    assert (watched.look(), watched.asked) == ([], [[0, 1, 2]])
-    for rank in (1, 2):
-        watched.watch.answered(1, rank, True, "in a collective")
-    assert watched.look(0.5) == []
-    assert watched.look(1.0) == [Hang(0, 30.0, 12, "no answer")]
-
-
-def test_a_rank_that_writes_a_checkpoint_has_its_time_and_so_have_those_that_wait_for_it() -> None:
-    watched = Watched()
-    watched.silent((0, 100.0, 0), (1, 99.0, 1), (2, 99.0, 1))
-    assert (watched.look(), watched.asked) == ([], [[1, 2]])
-    for rank in (1, 2):
-        watched.watch.answered(1, rank, True, "in a collective")
-    assert watched.look(0.5) == []
-
-
-def test_until_every_node_knows_how_long_a_step_takes_the_ceiling_holds() -> None:
-    watched = Watched()
-    watched.silent((0, 599.0, 1), longest_s=0.0)
-    assert (watched.look(), watched.asked) == ([], [])
-    watched.silent((0, 600.5, 1), longest_s=0.0)
-    assert (watched.look(), watched.asked) == ([], [[0]])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpointless.agent.hangs import Heartbeat
 from checkpointless.agent.incidents import STILLBORN_LIMIT, CauseKind
 from checkpointless.agent.node_protocol import (
     Alive,
@@ -85,7 +86,7 @@ def test_a_node_may_not_speak_of_ranks_that_it_does_not_run() -> None:
         job.hear(job.coordinator.nodes[0], RankDone(2, 0))
 
 
-def test_ranks_that_never_enter_end_the_job_after_a_while() -> None:
+def test_ranks_that_never_enter_are_replaced_once_and_then_end_the_job() -> None:
     job = Job()
     for index in (0, 1):
         job.join(index)
@@ -93,7 +94,25 @@ def test_ranks_that_never_enter_end_the_job_after_a_while() -> None:
     job.tick(HEARTBEAT_S - 1)
     assert job.outcome is None
     job.tick(HEARTBEAT_S + 1)
-    assert job.last_word == "rank 1, 3 did not enter the block within 10 s after the first rank did"
+    assert "rank 1 did not enter the block within 10 s after the first rank did" in job.said[0]
+    assert job.take(Kill) == [(0, Kill(1, 0, -1)), (1, Kill(3, 0, -1))]
+    job.ends(1, forgiven=True)
+    job.ends(3, forgiven=True)
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)][-2:] == [(1, 1), (3, 1)]
+    job.ready(1)
+    job.tick(2 * HEARTBEAT_S + 2)
+    assert job.last_word == "rank 3 did not enter the block within 10 s, also not as a new process"
+
+
+def test_a_rank_that_is_replaced_before_it_entered_begins_with_the_others() -> None:
+    job = Job()
+    for index in (0, 1):
+        job.join(index)
+    job.ready(0, 1, 2)
+    job.tick(HEARTBEAT_S + 1)
+    job.ends(3, forgiven=True)
+    job.ready(3)
+    assert [begin.generation for _, begin in job.take(Begin)] == [0, 0]
 
 
 # ---- the end
@@ -348,14 +367,23 @@ def test_standings_agree_with_brute_force(said: Sequence[tuple[int, tuple[int, i
 # ---- hangs
 
 
-def silence(job: Job, *ranks: int, beat: int = 7, age_s: float = HEARTBEAT_S + 0.1) -> None:
+def silence(job: Job, *ranks: int, beat: int = 7, age_s: float = HEARTBEAT_S + 0.1, letter: str = "S") -> None:
     for node in job.coordinator.nodes:
         mine = [rank for rank in ranks if rank // NPROC == node.index]
-        job.hear(node, Silent([[rank, beat, int(1000 * age_s), 4, 0] for rank in mine]))
+        job.hear(node, Silent([[rank, beat, int(1000 * age_s), 4, 0, ord(letter), 0] for rank in mine]))
 
 
-def test_silent_ranks_are_asked_and_who_waits_in_no_collective_is_replaced() -> None:
+def wait_in_silence(job: Job, *ranks: int, seconds: float = 6.0, letter: str = "S") -> None:
+    """Time passes, in which these ranks stay where they are."""
+    for _ in range(int(seconds)):
+        job.later_s += 1.0
+        silence(job, *ranks, age_s=HEARTBEAT_S + job.later_s, letter=letter)
+        job.tick()
+
+
+def test_who_waits_in_no_collective_is_asked_to_leave_and_replaced_if_it_does_not() -> None:
     job = Job(nnodes=3).begin()
+    longest(job, 0)
     silence(job, 0, 4, 5)
     job.tick()
     assert job.take(Ask) == [(0, Ask(1, [[0]])), (2, Ask(1, [[4], [5]]))]
@@ -367,20 +395,126 @@ def test_silent_ranks_are_asked_and_who_waits_in_no_collective_is_replaced() -> 
     job.tick()
     cause = "rank 4 made no progress for 10 s at step 4"
     assert job.take(Interrupt) == [(node, Interrupt(0, "1", cause, 4)) for node in (0, 1, 2)]
-    assert job.take(Kill) == [(2, Kill(4, 0, 0))]
+    job.later_s = 4.9
+    job.tick()
+    assert job.take(Kill) == []
+    job.later_s = 5.1
+    job.tick()
+    assert job.take(Kill) == [(2, Kill(4, 0, 0, 7))]
     job.ends(4, forgiven=True)
     job.ready(*job.ranks)
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1, 1]
+
+
+def test_who_leaves_in_time_is_not_replaced() -> None:
+    job = Job(nnodes=3).begin()
+    longest(job, 0)
+    silence(job, 4)
     job.tick()
-    assert len(job.take(Ask)) == 2
+    job.tell(4, Answered(1, 4, False, "elsewhere"))
+    job.tick()
+    job.ready(4)
+    job.later_s = 20.0
+    job.tick()
+    assert job.take(Kill) == []
+    job.ready(0, 1, 2, 3, 5)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1, 1]
+    assert {rank.incarnation for rank in job.coordinator.ranks} == {0}
 
 
-def test_who_does_not_answer_in_time_hangs() -> None:
+def test_who_does_not_answer_again_and_again_hangs() -> None:
     job = Job().begin()
+    longest(job, 0)
     silence(job, 3)
     job.tick()
-    job.tick(2.0)
-    assert job.take(Kill) == [(1, Kill(3, 0, 0))]
+    wait_in_silence(job, 3, seconds=4)
+    assert len(job.take(Ask)) >= 3
+    assert job.take(Interrupt) == []
+    wait_in_silence(job, 3, seconds=2)
+    assert job.take(Kill) == [(1, Kill(3, 0, 0, 7))]
+
+
+def test_an_answer_that_comes_late_counts() -> None:
+    job = Job().begin()
+    longest(job, 0)
+    silence(job, 3)
+    job.tick()
+    wait_in_silence(job, 3, seconds=3)
+    job.tell(3, Answered(1, 3, True, "in a collective"))
+    wait_in_silence(job, 3, seconds=4)
+    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+
+
+@pytest.mark.parametrize("letter", ["R", "D", "t"])
+def test_who_cannot_answer_is_waited_for(letter: str) -> None:
+    job = Job().begin()
+    longest(job, 0)
+    wait_in_silence(job, 3, seconds=15, letter=letter)
+    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+    assert "rank 3 of 4 has made no progress" in job.said[0]
+    wait_in_silence(job, 3, seconds=10, letter=letter)
+    assert job.take(Kill) == [(1, Kill(3, 0, 0, 7))]
+
+
+def test_a_node_that_has_not_spoken_of_its_ranks_since_does_not_accuse_them() -> None:
+    job = Job().begin()
+    longest(job, 0)
+    silence(job, 3)
+    job.tick()
+    for _ in range(20):
+        job.later_s += 1.0
+        job.tick()
+    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (1, 2), (2, 3)])
+def test_a_stall_that_many_share_is_waited_for_and_told(ranks: tuple[int, ...]) -> None:
+    job = Job(heartbeat=Heartbeat.of(None)).begin()
+    longest(job, 1000)
+    job.sent.clear()
+    for age_s in range(28, 120):
+        job.later_s += 1.0
+        stall(job, ranks, age_s)
+    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+    told = [line for line in job.said if "made no progress" in line]
+    assert 2 <= len(told) <= 3
+    assert "read in data.py:31" in told[0]
+    silence(job)
+    job.tick()
+    assert "is over after 119 s" in job.said[-1]
+
+
+def test_a_shared_stall_beyond_the_ceiling_is_an_incident_in_which_nobody_is_killed() -> None:
+    job = Job(heartbeat=Heartbeat.of(None)).begin()
+    longest(job, 1000)
+    for age_s in range(30, 610):
+        job.later_s += 1.0
+        stall(job, (0, 1, 2, 3), age_s)
+    assert "incident 1: ranks 0, 1, 2, 3 made no progress for 600 s at step 4" in job.said[-1]
+    assert len(job.take(Interrupt)) == 2
+    assert job.take(Kill) == []
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def longest(job: Job, milliseconds: int) -> None:
+    for node in job.coordinator.nodes:
+        job.hear(node, Progress(3, 3, 4, milliseconds))
+
+
+def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
+    """Ranks in step 4 make no progress, and answer where they are; the others wait for them in a collective."""
+    stack = 'File "/a/data.py", line 31, in read\n    file.read()\n'
+    if job.coordinator.outcome is not None or not job.coordinator._running:
+        return
+    for node in job.coordinator.nodes:
+        mine = [rank for rank in job.ranks if rank // NPROC == node.index]
+        job.hear(node, Silent([[rank, 7, int(1000 * age_s), 4, 1, ord("S"), 0] for rank in mine]))
+    job.tick()
+    for _, ask in job.take(Ask):
+        for (rank,) in ask.ranks:
+            job.tell(rank, Answered(ask.id, rank, rank not in ranks, stack))
+    job.tick()
 
 
 def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed() -> None:
@@ -391,6 +525,12 @@ def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed(
         job.tell(rank, Answered(1, rank, True, "in a collective"))
     job.tick()
     cause = "ranks waited for each other with no progress for 10 s at step 4"
+    assert job.take(Interrupt) == []  # nobody has ever shown progress
+    longest(job, 0)
+    wait_in_silence(job, *job.ranks, seconds=2)
+    for rank in job.ranks:
+        job.tell(rank, Answered(2, rank, True, "in a collective"))
+    job.tick()
     assert job.take(Interrupt) == [(node, Interrupt(0, "1", cause, -1)) for node in (0, 1)]
     assert job.take(Kill) == []
 
@@ -398,6 +538,7 @@ def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed(
 @pytest.mark.parametrize("again", [(), (3,)])
 def test_a_rank_that_moved_on_since_it_was_asked_is_left_alone(again: tuple[int, ...]) -> None:
     job = Job().begin()
+    longest(job, 0)
     silence(job, 3)
     job.tick()
     silence(job, *again, beat=8, age_s=HEARTBEAT_S * 0.95)
@@ -510,7 +651,9 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
     if kind == "progress":
         return Progress(number - more, number, number + 1, 0)
     if kind == "silent":
-        return Silent([[rank, number, int(more * 1000 * HEARTBEAT_S), 2, number % 2]])
+        return Silent(
+            [[rank, number, int(more * 1000 * HEARTBEAT_S), 2, number % 2, ord("SRTD"[number % 4]), number]]
+        )
     return Answered(number, rank, more, "a stack")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +19,11 @@ from checkpointless.agent.node_protocol import (
     Joined,
     NodeMessage,
     RankEnded,
+    Searching,
     Spawn,
     Standing,
 )
+from checkpointless.agent.reunion import Reunion, assumed, reunite
 from checkpointless.agent.roster import Node
 from checkpointless.agent.workers import WorkerState
 from tests.unit.messaged_job import NPROC, REGROUP_S, Job, trouble
@@ -34,6 +39,7 @@ def standing(
     finished: bool = False,
     incarnation: int = 1,
     before: NodeMessage | None = None,
+    run_id: str = "the run",
 ) -> Node:
     """A node says what its ranks were doing while there was no coordinator."""
     node = job.admit(index)
@@ -43,7 +49,7 @@ def standing(
         [index * NPROC + local, incarnation, STATES.index(state), 7 + local, 8 + local]
         for local, state in enumerate(states)
     ]
-    job.hear(node, Standing(generation, 2, 6, "the run", finished, ranks))
+    job.hear(node, Standing(generation, 2, 6, run_id, finished, ranks))
     return node
 
 
@@ -137,10 +143,30 @@ def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
     assert job.last_word == "rank 3 exited with code 3"
 
 
-def test_a_node_that_comes_back_after_it_was_lost_has_to_end_its_ranks_first() -> None:
+def back(job: Job, index: int, *states: WorkerState, **more: Any) -> Node:
+    """A node comes back to the coordinator that began generation 0 of a job with it."""
+    more = {"generation": 0, "incarnation": 0, "run_id": job.run_id, **more}
+    return standing(job, index, *states, **more)
+
+
+def test_a_node_that_was_taken_for_lost_is_taken_back_with_its_processes() -> None:
     job = Job().begin()
     job.lose(job.coordinator.nodes[1], "no word from it for 10 s")
-    node = standing(job, 1, RUNNING, RUNNING, generation=0, incarnation=0)
+    job.sent.clear()
+    back(job, 1, RUNNING, WorkerState.LEAVING)
+    assert job.take(Discard) == []
+    assert [(index, interrupt.generation) for index, interrupt in job.take(Interrupt)] == [(1, 0)]
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+    assert job.take(Spawn) == []
+    assert {rank.incarnation for rank in job.coordinator.ranks} == {0}
+
+
+@pytest.mark.parametrize("more", [{"generation": 1}, {"run_id": "another"}, {"finished": True}])
+def test_a_node_that_comes_back_from_elsewhere_has_to_end_its_ranks_first(more: dict[str, Any]) -> None:
+    job = Job().begin()
+    job.lose(job.coordinator.nodes[1], "no word from it for 10 s")
+    node = back(job, 1, RUNNING, RUNNING, **more)
     assert job.take(Discard) == [(1, Discard())]
     job.ready(2, 3)  # under way when it was told
     job.ready(0, 1)
@@ -148,6 +174,44 @@ def test_a_node_that_comes_back_after_it_was_lost_has_to_end_its_ranks_first() -
     job.hear(node, Joined())
     assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
     job.ready(2, 3)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_a_node_that_lost_sight_of_the_coordinator_comes_back_and_nobody_is_told() -> None:
+    job = Job().begin()
+    node = job.coordinator.nodes[1]
+    job.hear(node, Searching())
+    job.lose(node, "it closed the connection")
+    job.tick(5.0)
+    assert job.sent == []
+    back(job, 1, RUNNING, RUNNING)
+    assert (job.sent, job.said) == ([], ["node 1 is back with its ranks, and nobody had missed it"])
+    job.tick(60.0)
+    job.ends(3)
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(3, 1)]
+
+
+def test_a_node_that_lost_sight_of_the_coordinator_and_does_not_come_back_is_lost() -> None:
+    job = Job().begin()
+    node = job.coordinator.nodes[1]
+    job.hear(node, Searching())
+    job.lose(node, "it closed the connection")
+    job.tick(10.1)
+    assert "node 1 was lost" in job.said[0]
+    back(job, 1, RUNNING, RUNNING)
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_a_node_that_looked_for_the_coordinator_and_comes_back_empty_gets_new_processes() -> None:
+    job = Job().begin()
+    node = job.coordinator.nodes[1]
+    job.hear(node, Searching())
+    job.lose(node, "it closed the connection")
+    job.join(1)
+    assert "node 1 was lost" in job.said[0]
+    assert [(spawn.rank, spawn.incarnation) for _, spawn in job.take(Spawn)] == [(2, 1), (3, 1)]
+    job.ready(*job.ranks)
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
 
 
@@ -186,3 +250,52 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
     assert spawned == [rank for rank in job.ranks if states[rank] is WorkerState.GONE]
     job.ready(*spawned)
     assert {begin.generation for _, begin in job.take(Begin)} == {max(generations) + 1}
+
+
+LIVING = [state for state in STATES if state is not WorkerState.FINISHED]
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.sampled_from(LIVING), min_size=2, max_size=2),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 1, 2]),
+)
+def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_that_live(
+    states: list[WorkerState], searching: bool, interrupted: bool, others_ready: bool, lost_again: int | None
+) -> None:
+    job = Job().begin()
+    for _ in range(lost_again or 1):
+        node = job.coordinator.nodes[1]
+        if searching:
+            job.hear(node, Searching())
+        job.lose(node, "no word from it")
+        if interrupted:
+            job.raises(0)
+        if others_ready and not job.coordinator._running:
+            job.ready(0, 1)
+        job.sent.clear()
+        back(job, 1, *states)
+        if job.coordinator.generation == 1:
+            break
+    assert job.outcome is None
+    assert job.take(Discard) == []
+    if job.coordinator.generation == 0:
+        if job.coordinator._running:
+            assert set(states) <= {RUNNING, DONE, WorkerState.STARTING, WorkerState.LEAVING}
+            job.raises(0)
+        job.ready(*(rank.number for rank in job.coordinator.ranks if rank.state is not WorkerState.READY))
+    assert {begin.generation for _, begin in job.take(Begin)} == {1}
+    for rank, state in zip((2, 3), states, strict=True):
+        assert (job.coordinator.ranks[rank].incarnation == 0) == (state is not WorkerState.GONE)
+    assert {job.coordinator.ranks[rank].incarnation for rank in (0, 1)} == {0}
+
+
+@given(st.sampled_from(STATES), st.sampled_from(STATES))
+def test_two_views_of_a_rank_meet(known: WorkerState, said: WorkerState) -> None:
+    found = reunite(known, said)
+    assert (found in (Reunion.ENDED, Reunion.START)) == (said is WorkerState.GONE is not known)
+    assert (found is Reunion.INTERRUPT) <= (known is WorkerState.LEAVING)
+    assert reunite(assumed(said), said) in (Reunion.AGREED, Reunion.INTERRUPT, Reunion.READY)

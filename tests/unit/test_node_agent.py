@@ -205,17 +205,48 @@ def test_the_longest_step_is_told_and_neither_the_first_ones_nor_what_is_between
 def test_silence_is_told_by_the_limit_of_where_the_rank_is(training: Training) -> None:
     for number in range(5):
         training.step(number, 2.0)
-    training.step(5, 2.0, then_s=500.0)  # writes a checkpoint
+    training.step(5, 2.0, then_s=290.0)  # writes a checkpoint
     assert training.told(Silent) == []
     for worker in training.agent.workers.values():
         worker.board.set_making(6)
         worker.board.beat()
     training.later(0.1)
-    training.later(26.0)
+    training.later(14.0)
     assert training.told(Silent) == []
     training.later(2.0)
     (silent,) = training.told(Silent)
-    assert [(rank, making, in_step) for rank, _, _, making, in_step in silent.ranks] == [(0, 6, 1), (1, 6, 1)]
+    assert [(rank, making, in_step) for rank, _, _, making, in_step, *_ in silent.ranks] == [(0, 6, 1), (1, 6, 1)]
+
+
+def test_the_longest_pause_is_told_and_outlasts_the_generation(training: Training) -> None:
+    for number in range(4):
+        training.step(number, 1.0, then_s=200.0 if number == 3 else 0.0)
+    training.step(4, 1.0)
+    assert training.told(Progress)[-1].pause_ms // 1000 == 200
+    training.agent.obey(Begin(1, "1", {}, 4, 5))
+    training.later(1.0)
+    assert training.told(Progress)[-1].pause_ms // 1000 == 200
+
+
+def test_a_job_shows_progress_with_the_second_beat_of_a_block(training: Training) -> None:
+    board = training.agent.workers[0].board
+    board.beat()  # at the entry
+    training.later(0.3)
+    assert not training.told(Progress)[-1].shows
+    board.beat()
+    training.later(0.3)
+    training.later(0.3)
+    assert training.told(Progress)[-1].shows
+
+
+def test_a_kill_of_who_hangs_spares_who_has_moved(node: Node) -> None:
+    node.agent.obey(Begin(0, "", {}, -1, -1))
+    board = node.agent.workers[1].board
+    board.beat()
+    node.agent.obey(Kill(1, 0, 0, board.read().beat - 1))
+    assert node.starter.signals == []
+    node.agent.obey(Kill(1, 0, 0, board.read().beat))
+    assert node.starter.signals == [(1001, signal.SIGKILL)]
 
 
 # ---- the coordinator is another one

@@ -1,0 +1,54 @@
+"""What to do with the ranks of a node that comes back to its coordinator: each has seen its own side only."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from checkpointless.agent.workers import IN_BLOCK, WorkerState
+
+_AT_WORK = (*IN_BLOCK, WorkerState.LEAVING)
+
+
+class Reunion(Enum):
+    """What brings both views of a rank together."""
+
+    AGREED = "nothing"
+    READY = "it is at the barrier, and that was not heard"
+    DONE = "its block returned, and that was not heard"
+    ENDED = "its process has ended, and that was not heard"
+    START = "it has to be started: the command did not arrive"
+    INTERRUPT = "it has to leave its block: the command did not arrive"
+    FINISH = "all are done: the command did not arrive"
+
+
+def assumed(said: WorkerState) -> WorkerState:
+    """What is known of a rank whose node was taken for lost, so that the whole job has to regroup.
+
+    Args:
+        said: its state, as the node says.
+    """
+    if said in _AT_WORK:
+        return WorkerState.LEAVING
+    return WorkerState.STARTING if said is WorkerState.READY else said
+
+
+def reunite(known: WorkerState, said: WorkerState) -> Reunion:
+    """What to do with one rank.
+
+    Args:
+        known: its state, as the coordinator knows it.
+        said: its state, as its node says, after all that it had to report.
+    """
+    if known is said:
+        return Reunion.AGREED
+    if said is WorkerState.GONE:
+        return Reunion.START if known is WorkerState.STARTING else Reunion.ENDED
+    if said is WorkerState.READY:
+        return Reunion.READY
+    if known is WorkerState.LEAVING and said in IN_BLOCK:
+        return Reunion.INTERRUPT
+    if known is WorkerState.FINISHED and said in IN_BLOCK:
+        return Reunion.FINISH
+    if known is WorkerState.RUNNING and said is WorkerState.DONE:
+        return Reunion.DONE
+    return Reunion.AGREED

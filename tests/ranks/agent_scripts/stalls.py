@@ -1,0 +1,45 @@
+"""Steps with an all-reduce under ``@HPWrapper()``, in which ranks stall: ``STEPS [RANKS@WHERE:SECONDS ...]``.
+
+``WHERE`` is the number of a step, ``import`` (before the block), ``set-up`` (before process groups) or ``start``
+(after them, before the first step). Each happens in the first process of a rank and in generation 0 only.
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from block import INCARNATION, RANK, note
+
+from checkpointless.inprocess import HPCallWrapper, HPWrapper
+
+STEPS = int(sys.argv[1])
+STALLS = [argument.partition("@")[::2] for argument in sys.argv[2:]]
+
+
+def stall(here: object, generation: int = 0) -> None:
+    for ranks, what in STALLS:
+        where, _, seconds = what.partition(":")
+        if (where, generation, INCARNATION) == (str(here), 0, 0) and str(RANK) in ranks.split(","):
+            note("stall", where=where)
+            time.sleep(float(seconds))
+
+
+@HPWrapper()
+def main(caller: HPCallWrapper) -> None:
+    note("go", generation=caller.generation, incarnation=INCARNATION)
+    stall("set-up", caller.generation)
+    dist.init_process_group("gloo")
+    stall("start", caller.generation)
+    for step in range(max(caller.high_water, 0) + 1, STEPS + 1):
+        caller.begin_step(step)
+        stall(step, caller.generation)
+        dist.all_reduce(torch.ones(1))
+        caller.committed(step)
+        caller.end_step()
+        note("step", step=step, generation=caller.generation)
+    dist.destroy_process_group()
+
+
+stall("import")
+main()
