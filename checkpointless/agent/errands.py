@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OutOfTimeError
-from typing import TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Errands:
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
-        self._last: threading.Thread | None = None
+        self._last: Future[Any] | None = None
 
     def run(
         self,
@@ -45,9 +45,10 @@ class Errands:
         Raises:
             Exception: what ``errand`` raised in time; what it raises later is logged.
         """
-        if self._last is not None and self._last.is_alive():
+        if self._last is not None and not self._last.done():
             return otherwise
         result: Future[Result] = Future()
+        self._last = result
 
         def run() -> None:
             try:
@@ -55,8 +56,7 @@ class Errands:
             except Exception as error:  # noqa: BLE001 - the edge of the thread: whoever waits raises it
                 result.set_exception(error)
 
-        self._last = threading.Thread(target=run, name="checkpointless-errand", daemon=True)
-        self._last.start()
+        threading.Thread(target=run, name="checkpointless-errand", daemon=True).start()
         try:
             return result.result(self._patience_s)
         except OutOfTimeError:

@@ -23,6 +23,7 @@ from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.megatron.update import sub_optimizers
 from checkpointless.recovery import CheckpointManager, manager, transfer
 from checkpointless.recovery.buckets import Bucket
+from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.state_tree import tensor_bytes
 from checkpointless.recovery.transfer import Key, TensorEntry
 from checkpointless.strategies.live_state import TrainerLiveState
@@ -160,28 +161,28 @@ class StaleStreams(Callback):
 
     def __init__(self, steps: int = 1, only: str | None = None) -> None:
         def make(original: Any) -> Any:
-            def recover(keeper: CheckpointManager, live: Any) -> Any:
-                objects = original(keeper, live)
-                right = keeper._rng_to_restore
-                if right is not None:
-                    stale = keeper.rng_of(objects["checkpoint"]["global_step"] - steps)
-                    assert stale is not None
-                    assert steps == 0 or not right.same_streams(stale)
-                    streams = {name: stale.streams[name] for name in right.streams if only in (None, name)}
-                    assert streams
-                    keeper._rng_to_restore = dataclasses.replace(right, streams={**right.streams, **streams})
-                return objects
+            def restore_streams(keeper: CheckpointManager, stage: Stage | None = None) -> None:
+                if keeper.resumed_at is None:
+                    return
+                step, resumed = keeper.resumed_at
+                right = keeper._streams_of(step)[resumed if stage is None else stage]
+                stale = keeper.rng_of(step - steps) if steps else right
+                assert stale is not None
+                assert steps == 0 or not right.same_streams(stale)
+                streams = {name: stale.streams[name] for name in right.streams if only in (None, name)}
+                assert streams
+                dataclasses.replace(right, streams={**right.streams, **streams}).restore()
 
-            return recover
+            return restore_streams
 
-        _replace(CheckpointManager, "recover", make)
+        _replace(CheckpointManager, "restore_streams", make)
 
 
 class LostStreams(Callback):
     """After a recovery no random stream is put back."""
 
     def __init__(self) -> None:
-        _replace(CheckpointManager, "restore_rng_at", lambda original: lambda keeper, batch_start: None)
+        _replace(CheckpointManager, "restore_streams", lambda original: lambda keeper, stage=None: None)
 
 
 class ShiftedData(Callback):
@@ -193,17 +194,16 @@ class ShiftedData(Callback):
 
     def __init__(self, samples: int) -> None:
         def make(original: Any) -> Any:
-            def objects(live: TrainerLiveState, step: int) -> dict[str, Any]:
-                held: dict[str, Any] = original(live, step)
-                places = [held, *(each for each in held["checkpoint"].values() if isinstance(each, dict))]
-                for each in places:
-                    if "consumed_samples" in each:
-                        each["consumed_samples"] += samples
-                return held
+            def moments(live: TrainerLiveState, step: int) -> Mapping[Stage, Moment]:
+                found: Mapping[Stage, Moment] = original(live, step)
+                for moment in found.values():
+                    fetched, delivered, began_at, consumed = moment.objects["data"]
+                    moment.objects["data"] = [fetched, delivered, began_at + samples, consumed]
+                return found
 
-            return objects
+            return moments
 
-        _replace(TrainerLiveState, "objects", make)
+        _replace(TrainerLiveState, "moments", make)
 
 
 # --- the transfer of a shard --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.recovery import PEFTCheckpointManager
+from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.tensors import TrainingTensors
 from checkpointless.recovery.transfer import Key
 
@@ -37,11 +38,12 @@ class FineTuning(TrainingTensors):
     def group(self) -> tuple[int, ...]:
         return tuple(range(dist.get_world_size()))
 
-    def objects(self, step: int | None = None) -> dict[str, Any]:
-        return {"step": step, **super().objects()}
+    def moments(self, step: int) -> dict[Stage, Moment]:
+        objects = {"step": step, "groups": self.groups(), "state": self.plain_state()}
+        return {Stage.COMMITTED: Moment(objects, self.copy_buffers())}
 
-    def has_begun(self) -> bool:
-        return True
+    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+        pass
 
     def apply_held_update(self) -> None:
         self.optimizer.step()

@@ -14,6 +14,7 @@ import torch
 
 from checkpointless.agent.board import Board
 from checkpointless.recovery import rng
+from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.rng import RngSource, RngStates, from_board, put_on_board, register_rng_source
 
 
@@ -24,7 +25,7 @@ def draw() -> tuple[float, float, float]:
 def test_streams_come_back() -> None:
     random.gauss(0, 1)  # leaves a second value pending inside the generator
     np.random.standard_normal()
-    states = RngStates.capture(loss=1.25, at_batch_start=True)
+    states = RngStates.capture(loss=1.25, stage=Stage.ENDED)
     first = draw()
     draw()
     copied = RngStates.from_bytes(states.to_bytes())
@@ -32,7 +33,7 @@ def test_streams_come_back() -> None:
     assert draw() == first
     states.restore()
     assert draw() == first
-    assert (copied.loss, copied.at_batch_start) == (1.25, True)
+    assert (copied.loss, copied.stage) == (1.25, Stage.ENDED)
 
 
 def test_registered_sources_are_taken_too() -> None:
@@ -185,49 +186,40 @@ def test_another_generator_of_numpys_is_taken_too() -> None:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_the_board_gives_the_newest_of_a_step(moves: bool) -> None:
+def test_the_board_gives_every_moment_of_a_step(moves: bool) -> None:
     board = Board.create(0)
     after = RngStates.capture(loss=0.5)
     put_on_board(board, 3, after, None)
-    found = from_board(board, 3)
-    assert found is not None
-    assert not found.at_batch_start
-    assert found.same_streams(after)
+    assert from_board(board, 3)[Stage.COMMITTED].same_streams(after)
     if moves:
         torch.rand(())
-    start = RngStates.capture(loss=0.5, at_batch_start=True)
-    put_on_board(board, 3, start, after)
+    later = RngStates.capture(loss=0.5, stage=Stage.CHECKED)
+    put_on_board(board, 3, later, after)
     found = from_board(board, 3)
-    assert found is not None
-    assert (found.at_batch_start, found.loss) == (True, 0.5)
-    assert found.same_streams(start)
-    assert found.same_streams(after) is not moves
-    assert from_board(board, 4) is None
+    assert list(found) == [Stage.COMMITTED, Stage.CHECKED]
+    assert (found[Stage.CHECKED].stage, found[Stage.CHECKED].loss) == (Stage.CHECKED, 0.5)
+    assert found[Stage.CHECKED].same_streams(later)
+    assert found[Stage.CHECKED].same_streams(after) is not moves
+    assert from_board(board, 4) == {}
     board.close()
 
 
-def test_the_start_of_a_batch_that_is_begun_twice_is_not_taken_for_the_end_of_the_step() -> None:
+def test_what_followed_a_step_is_void_when_it_is_made_again() -> None:
     board = Board.create(0)
-    after = RngStates.capture()
-    put_on_board(board, 3, after, None)
+    put_on_board(board, 3, RngStates.capture(), None)
     torch.rand(())
-    start = RngStates.capture(at_batch_start=True)
-    put_on_board(board, 3, start, after)
-    put_on_board(board, 3, start, start)  # the step is made again after a fault
-    found = from_board(board, 3)
-    assert found is not None
-    assert found.same_streams(start)
+    put_on_board(board, 3, RngStates.capture(stage=Stage.CHECKED), None)
+    again = RngStates.capture()
+    put_on_board(board, 3, again, None)
+    assert list(from_board(board, 3)) == [Stage.COMMITTED]
     board.close()
 
 
-def test_the_first_snapshot_of_a_step_may_be_that_of_a_batchs_start() -> None:
+def test_a_moment_may_be_known_without_the_end_of_its_step() -> None:
     board = Board.create(0)
-    start = RngStates.capture(at_batch_start=True)
-    put_on_board(board, 0, start, None)
-    put_on_board(board, 0, start, start)
-    found = from_board(board, 0)
-    assert found is not None
-    assert found.same_streams(start)
+    loaded = RngStates.capture(stage=Stage.LOADED)
+    put_on_board(board, 0, loaded, None)
+    assert from_board(board, 0)[Stage.LOADED].same_streams(loaded)
     board.close()
 
 
