@@ -10,7 +10,13 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from typing_extensions import override
 
 from checkpointless.megatron.replicas import replica_group
-from checkpointless.megatron.update import gather_parameters, sub_optimizers, update_locally
+from checkpointless.megatron.update import (
+    GuardedUpdate,
+    gather_parameters,
+    scaler_states,
+    sub_optimizers,
+    update_locally,
+)
 from checkpointless.recovery.tensors import TrainingTensors
 
 
@@ -24,6 +30,7 @@ class MegatronTensors(TrainingTensors):
 
     def __init__(self, chunks: Iterable[torch.nn.Module], optimizer: Any) -> None:
         self.optimizers = sub_optimizers(optimizer)
+        self._optimizer = optimizer
         super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
 
     def group(self) -> tuple[int, ...]:
@@ -32,11 +39,9 @@ class MegatronTensors(TrainingTensors):
 
     @override
     def objects(self) -> dict[str, Any]:
-        """The optimizers' plain values and the loss scaler."""
-        scalers = [
-            scaler.state_dict() if (scaler := getattr(optimizer, "grad_scaler", None)) is not None else None
-            for optimizer in self.optimizers
-        ]
+        """The optimizers' plain values and the loss scalers, after the last step that was applied."""
+        guarded = GuardedUpdate.of(self._optimizer)
+        scalers = scaler_states(self.optimizers) if guarded is None else guarded.scaler_states()
         return {**super().objects(), "scalers": scalers}
 
     @override
@@ -48,7 +53,11 @@ class MegatronTensors(TrainingTensors):
                 optimizer.grad_scaler.load_state_dict(scaler)
 
     def apply_held_update(self) -> None:
-        """Apply the update whose final gradients the optimizer holds."""
+        """Apply the update whose final gradients the optimizer holds; none, if they overflow."""
+        guarded = GuardedUpdate.of(self._optimizer)
+        if guarded is not None:
+            guarded.apply()
+            return
         with torch.no_grad():
             update_locally(self.optimizers)
 

@@ -1,7 +1,8 @@
 """Megatron's optimizer update, guarded: the local change under the lock, then the parameter gather.
 
 Megatron's ``step_with_ready_grads`` mixes the two. Taken apart, the update is guarded like any other
-(:mod:`checkpointless.recovery.guard`), and a gather that did not finish is done again from the shards.
+(:mod:`checkpointless.recovery.guard`), and a gather that did not finish is done again from the shards. A step whose
+gradients overflow changes no parameter, but the loss scaler: it is guarded, too, with nothing to apply.
 """
 
 from __future__ import annotations
@@ -10,16 +11,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-from checkpointless.inprocess import ParameterUpdateLock
+from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
+
+_UNSCALED = (torch.float32, torch.bfloat16)
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers chained in ``optimizer``, or itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def scaler_states(optimizers: Sequence[Any]) -> list[Any]:
+    """The state of each optimizer's loss scaler; None for one that has none."""
+    scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in optimizers]
+    return [scaler.state_dict() if scaler is not None else None for scaler in scalers]
 
 
 def update_locally(optimizers: Sequence[Any]) -> bool:
@@ -51,8 +61,44 @@ def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
         chunk.start_param_sync(force_sync=force)
 
 
+def unguardable(optimizer: Any) -> str | None:
+    """Why the update of ``optimizer`` cannot be guarded, or what it keeps cannot be taken along.
+
+    Args:
+        optimizer: the (chained) Megatron optimizer.
+
+    Returns:
+        What to set, in one line; None if all is well.
+    """
+    config = optimizer.config
+    if getattr(config, "overlap_param_gather_with_optimizer_step", False):
+        return (
+            "checkpointless cannot guard an update that is overlapped with the parameter gather: "
+            "set overlap_param_gather_with_optimizer_step=False"
+        )
+    if any(
+        isinstance(getattr(each, "optimizer", None), HybridDeviceOptimizer) for each in sub_optimizers(optimizer)
+    ):
+        return (
+            "checkpointless cannot take along what an optimizer that is offloaded to the CPU keeps for itself: "
+            "set optimizer_cpu_offload=False"
+        )
+    if getattr(config, "use_precision_aware_optimizer", False):
+        dtypes = {
+            name: getattr(config, name, torch.float32)
+            for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        }
+        for name, dtype in dtypes.items():
+            if dtype not in _UNSCALED:
+                return (
+                    f"checkpointless cannot take along the scales of an optimizer's state in {dtype}: "
+                    f"set {name} to torch.float32 or torch.bfloat16"
+                )
+    return None
+
+
 class GuardedUpdate:
-    """Stands in for ``step_with_ready_grads`` of one Megatron optimizer.
+    """Stands in for ``prepare_grads`` and ``step_with_ready_grads`` of one Megatron optimizer.
 
     Args:
         optimizer: the (chained) Megatron optimizer.
@@ -63,7 +109,7 @@ class GuardedUpdate:
         phase: told ``optimizer`` inside the lock and ``after_optimizer`` behind it.
 
     Raises:
-        ValueError: the optimizer gathers parameters in the middle of its update.
+        UnrecoverableError: the update cannot be guarded; the message says what to set.
     """
 
     def __init__(
@@ -76,29 +122,72 @@ class GuardedUpdate:
         committed: Callable[[int], None],
         phase: Callable[[str, int], None],
     ) -> None:
-        if getattr(optimizer.config, "overlap_param_gather_with_optimizer_step", False):
-            raise ValueError(
-                "checkpointless cannot guard an update that is overlapped with the parameter gather: "
-                "set overlap_param_gather_with_optimizer_step=False"
-            )
+        reason = unguardable(optimizer)
+        if reason is not None:
+            raise UnrecoverableError(reason)
         self._optimizers = sub_optimizers(optimizer)
         self._lock = lock
         self._step = step
         self._ready = ready
         self._committed = committed
         self._phase = phase
+        self._prepare_grads: Callable[[], bool] = optimizer.prepare_grads
+        self._overflow = False
+        self._scalers_before: list[Any] | None = None
+        optimizer.prepare_grads = self.prepare_grads
         optimizer.step_with_ready_grads = self
+
+    @classmethod
+    def of(cls, optimizer: Any) -> GuardedUpdate | None:
+        """The one that guards ``optimizer``, if any."""
+        found = getattr(optimizer, "step_with_ready_grads", None)
+        return found if isinstance(found, cls) else None
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Make the gradients final; where they overflow, all ranks commit a step that applies nothing.
+
+        Returns:
+            Whether they overflow.
+        """
+        self._scalers_before = scaler_states(self._optimizers)
+        self._overflow = bool(self._prepare_grads())
+        if self._overflow:
+            self._guarded()
+        return self._overflow
 
     @torch.no_grad()
     def __call__(self) -> bool:
         """Vote, update, gather."""
-        succeeded = guarded_update(
+        succeeded = self._guarded()
+        gather_parameters(self._optimizers)
+        return succeeded
+
+    @torch.no_grad()
+    def apply(self) -> bool:
+        """Apply the step whose gradients are final to this rank's shards, without communication.
+
+        Returns:
+            Whether every optimizer says that it succeeded.
+        """
+        succeeded = True if self._overflow else update_locally(self._optimizers)
+        self._scalers_before = None  # theirs is the state after this step from now on
+        return succeeded
+
+    def scaler_states(self) -> list[Any]:
+        """The state of each optimizer's loss scaler after the last step that was applied.
+
+        A scaler is updated when the gradients are final, before any rank knows whether the step will be applied.
+        """
+        before = self._scalers_before
+        return scaler_states(self._optimizers) if before is None else before
+
+    def _guarded(self) -> bool:
+        return guarded_update(
             self._step(),
-            lambda: update_locally(self._optimizers),
+            self.apply,
             lock=self._lock,
             ready=self._ready,
             committed=self._committed,
             phase=self._phase,
         )
-        gather_parameters(self._optimizers)
-        return succeeded
