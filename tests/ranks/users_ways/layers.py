@@ -1,8 +1,8 @@
 """Layers on the CPU for what Megatron-core leaves to TransformerEngine or CUDA kernels.
 
 Megatron's own layers refuse sequence parallelism ("not supported by torch LayerNorm"), context parallelism ("only
-supported by TEDotProductAttention!") and the grouped GEMM, although all the rest needs neither: groups, the split of a
-batch, the gradients' reductions, the optimizer. What is here fills the gap, so that the rest can be tested.
+supported by TEDotProductAttention!") and the grouped GEMM. All the rest needs neither: the groups, the split of
+a batch, the gradients' reductions, the optimizer. What is here fills the gap, so that the rest can be tested.
 """
 
 from __future__ import annotations
