@@ -154,6 +154,7 @@ def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, 
     assert [incident.target for incident in job.incidents] == [2, 5, STEPS]
 
 
+@pytest.mark.xfail(strict=True, reason="the rest of the data is taken for all of it: samples are repeated")
 def test_nemos_fine_tuning_data(disturb: Disturb, written: Path) -> None:
     """Whole batches are dealt out, padded to the longest of their samples."""
     root = f"dataset_root: {written}/conversations"
