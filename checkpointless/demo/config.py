@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +53,11 @@ class DemoConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise DemoError(f"--dropout must be at least 0 and below 1, not {self.dropout:g}")
         tensor, pipeline, expert, context = (self.layout.get(key, 1) for key in LAYOUT_KEYS)
-        model_ranks = math.prod((tensor, pipeline, context))
+        if context > 1:
+            raise DemoError(
+                "the demo's layers have no context parallelism, which needs TransformerEngine: leave out cp"
+            )
+        model_ranks = tensor * pipeline
         replicas, rest = divmod(self.nproc, model_ranks)
         shape = ",".join(f"{key}={size}" for key, size in self.layout.items()) or "one rank per model"
         if rest:

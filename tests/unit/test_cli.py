@@ -69,6 +69,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["demo", "--steps", "0"], "at least 1"),
         (["demo", "--steps", "5", "--fault", "sigkill:rank=1,step=6"], "step 6 never comes"),
         (["demo", "--layout", "zz=2"], "'zz=2'"),
+        (["demo", "--layout", "cp=2"], "leave out cp"),
         (["demo", "--dropout", "1.5"], "--dropout"),
         (["demo", "--nproc", "3", "--fault", "sigkill:rank=1,step=1"], "--nproc 3"),
         (["verify", "nowhere"], "RUN_B"),
@@ -263,6 +264,7 @@ def test_a_recipe_for_the_cpu_needs_no_option(launched: list[LaunchConfig]) -> N
         (["tiny_gpt_cpu", "--cpu", "--nproc", "4"], "--nproc"),
         (["tiny_gpt_cpu", "--cpu", "trainer.max_steps=3", "--fault", "exit@data:rank=0,step=4"], "step 4 never"),
         (["tiny_gpt_cpu", "--cpu", "no_such_key=3"], "no_such_key"),
+        (["tiny_gpt_cpu", "--cpu", "strategy.context_parallel_size=2"], "needs TransformerEngine"),
     ],
 )
 def test_train_refuses_before_anything_starts(
