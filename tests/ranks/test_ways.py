@@ -17,7 +17,7 @@ from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import DROPOUT, EP2
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(420)]
 
 STEPS = 6
 FAULTS = ("exception@backward:rank=2,step=3", "sigkill@optimizer:rank=1,step=5")
@@ -64,12 +64,15 @@ def through_faults(disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULT
             "model.config.num_layers=4",
             "data.micro_batch_size=1",
         ),
-        (
-            *EP2,
-            "model.config.moe_grouped_gemm=true",
-            "model.config.moe_token_dispatcher_type=alltoall",
-            layers("grouped_layers"),
-            f"callbacks.drop={{_target_: {NEMO}.moe_token_drop.MegatronTokenDropCallback}}",
+        pytest.param(
+            (
+                *EP2,
+                "model.config.moe_grouped_gemm=true",
+                "model.config.moe_token_dispatcher_type=alltoall",
+                layers("grouped_layers"),
+                f"callbacks.drop={{_target_: {NEMO}.moe_token_drop.MegatronTokenDropCallback}}",
+            ),
+            marks=pytest.mark.long,
         ),
         ("strategy.ddp.overlap_grad_reduce=true", "data.micro_batch_size=1", "data.global_batch_size=32"),
     ],
@@ -161,10 +164,12 @@ def test_nemos_fine_tuning_data(disturb: Disturb, written: Path) -> None:
     through_faults(disturb, data(f"_target_: {WAYS}.data.Conversations, {root}, {HERE}"))
 
 
+@pytest.mark.long
 def test_nemos_mock_data_which_keeps_no_position(disturb: Disturb) -> None:
     through_faults(disturb, data(MOCK))
 
 
+@pytest.mark.long
 def test_a_cyclic_sampler_within_one_pass(disturb: Disturb) -> None:
     through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 1600"))
 
@@ -200,15 +205,15 @@ def callbacks(**targets: str) -> list[str]:
     return [f"callbacks.{name}={{_target_: {target}}}" for name, target in targets.items()]
 
 
-def test_callbacks_that_users_take_two_validation_sets_and_a_time_limit(disturb: Disturb, tmp_path: Path) -> None:
+def test_callbacks_and_a_logger_that_users_take(disturb: Disturb, tmp_path: Path) -> None:
     logger = f"trainer.logger={{_target_: lightning.pytorch.loggers.TensorBoardLogger, save_dir: {tmp_path}}}"
     through_faults(
         disturb,
-        data(f"_target_: {WAYS}.data.TwoValidations"),
         "trainer.val_check_interval=2",
         "trainer.limit_val_batches=2",
         "trainer.max_time='00:01:00:00'",
         "trainer.enable_progress_bar=false",
+        logger,
         *callbacks(
             timer="lightning.pytorch.callbacks.Timer, duration: '00:01:00:00'",
             rate="lightning.pytorch.callbacks.LearningRateMonitor",
@@ -224,8 +229,13 @@ def test_callbacks_that_users_take_two_validation_sets_and_a_time_limit(disturb:
             memory=f"{NEMO}.MemoryMonitor",
             frozen=f"{NEMO}.layer_freezer.LayerFreezer, schedule: {{decoder.layers.0: [1, 3]}}",
         ),
-        logger,
     )
+
+
+@pytest.mark.long
+def test_two_validation_sets_a_part_of_each(disturb: Disturb) -> None:
+    args = ("trainer.val_check_interval=2", "trainer.limit_val_batches=2")
+    through_faults(disturb, data(f"_target_: {WAYS}.data.TwoValidations"), *args)
 
 
 @pytest.mark.long

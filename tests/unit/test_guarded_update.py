@@ -66,17 +66,23 @@ def votes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         if answer is not None:
             raise answer
 
-    monkeypatch.setitem(update.guarded_update.__kwdefaults__, "vote", vote)  # type: ignore[index]
+    defaults: Any = update.guarded_update.__kwdefaults__
+    monkeypatch.setitem(defaults, "vote", vote)
     return coming
 
 
 def guard(optimizer: Any, lock: ParameterUpdateLock) -> list[tuple[str, int]]:
     told: list[tuple[str, int]] = []
+
+    def ready(step: int) -> None:
+        told.append(("ready", step))
+        lock.mark_ready(step)
+
     GuardedUpdate(
         optimizer,
         lock=lock,
         step=lambda: lock.committed + 1,
-        ready=lambda step: (told.append(("ready", step)), lock.mark_ready(step))[0],
+        ready=ready,
         committed=lambda step: told.append(("committed", step)),
         phase=lambda phase, step: told.append((phase, step)),
     )
@@ -139,5 +145,5 @@ def test_an_optimizer_that_is_offloaded_is_refused() -> None:
 
 
 def test_precision_aware_states_without_scales_are_fine() -> None:
-    config = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
+    config: dict[str, Any] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
     assert unguardable(Optimizer(**config)) is None
