@@ -20,10 +20,10 @@ STAMP := .venv/.installed
 TYPED := checkpointless callbacks strategies recipes tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs format clean
+.PHONY: help demo test test-long lint docs format clean
 
 help: ## what there is
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 14
 
 demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once with two faults, and compare (1 minute)
 	@echo "make: training a small NeMo GPT twice on 4 CPU ranks; about a minute"
@@ -31,7 +31,10 @@ demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once wi
 		--fault exception@backward:rank=2,step=4 --fault sigkill@optimizer:rank=1,step=7
 
 test: $(STAMP) ## run all tests, two files at a time (15 to 20 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
+
+test-long: $(STAMP) ## run the tests that `make test` leaves out
+	$(BIN)/python -m pytest -m long
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

@@ -49,6 +49,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
     try:
         from checkpointless.recipes.checks import check_settings
         from checkpointless.recipes.layout import check_layout, check_replicas, layout_of
+        from checkpointless.recipes.requirements import Machine, check_requirements
         from checkpointless.recipes.settings import (
             RecipeError,
             checkpointless_enabled,
@@ -76,6 +77,8 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         layout = layout_of(config, options.nnodes or (None if options.dry_run else 1), options.nproc_per_node)
         check_layout(config, layout)
         check_settings(config, layout)
+        if not options.dry_run:  # which is asked for elsewhere, too
+            check_requirements(config, layout, Machine.here())
         if options.dry_run and checkpointless_enabled(config):
             check_replicas(layout)
     except RecipeError as error:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from checkpointless.megatron import cpu_platform
 from checkpointless.recipes.checks import PLAIN_STRATEGY, check_settings
 from checkpointless.recipes.layout import check_layout, layout_of
+from checkpointless.recipes.requirements import Machine, check_requirements
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, load, needs_gpu, require_complete
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = layout_of(config, 1, int(os.environ.get("WORLD_SIZE", "1")))
         check_layout(config, layout)
         check_settings(config, layout)
+        check_requirements(config, layout, Machine.here())
         train(config)
     except RecipeError as error:
         sys.stderr.write(f"{error}\n")

@@ -86,7 +86,6 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._outcomes: StepOutcomes | None = None
         self._restored_objects: dict[str, Any] | None = None  # what memory gave, until the loops go on
         self._tracked: TrackedSampler | None = None
-        self._overflowed = False
         if self._call is None:
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
@@ -454,20 +453,10 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one optimizer step; one that the gradient scaler skipped counts as committed too."""
-        call, outcomes = self._call, self._outcomes
-        if call is None or outcomes is None or self._guard is None or self._manager is None:
+        """Run one optimizer step, or what belongs to one that is done again without its update."""
+        outcome = self._outcomes.replayed if self._outcomes is not None else None
+        if outcome is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
-        if outcomes.replayed is not None:
-            return self._replay_optimizer_step(outcomes.replayed, optimizer, *args, **kwargs)
-        self._overflowed = False
-        output = super().optimizer_step(optimizer, *args, **kwargs)
-        if call.parameter_update_lock.committed < call.making_step:
-            self._overflowed = True
-            self._guard.skip()
-        return output
-
-    def _replay_optimizer_step(self, outcome: StepOutcome, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         mcore_optimizer: Any = self.optimizers[0].mcore_optimizer
         kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
         mcore_optimizer.step = lambda: kept
@@ -528,8 +517,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if call is None:
             return
         call.enter_phase("before_optimizer", step)
-        if self._manager is not None and self._live is not None and self._outcomes is not None:
-            self._live.ready(step, self._outcomes.outcome(succeeded=not self._overflowed))
+        if self._manager is not None and self._live and self._outcomes and self._guard:
+            self._live.ready(step, self._outcomes.outcome(succeeded=not self._guard.overflow))
             self._manager.store_rng_states(step, loss=call.making_loss)
             self._manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)

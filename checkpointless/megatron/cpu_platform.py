@@ -60,6 +60,10 @@ _FACTORIES = (
     *("tensor", "as_tensor", "scalar_tensor", "empty", "zeros", "ones", "full", "eye", "arange", "linspace"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided"),
 )
+_TENSOR_TYPES = (
+    *("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor"),
+    *("ByteTensor", "CharTensor", "ShortTensor", "IntTensor", "LongTensor", "BoolTensor"),
+)
 _NEW_TENSOR_METHODS = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
 _DRAWS = (
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
@@ -181,6 +185,10 @@ def _table() -> list[Patch]:
             Patch(module, name, functools.partial(_replaced_by, function), "the device's stream is a generator")
             for name, function in _STREAM_FUNCTIONS.items()
         ]
+    why = "NeMo's fine-tuning data makes a `torch.cuda.LongTensor`"
+    rows += [
+        Patch(cuda, name, functools.partial(_replaced_by, getattr(torch, name)), why) for name in _TENSOR_TYPES
+    ]
     rows += [Patch(torch, name, _placed, "`device='cuda'` means the CPU") for name in _FACTORIES]
     rows += [Patch(torch.Tensor, name, _placed, "`device='cuda'` means the CPU") for name in _NEW_TENSOR_METHODS]
     rows += [Patch(torch, name, _drawn, "draws in a tracker's fork are the tracker's") for name in _DRAWS]

@@ -1,7 +1,8 @@
 """Megatron's optimizer update, guarded: the local change under the lock, then the parameter gather.
 
 Megatron's ``step_with_ready_grads`` mixes the two. Taken apart, the update is guarded like any other
-(:mod:`checkpointless.recovery.guard`), and a gather that did not finish is done again from the shards.
+(:mod:`checkpointless.recovery.guard`), and a gather that did not finish is done again from the shards. A step whose
+gradients overflow changes no parameter, but the loss scaler: it is guarded, too, with nothing to apply.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-from checkpointless.inprocess import ParameterUpdateLock
+from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
+
+_UNSCALED = (torch.float32, torch.bfloat16)
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
@@ -51,6 +55,42 @@ def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
         chunk.start_param_sync(force_sync=force)
 
 
+def unguardable(optimizer: Any) -> str | None:
+    """Why the update of ``optimizer`` cannot be guarded, or what it keeps cannot be taken along.
+
+    Args:
+        optimizer: the (chained) Megatron optimizer.
+
+    Returns:
+        What to set, in one line; None if all is well.
+    """
+    config = optimizer.config
+    if getattr(config, "overlap_param_gather_with_optimizer_step", False):
+        return (
+            "checkpointless cannot guard an update that is overlapped with the parameter gather: "
+            "set overlap_param_gather_with_optimizer_step=False"
+        )
+    if any(
+        isinstance(getattr(each, "optimizer", None), HybridDeviceOptimizer) for each in sub_optimizers(optimizer)
+    ):
+        return (
+            "checkpointless cannot take along what an optimizer that is offloaded to the CPU keeps for itself: "
+            "set optimizer_cpu_offload=False"
+        )
+    if getattr(config, "use_precision_aware_optimizer", False):
+        dtypes = {
+            name: getattr(config, name, torch.float32)
+            for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        }
+        for name, dtype in dtypes.items():
+            if dtype not in _UNSCALED:
+                return (
+                    f"checkpointless cannot take along the scales of an optimizer's state in {dtype}: "
+                    f"set {name} to torch.float32 or torch.bfloat16"
+                )
+    return None
+
+
 class NotedNorms:
     """Notes what one Megatron optimizer makes of its final gradients on the way to their update.
 
@@ -85,7 +125,7 @@ class NotedNorms:
 
 
 class GuardedUpdate:
-    """Stands in for ``step_with_ready_grads`` of one Megatron optimizer.
+    """Stands in for ``prepare_grads`` and ``step_with_ready_grads`` of one Megatron optimizer.
 
     Args:
         optimizer: the (chained) Megatron optimizer.
@@ -97,7 +137,10 @@ class GuardedUpdate:
         phase: told ``optimizer`` inside the lock and ``after_optimizer`` behind it.
 
     Raises:
-        ValueError: the optimizer gathers parameters in the middle of its update.
+        UnrecoverableError: the update cannot be guarded; the message says what to set.
+
+    Attributes:
+        overflow: whether the gradients of the step in the making overflow, so that nothing is to be applied.
     """
 
     def __init__(
@@ -111,11 +154,10 @@ class GuardedUpdate:
         committed: Callable[[int], None],
         phase: Callable[[str, int], None],
     ) -> None:
-        if getattr(optimizer.config, "overlap_param_gather_with_optimizer_step", False):
-            raise ValueError(
-                "checkpointless cannot guard an update that is overlapped with the parameter gather: "
-                "set overlap_param_gather_with_optimizer_step=False"
-            )
+        reason = unguardable(optimizer)
+        if reason is not None:
+            raise UnrecoverableError(reason)
+        self.overflow = False
         self._optimizers = sub_optimizers(optimizer)
         self._lock = lock
         self._step = step
@@ -123,24 +165,34 @@ class GuardedUpdate:
         self._applied = applied
         self._committed = committed
         self._phase = phase
+        self._prepare_grads: Callable[[], bool] = optimizer.prepare_grads
+        optimizer.prepare_grads = self.prepare_grads
         optimizer.step_with_ready_grads = self
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Make the gradients final; where they overflow, all ranks commit a step that applies nothing.
+
+        Returns:
+            Whether they overflow.
+        """
+        self.overflow = bool(self._prepare_grads())
+        if self.overflow:
+            self._guarded()
+        return self.overflow
 
     @torch.no_grad()
     def __call__(self) -> bool:
         """Vote, update, gather."""
-        succeeded = self._guarded(lambda: update_locally(self._optimizers))
+        succeeded = self._guarded()
         gather_parameters(self._optimizers)
         return succeeded
 
-    def skip(self) -> None:
-        """Commit the step in the making without an update, as its gradients have overflowed."""
-        self._guarded(lambda: True)
-
-    def _guarded(self, update: Callable[[], bool]) -> bool:
+    def _guarded(self) -> bool:
         step = self._step()
 
         def apply() -> bool:
-            succeeded = update()
+            succeeded = True if self.overflow else update_locally(self._optimizers)
             self._applied(step)
             return succeeded
 

@@ -394,6 +394,7 @@ def test_a_recipe_for_the_cpu_needs_no_option(launched: list[LaunchConfig]) -> N
             ],
             "multiple of 2 microbatches, not 1",
         ),
+        (["tiny_gpt_cpu", "--cpu", "strategy.context_parallel_size=2"], "needs TransformerEngine"),
     ],
 )
 def test_train_refuses_before_anything_starts(

@@ -1,0 +1,256 @@
+"""The ways in which a user's run goes on: Megatron's options, NeMo's data modules, loggers and callbacks.
+
+Each job runs undisturbed, and with an exception in a backward pass and the death of a process in an optimizer step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpointless.telemetry.incidents import Outcome
+from checkpointless.telemetry.verify import Steps, compare
+from tests.ranks.jobs import Disturb, Job, run_job
+from tests.ranks.layouts import DROPOUT, EP2
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(420)]
+
+STEPS = 6
+FAULTS = ("exception@backward:rank=2,step=3", "sigkill@optimizer:rank=1,step=5")
+WAYS = "tests.ranks.users_ways"
+SMALL = ("model.config.num_layers=2", *DROPOUT)
+BATCH = "seq_length: 64, micro_batch_size: 2, global_batch_size: 16"
+BYTES = "tokenizer: {_target_: checkpointless.demo.text.ByteTokenizer}"
+HERE = "num_workers: 0, pin_memory: false"
+NEMO = "nemo.lightning.pytorch.callbacks"
+
+
+def layers(name: str) -> str:
+    """The override for layers of :mod:`tests.ranks.users_ways.layers`."""
+    get = "{_target_: hydra.utils.get_method, path: "
+    return f"model.config.transformer_layer_spec={get}{WAYS}.layers.{name}}}"
+
+
+def through_faults(disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULTS, limit_s: float = 140.0) -> Job:
+    """Train on four ranks, through the faults, to the same bits; every fault is recovered from once."""
+    job = disturb(4, STEPS, *faults, args=(*SMALL, *args), limit_s=limit_s)
+    assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * len(faults)
+    assert [incident.respawned for incident in job.incidents] == [
+        (1,) if fault.startswith("sigkill") else () for fault in faults
+    ]
+    return job
+
+
+# --- Megatron's options -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (
+            "strategy.tensor_model_parallel_size=2",
+            "strategy.context_parallel_size=2",
+            "strategy.sequence_parallel=true",
+            "data.micro_batch_size=4",
+            layers("parallel_layers"),
+        ),
+        (
+            "strategy.pipeline_model_parallel_size=2",
+            "strategy.virtual_pipeline_model_parallel_size=2",
+            "model.config.num_layers=4",
+            "data.micro_batch_size=1",
+        ),
+        pytest.param(
+            (
+                *EP2,
+                "model.config.moe_grouped_gemm=true",
+                "model.config.moe_token_dispatcher_type=alltoall",
+                layers("grouped_layers"),
+                f"callbacks.drop={{_target_: {NEMO}.moe_token_drop.MegatronTokenDropCallback}}",
+            ),
+            marks=pytest.mark.long,
+        ),
+        ("strategy.ddp.overlap_grad_reduce=true", "data.micro_batch_size=1", "data.global_batch_size=32"),
+    ],
+    ids=[
+        "sequence-and-context-parallel",
+        "virtual-pipeline",
+        "grouped-experts-tokens-dropped",
+        "overlap-accumulate",
+    ],
+)
+def test_megatrons_options(disturb: Disturb, args: tuple[str, ...]) -> None:
+    through_faults(disturb, *args)
+
+
+@pytest.mark.xfail(strict=True, reason="the recorder digests parameters that are not gathered yet")
+def test_a_parameter_gather_that_overlaps_with_the_next_step(disturb: Disturb) -> None:
+    through_faults(disturb, "strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
+
+
+# --- fp16 ---------------------------------------------------------------------------------------------------------
+
+FP16 = (
+    "trainer.plugins={_target_: nemo.lightning.MegatronMixedPrecision, precision: 16-mixed, "
+    "fp16_initial_loss_scale: 262144, fp16_loss_scale_window: 2, fp16_hysteresis: 1}",
+    f"callbacks.scaled={{_target_: {WAYS}.scaler.ScaledLoss}}",
+)
+
+
+def _behind_scaler(name: str, **settings: object) -> str:
+    given = ", ".join(f"{key}: {json.dumps(value)}" for key, value in settings.items())
+    return f"callbacks.{name}={{_target_: {WAYS}.scaler.FaultBehindScaler, {given}}}"
+
+
+def _overflows(job: Job) -> dict[int, bool]:
+    """In which of the disturbed steps the gradients overflowed."""
+    notes = sorted(job.run_dir.glob("scaler-*.json"))
+    return {int(note.stem.partition("-")[2]): json.loads(note.read_text())["found_inf"] for note in notes}
+
+
+def test_faults_behind_the_loss_scaler(
+    nemo_zygote: Zygote, undisturbed: Callable[[int, tuple[str, ...]], Steps], tmp_path: Path
+) -> None:
+    """In steps that are skipped, where ranks could stand on both sides, and in one that makes the scale grow."""
+    args = ("trainer.max_steps=8", *SMALL, *FP16)
+    faults = (
+        _behind_scaler("raises", rank=1, step=1),
+        _behind_scaler("dies", rank=1, step=4, generation=1, after_s=0.3, kill=True, late=[3]),
+        _behind_scaler("raises_later", rank=2, step=6, generation=2),
+    )
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=(*args, *faults), limit_s=140)
+    assert job.code == 0, job.story()
+    assert [incident.target for incident in job.incidents] == [0, 3, 5]
+    assert [incident.respawned for incident in job.incidents] == [(), (1,), ()]
+    assert _overflows(job) == {1: True, 4: True, 6: False}
+    verdict = compare(undisturbed(4, args), job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+
+
+# --- data ---------------------------------------------------------------------------------------------------------
+
+MOCK = f"_target_: {WAYS}.data.Mock, {HERE}, {BYTES}, num_train_samples: 2000"
+
+
+def data(kind: str, more: str = BATCH) -> str:
+    """The override for a data module."""
+    return f"data={{{kind}, {more}}}"
+
+
+@pytest.fixture(scope="module")
+def written(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data of all kinds."""
+    folder = tmp_path_factory.mktemp("data")
+    nemo_zygote.run(1, f"{WAYS}.data:write", {"folder": str(folder)})
+    return folder
+
+
+def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, written: Path) -> None:
+    kind = f"_target_: nemo.collections.llm.PreTrainingDataModule, paths: {written}/english, {HERE}, {BYTES}"
+    args = (data(f"{kind}, index_mapping_dir: {written}/mapping"), "trainer.val_check_interval=2")
+    last = f"sigkill@after_optimizer:rank=3,step={STEPS}"
+    job = disturb(4, STEPS, *FAULTS, last, args=(*SMALL, *args, "trainer.limit_val_batches=1"), limit_s=140)
+    assert [incident.target for incident in job.incidents] == [2, 5, STEPS]
+
+
+@pytest.mark.xfail(strict=True, reason="the rest of the data is taken for all of it: samples are repeated")
+def test_nemos_fine_tuning_data(disturb: Disturb, written: Path) -> None:
+    """Whole batches are dealt out, padded to the longest of their samples."""
+    root = f"dataset_root: {written}/conversations"
+    through_faults(disturb, data(f"_target_: {WAYS}.data.Conversations, {root}, {HERE}"))
+
+
+@pytest.mark.long
+def test_nemos_mock_data_which_keeps_no_position(disturb: Disturb) -> None:
+    through_faults(disturb, data(MOCK))
+
+
+@pytest.mark.long
+def test_a_cyclic_sampler_within_one_pass(disturb: Disturb) -> None:
+    through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 1600"))
+
+
+@pytest.mark.xfail(strict=True, reason="more than one pass: micro-batches are counted as steps")
+def test_a_cyclic_sampler_through_an_uneven_end_of_a_pass(disturb: Disturb) -> None:
+    through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 56"))
+
+
+@pytest.mark.xfail(strict=True, reason="the sampler's own counters are not taken along, and the loop does not stop")
+def test_a_batch_size_that_is_ramped_up(disturb: Disturb) -> None:
+    """NeMo ends the loop when the size has changed, here after five steps."""
+    ramp = "seq_length: 64, micro_batch_size: 2, global_batch_size: 32, rampup_batch_size: [8, 8, 64]"
+    disturb(4, 5, "exception@backward:rank=2,step=3", args=(*SMALL, data(MOCK, ramp), "trainer.max_steps=8"))
+
+
+@pytest.mark.xfail(strict=True, reason="the loader's state is taken in the middle of a step")
+def test_an_iterable_dataset_that_says_where_it_stands(disturb: Disturb) -> None:
+    through_faults(disturb, data(f"_target_: {WAYS}.data.IterableText"))
+
+
+@pytest.mark.xfail(strict=True, reason="NeMo's samplers refuse data of which nothing is left")
+def test_a_fault_after_the_last_step_on_data_that_just_suffices(disturb: Disturb) -> None:
+    just = MOCK.replace("2000", str(STEPS * 16))
+    through_faults(disturb, data(just), faults=(f"sigkill@after_optimizer:rank=1,step={STEPS}",))
+
+
+# --- callbacks and loggers ----------------------------------------------------------------------------------------
+
+
+def callbacks(**targets: str) -> list[str]:
+    """The overrides for callbacks."""
+    return [f"callbacks.{name}={{_target_: {target}}}" for name, target in targets.items()]
+
+
+def test_callbacks_and_a_logger_that_users_take(disturb: Disturb, tmp_path: Path) -> None:
+    logger = f"trainer.logger={{_target_: lightning.pytorch.loggers.TensorBoardLogger, save_dir: {tmp_path}}}"
+    through_faults(
+        disturb,
+        "trainer.val_check_interval=2",
+        "trainer.limit_val_batches=2",
+        "trainer.max_time='00:01:00:00'",
+        "trainer.enable_progress_bar=false",
+        logger,
+        *callbacks(
+            timer="lightning.pytorch.callbacks.Timer, duration: '00:01:00:00'",
+            rate="lightning.pytorch.callbacks.LearningRateMonitor",
+            garbage=f"{NEMO}.GarbageCollectionCallback, gc_interval_train: 2, gc_interval_val: 2",
+            preemption=f"{NEMO}.PreemptionCallback",
+            nsys=f"{NEMO}.NsysCallback, start_step: 2, end_step: 4",
+            timing="nemo.utils.exp_manager.TimingCallback",
+            delta="nemo.utils.exp_manager.DeltaTimingCallback",
+            speed=f"{NEMO}.SpeedMonitor, window_size: 2",
+            optimizer=f"{NEMO}.OptimizerMonitor",
+            parity=f"{NEMO}.DdpParityChecker, interval: 2",
+            training=f"{NEMO}.ModelTrainingStateCallback",
+            memory=f"{NEMO}.MemoryMonitor",
+            frozen=f"{NEMO}.layer_freezer.LayerFreezer, schedule: {{decoder.layers.0: [1, 3]}}",
+        ),
+    )
+
+
+@pytest.mark.long
+def test_two_validation_sets_a_part_of_each(disturb: Disturb) -> None:
+    args = ("trainer.val_check_interval=2", "trainer.limit_val_batches=2")
+    through_faults(disturb, data(f"_target_: {WAYS}.data.TwoValidations"), *args)
+
+
+@pytest.mark.long
+def test_weights_and_biases_offline(disturb: Disturb, tmp_path: Path) -> None:
+    """The real client, which needs ten seconds to start and to end; nothing leaves the machine."""
+    pytest.importorskip("wandb")
+    folder = tmp_path / "wandb"
+    folder.mkdir()
+    logger = "trainer.logger={_target_: lightning.pytorch.loggers.WandbLogger, offline: true, project: ways"
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder)}
+    disturb(
+        4,
+        STEPS,
+        *FAULTS,
+        args=(*SMALL, f"{logger}, save_dir: {folder}}}"),
+        extra_env=environment,
+        limit_s=280,
+    )

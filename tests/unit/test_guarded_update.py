@@ -1,0 +1,129 @@
+"""The guarded update of Megatron's optimizers: overflows, loss scalers, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs Megatron-core")
+
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
+from checkpointless.megatron import update
+from checkpointless.megatron.update import GuardedUpdate, unguardable
+
+
+class Scaler:
+    """Counts the steps that it has seen."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+
+class Optimizer:
+    """As much of Megatron's as is guarded."""
+
+    is_stub_optimizer = True
+    optimizer = None
+
+    def __init__(self, overflows: bool = False, **config: Any) -> None:
+        self.config = SimpleNamespace(**config)
+        self.grad_scaler = Scaler()
+        self.updates = 0
+        self._overflows = overflows
+
+    def prepare_grads(self) -> bool:
+        self.grad_scaler.seen += 1
+        return self._overflows
+
+    def step_with_ready_grads(self) -> bool:
+        self.updates += 1
+        return True
+
+    def step(self) -> bool:
+        return not self.prepare_grads() and self.step_with_ready_grads()
+
+
+class Fault(Exception):
+    """In a vote."""
+
+
+@pytest.fixture
+def votes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is done in the votes: an entry that is an exception is raised."""
+    coming: list[Any] = []
+
+    def vote() -> None:
+        answer = coming.pop(0)
+        if answer is not None:
+            raise answer
+
+    defaults: Any = update.guarded_update.__kwdefaults__
+    monkeypatch.setitem(defaults, "vote", vote)
+    return coming
+
+
+def guard(optimizer: Any, lock: ParameterUpdateLock) -> list[tuple[str, int]]:
+    told: list[tuple[str, int]] = []
+
+    def ready(step: int) -> None:
+        told.append(("ready", step))
+        lock.mark_ready(step)
+
+    GuardedUpdate(
+        optimizer,
+        lock=lock,
+        step=lambda: lock.committed + 1,
+        ready=ready,
+        applied=lambda step: told.append(("applied", step)),
+        committed=lambda step: told.append(("committed", step)),
+        phase=lambda phase, step: told.append((phase, step)),
+    )
+    return told
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_step_goes_one_way_whether_it_is_skipped_or_not(votes: list[Any], overflows: bool) -> None:
+    optimizer, lock = Optimizer(overflows), ParameterUpdateLock()
+    lock.set_committed(4)
+    told = guard(optimizer, lock)
+    votes.append(None)
+    assert optimizer.step() is not overflows
+    assert told == [("ready", 5), ("optimizer", 5), ("applied", 5), ("committed", 5), ("after_optimizer", 5)]
+    assert optimizer.updates == (0 if overflows else 1)
+    assert lock.committed == 5
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"overlap_param_gather_with_optimizer_step": True}, "set overlap_param_gather_with_optimizer_step=False"),
+        (
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.uint8},
+            "set exp_avg_dtype to torch.float32 or torch.bfloat16",
+        ),
+    ],
+)
+def test_what_cannot_be_guarded_is_refused_with_what_to_set(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnrecoverableError, match=says):
+        guard(Optimizer(**config), ParameterUpdateLock())
+
+
+def test_an_optimizer_that_is_offloaded_is_refused() -> None:
+    optimizer = Optimizer()
+    optimizer.optimizer = object.__new__(HybridDeviceOptimizer)  # type: ignore[assignment]
+    reason = unguardable(optimizer)
+    assert reason is not None
+    assert "optimizer_cpu_offload=False" in reason
+
+
+def test_precision_aware_states_without_scales_are_fine() -> None:
+    config: dict[str, Any] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
+    assert unguardable(Optimizer(**config)) is None
