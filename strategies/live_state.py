@@ -73,6 +73,11 @@ class TrainerLiveState:
         if self._ready is not None and self._ready[0] == step:
             self._ready[1].objects["optimizer"]["groups"] = self._tensors.groups()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a fit is being made, and not passed over."""
+        return bool(self._moments)
+
     def newest(self) -> dict[str, Any]:
         """The non-tensor state that was taken last."""
         return self._moments[max(self._moments)].objects

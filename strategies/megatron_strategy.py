@@ -475,8 +475,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             if hasattr(self, "megatron_parallel"):
                 self.megatron_parallel.teardown_ddp()
             return
-        fitted = trainer.state.fn == TrainerFn.FITTING and not getattr(trainer.fit_loop, "was_finished", False)
-        if self._manager is not None and self._live is not None and fitted:
+        if self._manager is not None and self._live is not None and self._live.is_under_way:
             vote()  # the hooks of the end have run everywhere: nobody goes back into this fit
             self._manager.finish_fit(self._live.newest())
         super().teardown()

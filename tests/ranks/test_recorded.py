@@ -93,7 +93,6 @@ def test_recording_does_not_change_what_is_computed(nemo_zygote: Zygote, tmp_pat
     assert compare(plain.steps, overlapped.steps).equal
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="buffers are taken back by another change")
 def test_a_batch_that_was_made_again_counts_once_in_batch_norm(nemo_zygote: Zygote, tmp_path: Path) -> None:
     def train_plain(name: str, *faults: str) -> Job:
         script = str(SCRIPTS / "plain_batch_norm.py")

@@ -87,7 +87,6 @@ def test_megatrons_options(disturb: Disturb, args: tuple[str, ...]) -> None:
     through_faults(disturb, *args)
 
 
-@pytest.mark.xfail(strict=True, reason="the recorder digests parameters that are not gathered yet")
 def test_a_parameter_gather_that_overlaps_with_the_next_step(disturb: Disturb) -> None:
     through_faults(disturb, "strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
 
@@ -157,7 +156,6 @@ def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, 
     assert [incident.target for incident in job.incidents] == [2, 5, STEPS]
 
 
-@pytest.mark.xfail(strict=True, reason="the rest of the data is taken for all of it: samples are repeated")
 def test_nemos_fine_tuning_data(disturb: Disturb, written: Path) -> None:
     """Whole batches are dealt out, padded to the longest of their samples."""
     root = f"dataset_root: {written}/conversations"
@@ -174,24 +172,20 @@ def test_a_cyclic_sampler_within_one_pass(disturb: Disturb) -> None:
     through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 1600"))
 
 
-@pytest.mark.xfail(strict=True, reason="more than one pass: micro-batches are counted as steps")
 def test_a_cyclic_sampler_through_an_uneven_end_of_a_pass(disturb: Disturb) -> None:
     through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 56"))
 
 
-@pytest.mark.xfail(strict=True, reason="the sampler's own counters are not taken along, and the loop does not stop")
 def test_a_batch_size_that_is_ramped_up(disturb: Disturb) -> None:
     """NeMo ends the loop when the size has changed, here after five steps."""
     ramp = "seq_length: 64, micro_batch_size: 2, global_batch_size: 32, rampup_batch_size: [8, 8, 64]"
     disturb(4, 5, "exception@backward:rank=2,step=3", args=(*SMALL, data(MOCK, ramp), "trainer.max_steps=8"))
 
 
-@pytest.mark.xfail(strict=True, reason="the loader's state is taken in the middle of a step")
 def test_an_iterable_dataset_that_says_where_it_stands(disturb: Disturb) -> None:
     through_faults(disturb, data(f"_target_: {WAYS}.data.IterableText"))
 
 
-@pytest.mark.xfail(strict=True, reason="NeMo's samplers refuse data of which nothing is left")
 def test_a_fault_after_the_last_step_on_data_that_just_suffices(disturb: Disturb) -> None:
     just = MOCK.replace("2000", str(STEPS * 16))
     through_faults(disturb, data(just), faults=(f"sigkill@after_optimizer:rank=1,step={STEPS}",))
