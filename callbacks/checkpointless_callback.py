@@ -24,8 +24,8 @@ class CheckpointlessCallback(Callback):
         enable_inprocess: after a fault, re-enter the block in the living process. False: the process ends and the
             agent starts a new one. (The documented default is False, which would switch off what the callback is
             for; here it is True.)
-        enable_checkpointless: recover the state from living replicas. Needs ``enable_inprocess``. False: from
-            storage only. (Documented default: False; here True.)
+        enable_checkpointless: recover the state from living replicas. Needs ``enable_inprocess``, which is its
+            default. False: from storage only. (Documented default: False.)
         enable_checksum: compare the replicas of each shard before a recovery. Needs ``enable_checkpointless``.
         clean_tensor_hook: remove the hooks of all parameters of the model that is left behind at a restart.
         clean_lightning_module: drop the trainer's references to its module at a restart.
@@ -37,11 +37,13 @@ class CheckpointlessCallback(Callback):
     def __init__(
         self,
         enable_inprocess: bool = True,
-        enable_checkpointless: bool = True,
+        enable_checkpointless: bool | None = None,
         enable_checksum: bool = False,
         clean_tensor_hook: bool = False,
         clean_lightning_module: bool = False,
     ) -> None:
+        if enable_checkpointless is None:
+            enable_checkpointless = enable_inprocess
         if enable_checkpointless and not enable_inprocess:
             raise ValueError("enable_checkpointless=True needs enable_inprocess=True")
         if enable_checksum and not enable_checkpointless:

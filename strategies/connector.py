@@ -45,7 +45,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         """
         strategy: Any = self.trainer.strategy
         call = active_call_wrapper()
-        manager = strategy.checkpoint_manager
+        manager = getattr(strategy, "checkpoint_manager", None)  # a strategy of another kind has none
         if call is None or manager is None or call.generation == 0:
             self._load(self._storage_path(checkpoint_path))
             return
@@ -53,13 +53,12 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
             strategy.add_adapters()
         strategy.rebuilt()
         call.enter_phase("recovery", call.high_water)
-        objects = manager.try_checkpointless_load(self.trainer)
+        checkpoint = manager.try_checkpointless_load(self.trainer)
         if manager.verdict is Verdict.SKIP:
             self._loaded_checkpoint = InMemoryCheckpoint(strategy.skip_fit(manager.finished_fit()))
             return
-        if objects is not None:
-            strategy.restored_from_memory(objects)
-            self._loaded_checkpoint = InMemoryCheckpoint(objects["checkpoint"])
+        if checkpoint is not None:
+            self._loaded_checkpoint = InMemoryCheckpoint(checkpoint)
             return
         self._from_storage(checkpoint_path, manager, call)
 
@@ -67,8 +66,9 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
     def resume_end(self) -> None:
         """All is restored; the state is whole from now on."""
         super().resume_end()
-        strategy: Any = self.trainer.strategy
-        strategy.restored()
+        restored = getattr(self.trainer.strategy, "restored", None)
+        if restored is not None:
+            restored()
 
     def _from_storage(self, checkpoint_path: str | Path | None, manager: Any, call: Any) -> None:
         path = self._storage_path(checkpoint_path)
@@ -93,9 +93,9 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
 
     def _load(self, path: Any) -> None:
         """Load the checkpoint at ``path``; without one, what NeMo's ``restore_config`` names."""
-        strategy: Any = self.trainer.strategy
-        if not path:
-            strategy.restore_from_storage()
+        restore_from_storage = getattr(self.trainer.strategy, "restore_from_storage", None)
+        if not path and restore_from_storage is not None:
+            restore_from_storage()
         super().resume_start(path)
 
     def _storage_path(self, checkpoint_path: str | Path | None) -> Any:

@@ -8,7 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from checkpointless.inprocess import UnrecoverableError
 from checkpointless.megatron.state import MegatronTensors
+from checkpointless.recovery import state_tree
+from checkpointless.recovery.manager import DATA
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.transfer import Key, TensorEntry
 from checkpointless.strategies.boundary import take_checkpoint, take_kinds
@@ -34,6 +37,7 @@ class TrainerLiveState:
         self._moments: dict[tuple[int, Stage], Moment] = {}
         self._ready: tuple[int, Moment] | None = None  # the step in the making, and what its commit leaves
         self._update_is_skipped = False
+        self._travels: set[Stage] = set()  # the moments whose state is known to be fit for another process
 
     def group(self) -> tuple[int, ...]:
         """The ranks that hold the same shard."""
@@ -50,8 +54,19 @@ class TrainerLiveState:
     # --- while training -------------------------------------------------------------------------------------------
 
     def reached(self, step: int, stage: Stage) -> None:
-        """The trainer is at ``stage`` after ``step``: take what belongs to that moment."""
-        self._moments = {**self._moments, (step, stage): self._take()}
+        """The trainer is at ``stage`` after ``step``: take what belongs to that moment.
+
+        Raises:
+            UnrecoverableError: something in it could not be given to a new process.
+        """
+        moment = self._take()
+        if stage not in self._travels:
+            try:
+                state_tree.check(moment.objects)
+            except state_tree.StateTreeError as error:
+                raise UnrecoverableError(f"{error}; no new process could be given this state") from error
+            self._travels.add(stage)
+        self._moments = {**self._moments, (step, stage): moment}
 
     def ready(self, step: int, outcome: StepOutcome) -> None:
         """The gradients of ``step`` are final: take what the step has changed before its commit.
@@ -107,6 +122,19 @@ class TrainerLiveState:
             found[Stage.COMMITTED] = Moment(objects, changed.buffers)
         state = self._tensors.plain_state()
         return {stage: _with_state(moment, state) for stage, moment in sorted(found.items())}
+
+    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The states of data loaders, data module and callbacks."""
+        checkpoint = objects["checkpoint"]
+        loops = checkpoint["loops"] or {}
+        loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
+        parts: dict[str, Any] = {f"the state of {key}": state for key, state in checkpoint["callbacks"].items()}
+        if loaders:
+            parts[f"{DATA} (loaders)"] = loaders
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if type(datamodule).__qualname__ in checkpoint:
+            parts[f"{DATA} ({type(datamodule).__qualname__})"] = checkpoint[type(datamodule).__qualname__]
+        return parts
 
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Tensors and objects are in place: those after ``step`` at ``stage``."""

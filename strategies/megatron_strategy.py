@@ -112,8 +112,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         return self._outcomes is not None and self._outcomes.replayed is not None
 
     def get_wrapper(self) -> HPCallWrapper | None:
-        """The wrapper whose block this strategy runs in."""
-        return self._call
+        """The wrapper that the trainer was given (``trainer.wrapper``), or whose block this strategy runs in."""
+        given: HPCallWrapper | None = getattr(getattr(self, "trainer", None), "wrapper", None)
+        return given if given is not None else self._call
 
     def is_peft(self) -> bool:
         """Whether a PEFT callback is among the trainer's."""
@@ -500,6 +501,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """Add the callbacks that are asked for by environment or missing; they missed their ``setup`` hook."""
         present = _callbacks(trainer)
         present[:] = without_external(present)
+        for callback in present:
+            if isinstance(callback, HPFaultInjectionCallback):
+                callback.listen()  # it may have been made before the block was entered
         added: list[Any] = []
         if not any(isinstance(callback, CheckpointlessCallback) for callback in present):
             added.append(CheckpointlessCallback())

@@ -32,6 +32,9 @@ class LiveState(Protocol):
         What the next step has changed by now, or what is half done, is in none of them.
         """
 
+    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Parts of a moment's objects, by name, that may differ from rank to rank: no peer has a lost one."""
+
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Tensors and objects are in place: those after ``step`` at ``stage``; :meth:`moments` has them now."""
 

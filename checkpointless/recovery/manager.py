@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,8 @@ from checkpointless.recovery.transfer import (
 )
 
 logger = logging.getLogger(__name__)
+
+DATA = "the state of the training data"  # the names of what must not be a peer's begin so
 
 
 @dataclass
@@ -343,9 +346,18 @@ class CheckpointManager:
             torch.cuda.synchronize()
 
     def delete_checkpoint(self) -> None:
-        """Drop the held state."""
+        """Drop the held state and the random streams, and free what they took.
+
+        The engine calls it when storage gave the state; after a recovery from memory it drops what it held, and
+        leaves the collection of garbage to the end of the first step.
+        """
         self._held = None
         self._arrived = {}
+        self.rng_states = {}
+        self._data_start = None
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     # --- when the block has been entered again ------------------------------------------------------------------
 
@@ -356,9 +368,15 @@ class CheckpointManager:
             trainer: freshly built, its strategy set up.
 
         Returns:
-            As for :meth:`recover`.
+            The checkpoint for Lightning to load, its tensors being in place; None if there is nothing to recover or
+            if it is refused, as for :meth:`recover`.
         """
-        return self.recover(trainer.strategy.live_state())
+        objects = self.recover(trainer.strategy.live_state())
+        if objects is None or "checkpoint" not in objects:
+            return objects
+        trainer.strategy.restored_from_memory(objects)
+        checkpoint: dict[str, Any] = objects["checkpoint"]
+        return checkpoint
 
     def recover(self, live: LiveState) -> dict[str, Any] | None:
         """Recover ``live`` from memory. Collective: every rank of the job calls it.
@@ -387,6 +405,13 @@ class CheckpointManager:
                 f"{decision.target} are lost: neither a process, nor a board, nor another node has them"
             )
             return None
+        lost_parts = self._find_lost_parts(live, decision, decision.target)
+        if lost_parts:
+            self._refuse(
+                f"{', '.join(lost_parts)} differed from rank to rank, and that of rank "
+                f"{', '.join(map(str, sorted(decision.refills)))} was lost with its process"
+            )
+            return None
         objects = self._restore(live, decision, decision.target)
         self.resumed_at = decision.target, Stage(decision.stage)
         return objects
@@ -402,15 +427,10 @@ class CheckpointManager:
             trainer: freshly built, its strategy set up.
             include_checksum_verification: compare digests too, where they are enabled.
         """
-        enabled = self.checksum_manager.enabled
-        self.checksum_manager.enabled = enabled and include_checksum_verification
-        try:
-            decision = self._decide(trainer.strategy.live_state())
-            if decision.verdict is not Verdict.RESUME or decision.target is None:
-                return False
-            return not self._find_rng(decision.target)
-        finally:
-            self.checksum_manager.enabled = enabled
+        decision = self._decide(trainer.strategy.live_state(), include_checksum_verification)
+        if decision.verdict is not Verdict.RESUME or decision.target is None:
+            return False
+        return not self._find_rng(decision.target)
 
     def restore_streams(self, stage: Stage | None = None) -> None:
         """Put this rank's streams back that it had after the step that was resumed at.
@@ -426,14 +446,14 @@ class CheckpointManager:
         if states is not None:
             states.restore()
 
-    def _decide(self, live: LiveState) -> Decision:
+    def _decide(self, live: LiveState, compare_digests: bool = True) -> Decision:
         self.bytes_received = 0
         call = active_call_wrapper()
         high_water = call.high_water if call is not None else -1
         with span("decide") as fields:
             reports = [
                 RankReport(**{**each, "group": tuple(each["group"]), "streams": tuple(map(tuple, each["streams"]))})
-                for each in all_gather_json(asdict(self._report(live)))
+                for each in all_gather_json(asdict(self._report(live, compare_digests)))
             ]
             decision = decide(reports, high_water, max(self.fit, 1))
             fields.update(
@@ -445,7 +465,7 @@ class CheckpointManager:
             )
         return decision
 
-    def _report(self, live: LiveState) -> RankReport:
+    def _report(self, live: LiveState, with_digest: bool) -> RankReport:
         held = self._held
         streams = self._known_streams()
         if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
@@ -458,7 +478,7 @@ class CheckpointManager:
             commit.ready,
             commit.torn,
             live.group(),
-            held.digest,
+            held.digest if with_digest else None,
             int(stage),
             streams,
             held.fit,
@@ -574,6 +594,32 @@ class CheckpointManager:
                 held.tensors[key] = room[key]
         kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in held.tensors.values())
         return TransferReport(kept=kept, seconds=time.monotonic() - began_s)
+
+    def _find_lost_parts(self, live: LiveState, decision: Decision, target: int) -> list[str]:
+        """Compare what ranks keep for themselves, if one has lost that: a peer's is its own only if all are equal.
+
+        Collective. What is no data's is given by a peer all the same, and a warning says so: a callback may keep
+        times of day.
+
+        Returns:
+            The names of what of the training data is lost.
+        """
+        if not decision.refills:
+            return []
+        held = self._held
+        mine: dict[str, str] | None = None
+        if held is not None and dist.get_rank() not in decision.refills:
+            again = dist.get_rank() in decision.redo and held.live is not None
+            moments = held.live.moments(target) if again and held.live is not None else held.moments
+            parts = live.own_parts(moments[Stage(decision.stage)].objects)
+            mine = {name: state_tree.digest(part) for name, part in parts.items()}
+        known = [each for each in all_gather_json(mine) if each is not None]
+        names = sorted({name for each in known for name in each})
+        differ = [name for name in names if len({each.get(name) for each in known}) > 1]
+        lost = [name for name in differ if name.startswith(DATA)]
+        for name in sorted(set(differ) - set(lost)):
+            logger.warning("%s differs from rank to rank: rank %s gets a peer's", name, sorted(decision.refills))
+        return lost
 
     def _find_rng(self, target: int) -> list[int]:
         """Have every rank's own streams after ``target`` at hand, for when the loop resumes. Collective.

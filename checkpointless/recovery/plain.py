@@ -162,6 +162,10 @@ class PlainTraining(TrainingTensors):
         """The state after the update of ``step``; what the loop's body does behind ``update()`` is its own."""
         return {Stage.COMMITTED: self._moments[step]} if step in self._moments else {}
 
+    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Nothing: what a batch is follows from the step and the streams."""
+        return {}
+
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """The state is that after ``step``."""
         self._moments = {step: Moment(objects, self.copy_buffers())}

@@ -42,6 +42,9 @@ class FineTuning(TrainingTensors):
         objects = {"step": step, "groups": self.groups(), "state": self.plain_state()}
         return {Stage.COMMITTED: Moment(objects, self.copy_buffers())}
 
+    def own_parts(self, objects: Any) -> dict[str, Any]:
+        return {}
+
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         pass
 
