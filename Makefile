@@ -23,7 +23,7 @@ TYPED := checkpointless callbacks strategies recipes tests
 .PHONY: help demo test test-long lint docs format clean
 
 help: ## what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once with two faults, and compare (1 minute)
 	@echo "make: training a small NeMo GPT twice on 4 CPU ranks; about a minute"
@@ -33,8 +33,9 @@ demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once wi
 test: $(STAMP) ## run all tests, two files at a time (15 to 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
-test-long: $(STAMP) ## run the tests that `make test` leaves out
-	$(BIN)/python -m pytest -m long
+test-long: $(STAMP) ## run what takes longer: long tests, and users' runs through drawn faults (hours)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
+	$(BIN)/python benchmarks/users_chaos/run.py --cases 200 --seed 1 --run-dir build/users-chaos
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCal
 from checkpointless.callbacks.external import without_external
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
+from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.megatron.update import GuardedUpdate, NotedNorms
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
@@ -31,6 +33,7 @@ from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies import chatter, cleanup, one_logger
+from checkpointless.strategies.async_saves import PendingSaves, go_on, leave_unfinished, let_go
 from checkpointless.strategies.boundary import InMemoryCheckpoint, put_kinds
 from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.data_position import (
@@ -142,9 +145,12 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """Set up the process groups, and have loggers that are made anew write on where they were."""
         super().setup_environment()
         call, trainer = self._call, self.lightning_module.trainer if self.lightning_module is not None else None
-        if call is None or call.generation == 0 or trainer is None or not trainer.is_global_zero:
+        if call is None or call.generation == 0 or trainer is None:
             return
         manager = call.checkpoint_manager
+        leave_unfinished(getattr(manager, "pending_saves", None) is not None)
+        if not trainer.is_global_zero:
+            return
         fit = (manager.fit if manager is not None else 0) + 1
         write_on(trainer, call.facts.get(f"loggers of fit {fit}", []))
 
@@ -192,6 +198,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             if callback.enable_checksum:
                 self._manager.enable_checksum = True
             self._manager.begin_fit()
+            old, manager = weakref.ref(trainer), self._manager
+            register_cleanup("saves", lambda: let_go(old()) if manager.pending_saves is not None else None)
         if not self._awaits_adapters:
             self._take_hold(trainer, call)
 
@@ -248,6 +256,12 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             vote()  # who is attached can be recovered from: by then every rank's streams are on its board
             manager.attach(self._live, self._job_step())
 
+    def keep_saves(self) -> None:
+        """A fault has come: checkpoints that are being written in the background are finished later."""
+        pending = PendingSaves.of(self._checkpoint_io)
+        if pending is not None and self._manager is not None:
+            self._manager.pending_saves = pending
+
     def rebuilt(self) -> None:
         """Everything is built anew and waits for its state."""
         call = self._call
@@ -266,6 +280,10 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if call is None or manager is None:
             return
         self._keep_facts(call, manager.fit)
+        if call.generation > 0:
+            go_on(manager.pending_saves, self._checkpoint_io)
+            manager.pending_saves = None
+            leave_unfinished(False)
         if manager.verdict is Verdict.SKIP:
             return
         resumed = self._restored_objects is not None and manager.resumed_at is not None

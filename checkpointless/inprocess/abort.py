@@ -90,10 +90,18 @@ class HPDataLoaderAbort(TrainerAbort):
 
 
 class HPCheckpointingAbort(TrainerAbort):
-    """Stop asynchronous checkpoint writers: what they have not finished is not a checkpoint anyway."""
+    """Stop asynchronous checkpoint writers, unless the strategy keeps their saves and finishes them later.
+
+    What nobody finishes is not a checkpoint.
+    """
 
     def __call__(self, state: HPState) -> None:
-        checkpoint_io = getattr(getattr(self.trainer, "strategy", None), "_checkpoint_io", None)
+        strategy = getattr(self.trainer, "strategy", None)
+        keep_saves = getattr(strategy, "keep_saves", None)
+        if keep_saves is not None:
+            keep_saves()
+            return
+        checkpoint_io = getattr(strategy, "_checkpoint_io", None)
         queue = getattr(checkpoint_io, "async_calls_queue", None)
         for call in getattr(queue, "async_calls", ()):
             process = getattr(getattr(call, "async_caller", None), "process", None)
