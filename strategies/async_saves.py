@@ -1,8 +1,8 @@
 """Checkpoints that are written in the background while a fault comes.
 
 A writer is a process of its own with a copy of what it writes, so a fault of a rank does not stop it. If all ranks
-still have theirs, the save is finished in the next generation like any other; if one was lost with its rank, no part
-is of use, and a warning says so.
+still have theirs, the save is finished in the next generation like any other. If one was lost with its rank, no
+part is of use, and a warning says so.
 """
 
 from __future__ import annotations

@@ -75,7 +75,12 @@ def _loops(trainer: pl.Trainer) -> dict[str, Any] | None:
     """The loops' state; None if they stand at the beginning, which loaded is something else for Lightning."""
     fit_loop = trainer.fit_loop
     begun = fit_loop.epoch_progress.current.ready > 0 or fit_loop.restarting or fit_loop.epoch_loop.restarting
-    return {"fit_loop": fit_loop.state_dict()} if begun else None
+    if not begun:
+        return None
+    state = fit_loop.state_dict()
+    if fit_loop._combined_loader is None and fit_loop._combined_loader_states_to_load:
+        state["state_dict"]["combined_loader"] = fit_loop._combined_loader_states_to_load
+    return {"fit_loop": state}
 
 
 def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:

@@ -181,6 +181,11 @@ class TrackedSampler:
                 inner.consumed_samples, begins_at = self.began_at, -1
             yield item
 
+    def begin_at(self, consumed: int | None) -> None:
+        """Of Megatron's samplers: an epoch begins, whatever an iterator that nobody used has counted."""
+        if consumed is not None and _is_megatrons(self._inner):
+            self._inner.consumed_samples = consumed
+
     @property
     def consumed(self) -> int | None:
         """Of Megatron's samplers, the samples that it counts as consumed."""

@@ -81,12 +81,21 @@ class TrainerLiveState:
         self._ready = step, Moment(objects, self._tensors.copy_buffers())
 
     def applied(self, step: int) -> None:
-        """The update of ``step`` is applied: no rank goes back behind the step before it any more."""
-        newest = max((key for key in self._moments if key[0] < step), default=None)
-        kept = {key: moment for key, moment in self._moments.items() if key == newest or key[0] >= step}
-        self._moments = kept
-        if self._ready is not None and self._ready[0] == step:
-            self._ready[1].objects["optimizer"]["groups"] = self._tensors.groups()
+        """The update of ``step`` is applied: no rank goes back behind it any more."""
+        committed = self._committed(step)
+        if committed is not None:
+            committed.objects["optimizer"]["groups"] = self._tensors.groups()
+            self._moments = {(step, Stage.COMMITTED): committed}
+            self._ready = None
+
+    def _committed(self, step: int) -> Moment | None:
+        """What the commit of ``step`` leaves: what it has changed, and the rest as it was before it."""
+        before = max((key for key in self._moments if key[0] == step - 1), default=None)
+        if self._ready is None or self._ready[0] != step or before is None:
+            return None
+        changed = self._ready[1]
+        objects = {**self._moments[before].objects, **changed.objects, "base": int(before[1])}
+        return Moment(objects, changed.buffers)
 
     @property
     def is_under_way(self) -> bool:
@@ -107,6 +116,7 @@ class TrainerLiveState:
             "data": [position.fetched, position.delivered, position.began_at, position.consumed],
             "optimizer": {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()},
             "outcome": None,
+            "base": None,
         }
         return Moment(objects, self._tensors.copy_buffers())
 
@@ -115,11 +125,9 @@ class TrainerLiveState:
     def moments(self, step: int) -> Mapping[Stage, Moment]:
         """What was taken after ``step``, and what its commit left of what was taken before it."""
         found = {stage: moment for (at, stage), moment in self._moments.items() if at == step}
-        before = max((key for key in self._moments if key[0] == step - 1), default=None)
-        if Stage.COMMITTED not in found and self._ready is not None and self._ready[0] == step and before:
-            changed = self._ready[1]
-            objects = {**self._moments[before].objects, **changed.objects}
-            found[Stage.COMMITTED] = Moment(objects, changed.buffers)
+        committed = self._committed(step)
+        if committed is not None:
+            found.setdefault(Stage.COMMITTED, committed)
         state = self._tensors.plain_state()
         return {stage: _with_state(moment, state) for stage, moment in sorted(found.items())}
 
@@ -140,6 +148,11 @@ class TrainerLiveState:
         """Tensors and objects are in place: those after ``step`` at ``stage``."""
         self._moments = {(step, stage): Moment(objects, self._tensors.copy_buffers())}
         self._ready = None
+
+    def put_buffers_back(self) -> None:
+        """Undo what hooks have done to buffers since the state was put in place."""
+        for moment in self._moments.values():
+            self._tensors.put_buffers(moment.buffers)
 
     def apply_held_update(self) -> None:
         """Apply the update whose final gradients are held; nothing if they had overflowed."""

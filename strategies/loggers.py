@@ -40,7 +40,7 @@ def forget_rows(trainer: pl.Trainer, first: int) -> None:
         if isinstance(each, CSVLogger):
             path = Path(each.experiment.metrics_file_path)
             if path.exists():
-                _write(path, [row for row in _read(path) if int(row["step"] or 0) < first])
+                _write(path, [row for row in _read(path) if float(row["step"] or 0) < first])
 
 
 def _keep_rows(each: CSVLogger) -> None:

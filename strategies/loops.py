@@ -27,11 +27,13 @@ class Resumption:
         stage: what has happened after the last committed step.
         go_on: puts back, once the loops have begun, what only then can be put back.
         done_again: runs what follows the update of a step, given what runs Lightning's part of it.
+        begins_epoch: whether an epoch begins there.
     """
 
     stage: Stage
     go_on: Callable[[], None]
     done_again: Callable[[Callable[[], None]], None]
+    begins_epoch: bool = False
 
 
 class Observer(Protocol):
@@ -65,11 +67,12 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         """The epoch begins, or goes on."""
         resumption = self.resumption
-        if resumption is not None and self.trainer.current_epoch > 0:
+        within = resumption is not None and not resumption.begins_epoch
+        if within and self.trainer.current_epoch > 0:
             self._restarting = True  # or else Lightning makes a second iterator
         super().on_run_start(data_fetcher)
         self.not_delivered = self.batch_progress.current.ready
-        if resumption is not None:
+        if resumption is not None and within:
             self.restarting = False  # what is due is known, and not guessed
             resumption.go_on()
             if resumption.stage not in (Stage.COMMITTED, Stage.ENDED):
@@ -82,7 +85,10 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         if resumption is not None and resumption.stage is Stage.ENDED:
             return
         if resumption is not None:
-            resumption.done_again(functools.partial(super().advance, data_fetcher))
+            try:
+                resumption.done_again(functools.partial(super().advance, data_fetcher))
+            except StopIteration as error:  # which would end the epoch
+                raise RuntimeError("the data of a step that is gone through again is not there") from error
         else:
             validates_only = self.restarting and self._should_check_val_fx(data_fetcher)
             super().advance(data_fetcher)
@@ -136,10 +142,11 @@ class ResumableFitLoop(_FitLoop):
     def on_run_start(self) -> None:
         """Training begins, or goes on."""
         super().on_run_start()
-        if self.resumption is not None and self.resumption.stage is Stage.TURNED:
+        if self.resumption is not None and self.resumption.begins_epoch:
             self._restarting = self.epoch_loop.restarting = False
             self.resumption.go_on()
-            self.resumption = None
+            if self.resumption.stage is Stage.TURNED:
+                self.resumption = None
 
     @override
     def on_advance_start(self) -> None:

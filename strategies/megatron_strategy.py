@@ -179,7 +179,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         super().setup(trainer)
         call = self._call
         self._awaits_adapters = trainer.state.fn == TrainerFn.FITTING and not self.optimizers and self.is_peft()
-        if call is None or not (self.optimizers or self._awaits_adapters):
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if call is None or not fitting or not (self.optimizers or self._awaits_adapters):
             return
         call.beat()
         self._add_callbacks(trainer)
@@ -346,7 +347,12 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._restored_objects = None
             manager.restore_streams()
             return
-        resumption = Resumption(stage, lambda: self._go_on(objects), lambda run: self._do_again(objects, run))
+        resumption = Resumption(
+            stage,
+            lambda: self._go_on(objects),
+            lambda run: self._do_again(objects, run),
+            _begins_epoch(stage, objects),
+        )
         self.trainer.fit_loop.resumption = resumption  # type: ignore[attr-defined]
 
     def _go_on(self, objects: dict[str, Any]) -> None:
@@ -356,7 +362,11 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         fetcher: Any = trainer.fit_loop._data_fetcher
         position = DataPosition(*objects["data"])
-        if manager.resumed_at is not None and manager.resumed_at[1] is not Stage.TURNED:
+        step, stage = manager.resumed_at or (0, Stage.LOADED)
+        if _begins_epoch(stage, objects):
+            if self._tracked is not None:
+                self._tracked.begin_at(position.consumed)
+        elif objects["base"] != Stage.LOADED:  # of which Lightning knows where its data stood
             self._take_what_was_delivered(fetcher, position)
             fetcher.fetched = position.fetched
             fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
@@ -365,9 +375,14 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         put_kinds(trainer, objects["kinds"])
         put_sampler(trainer, objects["sampler"])
         self._restored_objects = None
+        if self._live is not None:
+            self._live.put_buffers_back()
         if trainer.is_global_zero:
             forget_rows(trainer, epoch_loop._batches_that_stepped)
-        manager.restore_streams()
+        if stage is Stage.COMMITTED:  # what led to the step is gone through again, with the streams of before it
+            manager.restore_streams_of(step - 1, Stage(objects["base"]))
+        else:
+            manager.restore_streams()
 
     def _take_what_was_delivered(self, fetcher: Any, position: DataPosition) -> None:
         """Bring an iterator whose batches only the dataset knows behind those that were delivered."""
@@ -390,8 +405,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """The loops are at ``stage`` after the newest step: take what belongs to that moment."""
         if self._manager is not None and self._live is not None:
             step = self._job_step()
+            self._manager.store_rng_states(step, stage=stage)  # first: who has a moment has its streams
             self._live.reached(step, stage)
-            self._manager.store_rng_states(step, stage=stage)
 
     def _job_step(self) -> int:
         """The optimizer step that the trainer is at, counted over all fits of the block."""
@@ -430,7 +445,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         resumed_at = self._manager.resumed_at if self._manager is not None else None
         if objects is None or resumed_at is None:
             return None
-        return dataclasses.replace(DataPosition(*objects["data"]), within=resumed_at[1] is not Stage.TURNED)
+        return dataclasses.replace(DataPosition(*objects["data"]), within=not _begins_epoch(resumed_at[1], objects))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -543,6 +558,11 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._manager.store_rng_states(step, loss=call.making_loss)
             self._manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)
+
+
+def _begins_epoch(stage: Stage, objects: Mapping[str, Any]) -> bool:
+    """Whether an epoch begins where the loops go on."""
+    return stage is Stage.TURNED or (stage is Stage.COMMITTED and objects["base"] == Stage.TURNED)
 
 
 def _callbacks(trainer: Any) -> list[Any]:

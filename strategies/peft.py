@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from checkpointless.megatron.replicas import replicas
 from checkpointless.megatron.state import MegatronTensors
+from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.strategies.live_state import TrainerLiveState
 
 
@@ -41,6 +42,8 @@ class StateBeforeAdapters(TrainerLiveState):
         strategy: Any = trainer.strategy
         self.trainer = trainer
         self._tensors = MegatronTensors(strategy.megatron_parallel, None)
+        self._moments: dict[tuple[int, Stage], Moment] = {}
+        self._ready = None
 
     @override
     def group(self) -> tuple[int, ...]:

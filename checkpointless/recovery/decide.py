@@ -30,9 +30,9 @@ class RankReport:
         torn: an update failed half-way; what it holds is of no step.
         group: the ranks that hold the same shard of model and optimizer state, itself included.
         digest: digest of its shard at ``committed``, where checksums are on.
-        stage: how far it has come with what follows step ``committed``
+        stages: the moments after step ``committed`` of which it has its state
             (:class:`~checkpointless.recovery.moment.Stage`).
-        streams: the steps of which its random streams are known, each with the last stage of which they are.
+        streams: the steps and moments of which its random streams are known.
         fit: which fit of the block the state that it holds is of, from 1.
         offset: how many steps of the job lie before that fit's own.
         begun: the last fit of the block that it knows to have begun.
@@ -44,7 +44,7 @@ class RankReport:
     torn: bool
     group: tuple[int, ...]
     digest: str | None = None
-    stage: int = 0
+    stages: tuple[int, ...] = (0,)
     streams: tuple[tuple[int, int], ...] = ()
     fit: int = 1
     offset: int = 0
@@ -125,7 +125,7 @@ def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Deci
     if not reachable:
         return Decision(Verdict.REFUSE, reason=_no_common_step(groups, holders))
     found = _assign(groups, holders, max(reachable), {report.rank: report for report in reports})
-    return replace(found, offset=offset)
+    return found if found.verdict is Verdict.REFUSE else replace(found, offset=offset)
 
 
 def _assign(
@@ -136,7 +136,7 @@ def _assign(
 ) -> Decision:
     redo: list[int] = []
     refills: dict[int, tuple[int, ...]] = {}
-    stages: set[int] = set()
+    stages: list[set[int]] = []  # of each rank
     for members in groups:
         sources: list[int] = []
         behind: list[int] = []
@@ -144,17 +144,24 @@ def _assign(
             report = holders.get(rank)
             if report is not None and report.committed == target:
                 sources.append(rank)
-                stages.add(report.stage)
+                stages.append(set(report.stages))
             elif report is not None and report.ready and report.committed == target - 1:
                 redo.append(rank)
+                stages.append({0})
                 sources.append(rank)
             else:
                 behind.append(rank)
         refills.update(dict.fromkeys(behind, tuple(sources)))
-    stages.update(0 for _ in redo)
-    stages.update(dict(reports[rank].streams).get(target, 0) for rank in refills)
-    stage = min(stages)
-    return Decision(Verdict.RESUME, target, stage, tuple(redo), refills)
+    # Where nothing is known of a rank's streams, another node has those right after the step, or nobody any.
+    for rank in refills:
+        stages.append({stage for step, stage in reports[rank].streams if step == target} or {0})
+    common = set.intersection(*stages) if target > 0 else set.intersection(*stages[: len(reports) - len(refills)])
+    if not common:
+        return Decision(
+            Verdict.REFUSE,
+            reason=f"there is no moment after step {target} of which every rank has its state or streams",
+        )
+    return Decision(Verdict.RESUME, target, max(common), tuple(redo), refills)
 
 
 def _fit_that_is_held(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> tuple[int, int]:

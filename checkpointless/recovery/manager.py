@@ -64,11 +64,6 @@ class HeldState:
     fit: int = 1
     offset: int = 0
 
-    @property
-    def stage(self) -> Stage:
-        """How far the rank had come."""
-        return max(self.moments)
-
     def go_back_to(self, stage: Stage) -> dict[str, Any]:
         """Hold the state as it was at ``stage`` and no other.
 
@@ -153,6 +148,7 @@ class CheckpointManager:
         self.finished: dict[int, dict[str, Any]] = {}
         self.pending_saves: Any = None
         self._begun = 0
+        self._attached_fit = 1, 0  # its number, and the steps of the job before it
 
     @property
     def parameter_update_lock(self) -> ParameterUpdateLock:
@@ -217,6 +213,7 @@ class CheckpointManager:
         fault goes back to it.
         """
         self._attached = live
+        self._attached_fit = max(self.fit, 1), self.offset
         self._held = None
         self._begun = self.fit
         self.parameter_update_lock.set_committed(step)
@@ -314,7 +311,7 @@ class CheckpointManager:
         """
         attached, self._attached = self._attached, None
         trainer = getattr(attached, "trainer", None)
-        if trainer is not None:
+        if trainer is not None and trainer.strategy.live_state() is attached:  # and not of a fit that has not begun
             self.save_checkpoint(trainer)
         elif attached is not None:
             self._hold(attached)
@@ -328,7 +325,7 @@ class CheckpointManager:
         if self.checksum_manager.enabled and not commit.torn and commit.committed >= 0:
             digest = self.checksum_manager.digest_all(live.shard())
         self._held = HeldState(
-            commit, live.tensors(), moments, digest, live if commit.ready else None, max(self.fit, 1), self.offset
+            commit, live.tensors(), moments, digest, live if commit.ready else None, *self._attached_fit
         )
         self.maybe_offload_checkpoint()
 
@@ -400,7 +397,7 @@ class CheckpointManager:
         if decision.verdict is Verdict.REFUSE or decision.target is None:
             self._refuse(decision.reason)
             return None
-        lost = self._find_rng(decision.target)
+        lost = self._find_rng(decision.target, Stage(decision.stage))
         if lost:
             self._refuse(
                 f"the random streams of rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} after step "
@@ -432,31 +429,49 @@ class CheckpointManager:
         decision = self._decide(trainer.strategy.live_state(), include_checksum_verification)
         if decision.verdict is not Verdict.RESUME or decision.target is None:
             return False
-        return not self._find_rng(decision.target)
+        return not self._find_rng(decision.target, Stage(decision.stage))
 
     def restore_streams(self, stage: Stage | None = None) -> None:
         """Put this rank's streams back that it had after the step that was resumed at.
 
         Args:
-            stage: the moment after it; default: that which was resumed at. Nothing is done if the streams of that
-                moment are not known, as at the start of a job.
+            stage: the moment after it; default: that which was resumed at.
+
+        Raises:
+            RuntimeError: they are not known, and it is not the start of a fit.
         """
         if self.resumed_at is None:
             return
         step, resumed = self.resumed_at
-        states = self._streams_of(step).get(resumed if stage is None else stage)
+        stage = resumed if stage is None else stage
+        if not self.restore_streams_of(step, stage) and step > self.offset and stage is not Stage.LOADED:
+            raise RuntimeError(f"the random streams of this rank after step {step} ({stage.name}) are not known")
+
+    def restore_streams_of(self, step: int, stage: Stage) -> bool:
+        """Put this rank's streams back that it had at ``stage`` after ``step``.
+
+        Returns:
+            False if they are not known.
+        """
+        states = self._streams_of(step).get(stage)
         if states is not None:
             states.restore()
+        return states is not None
 
     def _decide(self, live: LiveState, compare_digests: bool = True) -> Decision:
         self.bytes_received = 0
         call = active_call_wrapper()
         high_water = call.high_water if call is not None else -1
         with span("decide") as fields:
-            reports = [
-                RankReport(**{**each, "group": tuple(each["group"]), "streams": tuple(map(tuple, each["streams"]))})
-                for each in all_gather_json(asdict(self._report(live, compare_digests)))
-            ]
+            mine = asdict(self._report(live, compare_digests))
+            answers = all_gather_json({"report": mine, "keeps": self._kept_streams()})
+            jump = self._rng_replicas.jump
+            reports = []
+            for rank, answer in enumerate(answers):
+                each = answer["report"]
+                streams = each["streams"] or (answers[(rank + jump) % len(answers)]["keeps"] if jump else [])
+                plain = {"group": tuple(each["group"]), "stages": tuple(each["stages"])}
+                reports.append(RankReport(**{**each, **plain, "streams": tuple(map(tuple, streams))}))
             decision = decide(reports, high_water, max(self.fit, 1))
             fields.update(
                 verdict=decision.verdict.value,
@@ -473,7 +488,6 @@ class CheckpointManager:
         if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
             return RankReport(dist.get_rank(), None, False, False, live.group(), streams=streams, begun=self._begun)
         commit = held.commit
-        stage = held.stage if held.moments else Stage.LOADED
         return RankReport(
             dist.get_rank(),
             commit.committed,
@@ -481,7 +495,7 @@ class CheckpointManager:
             commit.torn,
             live.group(),
             held.digest if with_digest else None,
-            int(stage),
+            tuple(int(stage) for stage in sorted(held.moments)),
             streams,
             held.fit,
             held.offset,
@@ -489,14 +503,19 @@ class CheckpointManager:
         )
 
     def _known_streams(self) -> tuple[tuple[int, int], ...]:
-        """The newest steps of which this rank has its streams, each with the last moment."""
+        """The newest steps and moments of which this rank has its streams."""
         board = own_board()
         steps = {step for step, _ in self.rng_states or {}}
         if not steps and board is not None:
             committed = board.read().committed
             steps = {committed - 1, committed, committed + 1}
         known = {step: self._streams_of(step) for step in sorted(steps) if step >= 0}
-        return tuple((step, int(max(streams))) for step, streams in known.items() if streams)
+        return tuple((step, int(stage)) for step, streams in known.items() for stage in sorted(streams))
+
+    def _kept_streams(self) -> list[list[int]]:
+        """The newest steps and moments of which this rank keeps another's streams."""
+        kept = self._rng_replicas.kept()
+        return [[step, int(RngStates.from_bytes(payload).stage)] for step, payload in kept.items()]
 
     def _restore(self, live: LiveState, decision: Decision, target: int) -> dict[str, Any]:
         rank = dist.get_rank()
@@ -541,6 +560,7 @@ class CheckpointManager:
         live.apply_held_update()
         held.tensors = live.tensors()
         held.moments = dict(live.moments(target))
+        held.digest = None  # it was of the step before
         held.commit = CommitState(target, ready=False, torn=False)
 
     def _fill(self, live: LiveState, sources: Sequence[int]) -> tuple[Any, TransferReport]:
@@ -623,7 +643,7 @@ class CheckpointManager:
             logger.warning("%s differs from rank to rank: rank %s gets a peer's", name, sorted(decision.refills))
         return lost
 
-    def _find_rng(self, target: int) -> list[int]:
+    def _find_rng(self, target: int, stage: Stage) -> list[int]:
         """Have every rank's own streams after ``target`` at hand, for when the loop resumes. Collective.
 
         Returns:
@@ -631,14 +651,12 @@ class CheckpointManager:
         """
         if target == 0:
             return []
-        own = self._streams_of(target).get(Stage.COMMITTED)
-        known = own is not None or self.rng_of(target) is not None
-        given, lost = self._rng_replicas.find(target, known)
+        known = self._streams_of(target)
+        given, lost = self._rng_replicas.find(target, bool(known))
         if given is not None:
-            own = RngStates.from_bytes(given)
-            self._keep_rng_states(target, own)
-        if not lost:  # so on all ranks or on none
-            streams = own or self.rng_of(target)
-            if streams is not None:
-                self._rng_replicas.exchange(target, streams.to_bytes)  # who keeps them may be new
+            states = RngStates.from_bytes(given)
+            self._keep_rng_states(target, states)
+            known = {states.stage: states}
+        if known and not lost:  # so on all ranks or on none: who keeps them may be new
+            self._rng_replicas.exchange(target, known.get(stage, known[min(known)]).to_bytes)
         return lost

@@ -110,6 +110,15 @@ class RngReplicas:
                     given = receive_bytes(keeper)
         return given, lost
 
+    def kept(self) -> dict[int, bytes]:
+        """By step, the streams of another rank that this one keeps."""
+        board = own_board()
+        if self._kept or board is None or self.jump == 0:
+            return dict(self._kept)
+        committed = board.read().committed
+        found = {step: board.snapshot(step, series=_SERIES) for step in (committed, committed + 1) if step >= 0}
+        return {step: payload for step, payload in found.items() if payload is not None}
+
     def _keep(self, step: int, payload: bytes) -> None:
         before = {step - 1: self._kept[step - 1]} if step - 1 in self._kept else {}
         self._kept = {**before, step: payload}  # one assignment: an interruption leaves the old or the new

@@ -45,6 +45,10 @@ class TrainingTensors:
         """Copies of the modules' buffers as they are now, by key: a step changes some of them before its commit."""
         return self._buffers.take()
 
+    def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
+        """Give the modules' buffers the values of ``copies``."""
+        self._buffers.put(copies)
+
     def shard(self) -> dict[Key, torch.Tensor]:
         """What the optimizer update of this rank owns."""
         found: dict[Key, torch.Tensor] = {}
@@ -192,6 +196,14 @@ class BufferCopies:
                     self._last[key] = (buffer, buffer._version, copy)
                 copies[key] = copy
         return copies
+
+    def put(self, copies: Mapping[Key, torch.Tensor]) -> None:
+        """Give the buffers that are there the values of ``copies``."""
+        with torch.no_grad():
+            for key, owner, attribute in self._places:
+                buffer = owner._buffers.get(attribute)
+                if buffer is not None and key in copies:
+                    buffer.copy_(copies[key])
 
 
 def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
