@@ -18,12 +18,14 @@ from checkpointless.agent.errands import Errands
 from checkpointless.telemetry.events import EVENTS_FILE, Event, parse_event
 from checkpointless.telemetry.lines import LineTail
 from checkpointless.telemetry.narration import INCIDENT, Narrator
+from checkpointless.telemetry.scribe import scribe
 
 logger = logging.getLogger(__name__)
 
 _CALM_S = 0.25
 _TELLING_S = 0.05
 _PORTION_BYTES = 64 * 1024  # a look: a few milliseconds of this process, whose other thread runs the job
+_FLUSH_S = 0.5
 _LAST_WORDS_S = 0.5  # for what ranks have still to say of an incident that is over
 _CLOSE_S = 5.0
 
@@ -86,6 +88,8 @@ class Terminal:
     def _look(self, said: Iterable[tuple[int, str]]) -> None:
         """Show the agent's lines, and between them what the event log has to tell."""
         both: list[tuple[int, str | Event]] = [*said]
+        if both:  # what this process emitted before it said so belongs before it
+            scribe.flush(_FLUSH_S)
         both += [(event.ts, event) for event in self._events()]
         for _, each in sorted(both, key=lambda item: item[0]):
             if isinstance(each, Event):
