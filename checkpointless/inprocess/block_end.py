@@ -17,8 +17,11 @@ _VICTIM_MARKS = (
 
 
 def is_return(error: BaseException | None) -> bool:
-    """Whether the block ended well: it returned, or left by ``sys.exit()`` or ``sys.exit(0)``."""
-    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+    """Whether the block ended well: it returned, or left by ``sys.exit()`` or ``sys.exit(0)``.
+
+    A kind of ``SystemExit`` of its own is something else: with Lightning's, a process that got SIGTERM ends.
+    """
+    return error is None or (type(error) is SystemExit and error.code in (None, 0))
 
 
 def exit_code(leaving: SystemExit) -> int:

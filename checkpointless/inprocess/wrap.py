@@ -230,9 +230,9 @@ class HPCallWrapper:
                 notice = self._wait_until_all_are_done()
                 if notice is None:
                     return result
-            elif isinstance(error, SystemExit):
+            elif type(error) is SystemExit:
                 self._end_job(error)
-            elif isinstance(error, KeyboardInterrupt):
+            elif isinstance(error, (SystemExit, KeyboardInterrupt)):  # this process was told to end
                 raise error
             elif error is not None:
                 self.handle_fn_exception(error)

@@ -40,6 +40,7 @@ class LogRelay(logging.Handler):
         self._handlers, self._propagates = package.handlers[:], package.propagate
         package.handlers[:] = [self]
         package.propagate = False
+        herald.put(_begin)
 
     def uninstall(self) -> None:
         """Give it back."""
@@ -77,3 +78,7 @@ class LogRelay(logging.Handler):
         for handler in handlers:
             if record.levelno >= handler.level:
                 handler.handle(record)
+
+
+def _begin() -> None:
+    """Nothing: so that the thread is there from the beginning, and not from the first message on."""

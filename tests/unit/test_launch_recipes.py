@@ -21,6 +21,7 @@ from checkpointless import cli
 from checkpointless.agent.handshake import MIN_TOKEN_CHARACTERS, TOKEN_ENV
 from checkpointless.agent.launch import DEFAULT_PORT
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
+from checkpointless.telemetry.scribe import scribe
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -389,6 +390,7 @@ def test_the_coordinators_verdict_is_the_exit_code_of_the_nodes(tmp_path: Path, 
             log = tmp_path / "one.jsonl"
             log.unlink(missing_ok=True)
             EventLog(log, node=-1).emit(event, "point", generation=3)
+            scribe.flush()
             more["FAKE_EVENT"] = log.read_text()
         assert run_coordinator(tmp_path, FAKE_COORDINATOR="1", **more) == 0
         assert int(verdict.read_text()) == said
