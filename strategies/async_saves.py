@@ -61,18 +61,18 @@ class PendingSaves:
                 return
 
 
-def go_on(pending: PendingSaves | None, checkpoint_io: Any) -> None:
-    """Hand the saves over to the new trainer's ``checkpoint_io``, which finishes them. Collective.
+def go_on(pending: PendingSaves | None, strategy: Any) -> None:
+    """Hand the saves over to the new trainer, which finishes them. Collective.
 
     Args:
         pending: this rank's; None if it has none, as a new process.
-        checkpoint_io: of the new trainer.
+        strategy: of the new trainer.
     """
     mine = pending.numbers() if pending is not None else []
     numbers = all_gather_json(mine)
     if not any(numbers):
         return
-    found = getattr(checkpoint_io, "async_calls_queue", None)
+    found = getattr(strategy.checkpoint_io, "async_calls_queue", None)
     if found is not None and all(each == mine for each in numbers) and pending is not None:
         found.async_calls.extend(pending.calls)
         found.call_idx = pending.newest

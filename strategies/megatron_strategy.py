@@ -282,7 +282,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             return
         self._keep_facts(call, manager.fit)
         if call.generation > 0:
-            go_on(manager.pending_saves, self._checkpoint_io)
+            go_on(manager.pending_saves, self)
             manager.pending_saves = None
             leave_unfinished(False)
         if manager.verdict is Verdict.SKIP:
