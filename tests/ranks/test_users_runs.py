@@ -176,6 +176,8 @@ CASES = (
     Case("second epoch, exception", EPOCHS, ("exception@forward:rank=1,step=6",)),
     Case("second epoch, sigkill", EPOCHS, ("sigkill@forward:rank=1,step=6",)),
     Case("at the end of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=4",), apart=AGAIN),
+    Case("the first step of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=5",), apart=AGAIN),
+    Case("the first step of an epoch, sigkill", EPOCHS, ("sigkill@optimizer:rank=1,step=5",), apart=AGAIN),
     Case("shuffled and uneven", Run("epochs,uneven,cyclic", 8), ("exception@forward:rank=1,step=6",)),
     # 16: metrics and folders
     Case("a monitored checkpoint", MONITORED, ("exception@forward:rank=1,step=4",)),
