@@ -13,6 +13,7 @@ from checkpointless.faults.ledger import fired
 from checkpointless.telemetry.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.users.defects import DEFECT_ENV
 from tests.ranks.users.end import compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
 
@@ -196,6 +197,22 @@ def test_a_users_run_ends_as_without_faults(calm: Calm, tmp_path: Path, case: Ca
     assert fired(job.run_dir) == dict.fromkeys(case.faults, 1)
     equal(run, undisturbed, job, case.apart)
     assert replaced_healthy(job.run_dir, range(run.nproc)) == ()
+
+
+@pytest.mark.parametrize(
+    ("defect", "run", "fault"),
+    [
+        ("buffers_are_not_taken_back", BATCHNORM, "exception@before_optimizer:rank=1,step=4"),
+        ("callbacks_are_a_step_ahead", EMA, "exception@after_optimizer:rank=1,step=4"),
+        ("validations_are_repeated", PLATEAU, "exception@forward:rank=1,step=5"),
+        ("entry_streams_are_stale", RANDPERM, "exception@before_optimizer:rank=1,step=4"),
+    ],
+)
+def test_a_defect_is_seen(calm: Calm, tmp_path: Path, defect: str, run: Run, fault: str) -> None:
+    undisturbed = calm.job(run)
+    job = calm.make(run, tmp_path / "run", fault, extra_env={DEFECT_ENV: defect})
+    with pytest.raises(AssertionError, match=r"difference|not equal|differs"):
+        equal(run, undisturbed, job, AGAIN)
 
 
 def equal(run: Run, undisturbed: Job, job: Job, apart: Iterable[str] = ()) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
-from tests.ranks.users import end
+from tests.ranks.users import defects, end
 
 SAMPLES, BATCH, WIDTH = 64, 4, 8
 #: What ``--features`` takes.
@@ -31,6 +31,7 @@ def main(caller: HPCallWrapper) -> None:
     options.add_argument("--steps", type=int, default=6)
     options.add_argument("--features", type=lambda text: [word for word in text.split(",") if word], default=[])
     args = options.parse_args()
+    defects.install()
     end.note("process", fit=0)
     order = torch.randperm(SAMPLES) if "randperm" in args.features else torch.arange(SAMPLES)
     end.note("order", fit=0, order=order.tolist())

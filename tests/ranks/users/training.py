@@ -27,7 +27,7 @@ from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCal
 from checkpointless.demo.text import ByteTokenizer
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy
-from tests.ranks.users import end
+from tests.ranks.users import defects, end
 from tests.ranks.users.parts import (
     GLOBAL_BATCH,
     MICRO_BATCH,
@@ -101,6 +101,7 @@ def parse() -> argparse.Namespace:
 def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
     """One fit, and what it ended in."""
     features = frozenset(options.features)
+    defects.install()
     end.note("process", fit=fit)
     model = CountingGPT(
         config_of(options, features),

@@ -1,0 +1,80 @@
+"""Defects of the recovery that a user's run must show: each is what a guarantee forbids."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+DEFECT_ENV = "CHECKPOINTLESS_TEST_DEFECT"
+
+
+def buffers_are_not_taken_back() -> None:
+    """What a step has done to buffers before its commit stays."""
+    from checkpointless.recovery.manager import HeldState
+
+    original = HeldState.go_back_to
+
+    def go_back_to(held: HeldState, stage: Any) -> dict[str, Any]:
+        held.moments = {at: dataclasses.replace(moment, buffers={}) for at, moment in held.moments.items()}
+        return original(held, stage)
+
+    HeldState.go_back_to = go_back_to  # type: ignore[method-assign]
+
+
+def callbacks_are_a_step_ahead() -> None:
+    """The state of callbacks is that which the fault found."""
+    from lightning.pytorch.trainer import call
+
+    from checkpointless.strategies.live_state import TrainerLiveState
+
+    original = TrainerLiveState.moments
+
+    def moments(live: TrainerLiveState, step: int) -> Mapping[Any, Any]:
+        found = original(live, step)
+        for moment in found.values():
+            moment.objects["checkpoint"]["callbacks"] = call._call_callbacks_state_dict(live.trainer)
+        return found
+
+    TrainerLiveState.moments = moments  # type: ignore[method-assign]
+
+
+def validations_are_repeated() -> None:
+    """A validation that was over is due again."""
+    from checkpointless.recovery.moment import Stage
+    from checkpointless.strategies.loops import ResumableEpochLoop
+
+    original = ResumableEpochLoop.on_run_start
+
+    def on_run_start(loop: Any, data_fetcher: Any) -> None:
+        if loop.resumption is not None and loop.resumption.stage is Stage.CHECKED:
+            loop.resumption = dataclasses.replace(loop.resumption, stage=Stage.ENDED)
+        original(loop, data_fetcher)
+
+    ResumableEpochLoop.on_run_start = on_run_start  # type: ignore[method-assign]
+
+
+def entry_streams_are_stale() -> None:
+    """The block is entered again with random streams that it has drawn from before."""
+    from checkpointless.inprocess.entry_streams import EntryStreams
+
+    EntryStreams.restore = lambda streams: None  # type: ignore[method-assign]
+
+
+DEFECTS: Mapping[str, Callable[[], None]] = {
+    each.__name__: each
+    for each in (
+        buffers_are_not_taken_back,
+        callbacks_are_a_step_ahead,
+        validations_are_repeated,
+        entry_streams_are_stale,
+    )
+}
+
+
+def install() -> None:
+    """Have the defect that the environment names, if any. Once for a process."""
+    name = os.environ.pop(DEFECT_ENV, "")
+    if name:
+        DEFECTS[name]()
