@@ -20,7 +20,7 @@ def buffers_are_not_taken_back() -> None:
         held.moments = {at: dataclasses.replace(moment, buffers={}) for at, moment in held.moments.items()}
         return original(held, stage)
 
-    HeldState.go_back_to = go_back_to  # type: ignore[method-assign]
+    HeldState.go_back_to = go_back_to  # type: ignore[method-assign, assignment]
 
 
 def callbacks_are_a_step_ahead() -> None:
@@ -59,7 +59,7 @@ def entry_streams_are_stale() -> None:
     """The block is entered again with random streams that it has drawn from before."""
     from checkpointless.inprocess.entry_streams import EntryStreams
 
-    EntryStreams.restore = lambda streams: None  # type: ignore[method-assign]
+    EntryStreams.restore = lambda streams: None  # type: ignore[method-assign, assignment]
 
 
 DEFECTS: Mapping[str, Callable[[], None]] = {
