@@ -46,8 +46,6 @@ def test_a_stall_that_ranks_share_is_waited_for(tmp_path: Path, floor_s: float |
     assert {note["generation"] for note in nodes.notes("go")} == {0}
     assert len(nodes.notes("stall")) == 8
     assert "; recovering" not in first.err
-    if not first.err:
-        pytest.xfail("nobody was lost, but on a calm machine nothing is said of the stall: not understood yet")
     assert "nobody is replaced for it" in first.err, first.err
     assert nodes.agents[0].events("stall") != []
 

@@ -13,6 +13,7 @@ from block import INCARNATION, RANK, note
 
 from checkpointless.inprocess import HPCallWrapper, HPWrapper
 
+STEP_S = 0.1  # an agent that looks now and then has to see how long a step takes, to know what is long
 STEPS = int(sys.argv[1])
 STALLS = [argument.partition("@")[::2] for argument in sys.argv[2:]]
 
@@ -33,6 +34,7 @@ def main(caller: HPCallWrapper) -> None:
     stall("start", caller.generation)
     for step in range(max(caller.high_water, 0) + 1, STEPS + 1):
         caller.begin_step(step)
+        time.sleep(STEP_S)
         stall(step, caller.generation)
         dist.all_reduce(torch.ones(1))
         caller.committed(step)
