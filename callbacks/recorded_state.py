@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from checkpointless.telemetry.steps import StepExtras
 _CHECKPOINT_SUFFIX = ".ckpt"
 #: What a folder has in it that is a checkpoint: NeMo's, Megatron's and torch's distributed ones.
 _CHECKPOINT_PARTS = ("weights", "metadata.json", ".metadata")
+_REMOVAL = "(_remove_checkpoint)"  # Python names a thread after the function that it runs
+_REMOVED_S = 30.0
 
 
 def complete_parameters(trainer: pl.Trainer) -> None:
@@ -68,7 +71,13 @@ def validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def checkpoint_names(trainer: pl.Trainer) -> list[list[str]]:
-    """The checkpoints in each local folder that a callback of the trainer saves to."""
+    """The checkpoints in each local folder that a callback of the trainer saves to.
+
+    With asynchronous saves NeMo removes checkpoints in threads of their own; they are waited for.
+    """
+    for thread in threading.enumerate():
+        if _REMOVAL in thread.name:
+            thread.join(_REMOVED_S)
     folders: dict[Path, None] = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         folder = getattr(callback, "dirpath", None)

@@ -213,7 +213,8 @@ def judge(case: UsersCase, ended: Ended, directory: Path, reference: Path, took_
 
 def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]:
     nproc = case.layout.nproc
-    parts = set(read_ends(reference, nproc)[0])
+    # What was done in all: a rank that had come further than another one goes through the end of a step again.
+    parts = set(read_ends(reference, nproc)[0]) - {"hooks in all", "validations in all"}
     if len(case.steps) > 1:
         parts.discard("hooks")  # the first fit is called once more and finds nothing to do
     different = compare_ends(read_ends(reference, nproc), read_ends(directory, nproc), parts=parts)

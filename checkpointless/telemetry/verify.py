@@ -103,15 +103,17 @@ class Verdict:
     """What a comparison found.
 
     Attributes:
-        equal: every step of every rank, and every validation, is in both runs once, and what both recorded is the
-            same, bit by bit.
+        equal: every step of every rank is in both runs once, and every validation at least once, and what both
+            recorded is the same, bit by bit.
         difference: the first one, by step and then by rank.
         steps: number of different steps that were compared.
         ranks: the ranks that were compared.
         repeated: steps that a run recorded more than once.
         missing: steps that a run did not record although it, or the other run, should have them.
-        repeated_validations: steps after which a run recorded more than one validation.
+        repeated_validations: steps after which a run recorded validations of different results.
         missing_validations: steps after which only the other run recorded one.
+        again: validations that a run recorded more than once with the same results. A fault that finds one rank
+            behind the validation and another one still in it has all of them validate again, from the same state.
         not_compared: what only one of the runs ever recorded, and which run that was.
     """
 
@@ -123,12 +125,16 @@ class Verdict:
     missing: tuple[StepPlace, ...]
     repeated_validations: tuple[StepPlace, ...] = ()
     missing_validations: tuple[StepPlace, ...] = ()
+    again: tuple[StepPlace, ...] = ()
     not_compared: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
         """The verdict in one line."""
-        left_out = f"; not compared: {', '.join(self.not_compared)}" if self.not_compared else ""
+        left_out = (
+            f"; validated again, with the same results, after steps: {_places(self.again)}" if self.again else ""
+        )
+        left_out += f"; not compared: {', '.join(self.not_compared)}" if self.not_compared else ""
         if self.equal:
             return f"equal: {self.steps} steps on {len(self.ranks)} ranks, bit by bit{left_out}"
         reasons = [] if self.difference is None else [self.difference.sentence]
@@ -139,7 +145,7 @@ class Verdict:
         return (
             ("repeated steps", self.repeated),
             ("missing steps", self.missing),
-            ("repeated validations after steps", self.repeated_validations),
+            ("repeated validations of different results after steps", self.repeated_validations),
             ("missing validations after steps", self.missing_validations),
         )
 
@@ -193,6 +199,7 @@ def compare(a: Steps, b: Steps) -> Verdict:
         missing=missing,
         repeated_validations=validations.repeated,
         missing_validations=validations.missing,
+        again=validations.again,
         not_compared=(*common.not_compared, *validations.not_compared, *_checkpoints_not_compared(a, b)),
     )
 
@@ -202,10 +209,23 @@ def _first(differences: Iterable[Difference]) -> list[Difference]:
     return [] if found is None else [found]
 
 
-def _repeated(run: Run, steps: Mapping[int, Sequence[StepRecord | ValidationRecord]]) -> Iterator[StepPlace]:
+def _repeated(run: Run, steps: Mapping[int, Sequence[StepRecord]]) -> Iterator[StepPlace]:
     for rank, records in sorted(steps.items()):
         times = Counter(record.step for record in records)
         yield from (StepPlace(run, rank, step) for step in sorted(times) if times[step] > 1)
+
+
+def _validated_again(
+    run: Run, validations: Mapping[int, Sequence[ValidationRecord]], *, alike: bool
+) -> Iterator[StepPlace]:
+    """Validations that were recorded more than once, with results that are ``alike`` or are not."""
+    for rank, records in sorted(validations.items()):
+        by_step: dict[int, list[ValidationRecord]] = {}
+        for record in records:
+            by_step.setdefault(record.step, []).append(record)
+        for step, found in sorted(by_step.items()):
+            if len(found) > 1 and alike == all(each == found[0] for each in found):
+                yield StepPlace(run, rank, step)
 
 
 @dataclass(frozen=True)
@@ -260,6 +280,7 @@ class _Validations:
     b: Mapping[tuple[int, int], ValidationRecord]
     callbacks: tuple[str, ...] = ()
     repeated: tuple[StepPlace, ...] = ()
+    again: tuple[StepPlace, ...] = ()
     missing: tuple[StepPlace, ...] = ()
     not_compared: tuple[str, ...] = ()
 
@@ -273,11 +294,18 @@ class _Validations:
             for run in runs
             if run is not None
         ]
+        repeated, again = (
+            tuple(
+                place for which, run in zip(Run, runs) for place in _validated_again(which, run or {}, alike=alike)
+            )
+            for alike in (False, True)
+        )
         return cls(
             last[0],
             last[1],
             callbacks=tuple(sorted(_callbacks(a) & _callbacks(b))),
-            repeated=tuple(place for which, run in zip(Run, runs) for place in _repeated(which, run or {})),
+            repeated=repeated,
+            again=again,
             missing=tuple(
                 StepPlace(which, rank, step)
                 for which, own, other in zip(Run, last, reversed(last))

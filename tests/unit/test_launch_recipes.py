@@ -165,6 +165,7 @@ def took_part(tmp_path: Path, node: int) -> None:
     """Have the run directory say that the agent of ``node`` was let in."""
     (tmp_path / "run").mkdir(exist_ok=True)
     EventLog(tmp_path / "run" / EVENTS_FILE, node=node).emit("job", "begin", generation=0, nproc=32, nnodes=4)
+    assert scribe.flush()
 
 
 # ---- the manifests
@@ -390,7 +391,7 @@ def test_the_coordinators_verdict_is_the_exit_code_of_the_nodes(tmp_path: Path, 
             log = tmp_path / "one.jsonl"
             log.unlink(missing_ok=True)
             EventLog(log, node=-1).emit(event, "point", generation=3)
-            scribe.flush()
+            assert scribe.flush()
             more["FAKE_EVENT"] = log.read_text()
         assert run_coordinator(tmp_path, FAKE_COORDINATOR="1", **more) == 0
         assert int(verdict.read_text()) == said

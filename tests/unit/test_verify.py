@@ -227,18 +227,32 @@ def test_a_difference_of_a_validation_comes_before_that_of_a_later_step() -> Non
     assert "buffers of step 2" in compare(other, recording()).sentence
 
 
-def test_a_validation_that_is_repeated_or_missing_makes_runs_unequal() -> None:
-    more = compare(recording(), recording(validated=(2, 2, 4)))
-    assert not more.equal
-    assert more.repeated_validations == tuple(StepPlace(Run.B, rank, 2) for rank in (0, 1))
-    assert more.sentence == (
-        "not equal: repeated validations after steps: 2 on rank 0 of run B, 2 on rank 1 of run B"
-    )
-    assert not compare(recording(validated=(2, 2)), recording(validated=(2, 2))).equal
+def test_a_validation_that_is_missing_makes_runs_unequal() -> None:
     fewer = compare(recording(validated=(4,)), recording())
     assert fewer.missing_validations == tuple(StepPlace(Run.A, rank, 2) for rank in (0, 1))
     assert "missing validations after steps: 2 on rank 0 of run A" in fewer.sentence
     assert not compare(recording(), recording(validated=())).equal
+
+
+def test_a_validation_made_twice_is_equal_only_with_the_same_results() -> None:
+    more = compare(recording(), recording(validated=(2, 2, 4)))
+    assert more.equal
+    assert more.again == tuple(StepPlace(Run.B, rank, 2) for rank in (0, 1))
+    assert more.sentence.endswith(
+        "bit by bit; validated again, with the same results, after steps: "
+        "2 on rank 0 of run B, 2 on rank 1 of run B"
+    )
+    for change in ({"metrics": {"val_loss": (0.5).hex()}}, {"callbacks": {"Average": "2"}}):
+        other = recording(validated=(2, 2, 4))
+        first, *rest = other.validations[1]
+        other.validations = {**other.validations, 1: [replace(first, **change), *rest]}
+        verdict = compare(recording(), other)
+        assert not verdict.equal
+        assert verdict.repeated_validations == (StepPlace(Run.B, 1, 2),)
+        assert verdict.sentence == (
+            "not equal: repeated validations of different results after steps: 2 on rank 1 of run B"
+            "; validated again, with the same results, after steps: 2 on rank 0 of run B"
+        )
 
 
 def test_a_checkpoint_that_only_one_run_has_is_named() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,21 +92,36 @@ def _from_notes(directory: Path, rank: int) -> dict[str, Any]:
             steps[step] = []
             last[step] = line["generation"]
         steps[step] += line["ids"]
-    hooks = Counter(f"fit {line['fit']}, {line['name']}" for line in notes(directory, rank, "hook"))
-    validations = [
-        [line["fit"], line["step"], line["loader"], line["loss"]] for line in notes(directory, rank, "validation")
-    ]
+    hooks = _by_generation((f"fit {line['fit']}, {line['name']}", line) for line in notes(directory, rank, "hook"))
+    validations = _by_generation(
+        (f"fit {line['fit']}, {line['loader']} at step {line['step']}", line)
+        for line in notes(directory, rank, "validation")
+    )
+    of_last = {key: found[max(found)] for key, found in validations.items()}
     fits: dict[str, Any] = {}
     for line in notes(directory, rank, "fit"):
         fits.setdefault(str(line["fit"]), line["end"])
     return {
         "fits": fits,
         "samples": {step: sorted(ids) for step, ids in steps.items()},
-        "hooks": dict(sorted(hooks.items())),
-        "validations": validations,
+        # What follows a step is gone through again if a rank had not come as far, and its state is taken back.
+        "hooks": {key: len(found[max(found)]) for key, found in sorted(hooks.items())},
+        "hooks in all": {key: sum(map(len, found.values())) for key, found in sorted(hooks.items())},
+        "validations": {key: [line["loss"] for line in found] for key, found in of_last.items()},
+        "validations in all": {
+            key: [line["loss"] for lines in found.values() for line in lines] for key, found in validations.items()
+        },
         "orders": [line["order"] for line in notes(directory, rank, "order")][-1:],
         "pids": sorted({line["pid"] for line in notes(directory, rank, "process")}),
     }
+
+
+def _by_generation(lines: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[int, list[dict[str, Any]]]]:
+    """Lines by their key and then by the generation that they were written in."""
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for key, line in lines:
+        found.setdefault(key, {}).setdefault(line["generation"], []).append(line)
+    return found
 
 
 def read_ends(directory: Path, nproc: int) -> list[dict[str, Any]]:
