@@ -61,6 +61,19 @@ def take_sampler(trainer: pl.Trainer) -> dict[str, Any] | None:
     }
 
 
+def begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
+    """``state``, taken before the data was set up, with the step that the set-up counts from.
+
+    Args:
+        state: what :func:`take_sampler` took before.
+        now: what it takes now.
+    """
+    if state is None or now is None:
+        return state
+    step = {name: value for name, value in now["sampler"].items() if name == "init_global_step"}
+    return {**state, "sampler": {**state["sampler"], **step}, "module_step": now["module_step"]}
+
+
 def put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
     """Put back what :func:`take_sampler` took."""
     sampler = megatron_sampler(trainer)

@@ -15,7 +15,7 @@ from checkpointless.recovery.manager import DATA
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.transfer import Key, TensorEntry
 from checkpointless.strategies.boundary import take_checkpoint, take_kinds
-from checkpointless.strategies.data_position import DataPosition, take_sampler
+from checkpointless.strategies.data_position import DataPosition, begun_at, take_sampler
 from checkpointless.strategies.replay import StepOutcome
 
 
@@ -95,12 +95,19 @@ class TrainerLiveState:
             return None
         changed = self._ready[1]
         objects = {**self._moments[before].objects, **changed.objects, "base": int(before[1])}
+        if before[1] is Stage.LOADED:
+            objects["sampler"] = begun_at(objects["sampler"], take_sampler(self.trainer))
         return Moment(objects, changed.buffers)
 
     @property
     def is_under_way(self) -> bool:
         """Whether a fit is being made, and not passed over."""
         return bool(self._moments)
+
+    @property
+    def newest_moment(self) -> tuple[int, Stage]:
+        """The newest step, and how far this rank has come after it."""
+        return max(self._moments)
 
     def newest(self) -> dict[str, Any]:
         """The non-tensor state that was taken last."""

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,7 +34,6 @@ from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies import chatter, cleanup, one_logger
-from checkpointless.strategies.async_saves import PendingSaves, go_on, leave_unfinished, let_go
 from checkpointless.strategies.boundary import InMemoryCheckpoint, put_kinds
 from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.data_position import (
@@ -50,6 +50,7 @@ from checkpointless.strategies.loops import Resumption, make_resumable
 from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained_names
 from checkpointless.strategies.phases import PhasedIterator, announce_gradient_sync
 from checkpointless.strategies.replay import KeptReduction, StepOutcome, StepOutcomes, with_own_loss
+from checkpointless.strategies.saves import PendingSaves, Saves, leave_unfinished, let_go
 from checkpointless.strategies.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.telemetry.events import event_log
 
@@ -148,7 +149,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if call is None or call.generation == 0 or trainer is None:
             return
         manager = call.checkpoint_manager
-        leave_unfinished(getattr(manager, "pending_saves", None) is not None)
+        leave_unfinished(manager is not None and manager.saves is not None and manager.saves.pending is not None)
         if not trainer.is_global_zero:
             return
         fit = (manager.fit if manager is not None else 0) + 1
@@ -199,8 +200,10 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             if callback.enable_checksum:
                 self._manager.enable_checksum = True
             self._manager.begin_fit()
-            old, manager = weakref.ref(trainer), self._manager
-            register_cleanup("saves", lambda: let_go(old()) if manager.pending_saves is not None else None)
+            if self._manager.saves is None:
+                self._manager.saves = Saves()
+            old, saves = weakref.ref(trainer), self._manager.saves
+            register_cleanup("saves", lambda: let_go(old()) if saves.pending is not None else None)
         if not self._awaits_adapters:
             self._take_hold(trainer, call)
 
@@ -261,7 +264,20 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """A fault has come: checkpoints that are being written in the background are finished later."""
         pending = PendingSaves.of(self._checkpoint_io)
         if pending is not None and self._manager is not None:
-            self._manager.pending_saves = pending
+            self._manager.saves.pending = pending
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint, unless a fault has the ranks come by once more where it was saved already."""
+        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        if self._manager is None or self._live is None or not self._live.is_under_way:
+            save()
+            return
+        finish = (storage_options or {}).get("finalize_fn")
+        calls = getattr(self.checkpoint_io, "async_calls_queue", None)
+        self._manager.saves.save(str(filepath), self._live.newest_moment, calls, finish, save)
 
     def rebuilt(self) -> None:
         """Everything is built anew and waits for its state."""
@@ -282,8 +298,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             return
         self._keep_facts(call, manager.fit)
         if call.generation > 0:
-            go_on(manager.pending_saves, self)
-            manager.pending_saves = None
+            manager.saves.agree(manager.resumed_at if self._restored_objects is not None else None, self)
             leave_unfinished(False)
         if manager.verdict is Verdict.SKIP:
             return

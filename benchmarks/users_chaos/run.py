@@ -179,8 +179,7 @@ def run_case(case: UsersCase, calm: Calm, directory: Path) -> Result:
     except RuntimeError as error:
         return Result(Outcome.WRONG, (str(error),))
     if code != 0:
-        made = read_steps(reference)
-        refused = code is not None and not any(made.values())
+        refused = code is not None and not _has_steps(reference)
         why = f"without faults it ended with code {code}: {said}"
         return Result(Outcome.REFUSED if refused else Outcome.WRONG, (why,))
     shutil.rmtree(directory, ignore_errors=True)
@@ -188,6 +187,13 @@ def run_case(case: UsersCase, calm: Calm, directory: Path) -> Result:
     with busy_loops(LOOPS if case.busy else 0):
         ended = calm.nursery.run(_configs(case, directory, checkpoint, faulty=True), LIMIT_S)[0]
     return judge(case, ended, directory, reference, time.monotonic() - began_s)
+
+
+def _has_steps(directory: Path) -> bool:
+    try:
+        return any(read_steps(directory).values())
+    except FileNotFoundError:
+        return False
 
 
 # --- judging ------------------------------------------------------------------------------------------------------

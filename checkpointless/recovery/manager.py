@@ -111,7 +111,7 @@ class CheckpointManager:
         fit: which fit of the running block is under way, from 1 (0: none has begun).
         offset: how many steps of the job lie before that fit's own: steps are counted over all fits of a block.
         finished: by fit, the non-tensor state that it ended in.
-        pending_saves: what a strategy keeps of checkpoints that were being written when the block was left.
+        saves: what a strategy knows of the checkpoints of its newest step.
         checksum_manager: digests of tensors.
         parameter_update_lock: the lock of the running block.
         refusal: why the last recovery from memory was refused ("" if it was not).
@@ -146,7 +146,7 @@ class CheckpointManager:
         self.fit = 0
         self.offset = 0
         self.finished: dict[int, dict[str, Any]] = {}
-        self.pending_saves: Any = None
+        self.saves: Any = None
         self._begun = 0
         self._attached_fit = 1, 0  # its number, and the steps of the job before it
 

@@ -133,9 +133,11 @@ RANDPERM = Run("randperm", script="plain_loop.py", nproc=3)
 EMA = Run("ema")
 MODULE, HOOKS = Run("module-state"), Run("callback-hooks")
 SAVES = Run("modelckpt", 5)
+BACKGROUND = Run("modelckpt,async-save", 5)
 STOPS = Run("earlystop", 10)
 PLATEAU = Run("plateau", 7)
 RESUMED = Run("own-data", 8, resumed=4)
+RESUMED_DEMO = Run("", 8, resumed=4)
 SHORT_LONG, LONG_SHORT = Run("", (3, 6)), Run("", (6, 3))
 EPOCHS = Run("epochs", 8)
 MONITORED = Run("monitored", 6)
@@ -167,6 +169,11 @@ CASES = (
     Case("the last checkpoint, sigkill", SAVES, ("sigkill@after_optimizer:rank=1,step=5",)),
     Case("a checkpoint that is due, exception", SAVES, ("exception@after_optimizer:rank=1,step=4",)),
     Case("a checkpoint that is due, sigkill", SAVES, ("sigkill@after_optimizer:rank=1,step=4",)),
+    Case("a checkpoint that was made, exception", SAVES, ("exception@between:rank=1,step=4",)),
+    Case("a checkpoint that was made, sigkill of rank 0", SAVES, ("sigkill@between:rank=0,step=4",)),
+    Case("a monitored one that was made", MONITORED, ("exception@between:rank=1,step=4",)),
+    Case("one in the background that all have begun", BACKGROUND, ("exception@between:rank=1,step=4",)),
+    Case("one in the background that some have begun", BACKGROUND, ("exception@after_optimizer:rank=1,step=4",)),
     # 9: a finished validation is not repeated
     Case("early stop, exception", STOPS, ("exception@before_optimizer:rank=1,step=5",), apart=ONCE),
     Case("early stop, sigkill", STOPS, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),
@@ -176,6 +183,8 @@ CASES = (
     # 10: resumed, then hit
     Case("resumed, exception", RESUMED, ("exception@forward:rank=1,step=6",)),
     Case("resumed, sigkill", RESUMED, ("sigkill@forward:rank=1,step=6",)),
+    Case("resumed, hit in the first step", RESUMED_DEMO, ("exception@after_optimizer:rank=1,step=5",)),
+    Case("resumed, killed in the first step", RESUMED_DEMO, ("sigkill@after_optimizer:rank=1,step=5",)),
     # 11: the second fit
     Case("a fault in the second fit", SHORT_LONG, ("exception@forward:rank=1,step=5",), apart=CALLED_AGAIN),
     Case("a kill in the second fit", SHORT_LONG, ("sigkill@forward:rank=1,step=5",), apart=CALLED_AGAIN),
@@ -195,7 +204,7 @@ CASES = (
     Case("loggers' folders, exception", Run("csv,tensorboard"), ("exception@forward:rank=1,step=4",)),
     Case("loggers' folders, sigkill of rank 0", Run("csv,tensorboard"), ("sigkill@forward:rank=0,step=4",)),
     Case("NeMo's folder", Run("modelckpt,dated", 5), ("sigkill@forward:rank=0,step=4",)),
-    Case("a save in the background", Run("modelckpt,async-save", 5), ("exception@forward:rank=1,step=3",)),
+    Case("a save in the background", BACKGROUND, ("exception@forward:rank=1,step=3",)),
 )
 
 
