@@ -112,6 +112,8 @@ def draw(seed: int, number: int) -> UsersCase:
     (layout,) = dice.choices(LAYOUTS, _OFTEN)
     if layout.sizes.get("ep", 1) > 1 and "fp16" in names:
         layout = Layout(4)
+    if layout.sizes.get("tp", 1) > 1 and names & _EXPERTS:  # Megatron wants sequence parallelism with them
+        layout = Layout(4)
     first = resumed + 1
     faults = _Faults(dice, layout, first, min(max(steps), 6 if "earlystop" in names else 99))
     specs, nodes, spares = faults.draw()
