@@ -168,7 +168,7 @@ class PendingSaves:
         return [call.idx for call in self.calls]
 
     def end(self, numbers: Collection[int]) -> None:
-        """Stop the writers of ``numbers``, and forget what they reported: a later save would take it for its own."""
+        """Stop the writers of ``numbers``, and forget their reports: a later save would take them for its own."""
         ended = [call for call in self.calls if call.idx in numbers]
         for call in ended:
             process = getattr(call.async_caller, "process", None)

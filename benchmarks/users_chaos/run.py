@@ -31,7 +31,7 @@ from common import ROOT, interruptible, machine, progress, search_path
 
 from checkpointless.agent.launch import LaunchConfig
 from checkpointless.demo.nursery import Ended, Nursery
-from checkpointless.faults.chaos import HANGING, NODES
+from checkpointless.faults.chaos import DEADLY, HANGING, NODES
 from checkpointless.faults.ledger import fired, not_fired
 from checkpointless.faults.spec import parse, parse_all
 from checkpointless.telemetry.events import read_events
@@ -224,7 +224,9 @@ def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]
     if len(case.steps) > 1:
         parts.discard("hooks")  # the first fit is called once more and finds nothing to do
     different = compare_ends(read_ends(reference, nproc), read_ends(directory, nproc), parts=parts)
-    may_lose = "async-save" in case.features and any(parse(text).kind in DEADLY for text in case.faults)
+    may_lose = "async-save" in case.features and any(
+        parse(text).kind in (*DEADLY, *HANGING, *NODES) for text in case.faults
+    )
     if may_lose:  # what the writer of a process that died was writing
         different = [each for each in different if not _is_loss(each)]
     found = [str(each) for each in different[:_SHOWN]]
