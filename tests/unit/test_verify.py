@@ -242,10 +242,13 @@ def test_a_validation_made_twice_is_equal_only_with_the_same_results() -> None:
         "bit by bit; validated again, with the same results, after steps: "
         "2 on rank 0 of run B, 2 on rank 1 of run B"
     )
-    for change in ({"metrics": {"val_loss": (0.5).hex()}}, {"callbacks": {"Average": "2"}}):
-        other = recording(validated=(2, 2, 4))
-        first, *rest = other.validations[1]
-        other.validations = {**other.validations, 1: [replace(first, **change), *rest]}
+    other = recording(validated=(2, 2, 4))
+    first, *rest = other.validations[1]
+    for changed in (
+        replace(first, metrics={"val_loss": (0.5).hex()}),
+        replace(first, callbacks={"Average": "2"}),
+    ):
+        other.validations = {**other.validations, 1: [changed, *rest]}
         verdict = compare(recording(), other)
         assert not verdict.equal
         assert verdict.repeated_validations == (StepPlace(Run.B, 1, 2),)
