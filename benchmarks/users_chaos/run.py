@@ -40,7 +40,7 @@ from checkpointless.telemetry.steps import read_steps
 from checkpointless.telemetry.verify import compare
 from tests.ports import free_port
 from tests.ranks.users.draw import UsersCase, draw
-from tests.ranks.users.end import Difference, compare_ends, read_ends
+from tests.ranks.users.end import IN_ALL, Difference, compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
 
 SCRIPTS = ROOT / "tests" / "ranks" / "users"
@@ -219,8 +219,7 @@ def judge(case: UsersCase, ended: Ended, directory: Path, reference: Path, took_
 
 def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]:
     nproc = case.layout.nproc
-    # What was done in all: a rank that had come further than another one goes through the end of a step again.
-    parts = set(read_ends(reference, nproc)[0]) - {"hooks in all", "validations in all"}
+    parts = set(read_ends(reference, nproc)[0]) - IN_ALL
     if len(case.steps) > 1:
         parts.discard("hooks")  # the first fit is called once more and finds nothing to do
     different = compare_ends(read_ends(reference, nproc), read_ends(directory, nproc), parts=parts)

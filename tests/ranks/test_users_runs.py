@@ -14,7 +14,7 @@ from checkpointless.telemetry.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.users.defects import DEFECT_ENV
-from tests.ranks.users.end import compare_ends, read_ends
+from tests.ranks.users.end import IN_ALL, compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(500)]
@@ -98,12 +98,10 @@ def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
     return Calm(nemo_zygote, tmp_path_factory.mktemp)
 
 
-#: What was done in all: ranks that had done what follows a step do it again if another rank had not come as far.
-#: Once, and no more, can be required only where all have reached each other in the step of the fault.
-AGAIN = frozenset({"hooks in all", "validations in all"})
 #: A fit that was over is called once more and finds nothing to do.
-CALLED_AGAIN = AGAIN | {"hooks"}
-#: Where it can be required.
+CALLED_AGAIN = IN_ALL | {"hooks"}
+#: That something was done once in all can be required only where all ranks have reached each other in the step of
+#: the fault.
 ONCE: frozenset[str] = frozenset()
 
 
@@ -121,7 +119,7 @@ class Case:
     name: str
     run: Run
     faults: tuple[str, ...]
-    apart: frozenset[str] = AGAIN
+    apart: frozenset[str] = IN_ALL
 
 
 EP2 = ("--expert-parallel", "2")
@@ -231,7 +229,7 @@ def test_a_defect_is_seen(calm: Calm, tmp_path: Path, defect: str, run: Run, fau
     undisturbed = calm.job(run)
     job = calm.make(run, tmp_path / "run", *faults, extra_env={DEFECT_ENV: defect})
     with pytest.raises(AssertionError, match=r"difference|not equal|differs"):
-        equal(run, undisturbed, job, AGAIN)
+        equal(run, undisturbed, job, IN_ALL)
 
 
 def equal(run: Run, undisturbed: Job, job: Job, apart: Iterable[str] = ()) -> None:

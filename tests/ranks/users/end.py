@@ -18,6 +18,9 @@ from checkpointless.telemetry.events import RUN_DIR_ENV
 #: Parts of an end that follow from the time of day, or from how often something was begun.
 _SKIPPED = frozenset({"pids"})
 
+#: What was done in all: ranks that had done what follows a step do it again if another rank had not come as far.
+IN_ALL = frozenset({"hooks in all", "validations in all"})
+
 
 def run_dir() -> Path:
     """The directory of the job that this rank is of."""
@@ -163,7 +166,7 @@ def compare_ends(
     Args:
         expected: of the undisturbed run.
         found: of the other.
-        parts: the only ones to look at; None: all that are not of the moment.
+        parts: the only ones to look at; None: all that are not of the moment, and not :data:`IN_ALL`.
     """
     if len(expected) != len(found):
         raise ValueError(f"{len(expected)} ranks cannot be compared with {len(found)}")
@@ -171,7 +174,7 @@ def compare_ends(
     differences: list[Difference] = []
     for rank, (one, other) in enumerate(zip(expected, found)):
         for part in [*one, *(key for key in other if key not in one)]:
-            if part in _SKIPPED or (wanted is not None and part not in wanted):
+            if part in _SKIPPED or (part in IN_ALL if wanted is None else part not in wanted):
                 continue
             differences += _differences(rank, (part,), one.get(part), other.get(part))
     return differences
