@@ -158,9 +158,17 @@ class TrackedSampler:
         self._inner = inner
         self._starts = starts
         self._position = position
+        self._unused: DataPosition | None = None  # where an iterator would begin that was asked for nothing yet
 
     def __iter__(self) -> Iterator[Any]:
-        position, self._position = self._position, None
+        # Not in the generator, which nobody may ever ask for a batch: the epoch may have been over.
+        if self._unused is not None:
+            self.begin_at(self._unused.consumed)
+        self._unused, self._position = self._position, None
+        return self._iterate(self._unused)
+
+    def _iterate(self, position: DataPosition | None) -> Iterator[Any]:
+        self._unused = None
         if _is_megatrons(self._inner):
             yield from self._iterate_megatron(position)
         elif position is None or position.delivered == 0 or not position.within:

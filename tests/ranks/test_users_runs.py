@@ -194,6 +194,8 @@ CASES = (
     Case("second epoch, exception", EPOCHS, ("exception@forward:rank=1,step=6",)),
     Case("second epoch, sigkill", EPOCHS, ("sigkill@forward:rank=1,step=6",)),
     Case("at the end of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=4",)),
+    Case("terminated at the end of an epoch", EPOCHS, ("sigterm@before_optimizer:rank=1,step=4",)),
+    Case("in the gradients' sync of the second fit", SHORT_LONG, ("exception@sync:rank=2,step=5",), apart=CALLED_AGAIN),
     Case("the first step of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=5",)),
     Case("the first step of an epoch, sigkill", EPOCHS, ("sigkill@optimizer:rank=1,step=5",)),
     Case("shuffled and uneven", Run("epochs,uneven,cyclic", 8), ("exception@forward:rank=1,step=6",)),
