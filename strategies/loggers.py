@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,13 +35,31 @@ def write_on(trainer: pl.Trainer, versions: Sequence[int | str | None]) -> None:
             _keep_rows(each)
 
 
-def forget_rows(trainer: pl.Trainer, first: int) -> None:
-    """Drop the rows of a :class:`CSVLogger` from ``first`` on: what they say is about to be logged again."""
+def rows_of(trainer: pl.Trainer) -> list[int]:
+    """How many rows each :class:`CSVLogger` of ``trainer`` has, those included that are not written yet."""
+    found = []
     for each in trainer.loggers:
         if isinstance(each, CSVLogger):
             path = Path(each.experiment.metrics_file_path)
-            if path.exists():
-                _write(path, [row for row in _read(path) if float(row["step"] or 0) < first])
+            lines = path.read_bytes().count(b"\n") if path.exists() else 0
+            found.append(max(0, lines - 1) + len(each.experiment.metrics))
+    return found
+
+
+def forget_rows(trainer: pl.Trainer, first: int, kept: Sequence[int] = ()) -> None:
+    """Drop the rows of each :class:`CSVLogger` that are about to be logged again.
+
+    Args:
+        trainer: of rank 0.
+        first: the step from which on rows are dropped.
+        kept: how many are kept all the same, as :func:`rows_of` gave it; empty: none.
+    """
+    loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)]
+    for each, count in itertools.zip_longest(loggers, kept[: len(loggers)], fillvalue=0):
+        path = Path(each.experiment.metrics_file_path)  # type: ignore[union-attr]
+        if path.exists():
+            rows = enumerate(_read(path))
+            _write(path, [row for number, row in rows if number < count or float(row["step"] or 0) < first])
 
 
 def _keep_rows(each: CSVLogger) -> None:

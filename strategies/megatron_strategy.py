@@ -45,7 +45,7 @@ from checkpointless.strategies.data_position import (
     track,
 )
 from checkpointless.strategies.live_state import TrainerLiveState
-from checkpointless.strategies.loggers import forget_rows, versions_of, write_on
+from checkpointless.strategies.loggers import forget_rows, rows_of, versions_of, write_on
 from checkpointless.strategies.loops import Resumption, make_resumable
 from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained_names
 from checkpointless.strategies.phases import PhasedIterator, announce_gradient_sync
@@ -55,6 +55,8 @@ from checkpointless.strategies.worker_streams import WorkerSeed, repeat_worker_d
 from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
+
+_ROWS = "rows"  # the fact that says how many rows loggers had when the newest validation began
 
 
 class CheckpointlessMegatronStrategy(MegatronStrategy):
@@ -393,7 +395,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if self._live is not None:
             self._live.put_buffers_back()
         if trainer.is_global_zero:
-            forget_rows(trainer, epoch_loop._batches_that_stepped)
+            logged = self._call.facts.get(_ROWS, [-1, []]) if self._call is not None else [-1, []]
+            kept = logged[1] if stage is Stage.ENDED and logged[0] == step else []
+            forget_rows(trainer, epoch_loop._batches_that_stepped, kept)
         if stage is Stage.COMMITTED:  # what led to the step is gone through again, with the streams of before it
             manager.restore_streams_of(step - 1, Stage(objects["base"]))
         else:
@@ -422,6 +426,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             step = self._job_step()
             self._manager.store_rng_states(step, stage=stage)  # first: who has a moment has its streams
             self._live.reached(step, stage)
+            if stage is Stage.ENDED and self._call is not None and self.trainer.is_global_zero:
+                self._call.keep_fact(_ROWS, [step, rows_of(self.trainer)])
 
     def _job_step(self) -> int:
         """The optimizer step that the trainer is at, counted over all fits of the block."""

@@ -120,6 +120,8 @@ class Saves:
             self._whole = {path: number for path, number in self._whole.items() if number is None}
             if pending is not None:
                 pending.end(pending.numbers())
+            if strategy.trainer.is_global_zero:
+                _remove_unfinished(strategy.trainer.callbacks)
         self._write_to_the_same(strategy.trainer.callbacks)
 
     def _write_to_the_same(self, callbacks: Iterable[Any]) -> None:
@@ -133,6 +135,13 @@ class Saves:
             return str(filepath) not in self._again and exists(filepath, *args, **kwargs)
 
         return file_exists
+
+
+def _remove_unfinished(callbacks: Iterable[Any]) -> None:
+    """What NeMo does when a trainer is set up, unless it was told to leave what is still written."""
+    for each in callbacks:
+        if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
+            _REMOVE.__func__(each.dirpath)
 
 
 def _finish_by(finish: Callable[[], None], number: int, calls: Any) -> None:

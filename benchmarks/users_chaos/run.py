@@ -243,8 +243,11 @@ def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]
 
 
 def _is_loss(difference: Difference) -> bool:
-    """Whether all that is different are checkpoints that are missing."""
-    return difference.place == ("folders", "checkpoints") and set(difference.found) < set(difference.expected)
+    """Whether all that is different are whole checkpoints, of which one was lost: then an older one was kept."""
+    if difference.place != ("folders", "checkpoints"):
+        return False
+    unlike = set(difference.found) ^ set(difference.expected)
+    return not any(name.endswith("unfinished") or name in difference.expected[-2:] for name in unlike)
 
 
 def _ranks_of_living_nodes(case: UsersCase, directory: Path) -> list[int]:

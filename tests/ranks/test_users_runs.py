@@ -195,7 +195,12 @@ CASES = (
     Case("second epoch, sigkill", EPOCHS, ("sigkill@forward:rank=1,step=6",)),
     Case("at the end of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=4",)),
     Case("terminated at the end of an epoch", EPOCHS, ("sigterm@before_optimizer:rank=1,step=4",)),
-    Case("in the gradients' sync of the second fit", SHORT_LONG, ("exception@sync:rank=2,step=5",), apart=CALLED_AGAIN),
+    Case(
+        "in the gradients' sync of the second fit",
+        SHORT_LONG,
+        ("exception@sync:rank=2,step=5",),
+        apart=CALLED_AGAIN,
+    ),
     Case("the first step of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=5",)),
     Case("the first step of an epoch, sigkill", EPOCHS, ("sigkill@optimizer:rank=1,step=5",)),
     Case("shuffled and uneven", Run("epochs,uneven,cyclic", 8), ("exception@forward:rank=1,step=6",)),
@@ -203,6 +208,9 @@ CASES = (
     Case("a monitored checkpoint", MONITORED, ("exception@forward:rank=1,step=4",)),
     Case("loggers' folders, exception", Run("csv,tensorboard"), ("exception@forward:rank=1,step=4",)),
     Case("loggers' folders, sigkill of rank 0", Run("csv,tensorboard"), ("sigkill@forward:rank=0,step=4",)),
+    Case(
+        "loggers' rows of a step that validates", Run("validation,csv"), ("sigterm@before_optimizer:rank=2,step=2",)
+    ),
     Case("NeMo's folder", Run("modelckpt,dated", 5), ("sigkill@forward:rank=0,step=4",)),
     Case("a save in the background", BACKGROUND, ("exception@forward:rank=1,step=3",)),
 )

@@ -248,7 +248,9 @@ class OwnData(pl.LightningDataModule):
         workers: of each loader.
     """
 
-    def __init__(self, samples: int, order: str = "single", val_samples: int = 2 * GLOBAL_BATCH, workers: int = 0) -> None:
+    def __init__(
+        self, samples: int, order: str = "single", val_samples: int = 2 * GLOBAL_BATCH, workers: int = 0
+    ) -> None:
         super().__init__()
         self.samples = samples
         self.val_samples = val_samples
