@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery import state_tree
+from checkpointless.strategies.epoch_metrics import put_accumulated, take_accumulated
 
 
 class InMemoryCheckpoint(dict[str, Any]):
@@ -103,6 +104,28 @@ def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         ) from error
 
 
+def load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Have module, data module and callbacks load their state once more, for hooks have changed it since.
+
+    Args:
+        trainer: has loaded ``checkpoint`` before.
+        checkpoint: what :func:`take_checkpoint` took; stays as it is.
+    """
+    checkpoint = copy_to_load(checkpoint)
+    if is_overridden("on_load_checkpoint", trainer.lightning_module):
+        call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
+        call._call_lightning_datamodule_hook(trainer, "load_state_dict", checkpoint[type(datamodule).__qualname__])
+    call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
+    call._call_callbacks_load_state_dict(trainer, checkpoint)
+
+
+def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """``checkpoint`` for hooks that may change what is in it; of callbacks' states Lightning makes copies."""
+    return {name: part if name == "callbacks" else state_tree.copy(part) for name, part in checkpoint.items()}
+
+
 def loads_state(callback: Any) -> bool:
     """Whether a callback has a state that it loads."""
     return bool(type(callback).load_state_dict is not Callback.load_state_dict)
@@ -159,6 +182,10 @@ def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
             setattr(saver, name, state_tree.copy(value))
 
 
+#: The kind whose values are a rank's own.
+ACCUMULATED = "accumulated"
+
+
 def _put_stop(trainer: Any, should_stop: bool) -> None:
     trainer.should_stop = should_stop
 
@@ -167,6 +194,7 @@ KINDS = (
     Kind("stop", lambda trainer: bool(trainer.should_stop), _put_stop),
     Kind("metrics", _take_metrics, _put_metrics),
     Kind("savers", _take_savers, _put_savers),
+    Kind(ACCUMULATED, take_accumulated, put_accumulated),
 )
 
 

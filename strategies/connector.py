@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.recovery.decide import Verdict
-from checkpointless.strategies.boundary import InMemoryCheckpoint
+from checkpointless.strategies.boundary import InMemoryCheckpoint, copy_to_load
 from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
@@ -55,10 +55,10 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         call.enter_phase("recovery", call.high_water)
         checkpoint = manager.try_checkpointless_load(self.trainer)
         if manager.verdict is Verdict.SKIP:
-            self._loaded_checkpoint = InMemoryCheckpoint(strategy.skip_fit(manager.finished_fit()))
+            self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(strategy.skip_fit(manager.finished_fit())))
             return
         if checkpoint is not None:
-            self._loaded_checkpoint = InMemoryCheckpoint(checkpoint)
+            self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(checkpoint))
             return
         self._from_storage(checkpoint_path, manager, call)
 

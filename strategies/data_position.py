@@ -104,6 +104,27 @@ def samples_per_step(trainer: pl.Trainer) -> int | None:
     return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None
 
 
+def several_loaders(count: int) -> str:
+    """Why a training with ``count`` loaders is refused, and what to do, in one line."""
+    return (
+        f"checkpointless cannot bring {count} training dataloaders back to where each of them stood: let "
+        "train_dataloader return one DataLoader, over one torch.utils.data.Dataset with the items of all of them "
+        "(ConcatDataset or StackDataset, for example)"
+    )
+
+
+def go_on_counting(fetcher: Any, position: DataPosition) -> None:
+    """Have the batches of an epoch numbered on from where the training stands.
+
+    Args:
+        fetcher: Lightning's, over an iterator that was made anew.
+        position: what lies behind.
+    """
+    fetcher.iterator._iterator._idx = position.delivered
+    if hasattr(fetcher, "_batch_idx"):  # the number of the last one
+        fetcher._batch_idx = max(position.delivered - 1, 0)
+
+
 def keeps_its_position(loader: Any) -> bool:
     """Whether Lightning saves and restores the position of ``loader``."""
     return isinstance(loader, _Stateful)

@@ -53,8 +53,13 @@ class TrainerLiveState:
 
     # --- while training -------------------------------------------------------------------------------------------
 
-    def reached(self, step: int, stage: Stage) -> None:
+    def reached(self, step: int, stage: Stage, keep: Callable[[dict[str, Any]], None] | None = None) -> None:
         """The trainer is at ``stage`` after ``step``: take what belongs to that moment.
+
+        Args:
+            step: the optimizer step.
+            stage: the moment after it.
+            keep: keeps the random streams, and of the objects that it is given what is this rank's own.
 
         Raises:
             UnrecoverableError: something in it could not be given to a new process.
@@ -66,6 +71,8 @@ class TrainerLiveState:
             except state_tree.StateTreeError as error:
                 raise UnrecoverableError(f"{error}; no new process could be given this state") from error
             self._travels.add(stage)
+        if keep is not None:  # first: who has a moment has its streams
+            keep(moment.objects)
         self._moments = {**self._moments, (step, stage): moment}
 
     def ready(self, step: int, outcome: StepOutcome) -> None:

@@ -8,7 +8,7 @@ that step, once, before they ask for the next batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from typing_extensions import override
 
 from checkpointless.recovery.moment import Stage
+from checkpointless.strategies.epoch_metrics import make_results_resumable
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Observer(Protocol):
 
     def reached(self, stage: Stage) -> None:
         """The loop is at ``stage`` after the step that it committed last."""
+
+    def check_loaders(self, loaders: Sequence[Any]) -> None:
+        """Refuse training loaders that could not be brought to where they stood."""
 
 
 class ResumableEpochLoop(_TrainingEpochLoop):
@@ -122,6 +126,8 @@ class ResumableFitLoop(_FitLoop):
         """Make the data loader, unless no batch will be asked for."""
         if not self.was_finished:
             super().setup_data()
+            if self._combined_loader is not None:
+                self.epoch_loop.observer.check_loaders(self._combined_loader.flattened)
 
     @property
     @override
@@ -174,6 +180,7 @@ def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
             base = type(loop)
             loop.__class__ = kind if base in kind.__mro__ else type(base.__name__, (kind, base), {})
         loop.resumption = None
+    make_results_resumable(trainer)
     fit_loop.was_finished = False
     fit_loop.epoch_loop.observer = observer
     fit_loop.epoch_loop.not_delivered = 0

@@ -8,13 +8,12 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.trainer import call as lightning_call
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.utils import get_model_config
 from nemo.constants import NEMO_ENV_VARNAME_VERSION
@@ -25,7 +24,7 @@ from typing_extensions import override
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
 from checkpointless.callbacks.external import without_external
 from checkpointless.callbacks.step_recorder import loss_of
-from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.megatron.update import GuardedUpdate, NotedNorms
@@ -34,16 +33,19 @@ from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies import chatter, cleanup, one_logger
-from checkpointless.strategies.boundary import InMemoryCheckpoint, put_kinds
+from checkpointless.strategies.boundary import ACCUMULATED, InMemoryCheckpoint, load_again, put_kinds
 from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.data_position import (
     DataPosition,
     TrackedSampler,
+    go_on_counting,
     keeps_its_position,
     put_sampler,
     samples_per_step,
+    several_loaders,
     track,
 )
+from checkpointless.strategies.epoch_metrics import own_part, put_accumulated, take_accumulated, with_own
 from checkpointless.strategies.live_state import TrainerLiveState
 from checkpointless.strategies.loggers import forget_rows, rows_of, versions_of, write_on
 from checkpointless.strategies.loops import Resumption, make_resumable
@@ -387,9 +389,13 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._take_what_was_delivered(fetcher, position)
             fetcher.fetched = position.fetched
             fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
+            go_on_counting(fetcher, position)
             epoch_loop.not_delivered = position.fetched - position.delivered
-        lightning_call._call_callbacks_load_state_dict(trainer, objects["checkpoint"])
-        put_kinds(trainer, objects["kinds"])
+        load_again(trainer, objects["checkpoint"])
+        before = stage is Stage.COMMITTED  # what led to the step is gone through again
+        moment = (step - 1, Stage(objects["base"])) if before else (step, stage)
+        accumulated = self._own_of(objects["kinds"][ACCUMULATED], *moment)
+        put_kinds(trainer, {**objects["kinds"], ACCUMULATED: accumulated})
         put_sampler(trainer, objects["sampler"])
         self._restored_objects = None
         if self._live is not None:
@@ -398,10 +404,16 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             logged = self._call.facts.get(_ROWS, [-1, []]) if self._call is not None else [-1, []]
             kept = logged[1] if stage is Stage.ENDED and logged[0] == step else []
             forget_rows(trainer, epoch_loop._batches_that_stepped, kept)
-        if stage is Stage.COMMITTED:  # what led to the step is gone through again, with the streams of before it
-            manager.restore_streams_of(step - 1, Stage(objects["base"]))
+        if before:
+            manager.restore_streams_of(*moment)
         else:
             manager.restore_streams()
+
+    def _own_of(self, kept: dict[str, Any], step: int, stage: Stage) -> dict[str, Any]:
+        """What was accumulated over the epoch: this rank's own, though a peer may have given ``kept``."""
+        manager = self._manager
+        assert manager is not None
+        return with_own(kept, manager.own_of(step, stage)) if manager.was_filled else kept
 
     def _take_what_was_delivered(self, fetcher: Any, position: DataPosition) -> None:
         """Bring an iterator whose batches only the dataset knows behind those that were delivered."""
@@ -424,10 +436,22 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """The loops are at ``stage`` after the newest step: take what belongs to that moment."""
         if self._manager is not None and self._live is not None:
             step = self._job_step()
-            self._manager.store_rng_states(step, stage=stage)  # first: who has a moment has its streams
-            self._live.reached(step, stage)
+            store = partial(self._manager.store_rng_states, step, stage=stage)
+            self._live.reached(step, stage, lambda objects: store(own=own_part(objects["kinds"][ACCUMULATED])))
             if stage is Stage.ENDED and self._call is not None and self.trainer.is_global_zero:
                 self._call.keep_fact(_ROWS, [step, rows_of(self.trainer)])
+
+    def check_loaders(self, loaders: Sequence[Any]) -> None:
+        """Refuse training loaders that could not be brought to where they stood.
+
+        Args:
+            loaders: all that the trainer was given.
+
+        Raises:
+            UnrecoverableError: there are several.
+        """
+        if self._manager is not None and len(loaders) > 1:
+            raise UnrecoverableError(several_loaders(len(loaders)))
 
     def _job_step(self) -> int:
         """The optimizer step that the trainer is at, counted over all fits of the block."""
@@ -514,7 +538,15 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
         mcore_optimizer: Any = self.optimizers[0].mcore_optimizer
         kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
-        mcore_optimizer.step = lambda: kept
+
+        def step() -> tuple[bool, Any, Any]:
+            """The update: what forward and backward have logged is there, and nothing is computed."""
+            assert self._manager is not None
+            assert self._manager.resumed_at is not None
+            put_accumulated(self.trainer, self._own_of(outcome.accumulated, *self._manager.resumed_at))
+            return kept
+
+        mcore_optimizer.step = step
         try:
             return super().optimizer_step(optimizer, *args, **kwargs)
         finally:
@@ -575,8 +607,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             return
         call.enter_phase("before_optimizer", step)
         if self._manager is not None and self._live and self._outcomes and self._guard:
-            self._live.ready(step, self._outcomes.outcome(succeeded=not self._guard.overflow))
-            self._manager.store_rng_states(step, loss=call.making_loss)
+            accumulated = take_accumulated(self.trainer)
+            self._live.ready(step, self._outcomes.outcome(not self._guard.overflow, accumulated))
+            self._manager.store_rng_states(step, loss=call.making_loss, own=own_part(accumulated))
             self._manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)
 

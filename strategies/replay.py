@@ -30,6 +30,7 @@ class StepOutcome:
         succeeded: whether the update was made (fp16: not where a gradient overflowed).
         grad_norm: of all gradients, or None.
         num_zeros: how many gradients are zero, or None.
+        accumulated: what was logged and accumulated in this epoch up to its update.
     """
 
     reduced: Any
@@ -38,10 +39,12 @@ class StepOutcome:
     succeeded: bool
     grad_norm: Any
     num_zeros: Any
+    accumulated: Any = None
 
     def to_plain(self) -> dict[str, Any]:
         """As plain data."""
-        return {each.name: state_tree.copy(getattr(self, each.name)) for each in fields(self)}
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value if name == "accumulated" else state_tree.copy(value) for name, value in plain.items()}
 
 
 class StepOutcomes:
@@ -76,8 +79,13 @@ class StepOutcomes:
         if not step.forward_only:
             self._reduced, self._has_outputs = reduced, bool(microbatch_outputs)
 
-    def outcome(self, succeeded: bool) -> StepOutcome:
-        """That of the step whose gradients are final now."""
+    def outcome(self, succeeded: bool, accumulated: Any) -> StepOutcome:
+        """That of the step whose gradients are final now.
+
+        Args:
+            succeeded: whether its update is made.
+            accumulated: what was logged and accumulated in this epoch until now, which nobody changes.
+        """
         return StepOutcome(
             self._reduced,
             self._has_outputs,
@@ -85,6 +93,7 @@ class StepOutcomes:
             succeeded,
             self._norms.grad_norm if succeeded else None,
             self._norms.num_zeros if succeeded else None,
+            accumulated,
         )
 
     @contextmanager
@@ -136,4 +145,5 @@ def with_own_loss(outcome: StepOutcome, loss: float | None) -> StepOutcome:
         outcome.succeeded,
         outcome.grad_norm,
         outcome.num_zeros,
+        outcome.accumulated,
     )

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ class CheckpointManager:
         rng_states: this rank's random streams at the moments after its newest two steps; None: it has none.
         resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
         verdict: what the last recovery came to; None if there was none.
+        was_filled: whether the last recovery gave this rank a peer's state.
         fit: which fit of the running block is under way, from 1 (0: none has begun).
         offset: how many steps of the job lie before that fit's own: steps are counted over all fits of a block.
         finished: by fit, the non-tensor state that it ended in.
@@ -143,6 +145,7 @@ class CheckpointManager:
         self._arrived: Mapping[Key, torch.Tensor] = {}  # what a transfer that was interrupted had filled
         self.resumed_at: tuple[int, Stage] | None = None
         self.verdict: Verdict | None = None
+        self.was_filled = False
         self.fit = 0
         self.offset = 0
         self.finished: dict[int, dict[str, Any]] = {}
@@ -222,7 +225,11 @@ class CheckpointManager:
             call.committed(step)
 
     def store_rng_states(
-        self, step: int | None = None, loss: float | None = None, stage: Stage = Stage.COMMITTED
+        self,
+        step: int | None = None,
+        loss: float | None = None,
+        stage: Stage = Stage.COMMITTED,
+        own: Mapping[str, Any] | None = MappingProxyType({}),
     ) -> None:
         """Keep this rank's random streams as those after ``step``, here and on its board.
 
@@ -230,12 +237,19 @@ class CheckpointManager:
             step: default: the committed step.
             loss: the loss of that step, kept with them.
             stage: the moment after the step.
+            own: what else this rank alone has then, as plain data that nobody changes; it is kept with them. None:
+                it is too large for that.
         """
         step = self.parameter_update_lock.committed if step is None else step
         known = self._streams_of(step)
         if loss is None and known:
             loss = next(iter(known.values())).loss
-        self._keep_rng_states(step, RngStates.capture(loss, stage))
+        self._keep_rng_states(step, RngStates.capture(loss, stage, own))
+
+    def own_of(self, step: int, stage: Stage) -> Mapping[str, Any] | None:
+        """What :meth:`store_rng_states` kept of this rank's own, at ``stage`` after ``step``; None: it is lost."""
+        states = self._streams_of(step).get(stage)
+        return states.own if states is not None else None
 
     def _keep_rng_states(self, step: int, states: RngStates) -> None:
         kept = {key: each for key, each in (self.rng_states or {}).items() if key[0] >= step - 1}
@@ -523,6 +537,7 @@ class CheckpointManager:
         held = self._held
         own: dict[str, Any] = {}
         sources = decision.refills.get(rank)
+        self.was_filled = bool(sources)
         if held is not None:
             if rank in decision.redo:
                 self._redo(held, target)

@@ -8,12 +8,14 @@ assignment.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import random
 import struct
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,14 +60,21 @@ class RngStates:
         loss: the loss of the step that these streams end, where it is known.
         stage: the moment after a step; ``COMMITTED`` is right at the end of the optimizer step, before anything
             that follows it drew.
+        own: what else this rank alone has at that moment, as plain data; None: it is too large to be kept here.
     """
 
     streams: dict[str, bytes] = field(default_factory=dict)
     loss: float | None = None
     stage: Stage = Stage.COMMITTED
+    own: Mapping[str, Any] | None = field(default_factory=dict)
 
     @classmethod
-    def capture(cls, loss: float | None = None, stage: Stage = Stage.COMMITTED) -> RngStates:
+    def capture(
+        cls,
+        loss: float | None = None,
+        stage: Stage = Stage.COMMITTED,
+        own: Mapping[str, Any] | None = MappingProxyType({}),
+    ) -> RngStates:
         """Take the state of every stream of this process."""
         streams = {"python": _python.take(), "torch": torch.get_rng_state().numpy().tobytes()}
         numpy = _numpy_random()
@@ -75,7 +84,7 @@ class RngStates:
             streams["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
         for name, source in _sources.items():
             streams[f"source:{name}"] = source.take()
-        return cls(streams, loss, stage)
+        return cls(streams, loss, stage, own)
 
     def restore(self) -> None:
         """Put every stream back."""
@@ -100,8 +109,9 @@ class RngStates:
         return self.streams == other.streams
 
     def to_bytes(self) -> bytes:
-        """As plain data (about 10 kB, with Megatron's tracker on the CPU 25 kB)."""
-        return state_tree.dumps((self.streams, self.loss, int(self.stage)))
+        """As plain data: about 10 kB, with Megatron's tracker on the CPU 25 kB, and what else is the rank's own."""
+        own = None if self.own is None else dict(self.own)
+        return state_tree.dumps((self.streams, self.loss, int(self.stage), own))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RngStates:
@@ -110,8 +120,8 @@ class RngStates:
         Raises:
             ValueError: ``data`` is not that.
         """
-        streams, loss, stage = state_tree.loads(data)
-        return cls(streams, loss, Stage(stage))
+        streams, loss, stage, own = state_tree.loads(data)
+        return cls(streams, loss, Stage(stage), own)
 
 
 def put_on_board(board: Board, step: int, states: RngStates, after_the_step: RngStates | None) -> None:
@@ -126,7 +136,12 @@ def put_on_board(board: Board, step: int, states: RngStates, after_the_step: Rng
     unmoved = (
         states.stage is not Stage.COMMITTED and after_the_step is not None and states.same_streams(after_the_step)
     )
-    payload = _AS_AFTER_THE_STEP if unmoved else states.to_bytes()
+    if not unmoved:
+        payload = states.to_bytes()
+    elif states.own == {}:
+        payload = _AS_AFTER_THE_STEP
+    else:
+        payload = dataclasses.replace(states, streams={}).to_bytes()
     if states.stage is Stage.COMMITTED:  # what followed it the last time that this step was made is void
         for stage in (Stage.ENDED, Stage.CHECKED, Stage.TURNED):
             board.drop_snapshot(step, _SERIES[stage])
@@ -140,11 +155,12 @@ def from_board(board: Board, step: int) -> dict[Stage, RngStates]:
         snapshot = board.snapshot(step, series)
         if snapshot is None:
             continue
-        if snapshot != _AS_AFTER_THE_STEP:
-            found[stage] = RngStates.from_bytes(snapshot)
+        states = RngStates.from_bytes(snapshot) if snapshot != _AS_AFTER_THE_STEP else RngStates(stage=stage)
+        if states.streams:
+            found[stage] = states
         elif Stage.COMMITTED in found:
             committed = found[Stage.COMMITTED]
-            found[stage] = RngStates(committed.streams, committed.loss, stage)
+            found[stage] = dataclasses.replace(states, streams=committed.streams, loss=committed.loss)
     return found
 
 

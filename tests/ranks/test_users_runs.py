@@ -139,6 +139,8 @@ RESUMED_DEMO = Run("", 8, resumed=4)
 SHORT_LONG, LONG_SHORT = Run("", (3, 6)), Run("", (6, 3))
 EPOCHS = Run("epochs", 8)
 MONITORED = Run("monitored", 6)
+METRICS = Run("epochs,epoch-metrics,module-state", 8)
+STARTS = Run("start-hooks")
 
 #: The other ranks have gone on to the next step by then.
 LATE = ("slow@after_optimizer:rank=1,step=4,seconds=2", "exception@after_optimizer:rank=1,step=4")
@@ -213,6 +215,16 @@ CASES = (
     ),
     Case("NeMo's folder", Run("modelckpt,dated", 5), ("sigkill@forward:rank=0,step=4",)),
     Case("a save in the background", BACKGROUND, ("exception@forward:rank=1,step=3",)),
+    # What is accumulated over an epoch is all of it, and each rank's own
+    Case("metrics of the epoch, exception", METRICS, ("exception@forward:rank=1,step=7",)),
+    Case("metrics of the epoch, sigkill", METRICS, ("sigkill@forward:rank=1,step=7",)),
+    Case("metrics of the epoch, exception after the update", METRICS, ("exception@after_optimizer:rank=1,step=3",)),
+    Case("metrics of the epoch, sigkill after the update", METRICS, ("sigkill@after_optimizer:rank=1,step=6",)),
+    Case("metrics of the epoch, sigkill at its end", METRICS, ("sigkill@after_optimizer:rank=1,step=4",)),
+    Case("metrics of the epoch, the first step", METRICS, ("sigkill@after_optimizer:rank=1,step=1",)),
+    # Hooks at the start run again, and what they change is taken back
+    Case("hooks at the start, exception", STARTS, ("exception@forward:rank=1,step=4",)),
+    Case("hooks at the start, sigkill", STARTS, ("sigkill@forward:rank=1,step=4",)),
 )
 
 
@@ -233,6 +245,11 @@ def test_a_users_run_ends_as_without_faults(calm: Calm, tmp_path: Path, case: Ca
         ("callbacks_are_a_step_ahead", EMA, LATE),
         ("validations_are_repeated", PLATEAU, ("exception@before_optimizer:rank=1,step=5",)),
         ("entry_streams_are_stale", RANDPERM, ("exception@before_optimizer:rank=1,step=4",)),
+        ("accumulated_metrics_begin_anew", METRICS, ("exception@forward:rank=1,step=7",)),
+        ("accumulated_metrics_are_a_peers", METRICS, ("sigkill@forward:rank=1,step=7",)),
+        ("what_a_step_has_logged_is_lost", METRICS, ("exception@after_optimizer:rank=1,step=3",)),
+        ("batches_are_counted_anew", STARTS, ("exception@forward:rank=1,step=4",)),
+        ("hooks_at_the_start_are_not_taken_back", STARTS, ("exception@forward:rank=1,step=4",)),
     ],
 )
 def test_a_defect_is_seen(calm: Calm, tmp_path: Path, defect: str, run: Run, faults: tuple[str, ...]) -> None:
@@ -240,6 +257,22 @@ def test_a_defect_is_seen(calm: Calm, tmp_path: Path, defect: str, run: Run, fau
     job = calm.make(run, tmp_path / "run", *faults, extra_env={DEFECT_ENV: defect})
     with pytest.raises(AssertionError, match=r"difference|not equal|differs"):
         equal(run, undisturbed, job, IN_ALL)
+
+
+def test_several_training_loaders_are_refused_before_the_first_step(calm: Calm, tmp_path: Path) -> None:
+    run = Run("two-loaders")
+    job = run_job(
+        calm.zygote,
+        tmp_path / "run",
+        run.nproc,
+        script=str(SCRIPTS / run.script),
+        args=run.words(None),
+        limit_s=200.0,
+    )
+    assert job.code == 1, job.story()
+    assert "cannot bring 2 training dataloaders back to where each of them stood" in job.said[-1]
+    assert "ConcatDataset" in job.said[-1]
+    assert job.steps == {}
 
 
 def equal(run: Run, undisturbed: Job, job: Job, apart: Iterable[str] = ()) -> None:

@@ -231,3 +231,22 @@ def test_numpys_stream_is_looked_at_anew_after_it_was_put_back() -> None:
     RngStates.capture()
     before.restore()
     assert RngStates.capture().same_streams(before)
+
+
+@pytest.mark.parametrize("own", [{}, {"mean": torch.tensor(3.0)}, None])
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_else_is_a_ranks_own_is_kept_with_its_streams(
+    moves: bool, own: dict[str, torch.Tensor] | None
+) -> None:
+    board = Board.create(0)
+    after = RngStates.capture(loss=0.5, own={"mean": torch.tensor(2.0)})
+    put_on_board(board, 3, after, None)
+    if moves:
+        torch.rand(())
+    later = RngStates.capture(loss=0.5, stage=Stage.CHECKED, own=own)
+    put_on_board(board, 3, later, after)
+    found = from_board(board, 3)
+    assert found[Stage.CHECKED].same_streams(later)
+    assert found[Stage.CHECKED].own == own
+    assert found[Stage.COMMITTED].own == {"mean": torch.tensor(2.0)}
+    board.close()

@@ -62,6 +62,44 @@ def entry_streams_are_stale() -> None:
     EntryStreams.restore = lambda streams: None  # type: ignore[method-assign, assignment]
 
 
+def accumulated_metrics_begin_anew() -> None:
+    """What was accumulated over an epoch is gone."""
+    from checkpointless.strategies import boundary, megatron_strategy
+
+    kinds = tuple(kind for kind in boundary.KINDS if kind.name != boundary.ACCUMULATED)
+    none_put = boundary.Kind(boundary.ACCUMULATED, boundary.take_accumulated, lambda trainer, state: None)
+    boundary.KINDS = (*kinds, none_put)  # type: ignore[misc, assignment]
+    megatron_strategy.put_accumulated = lambda trainer, kept: None
+
+
+def accumulated_metrics_are_a_peers() -> None:
+    """A new process goes on with what a peer has accumulated."""
+    from checkpointless.strategies import megatron_strategy
+
+    megatron_strategy.with_own = lambda kept, own: kept
+
+
+def what_a_step_has_logged_is_lost() -> None:
+    """A step that is gone through again logs only what follows its update."""
+    from checkpointless.strategies import megatron_strategy
+
+    megatron_strategy.put_accumulated = lambda trainer, kept: None
+
+
+def batches_are_counted_anew() -> None:
+    """The first batch after a recovery has number 0."""
+    from checkpointless.strategies import megatron_strategy
+
+    megatron_strategy.go_on_counting = lambda fetcher, position: None
+
+
+def hooks_at_the_start_are_not_taken_back() -> None:
+    """What they have done to the state of module and data module stays."""
+    from checkpointless.strategies import megatron_strategy
+
+    megatron_strategy.load_again = lambda trainer, checkpoint: None
+
+
 DEFECTS: Mapping[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
@@ -69,6 +107,11 @@ DEFECTS: Mapping[str, Callable[[], None]] = {
         callbacks_are_a_step_ahead,
         validations_are_repeated,
         entry_streams_are_stale,
+        accumulated_metrics_begin_anew,
+        accumulated_metrics_are_a_peers,
+        what_a_step_has_logged_is_lost,
+        batches_are_counted_anew,
+        hooks_at_the_start_are_not_taken_back,
     )
 }
 

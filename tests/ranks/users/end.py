@@ -114,6 +114,13 @@ def _from_notes(directory: Path, rank: int) -> dict[str, Any]:
         "validations in all": {
             key: [line["loss"] for lines in found.values() for line in lines] for key, found in validations.items()
         },
+        "batches": {
+            f"fit {line['fit']}, step {line['step']}": line["index"] for line in notes(directory, rank, "batch")
+        },
+        "epochs": {  # the hook at their start runs again in a recovery
+            f"fit {line['fit']}, epoch {line['number']}": line["metrics"]
+            for line in reversed(notes(directory, rank, "epoch"))
+        },
         "orders": [line["order"] for line in notes(directory, rank, "order")][-1:],
         "pids": sorted({line["pid"] for line in notes(directory, rank, "process")}),
     }

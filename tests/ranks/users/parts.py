@@ -16,6 +16,7 @@ from nemo.collections.llm.gpt.model.base import gpt_data_step
 from nemo.lightning.pytorch.plugins import MegatronDataSampler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torchmetrics import CatMetric, MeanMetric, SumMetric
 
 from checkpointless.demo.text import TextDataModule, TextWindows, english
 from tests.ranks.users.end import note
@@ -103,6 +104,10 @@ class Probe(pl.Callback):
     def _hook(self, name: str, trainer: Any) -> None:
         note("hook", name=f"{name} at step {trainer.global_step}", fit=self.fit)
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A batch of that number is over."""
+        note("batch", fit=self.fit, step=trainer.global_step, index=batch_idx)
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """The metrics are there."""
         if trainer.sanity_checking:
@@ -144,15 +149,50 @@ class CountingGPT(llm.GPTModel):
         *args: as for ``GPTModel``.
         fit: the number of the fit.
         keeps: whether it has the usual pair of checkpoint hooks.
+        metrics: whether it logs what is accumulated over an epoch.
+        counts_starts: whether it counts how often training and its epochs began.
         **kwargs: as for ``GPTModel``.
     """
 
-    def __init__(self, *args: Any, fit: int = 0, keeps: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        fit: int = 0,
+        keeps: bool = False,
+        metrics: bool = False,
+        counts_starts: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.batches_seen = 0
         self.keeps = keeps
+        self.counts_starts = counts_starts
+        self.starts: list[int] = []
+        self.fit_number = fit
+        self.metrics: Any = torch.nn.ModuleDict()
+        if metrics:  # of this rank alone; one of them is logged, and so is reduced over all ranks
+            self.metrics = torch.nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric(), "quiet": SumMetric()})
         self._steps = [0]
         self.config.data_step_fn = partial(noting_data_step, fit, self._steps)
+
+    def training_step(self, batch: Any, batch_idx: Any = None) -> Any:
+        """One micro-batch."""
+        found = super().training_step(batch, batch_idx)
+        if self.metrics:
+            mine = batch["tokens"].float().mean()
+            self.metrics["mean"].update(mine)
+            self.metrics["all"].update(mine)
+            self.metrics["quiet"].update(mine)
+            self.log("mean_of_epoch", self.metrics["mean"], on_step=False, on_epoch=True, batch_size=1)
+            self.log("mine_of_epoch", mine, on_step=True, on_epoch=True, batch_size=MICRO_BATCH)
+            self.log("largest_of_epoch", mine, on_step=False, on_epoch=True, reduce_fx="max", batch_size=1)
+            self.log("summed_over_all", mine, on_epoch=True, reduce_fx="sum", sync_dist=True, batch_size=1)
+        return found
+
+    def on_train_start(self) -> None:
+        """Training begins."""
+        if self.counts_starts:
+            self.starts.append(self.trainer.global_step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """A step begins."""
@@ -161,14 +201,31 @@ class CountingGPT(llm.GPTModel):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """One more."""
         self.batches_seen += 1
+        if self.metrics:
+            self.log("ends", float(self.batches_seen), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
+
+    def on_train_epoch_start(self) -> None:
+        """What the last epoch came to."""
+        if self.metrics:
+            found = {name: float(value).hex() for name, value in self.trainer.callback_metrics.items()}
+            note("epoch", fit=self.fit_number, number=self.trainer.current_epoch, metrics=found)
+            self.log("begun_at", float(self.trainer.global_step), on_epoch=True)
+
+    def accumulated(self) -> dict[str, Any]:
+        """What is not logged, and is kept over the epochs."""
+        return {"quiet": self.metrics["quiet"].compute()} if self.metrics else {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Into the checkpoint."""
+        if self.counts_starts:
+            checkpoint["starts"] = self.starts
         if self.keeps:
             checkpoint["batches_seen"] = self.batches_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Out of it."""
+        if self.counts_starts:
+            self.starts = checkpoint.pop("starts")
         if self.keeps:
             self.batches_seen = checkpoint["batches_seen"]
 
@@ -274,3 +331,38 @@ class OwnData(pl.LightningDataModule):
     def val_dataloader(self) -> DataLoader[Any]:
         """To look at."""
         return DataLoader(self._validation, collate_fn=default_collate)
+
+
+class CountingData(OwnData):
+    """Counts, in a state of its own, how often training or an epoch of it began.
+
+    Args:
+        *args: as for ``OwnData``.
+        **kwargs: as for ``OwnData``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.starts: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """A loader is made."""
+        assert self.trainer is not None
+        self.starts.append(self.trainer.global_step)
+        return super().train_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its count."""
+        return {"starts": self.starts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the count."""
+        self.starts = state_dict["starts"]
+
+
+class TwoLoaders(OwnData):
+    """Trains on two loaders at once."""
+
+    def train_dataloader(self) -> Any:
+        """Both."""
+        return {name: super(TwoLoaders, self).train_dataloader() for name in ("one", "other")}

@@ -33,6 +33,7 @@ from tests.ranks.users.parts import (
     MICRO_BATCH,
     SEQ_LENGTH,
     Averaging,
+    CountingData,
     CountingGPT,
     KeepsByHooks,
     NumberedTextData,
@@ -40,6 +41,7 @@ from tests.ranks.users.parts import (
     Pace,
     PlateauScheduler,
     Probe,
+    TwoLoaders,
 )
 
 #: What ``--features`` takes.
@@ -66,6 +68,9 @@ FEATURES = (
     "csv",  # a logger
     "tensorboard",  # another
     "max-time",  # a limit that is far away
+    "epoch-metrics",  # what is logged and accumulated over an epoch
+    "two-loaders",  # to train on
+    "start-hooks",  # a module and a data module whose state the hooks at the start change
 )
 _STEPS_OF_EPOCH = 4
 
@@ -109,6 +114,8 @@ def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
         tokenizer=ByteTokenizer(),
         fit=fit,
         keeps="module-state" in features,
+        metrics="epoch-metrics" in features,
+        counts_starts="start-hooks" in features,
     )
     trainer = trainer_of(options, features, fit, steps)
     data = data_of(options, features)
@@ -261,11 +268,14 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
 def data_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
     """Text, by the demo's data module or by one of the user's own."""
     workers = 1 if "workers" in features else 0
-    if {"own-data", "epochs", "cyclic", "uneven"} & features:
+    if {"own-data", "epochs", "cyclic", "uneven", "start-hooks", "two-loaders"} & features:
         samples = _STEPS_OF_EPOCH * GLOBAL_BATCH if "epochs" in features else 50 * GLOBAL_BATCH
         if "uneven" in features:
             samples += 3
-        return OwnData(samples, "cyclic" if "cyclic" in features else "single", workers=workers)
+        kind = CountingData if "start-hooks" in features else OwnData
+        if "two-loaders" in features:
+            kind = TwoLoaders
+        return kind(samples, "cyclic" if "cyclic" in features else "single", workers=workers)
     return NumberedTextData(
         loaders=2 if "val-loaders" in features else 1,
         seq_length=SEQ_LENGTH,
@@ -295,12 +305,17 @@ def ended(trainer: Any, model: Any) -> dict[str, Any]:
             for callback in trainer.callbacks
             if not isinstance(callback, Timer | HPFaultInjectionCallback | Pace)
         },
-        "module": {"batches_seen": model.batches_seen} if model.keeps else {},
+        "module": {
+            **({"batches_seen": model.batches_seen} if model.keeps else {}),
+            **({"starts": model.starts} if model.counts_starts else {}),
+        },
+        "data module": {"starts": trainer.datamodule.starts} if model.counts_starts else {},
         "metrics": {name: value for name, value in trainer.callback_metrics.items()},
         "lr": [group["lr"] for group in optimizer.param_groups],
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "loss_scale": optimizer.mcore_optimizer.get_loss_scale(),
         "loops": loops(trainer),
+        "accumulated": model.accumulated(),
     }
 
 

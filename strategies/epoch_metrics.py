@@ -1,0 +1,280 @@
+"""What Lightning and torchmetrics accumulate over an epoch: taken at a moment, and put back.
+
+A value that is logged with ``on_epoch=True`` is summed up in Lightning's collection of results, and an object of
+torchmetrics that is an attribute of the module keeps states that are no buffers. Both are a rank's own until the
+epoch ends. So they travel with the rank's random streams, which outlive its process, and never come from a peer
+unless they are too large for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from torchmetrics import Metric
+from typing_extensions import override
+
+logger = logging.getLogger(__name__)
+
+#: What of a rank's metrics is kept outside of its process at most, in bytes.
+OWN_BYTES = 128 * 1024
+
+_PLAIN = (bool, int, float, str, type(None))
+_PASSING = frozenset({"_computed", "_forward_cache", "_cache"})  # of a metric: results, not states
+_REDUCTIONS = {
+    f"{each.__module__}.{each.__name__}": each
+    for each in (torch.mean, torch.sum, torch.max, torch.min, sum, max, min)
+}
+_META = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+_RESULT = ("value", "cumulated_batch_size")
+_warned = False
+
+
+class ResumableResults(_ResultCollection):
+    """Lightning's collection of results, which goes on with entries that were put back.
+
+    Attributes:
+        put_back: the entries that were put back and not logged since.
+    """
+
+    put_back: set[str]
+
+    @override
+    def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """As Lightning's.
+
+        Args:
+            fx: the hook that logs.
+            name: of the metric.
+            value: a number or a metric.
+            *args: as for Lightning's.
+            **options: likewise.
+        """
+        key = f"{fx}.{name}"
+        if key in self.put_back:  # the group of processes that it is reduced over is a new one
+            self.put_back.discard(key)
+            sync = self[key].meta.sync
+            sync.fn = options.get("sync_dist_fn", _Sync.no_op)
+            sync.group = options.get("sync_dist_group")
+        super().log(fx, name, value, *args, **options)
+
+
+def make_results_resumable(trainer: pl.Trainer) -> None:
+    """Have the training results of ``trainer`` be :class:`ResumableResults`, in their place."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    results.__class__ = ResumableResults
+    results.put_back = set()
+
+
+# --- taken --------------------------------------------------------------------------------------------------------
+
+
+def take_accumulated(trainer: pl.Trainer) -> dict[str, Any]:
+    """What was logged and accumulated in this epoch, as plain data that nobody changes."""
+    connector = trainer._logger_connector
+    results: Any = trainer.fit_loop.epoch_loop._results
+    return {
+        "results": {key: _take_result(metric) for key, metric in results.items()},
+        "metrics": {name: _take_metric(metric) for name, metric in _metrics_of(trainer.lightning_module)},
+        "first": connector._first_loop_iter,
+        "fx": connector._current_fx,
+    }
+
+
+def _take_result(metric: _ResultMetric) -> dict[str, Any]:
+    meta, logged = metric.meta, metric._forward_cache  # which nobody changes
+    values = {name: getattr(metric, name) for name in _RESULT if metric.is_tensor and hasattr(metric, name)}
+    return {
+        "meta": {name: getattr(meta, name) for name in _META},
+        "reduce": f"{meta.reduce_fx.__module__}.{meta.reduce_fx.__name__}",
+        "sync": [meta.sync.should, meta.sync.rank_zero_only, meta.sync.op, meta.sync.group is not None],
+        "is_tensor": metric.is_tensor,
+        "values": {name: value if value is logged else _kept(value) for name, value in values.items()},
+        "logged": logged if metric.is_tensor else None,
+        "count": metric._update_count,
+        "has_reset": metric.has_reset,
+    }
+
+
+def _take_metric(metric: Metric) -> dict[str, Any]:
+    cache = metric._forward_cache
+    return {
+        "states": {name: _kept(getattr(metric, name)) for name in metric._defaults},
+        "logged": _kept(cache) if isinstance(cache, torch.Tensor) else None,
+        "count": metric._update_count,
+        "plain": {
+            name: value for name, value in vars(metric).items() if type(value) in _PLAIN and name not in _PASSING
+        },
+    }
+
+
+def _kept(value: Any) -> Any:
+    """A copy; of a list only the list, for metrics append to it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return [each.detach() for each in value] if isinstance(value, list) else value
+
+
+def _metrics_of(module: Any) -> Iterator[tuple[str, Metric]]:
+    """The metrics among a module's attributes, by name; what Megatron has built is not searched."""
+    for name, child in module.named_children():
+        if name != "module":
+            for path, each in child.named_modules(prefix=name):
+                if isinstance(each, Metric):
+                    yield path, each
+
+
+# --- what no peer has ---------------------------------------------------------------------------------------------
+
+
+def own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What of ``kept`` this rank alone has.
+
+    Args:
+        kept: what :func:`take_accumulated` took.
+
+    Returns:
+        It; None if it is too large to be kept outside of the process.
+    """
+    results = {key: entry for key, entry in kept["results"].items() if _accumulates(entry)}
+    if not results and not kept["metrics"]:
+        return {}
+    found = {"results": results, "metrics": kept["metrics"]}
+    size = _nbytes(found)
+    if size <= OWN_BYTES:
+        return found
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning(
+            "the metrics that this rank accumulates over an epoch have %d bytes, over %d: if its process is lost, "
+            "it goes on with those of a peer, and what they come to is wrong in that epoch; keep smaller states",
+            size,
+            OWN_BYTES,
+        )
+    return None
+
+
+def _accumulates(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["meta"]["on_epoch"])
+
+
+def _nbytes(tree: Any) -> int:
+    if isinstance(tree, torch.Tensor):
+        return tree.numel() * tree.dtype.itemsize
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, list):
+        return 8
+    return 16 + sum(map(_nbytes, tree))
+
+
+def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``kept`` with what this rank alone has in the place of a peer's.
+
+    Args:
+        kept: what was taken, by this rank or by a peer.
+        own: of this rank; None: it is lost.
+
+    Returns:
+        The whole. Entries stay in the peer's order, for some are reduced over all ranks, one after the other.
+    """
+    if own is None:
+        if kept["metrics"] or any(map(_accumulates, kept["results"].values())):
+            logger.warning(
+                "what this rank had accumulated of the metrics of this epoch is lost with its process: it goes on "
+                "with that of a peer, and what they come to is wrong in this epoch"
+            )
+        metrics = {name: {**entry, "plain": {}} for name, entry in kept["metrics"].items()}
+        return {**kept, "metrics": metrics}
+    mine = own.get("results", {})
+    results = {key: entry for key, entry in kept["results"].items() if key in mine or not _accumulates(entry)}
+    return {**kept, "results": {**results, **mine}, "metrics": own.get("metrics", {})}
+
+
+# --- put back -----------------------------------------------------------------------------------------------------
+
+
+def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
+    """Put back what :func:`take_accumulated` took.
+
+    Args:
+        trainer: in which nothing else is to be left of its epoch.
+        kept: stays as it is.
+    """
+    connector: Any = trainer._logger_connector
+    results: Any = trainer.fit_loop.epoch_loop._results
+    for name, metric in _metrics_of(trainer.lightning_module):
+        if name in kept["metrics"]:
+            _put_metric(metric, kept["metrics"][name])
+    results.clear()
+    for key, entry in kept["results"].items():
+        result = _made_result(trainer, entry)
+        if result is not None:
+            results[key] = result
+    results.put_back = set(results)
+    connector._first_loop_iter = kept["first"]
+    connector._current_fx = kept["fx"]
+
+
+def _put_metric(metric: Metric, entry: Mapping[str, Any]) -> None:
+    device = metric.device
+    for name, value in entry["plain"].items():
+        setattr(metric, name, value)
+    for name, value in entry["states"].items():
+        setattr(metric, name, _moved(value, device))
+    metric._update_count = entry["count"]
+    metric._forward_cache = _moved(entry["logged"], device)
+    metric._computed = None
+
+
+def _made_result(trainer: pl.Trainer, entry: Mapping[str, Any]) -> _ResultMetric | None:
+    should, rank_zero_only, op, has_group = entry["sync"]
+    meta = _Metadata(**entry["meta"], reduce_fx=_REDUCTIONS[entry["reduce"]])
+    meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only, _op=op)
+    result = _ResultMetric(meta, entry["is_tensor"])
+    device = trainer.strategy.root_device
+    if entry["is_tensor"]:
+        for name, value in entry["values"].items():
+            setattr(result, name, _moved(value, device))
+        result._forward_cache = _moved(entry["logged"], device)
+    else:
+        try:
+            metric = operator.attrgetter(meta.metric_attribute or "")(trainer.lightning_module)
+        except AttributeError:
+            logger.warning("the metric %s is no attribute of the module any more", meta.metric_attribute)
+            return None
+        result.value = metric
+        result._forward_cache = metric._forward_cache
+    result._update_count = entry["count"]
+    # Of a group of processes that is gone; until it is logged again nobody can reduce it.
+    result.has_reset = entry["has_reset"] or has_group
+    return result
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A copy of what was kept, where it is used."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=True)
+    return [each.to(device) for each in value] if isinstance(value, list) else value
