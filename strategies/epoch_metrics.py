@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 OWN_BYTES = 128 * 1024
 
 _PLAIN = (bool, int, float, str, type(None))
-_PASSING = frozenset({"_computed", "_forward_cache", "_cache"})  # of a metric: results, not states
 _REDUCTIONS = {
     f"{each.__module__}.{each.__name__}": each
     for each in (torch.mean, torch.sum, torch.max, torch.min, sum, max, min)
@@ -51,14 +50,29 @@ _RESULT = ("value", "cumulated_batch_size")
 _warned = False
 
 
+class _Bare(Metric):
+    """A metric with nothing in it."""
+
+    def update(self) -> None:
+        """Nothing."""
+
+    def compute(self) -> None:
+        """Nothing."""
+
+
+_OF_ANY = frozenset(vars(_Bare()))  # attributes that every metric has
+
+
 class ResumableResults(_ResultCollection):
     """Lightning's collection of results, which goes on with entries that were put back.
 
     Attributes:
         put_back: the entries that were put back and not logged since.
+        about: how each entry is logged, as plain data that nobody changes.
     """
 
     put_back: set[str]
+    about: dict[str, dict[str, Any]]
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -85,6 +99,7 @@ def make_results_resumable(trainer: pl.Trainer) -> None:
     results: Any = trainer.fit_loop.epoch_loop._results
     results.__class__ = ResumableResults
     results.put_back = set()
+    results.about = {}
 
 
 # --- taken --------------------------------------------------------------------------------------------------------
@@ -94,26 +109,36 @@ def take_accumulated(trainer: pl.Trainer) -> dict[str, Any]:
     """What was logged and accumulated in this epoch, as plain data that nobody changes."""
     connector = trainer._logger_connector
     results: Any = trainer.fit_loop.epoch_loop._results
+    for key in results.keys() - results.about.keys():
+        results.about[key] = _about(results[key])
     return {
-        "results": {key: _take_result(metric) for key, metric in results.items()},
+        "results": {key: _take_result(metric, results.about[key]) for key, metric in results.items()},
         "metrics": {name: _take_metric(metric) for name, metric in _metrics_of(trainer.lightning_module)},
         "first": connector._first_loop_iter,
         "fx": connector._current_fx,
     }
 
 
-def _take_result(metric: _ResultMetric) -> dict[str, Any]:
-    meta, logged = metric.meta, metric._forward_cache  # which nobody changes
-    values = {name: getattr(metric, name) for name in _RESULT if metric.is_tensor and hasattr(metric, name)}
+def _take_result(metric: _ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
+    known, logged = vars(metric), metric._forward_cache  # which nobody changes
+    values = {name: known[name] for name in _RESULT if name in known} if metric.is_tensor else {}
+    return {
+        "about": about,
+        "values": {name: value if value is logged else _kept(value) for name, value in values.items()},
+        "logged": logged if metric.is_tensor else None,
+        "count": metric._update_count,
+        "has_reset": metric.has_reset,
+    }
+
+
+def _about(metric: _ResultMetric) -> dict[str, Any]:
+    """What stays the same of a result, as long as it is logged in the same way."""
+    meta = metric.meta
     return {
         "meta": {name: getattr(meta, name) for name in _META},
         "reduce": f"{meta.reduce_fx.__module__}.{meta.reduce_fx.__name__}",
         "sync": [meta.sync.should, meta.sync.rank_zero_only, meta.sync.op, meta.sync.group is not None],
         "is_tensor": metric.is_tensor,
-        "values": {name: value if value is logged else _kept(value) for name, value in values.items()},
-        "logged": logged if metric.is_tensor else None,
-        "count": metric._update_count,
-        "has_reset": metric.has_reset,
     }
 
 
@@ -124,7 +149,7 @@ def _take_metric(metric: Metric) -> dict[str, Any]:
         "logged": _kept(cache) if isinstance(cache, torch.Tensor) else None,
         "count": metric._update_count,
         "plain": {
-            name: value for name, value in vars(metric).items() if type(value) in _PLAIN and name not in _PASSING
+            name: value for name, value in vars(metric).items() if type(value) in _PLAIN and name not in _OF_ANY
         },
     }
 
@@ -161,7 +186,8 @@ def own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
     if not results and not kept["metrics"]:
         return {}
     found = {"results": results, "metrics": kept["metrics"]}
-    size = _nbytes(found)
+    size = sum(_nbytes(entry["values"]) for entry in results.values())
+    size += sum(_nbytes(entry["states"]) for entry in kept["metrics"].values())
     if size <= OWN_BYTES:
         return found
     global _warned
@@ -177,17 +203,13 @@ def own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _accumulates(entry: Mapping[str, Any]) -> bool:
-    return bool(entry["meta"]["on_epoch"])
+    return bool(entry["about"]["meta"]["on_epoch"])
 
 
-def _nbytes(tree: Any) -> int:
-    if isinstance(tree, torch.Tensor):
-        return tree.numel() * tree.dtype.itemsize
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, list):
-        return 8
-    return 16 + sum(map(_nbytes, tree))
+def _nbytes(states: Mapping[str, Any]) -> int:
+    """As kept, with what is kept about each tensor."""
+    tensors = [each for value in states.values() for each in (value if isinstance(value, list) else [value])]
+    return sum(tensor.nbytes + 100 for tensor in tensors) + 500
 
 
 def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -201,16 +223,25 @@ def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str
         The whole. Entries stay in the peer's order, for some are reduced over all ranks, one after the other.
     """
     if own is None:
-        if kept["metrics"] or any(map(_accumulates, kept["results"].values())):
-            logger.warning(
-                "what this rank had accumulated of the metrics of this epoch is lost with its process: it goes on "
-                "with that of a peer, and what they come to is wrong in this epoch"
-            )
         metrics = {name: {**entry, "plain": {}} for name, entry in kept["metrics"].items()}
         return {**kept, "metrics": metrics}
     mine = own.get("results", {})
     results = {key: entry for key, entry in kept["results"].items() if key in mine or not _accumulates(entry)}
     return {**kept, "results": {**results, **mine}, "metrics": own.get("metrics", {})}
+
+
+def warn_if_lost(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+    """Say so where something was accumulated and this rank's part of it is nowhere.
+
+    Args:
+        kept: what a peer had taken.
+        own: of this rank; None: it is lost.
+    """
+    if own is None and (kept["metrics"] or any(map(_accumulates, kept["results"].values()))):
+        logger.warning(
+            "what this rank had accumulated of the metrics of this epoch is lost with its process: it goes on "
+            "with that of a peer, and what they come to is wrong in this epoch"
+        )
 
 
 # --- put back -----------------------------------------------------------------------------------------------------
@@ -234,6 +265,7 @@ def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
         if result is not None:
             results[key] = result
     results.put_back = set(results)
+    results.about = {key: kept["results"][key]["about"] for key in results}
     connector._first_loop_iter = kept["first"]
     connector._current_fx = kept["fx"]
 
@@ -250,12 +282,13 @@ def _put_metric(metric: Metric, entry: Mapping[str, Any]) -> None:
 
 
 def _made_result(trainer: pl.Trainer, entry: Mapping[str, Any]) -> _ResultMetric | None:
-    should, rank_zero_only, op, has_group = entry["sync"]
-    meta = _Metadata(**entry["meta"], reduce_fx=_REDUCTIONS[entry["reduce"]])
+    about = entry["about"]
+    should, rank_zero_only, op, has_group = about["sync"]
+    meta = _Metadata(**about["meta"], reduce_fx=_REDUCTIONS[about["reduce"]])
     meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only, _op=op)
-    result = _ResultMetric(meta, entry["is_tensor"])
+    result = _ResultMetric(meta, about["is_tensor"])
     device = trainer.strategy.root_device
-    if entry["is_tensor"]:
+    if about["is_tensor"]:
         for name, value in entry["values"].items():
             setattr(result, name, _moved(value, device))
         result._forward_cache = _moved(entry["logged"], device)

@@ -45,7 +45,13 @@ from checkpointless.strategies.data_position import (
     several_loaders,
     track,
 )
-from checkpointless.strategies.epoch_metrics import own_part, put_accumulated, take_accumulated, with_own
+from checkpointless.strategies.epoch_metrics import (
+    own_part,
+    put_accumulated,
+    take_accumulated,
+    warn_if_lost,
+    with_own,
+)
 from checkpointless.strategies.live_state import TrainerLiveState
 from checkpointless.strategies.loggers import forget_rows, rows_of, versions_of, write_on
 from checkpointless.strategies.loops import Resumption, make_resumable
@@ -359,7 +365,13 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         manager = self._manager
         assert manager is not None
         assert manager.resumed_at is not None
-        _, stage = manager.resumed_at
+        step, stage = manager.resumed_at
+        replays = stage is Stage.COMMITTED
+        kept = objects["kinds"][ACCUMULATED]
+        if manager.was_filled:
+            warn_if_lost(objects["outcome"]["accumulated"] if replays else kept, manager.own_of(step, stage))
+        kept = self._own_of(kept, *((step - 1, Stage(objects["base"])) if replays else (step, stage)))
+        objects = {**objects, "kinds": {**objects["kinds"], ACCUMULATED: kept}}
         put_kinds(self.trainer, objects["kinds"])
         put_sampler(self.trainer, objects["sampler"])
         if stage is Stage.LOADED:
@@ -392,10 +404,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             go_on_counting(fetcher, position)
             epoch_loop.not_delivered = position.fetched - position.delivered
         load_again(trainer, objects["checkpoint"])
-        before = stage is Stage.COMMITTED  # what led to the step is gone through again
-        moment = (step - 1, Stage(objects["base"])) if before else (step, stage)
-        accumulated = self._own_of(objects["kinds"][ACCUMULATED], *moment)
-        put_kinds(trainer, {**objects["kinds"], ACCUMULATED: accumulated})
+        put_kinds(trainer, objects["kinds"])
         put_sampler(trainer, objects["sampler"])
         self._restored_objects = None
         if self._live is not None:
@@ -404,16 +413,16 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             logged = self._call.facts.get(_ROWS, [-1, []]) if self._call is not None else [-1, []]
             kept = logged[1] if stage is Stage.ENDED and logged[0] == step else []
             forget_rows(trainer, epoch_loop._batches_that_stepped, kept)
-        if before:
-            manager.restore_streams_of(*moment)
+        if stage is Stage.COMMITTED:  # what led to the step is gone through again, with the streams of before it
+            manager.restore_streams_of(step - 1, Stage(objects["base"]))
         else:
             manager.restore_streams()
 
     def _own_of(self, kept: dict[str, Any], step: int, stage: Stage) -> dict[str, Any]:
         """What was accumulated over the epoch: this rank's own, though a peer may have given ``kept``."""
-        manager = self._manager
-        assert manager is not None
-        return with_own(kept, manager.own_of(step, stage)) if manager.was_filled else kept
+        assert self._manager is not None
+        own = self._manager.own_of(step, stage)
+        return with_own(kept, own) if own is not None or self._manager.was_filled else kept
 
     def _take_what_was_delivered(self, fetcher: Any, position: DataPosition) -> None:
         """Bring an iterator whose batches only the dataset knows behind those that were delivered."""

@@ -19,6 +19,7 @@ from checkpointless.strategies.epoch_metrics import (
     own_part,
     put_accumulated,
     take_accumulated,
+    warn_if_lost,
     with_own,
 )
 
@@ -139,5 +140,7 @@ def test_what_is_too_large_to_outlive_its_process_is_said_once(
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert with_own(kept, None)["metrics"].keys() == kept["metrics"].keys()
+        warn_if_lost(kept, own_part(take_accumulated(trainer_of())))
+        warn_if_lost(kept, None)
     (said,) = caplog.messages
     assert "is lost with its process" in said
