@@ -53,18 +53,29 @@ class TrainerLiveState:
 
     # --- while training -------------------------------------------------------------------------------------------
 
-    def reached(self, step: int, stage: Stage, keep: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
+        """Copies of this rank's buffers as they are now."""
+        return self._tensors.copy_buffers()
+
+    def reached(
+        self,
+        step: int,
+        stage: Stage,
+        buffers: Mapping[Key, torch.Tensor],
+        keep: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
         """The trainer is at ``stage`` after ``step``: take what belongs to that moment.
 
         Args:
             step: the optimizer step.
             stage: the moment after it.
+            buffers: copies of what they are now.
             keep: keeps the random streams, and of the objects that it is given what is this rank's own.
 
         Raises:
             UnrecoverableError: something in it could not be given to a new process.
         """
-        moment = self._take()
+        moment = self._take(buffers)
         if stage not in self._travels:
             try:
                 state_tree.check(moment.objects)
@@ -75,17 +86,18 @@ class TrainerLiveState:
             keep(moment.objects)
         self._moments = {**self._moments, (step, stage): moment}
 
-    def ready(self, step: int, outcome: StepOutcome) -> None:
+    def ready(self, step: int, outcome: StepOutcome, buffers: Mapping[Key, torch.Tensor]) -> None:
         """The gradients of ``step`` are final: take what the step has changed before its commit.
 
         Args:
             step: the optimizer step in the making.
             outcome: what it came to.
+            buffers: copies of what they are now.
         """
         self._update_is_skipped = not outcome.succeeded
         changed = {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()}
         objects = {"optimizer": changed, "outcome": outcome.to_plain()}
-        self._ready = step, Moment(objects, self._tensors.copy_buffers())
+        self._ready = step, Moment(objects, buffers)
 
     def applied(self, step: int) -> None:
         """The update of ``step`` is applied: no rank goes back behind it any more."""
@@ -120,7 +132,7 @@ class TrainerLiveState:
         """The non-tensor state that was taken last."""
         return self._moments[max(self._moments)].objects
 
-    def _take(self) -> Moment:
+    def _take(self, buffers: Mapping[Key, torch.Tensor]) -> Moment:
         trainer = self.trainer
         position = self._position() if self._position is not None else DataPosition(0, 0)
         objects = {
@@ -132,7 +144,7 @@ class TrainerLiveState:
             "outcome": None,
             "base": None,
         }
-        return Moment(objects, self._tensors.copy_buffers())
+        return Moment(objects, buffers)
 
     # --- when a fault comes ---------------------------------------------------------------------------------------
 
@@ -144,6 +156,13 @@ class TrainerLiveState:
             found.setdefault(Stage.COMMITTED, committed)
         state = self._tensors.plain_state()
         return {stage: _with_state(moment, state) for stage, moment in sorted(found.items())}
+
+    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+        """Those of its moments; of a step whose update has failed or is to come, those before it."""
+        found = {stage: moment.buffers for (at, stage), moment in self._moments.items() if at == step}
+        if self._ready is not None and self._ready[0] == step:
+            found.setdefault(Stage.COMMITTED, self._ready[1].buffers)
+        return found
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """The states of data loaders, data module and callbacks."""

@@ -266,6 +266,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             manager.params_to_save = {*params_to_save, *trained_names(self.megatron_parallel)}
         if self._restored_without_adapters:
             self._restored_without_adapters = False
+            manager.begin_buffers(self._live)
             self.reached(Stage.CHECKED)
             vote()  # who is attached can be recovered from: by then every rank's streams are on its board
             manager.attach(self._live, self._job_step())
@@ -321,6 +322,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._restored_without_adapters = True
         else:
             if self._restored_objects is None:
+                manager.begin_buffers(self.live_state())
                 self.reached(Stage.LOADED)
             manager.attach(self.live_state(), step)
         call.begin_data(samples_per_step(self.trainer))
@@ -445,8 +447,12 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """The loops are at ``stage`` after the newest step: take what belongs to that moment."""
         if self._manager is not None and self._live is not None:
             step = self._job_step()
+            buffers = self._live.copy_buffers()
+            self._manager.keep_buffers(step, stage, buffers)  # first: who has streams of a moment has its buffers
             store = partial(self._manager.store_rng_states, step, stage=stage)
-            self._live.reached(step, stage, lambda objects: store(own=own_part(objects["kinds"][ACCUMULATED])))
+            self._live.reached(
+                step, stage, buffers, lambda objects: store(own=own_part(objects["kinds"][ACCUMULATED]))
+            )
             if stage is Stage.ENDED and self._call is not None and self.trainer.is_global_zero:
                 self._call.keep_fact(_ROWS, [step, rows_of(self.trainer)])
 
@@ -617,7 +623,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         call.enter_phase("before_optimizer", step)
         if self._manager is not None and self._live and self._outcomes and self._guard:
             accumulated = take_accumulated(self.trainer)
-            self._live.ready(step, self._outcomes.outcome(not self._guard.overflow, accumulated))
+            buffers = self._live.copy_buffers()
+            self._live.ready(step, self._outcomes.outcome(not self._guard.overflow, accumulated), buffers)
+            self._manager.keep_buffers(step, Stage.COMMITTED, buffers)
             self._manager.store_rng_states(step, loss=call.making_loss, own=own_part(accumulated))
             self._manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)

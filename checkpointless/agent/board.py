@@ -1,8 +1,8 @@
 """The board: a rank's few shared facts, in memory that outlives the rank's process.
 
 The rank writes with plain memory stores; the agent reads without asking, so a rank that is stopped, wedged or
-dead can still be read. The black box keeps the rank's two newest snapshots of what no peer holds (its RNG
-streams), so a respawned rank gets its own streams back.
+dead can still be read. The black box keeps the rank's two newest snapshots of what no peer holds (its random
+streams, and buffers of its modules), so a respawned rank gets its own back. What is not used of it takes no memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIELD = struct.Struct("<q")
 _MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET = 16, 24, 32
 _SLOT = struct.Struct("<qII")  # step, length, crc32 of the payload
 _SLOTS_OFFSET = 64
-_FACTS_SERIES = 7
+_FACTS_SERIES = 6
 NO_STEP = -1
 
 
@@ -53,9 +53,13 @@ class Board:
     """
 
     SLOT_BYTES = 256 * 1024
-    #: A rank's streams at each moment after a step, a neighbour's, those at the begin of the data; and facts.
-    SERIES = 8
-    SIZE = _SLOTS_OFFSET + 2 * SERIES * SLOT_BYTES
+    #: A rank's streams at each moment after a step, and those at the begin of the data; and facts.
+    SMALL_SERIES = 7
+    LARGE_SLOT_BYTES = 5 * 1024 * 1024
+    #: A rank's buffers at each moment after a step; and what is another rank's.
+    LARGE_SERIES = 6
+    SERIES = SMALL_SERIES + LARGE_SERIES
+    SIZE = _SLOTS_OFFSET + 2 * (SMALL_SERIES * SLOT_BYTES + LARGE_SERIES * LARGE_SLOT_BYTES)
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -115,14 +119,15 @@ class Board:
 
         Args:
             step: the optimizer step.
-            payload: at most 256 KiB.
-            series: below :attr:`SERIES`; each has its own two newest snapshots.
+            payload: at most 256 KiB, or 5 MiB in a large series.
+            series: below :attr:`SERIES`, from :attr:`SMALL_SERIES` on a large one; each has its own two newest
+                snapshots.
 
         Raises:
             ValueError: the payload is larger than a slot.
         """
-        if len(payload) > self.SLOT_BYTES - _SLOT.size:
-            raise ValueError(f"a snapshot of {len(payload)} bytes does not fit into {self.SLOT_BYTES}")
+        if len(payload) > self._room(series):
+            raise ValueError(f"a snapshot of {len(payload)} bytes does not fit into {self._room(series)}")
         offset = self._offset(step, series)
         _SLOT.pack_into(self._memory, offset, NO_STEP, 0, 0)
         start = offset + _SLOT.size
@@ -136,7 +141,13 @@ class Board:
 
     def snapshot(self, step: int, series: int = 0) -> bytes | None:
         """The snapshot after ``step``, or None if it is not (wholly) there."""
-        return self._read_slot(step, self._offset(step, series))
+        offset = self._offset(step, series)
+        found, length, crc = _SLOT.unpack_from(self._memory, offset)
+        if found != step or step < 0 or length > self._room(series):
+            return None
+        start = offset + _SLOT.size
+        payload = bytes(self._memory[start : start + length])
+        return payload if zlib.crc32(payload) == crc else None
 
     def put_facts(self, facts: dict[str, object]) -> None:
         """Keep what a successor of this process must know from the beginning: plain data, the whole of it."""
@@ -150,20 +161,19 @@ class Board:
 
     def clear_snapshots(self) -> None:
         """Forget all snapshots."""
-        for index in range(2 * self.SERIES):
-            _SLOT.pack_into(self._memory, _SLOTS_OFFSET + index * self.SLOT_BYTES, NO_STEP, 0, 0)
+        for series in range(self.SERIES):
+            for step in (0, 1):
+                _SLOT.pack_into(self._memory, self._offset(step, series), NO_STEP, 0, 0)
+
+    def _room(self, series: int) -> int:
+        return (self.SLOT_BYTES if series < self.SMALL_SERIES else self.LARGE_SLOT_BYTES) - _SLOT.size
 
     def _offset(self, step: int, series: int) -> int:
-        return _SLOTS_OFFSET + (2 * series + step % 2) * self.SLOT_BYTES
+        if series < self.SMALL_SERIES:
+            return _SLOTS_OFFSET + (2 * series + step % 2) * self.SLOT_BYTES
+        before = _SLOTS_OFFSET + 2 * self.SMALL_SERIES * self.SLOT_BYTES
+        return before + (2 * (series - self.SMALL_SERIES) + step % 2) * self.LARGE_SLOT_BYTES
 
     def _read_step(self, step: int, series: int) -> int:
         found, _, _ = _SLOT.unpack_from(self._memory, self._offset(step, series))
         return int(found)
-
-    def _read_slot(self, step: int, offset: int) -> bytes | None:
-        found, length, crc = _SLOT.unpack_from(self._memory, offset)
-        if found != step or step < 0 or length > self.SLOT_BYTES - _SLOT.size:
-            return None
-        start = offset + _SLOT.size
-        payload = bytes(self._memory[start : start + length])
-        return payload if zlib.crc32(payload) == crc else None

@@ -32,6 +32,12 @@ class LiveState(Protocol):
         What the next step has changed by now, or what is half done, is in none of them.
         """
 
+    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+        """This rank's own buffers at every such moment, also where its update of ``step`` has failed or is to come."""
+
+    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
+        """Copies of this rank's buffers as they are now."""
+
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parts of a moment's objects, by name, that may differ from rank to rank: no peer has a lost one."""
 

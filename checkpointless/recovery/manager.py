@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +23,9 @@ from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
 from checkpointless.recovery.exchange import all_gather_json, receive_bytes, send_bytes
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.own_buffers import NOTHING, OwnBuffers, decode
 from checkpointless.recovery.rng import DATA_SERIES, RngStates, from_board, put_on_board
-from checkpointless.recovery.rng_replicas import RngReplicas
+from checkpointless.recovery.rng_replicas import OwnState, RngReplicas
 from checkpointless.recovery.transfer import (
     MEMORY_BUDGET_BYTES,
     Fill,
@@ -55,6 +56,8 @@ class HeldState:
         live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
         fit: which fit of the block it is of.
         offset: how many steps of the job lie before that fit's own.
+        buffers: the rank's own, at every moment after the committed step and the one after it; they are whole where
+            an update failed half-way, too.
     """
 
     commit: CommitState
@@ -64,6 +67,7 @@ class HeldState:
     live: LiveState | None = None
     fit: int = 1
     offset: int = 0
+    buffers: Mapping[tuple[int, Stage], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
 
     def go_back_to(self, stage: Stage) -> dict[str, Any]:
         """Hold the state as it was at ``stage`` and no other.
@@ -137,6 +141,7 @@ class CheckpointManager:
         self.rng_states: dict[tuple[int, Stage], RngStates] | None = {}
         self._data_start: RngStates | None = None
         self._rng_replicas = RngReplicas(rng_replication_jump)
+        self._buffers = OwnBuffers()
         self.refusal = ""
         self.bytes_received = 0
         self._fallback_lock = ParameterUpdateLock()
@@ -262,6 +267,22 @@ class CheckpointManager:
         if board is not None:
             put_on_board(board, step, states, after_the_step)
 
+    def begin_buffers(self, live: LiveState) -> None:
+        """A training begins with the state of ``live``: find out which buffers are a rank's own. Collective."""
+        self._buffers.begin(live.copy_buffers(), live.group())
+
+    def keep_buffers(self, step: int, stage: Stage, buffers: Mapping[Key, torch.Tensor]) -> None:
+        """Keep this rank's buffers as those after ``step``, here and on its board, where they may be its own.
+
+        Before :meth:`store_rng_states`, so that who has the streams of a moment has its buffers.
+
+        Args:
+            step: the optimizer step.
+            stage: the moment after it.
+            buffers: copies that nobody changes.
+        """
+        self._buffers.keep(step, stage, buffers, own_board())
+
     def keep_data_start(self, streams: RngStates) -> None:
         """An iterator over the training data begins: its order is drawn from ``streams``, here and on the board."""
         self._data_start = streams
@@ -278,12 +299,22 @@ class CheckpointManager:
         return self._data_start
 
     def replicate_rng_states(self, step: int) -> None:
-        """Have this rank's random streams after ``step`` kept on another node, too, if there is one. Collective.
+        """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
+
+        Its random streams, those of the order of its data, and buffers.
 
         Args:
-            step: the optimizer step; its streams have been stored.
+            step: the optimizer step; its streams and buffers have been stored.
         """
-        self._rng_replicas.exchange(step, lambda: self._streams_of(step)[Stage.COMMITTED].to_bytes())
+        if self._attached is not None:
+            self._buffers.compare(step, self._attached.group)
+        self._rng_replicas.exchange(step, lambda: self._own_state(step, self._streams_of(step)[Stage.COMMITTED]))
+
+    def _own_state(self, step: int, states: RngStates) -> bytes:
+        """What is this rank's own at the moment of ``states``, for another node to keep."""
+        record = self._buffers.record(step, states.stage, own_board())
+        start = self.data_start()
+        return OwnState(states.to_bytes(), start.to_bytes() if start is not None else None, record).to_bytes()
 
     def load_rng_states(self, step: int | None = None) -> bool:
         """Put the newest streams after ``step`` back (default: the step that was resumed at).
@@ -338,8 +369,13 @@ class CheckpointManager:
         digest = None
         if self.checksum_manager.enabled and not commit.torn and commit.committed >= 0:
             digest = self.checksum_manager.digest_all(live.shard())
+        buffers = {
+            (step, stage): copies
+            for step in (commit.committed, commit.committed + 1)
+            for stage, copies in live.own_buffers(step).items()
+        }
         self._held = HeldState(
-            commit, live.tensors(), moments, digest, live if commit.ready else None, *self._attached_fit
+            commit, live.tensors(), moments, digest, live if commit.ready else None, *self._attached_fit, buffers
         )
         self.maybe_offload_checkpoint()
 
@@ -368,6 +404,7 @@ class CheckpointManager:
         self._arrived = {}
         self.rng_states = {}
         self._data_start = None
+        self._buffers.forget()
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -424,6 +461,11 @@ class CheckpointManager:
                 f"{', '.join(lost_parts)} differed from rank to rank, and that of rank "
                 f"{', '.join(map(str, sorted(decision.refills)))} was lost with its process"
             )
+            return None
+        lost_buffers = self._find_lost_buffers(decision, decision.target)
+        if lost_buffers:
+            rank, reason = min(lost_buffers.items())
+            self._refuse(f"the process of rank {rank} was lost, and {reason}")
             return None
         objects = self._restore(live, decision, decision.target)
         self.resumed_at = decision.target, Stage(decision.stage)
@@ -529,7 +571,10 @@ class CheckpointManager:
     def _kept_streams(self) -> list[list[int]]:
         """The newest steps and moments of which this rank keeps another's streams."""
         kept = self._rng_replicas.kept()
-        return [[step, int(RngStates.from_bytes(payload).stage)] for step, payload in kept.items()]
+        return [
+            [step, int(RngStates.from_bytes(OwnState.from_bytes(payload).streams).stage)]
+            for step, payload in kept.items()
+        ]
 
     def _restore(self, live: LiveState, decision: Decision, target: int) -> dict[str, Any]:
         rank = dist.get_rank()
@@ -547,6 +592,7 @@ class CheckpointManager:
         with span("transfer", refills=len(decision.refills)) as fields:
             if sources:
                 objects, report = self._fill(live, sources)
+                self._put_own_buffers(live, (target, stage))
             elif held is not None:
                 objects = own
                 self._serve(held, own, decision, rank, target)
@@ -658,6 +704,27 @@ class CheckpointManager:
             logger.warning("%s differs from rank to rank: rank %s gets a peer's", name, sorted(decision.refills))
         return lost
 
+    def _find_lost_buffers(self, decision: Decision, target: int) -> dict[int, str]:
+        """Which ranks cannot be given their own buffers, and why. Collective."""
+        if not decision.refills:
+            return {}
+        moment = target, Stage(decision.stage)
+        held = self._held.buffers.get(moment) if self._held is not None else None
+        record = self._buffers.record(*moment, own_board())
+        is_filled = dist.get_rank() in decision.refills
+        return self._buffers.lost(None if is_filled else held, record, decision.refills, is_filled and held is not None)
+
+    def _put_own_buffers(self, live: LiveState, moment: tuple[int, Stage]) -> None:
+        """This rank was filled by a peer: its buffers are its own all the same, where they were kept."""
+        held = self._held
+        own = held.buffers.get(moment) if held is not None else None
+        if own is None:
+            own = decode(self._buffers.record(*moment, own_board()) or NOTHING)
+        places = live.room([TensorEntry.of(key, buffer) for key, buffer in own.items()])
+        with torch.no_grad():
+            for key, buffer in own.items():
+                places[key].copy_(buffer)
+
     def _find_rng(self, target: int, stage: Stage) -> list[int]:
         """Have every rank's own streams after ``target`` at hand, for when the loop resumes. Collective.
 
@@ -669,9 +736,15 @@ class CheckpointManager:
         known = self._streams_of(target)
         given, lost = self._rng_replicas.find(target, bool(known))
         if given is not None:
-            states = RngStates.from_bytes(given)
+            kept = OwnState.from_bytes(given)
+            states = RngStates.from_bytes(kept.streams)
+            if kept.data_start is not None:
+                self.keep_data_start(RngStates.from_bytes(kept.data_start))
+            if kept.buffers is not None:
+                self._buffers.keep_record(target, states.stage, kept.buffers, own_board())
             self._keep_rng_states(target, states)
             known = {states.stage: states}
         if known and not lost:  # so on all ranks or on none: who keeps them may be new
-            self._rng_replicas.exchange(target, known.get(stage, known[min(known)]).to_bytes)
+            newest = known.get(stage, known[min(known)])
+            self._rng_replicas.exchange(target, lambda: self._own_state(target, newest))
         return lost

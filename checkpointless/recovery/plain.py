@@ -19,7 +19,7 @@ from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.tensors import TrainingTensors
-from checkpointless.recovery.transfer import flip_a_bit
+from checkpointless.recovery.transfer import Key, flip_a_bit
 from checkpointless.telemetry.steps import StepExtras, StepLog
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class PlainTraining(TrainingTensors):
         self._call = call
         self._ready_step = 0
         self._moments: dict[int, Moment] = {}  # by step
+        self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
         if call.checkpoint_manager is None:
             call.checkpoint_manager = CheckpointManager()
         self._manager: CheckpointManager = call.checkpoint_manager
@@ -90,7 +91,9 @@ class PlainTraining(TrainingTensors):
         """
         self._restore()
         while self.step < last:
-            self._moments = {self.step: self._moment(self.step)}
+            moment = self._moment(self.step)
+            self._manager.keep_buffers(self.step, Stage.COMMITTED, moment.buffers)
+            self._moments = {self.step: moment}
             self._call.begin_step(self.step + 1)
             yield self.step + 1
             if self.step < self._call.making_step:
@@ -127,13 +130,16 @@ class PlainTraining(TrainingTensors):
 
     def _ready(self, step: int) -> None:
         self._call.enter_phase("before_optimizer", step)
+        self._ready_buffers = self.copy_buffers()
         self._ready_step = step
+        self._manager.keep_buffers(step, Stage.COMMITTED, self._ready_buffers)
         self._manager.store_rng_states(step, loss=self._call.making_loss)
         self._manager.replicate_rng_states(step)
         self._call.parameter_update_lock.mark_ready(step)
 
     def _restore(self) -> None:
         call, manager = self._call, self._manager
+        objects: dict[str, Any] | None = None
         if call.generation > 0:
             call.enter_phase("recovery", call.high_water)
             objects = manager.recover(self)
@@ -146,7 +152,10 @@ class PlainTraining(TrainingTensors):
             states = manager.rng_of(self.step)
             if self._log is not None and states is not None and (self._log.last_step() or 0) < self.step:
                 self._record(states.loss)  # committed, but the fault came before it was recorded
-        else:
+        if objects is None:
+            manager.begin_buffers(self)
+        if call.generation == 0:
+            manager.keep_buffers(0, Stage.COMMITTED, self.copy_buffers())
             manager.store_rng_states(0)
         manager.restore_streams()
         manager.attach(self, self.step)
@@ -161,6 +170,12 @@ class PlainTraining(TrainingTensors):
     def moments(self, step: int) -> Mapping[Stage, Moment]:
         """The state after the update of ``step``; what the loop's body does behind ``update()`` is its own."""
         return {Stage.COMMITTED: self._moments[step]} if step in self._moments else {}
+
+    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+        """Those of a moment; of a step whose update has failed or is to come, those before it."""
+        if step in self._moments:
+            return {Stage.COMMITTED: self._moments[step].buffers}
+        return {Stage.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
         """Nothing: what a batch is follows from the step and the streams."""

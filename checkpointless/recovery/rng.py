@@ -27,10 +27,10 @@ from checkpointless.recovery.moment import Stage
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
 _NUMPY = struct.Struct("<16si?d")  # generator, position, and likewise; then the words
 _MT19937_BYTES = 624 * 4 + 4  # of NumPy's mt19937_state: the words and the position
-DATA_SERIES = 6  # of the board: the streams at the begin of an iterator over the training data
+DATA_SERIES = 5  # of the board: the streams at the begin of an iterator over the training data
 _AS_AFTER_THE_STEP = b""  # a snapshot of a later moment, before which nothing was drawn since the step
-#: Of the board, for each moment after a step (a third one has another rank's streams).
-_SERIES = {Stage.COMMITTED: 0, Stage.ENDED: 1, Stage.CHECKED: 3, Stage.TURNED: 4, Stage.LOADED: 5}
+#: Of the board, for each moment after a step.
+_SERIES = {Stage.COMMITTED: 0, Stage.ENDED: 1, Stage.CHECKED: 2, Stage.TURNED: 3, Stage.LOADED: 4}
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,23 @@
-"""A copy of every rank's random streams on another node, for when a node is lost with its boards.
+"""A copy of what is a rank's own on another node, for when a node is lost with its boards.
 
 No peer has a rank's streams by construction once they have been drawn from, and they cannot be made again from the
-model. So before each optimizer update every rank hands its streams to the rank ``jump`` places further on, which
-keeps those of the two newest steps in its memory and on its own board: 10 to 25 kB per rank and step.
+model; likewise those that the order of its data was drawn from, and buffers of its modules. So before each optimizer
+update every rank hands them to the rank ``jump`` places further on, which keeps those of the two newest steps in its
+memory and on its own board: 10 to 50 kB per rank and step, and its buffers.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from checkpointless.agent.board import Board
+from checkpointless.recovery import state_tree
 from checkpointless.recovery.context import own_board
 from checkpointless.recovery.exchange import (
     MAX_BYTES,
@@ -25,7 +29,36 @@ from checkpointless.recovery.exchange import (
     wire_device,
 )
 
-_SERIES = 2  # of the board: another rank's snapshots
+_SERIES = Board.SERIES - 1  # of the board: another rank's snapshots; a large one
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """What is a rank's own at a moment, and no peer's to give.
+
+    Attributes:
+        streams: its random streams.
+        data_start: those that the order of its data was drawn from; None if there are none.
+        buffers: the record of its buffers; None if there is none.
+    """
+
+    streams: bytes
+    data_start: bytes | None
+    buffers: bytes | None
+
+    def to_bytes(self) -> bytes:
+        """As plain data."""
+        return state_tree.dumps((self.streams, self.data_start, self.buffers))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> OwnState:
+        """What :meth:`to_bytes` made.
+
+        Raises:
+            ValueError: ``data`` is not that.
+        """
+        streams, data_start, buffers = state_tree.loads(data)
+        return cls(streams, data_start, buffers)
 
 
 class RngReplicas:

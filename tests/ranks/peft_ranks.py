@@ -42,6 +42,9 @@ class FineTuning(TrainingTensors):
         objects = {"step": step, "groups": self.groups(), "state": self.plain_state()}
         return {Stage.COMMITTED: Moment(objects, self.copy_buffers())}
 
+    def own_buffers(self, step: int) -> dict[Stage, Any]:
+        return {Stage.COMMITTED: self.copy_buffers()}
+
     def own_parts(self, objects: Any) -> dict[str, Any]:
         return {}
 

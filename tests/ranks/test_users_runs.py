@@ -68,8 +68,8 @@ class Calm:
             self._known[run] = self.make(run, self.folder("calm") / "run")
         return self._known[run]
 
-    def make(self, run: Run, run_dir: Path, *faults: str, **settings: Any) -> Job:
-        """Run it, and require that it ends well."""
+    def make(self, run: Run, run_dir: Path, *faults: str, code: int = 0, **settings: Any) -> Job:
+        """Run it, and require that it ends so."""
         job = run_job(
             self.zygote,
             run_dir,
@@ -80,7 +80,7 @@ class Calm:
             # Megatron's first checkpoint imports torch anew on every rank, 20 s on a busy machine.
             **{"heartbeat_timeout_s": 60.0, "limit_s": 200.0, **settings},
         )
-        assert job.code == 0, job.story()
+        assert job.code == code, job.story()
         return job
 
     def checkpoint(self, run: Run) -> Path | None:
@@ -127,6 +127,9 @@ MOE_BIAS = Run("moe-bias", layout=EP2)
 GLOBAL_AUX = Run("global-aux-loss", layout=EP2)
 FP16 = Run("fp16", 8)
 BATCHNORM = Run("batchnorm", script="plain_loop.py", nproc=3)
+OWN_BUFFERS = Run("batchnorm,own-buffers,randperm", script="plain_loop.py", nproc=3)
+LARGE = Run("large-buffers,randperm", script="plain_loop.py", nproc=3)
+EQUAL = Run("equal-buffers,batchnorm,own-buffers", script="plain_loop.py", nproc=3)
 RANDPERM = Run("randperm", script="plain_loop.py", nproc=3)
 EMA = Run("ema")
 MODULE, HOOKS = Run("module-state"), Run("callback-hooks")
@@ -154,6 +157,21 @@ CASES = (
     Case("loss scale, sigkill before the update", FP16, ("sigkill@before_optimizer:rank=1,step=5",)),
     Case("batch norm, exception before the update", BATCHNORM, ("exception@before_optimizer:rank=1,step=4",)),
     Case("batch norm, sigkill before the update", BATCHNORM, ("sigkill@before_optimizer:rank=1,step=4",)),
+    # ranks' own buffers
+    Case("own buffers, exception in the update", OWN_BUFFERS, ("exception@optimizer:rank=1,step=6",)),
+    Case("own buffers, oom in the update", OWN_BUFFERS, ("oom@optimizer:rank=1,step=3",)),
+    Case("own buffers, segfault in the update", OWN_BUFFERS, ("segfault@optimizer:rank=2,step=2",)),
+    Case("own buffers, sigkill before the update", OWN_BUFFERS, ("sigkill@before_optimizer:rank=0,step=4",)),
+    Case("own buffers, sigkill after the update", OWN_BUFFERS, ("sigkill@after_optimizer:rank=0,step=4",)),
+    Case("own buffers, sigkill between steps", OWN_BUFFERS, ("sigkill@between:rank=1,step=3",)),
+    Case("own buffers, in the first step", OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=1",)),
+    Case(
+        "own buffers, lost twice",
+        OWN_BUFFERS,
+        ("sigkill@before_optimizer:rank=1,step=2", "exception@recovery:rank=0,step=1", "oom@optimizer:rank=1,step=4"),
+    ),
+    Case("large buffers, exception in the update", LARGE, ("exception@optimizer:rank=1,step=6",)),
+    Case("large buffers that are equal, sigkill", EQUAL, ("sigkill@before_optimizer:rank=1,step=4",)),
     # 6: callbacks' state is that of the step
     Case("average, exception after the update", EMA, ("exception@after_optimizer:rank=1,step=4",)),
     Case("average, a late exception after the update", EMA, LATE),
@@ -243,10 +261,21 @@ def test_a_users_run_ends_as_without_faults(calm: Calm, tmp_path: Path, case: Ca
     assert replaced_healthy(job.run_dir, range(run.nproc)) == ()
 
 
+def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, tmp_path: Path) -> None:
+    spec = "sigkill@before_optimizer:rank=1,step=4"
+    job = calm.make(LARGE, tmp_path / "run", spec, code=1)
+    assert fired(job.run_dir) == {spec: 1}
+    logs = "".join(job.log(rank) for rank in range(LARGE.nproc))
+    assert logs.count("large of the modules' buffers differ from rank to rank") == 1
+    assert "torch.nn.SyncBatchNorm" in logs
+    assert any("the process of rank 1 was lost, and large of its modules' buffers are too large" in each for each in job.said)
+
+
 @pytest.mark.parametrize(
     ("defect", "run", "faults"),
     [
         ("buffers_are_not_taken_back", BATCHNORM, ("exception@before_optimizer:rank=1,step=4",)),
+        ("buffers_are_a_peers", OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=4",)),
         ("callbacks_are_a_step_ahead", EMA, LATE),
         ("validations_are_repeated", PLATEAU, ("exception@before_optimizer:rank=1,step=5",)),
         ("entry_streams_are_stale", RANDPERM, ("exception@before_optimizer:rank=1,step=4",)),

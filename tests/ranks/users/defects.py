@@ -23,6 +23,13 @@ def buffers_are_not_taken_back() -> None:
     HeldState.go_back_to = go_back_to  # type: ignore[method-assign, assignment]
 
 
+def buffers_are_a_peers() -> None:
+    """A rank that was filled keeps the buffers that it was sent."""
+    from checkpointless.recovery.manager import CheckpointManager
+
+    CheckpointManager._put_own_buffers = lambda *args: None  # type: ignore[method-assign]
+
+
 def callbacks_are_a_step_ahead() -> None:
     """The state of callbacks is that which the fault found."""
     from lightning.pytorch.trainer import call
@@ -104,6 +111,7 @@ DEFECTS: Mapping[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
         buffers_are_not_taken_back,
+        buffers_are_a_peers,
         callbacks_are_a_step_ahead,
         validations_are_repeated,
         entry_streams_are_stale,

@@ -16,9 +16,13 @@ from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 from tests.ranks.users import defects, end
 
 SAMPLES, BATCH, WIDTH = 64, 4, 8
+LARGE = 2 << 20  # floats
 #: What ``--features`` takes.
 FEATURES = (
     "batchnorm",  # running statistics in buffers
+    "own-buffers",  # no broadcast of them: those of every rank are of its own samples
+    "large-buffers",  # and of more of them than are kept
+    "equal-buffers",  # likewise large, but the same on all ranks: an average of the parameters
     "randperm",  # the order of the samples is drawn in the block, from the streams that the script has seeded
 )
 
@@ -40,18 +44,24 @@ def main(caller: HPCallWrapper) -> None:
     torch.manual_seed(1)
     norm = nn.BatchNorm1d(WIDTH) if "batchnorm" in args.features else nn.LayerNorm(WIDTH)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Dropout(0.1), nn.Linear(WIDTH, 1))
+    if "large-buffers" in args.features or "equal-buffers" in args.features:
+        model.register_buffer("large", torch.zeros(LARGE))
     data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2))
     target = data.sin().sum(1, keepdim=True)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     training = PlainTraining(caller, [model], [optimizer])
     for step in training.steps(args.steps):
-        for buffer in model.buffers():  # as DDP does
+        for buffer in model.buffers() if "own-buffers" not in args.features else ():  # as DDP does
             dist.broadcast(buffer, 0)
         place = ((step - 1) * ranks + rank) * BATCH
         ids = order[[index % SAMPLES for index in range(place, place + BATCH)]]
         end.note("samples", fit=0, step=step, ids=ids.tolist())
         loss = (model(data[ids]) - target[ids]).square().mean()
+        if "large-buffers" in args.features:
+            model.get_buffer("large").add_(loss.item())
+        elif "equal-buffers" in args.features:
+            model.get_buffer("large").mul_(0.9).add_(model[0].weight.detach().mean(), alpha=0.1)
         loss.backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
