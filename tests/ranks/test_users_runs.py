@@ -14,7 +14,7 @@ from checkpointless.telemetry.verify import compare
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.users.defects import DEFECT_ENV
-from tests.ranks.users.end import IN_ALL, compare_ends, read_ends
+from tests.ranks.users.end import BREAKS_ENV, IN_ALL, broken, compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(500)]
@@ -130,6 +130,9 @@ BATCHNORM = Run("batchnorm", script="plain_loop.py", nproc=3)
 OWN_BUFFERS = Run("batchnorm,own-buffers,randperm", script="plain_loop.py", nproc=3)
 LARGE = Run("large-buffers,randperm", script="plain_loop.py", nproc=3)
 EQUAL = Run("equal-buffers,batchnorm,own-buffers", script="plain_loop.py", nproc=3)
+SEEN = Run("own-buffers")
+VALIDATES = Run("validation,then-validate", (3, 6))
+SHUFFLED, GENERATED = Run("shuffled,epochs", 8), Run("shuffled,own-generator,epochs", 8)
 RANDPERM = Run("randperm", script="plain_loop.py", nproc=3)
 EMA = Run("ema")
 MODULE, HOOKS = Run("module-state"), Run("callback-hooks")
@@ -172,6 +175,9 @@ CASES = (
     ),
     Case("large buffers, exception in the update", LARGE, ("exception@optimizer:rank=1,step=6",)),
     Case("large buffers that are equal, sigkill", EQUAL, ("sigkill@before_optimizer:rank=1,step=4",)),
+    Case("own buffers of Megatron's, exception in the update", SEEN, ("exception@optimizer:rank=1,step=4",)),
+    Case("own buffers of Megatron's, sigkill in the update", SEEN, ("sigkill@optimizer:rank=2,step=3",)),
+    Case("own buffers of Megatron's, sigkill in the forward", SEEN, ("sigkill@forward:rank=1,step=4",)),
     # 6: callbacks' state is that of the step
     Case("average, exception after the update", EMA, ("exception@after_optimizer:rank=1,step=4",)),
     Case("average, a late exception after the update", EMA, LATE),
@@ -208,6 +214,8 @@ CASES = (
     Case("a kill in the second fit", SHORT_LONG, ("sigkill@forward:rank=1,step=5",), apart=CALLED_AGAIN),
     Case("a fault in the first fit", LONG_SHORT, ("exception@forward:rank=1,step=5",)),
     Case("a kill in the first fit", LONG_SHORT, ("sigkill@forward:rank=1,step=5",)),
+    Case("in a fit behind a validation", VALIDATES, ("exception@forward:rank=1,step=5",), apart=CALLED_AGAIN),
+    Case("in a fit behind a validation, sigkill", VALIDATES, ("sigkill@forward:rank=1,step=5",), apart=CALLED_AGAIN),
     # 12: random streams where the block begins
     Case("an order drawn in the block", RANDPERM, ("sigkill@before_optimizer:rank=1,step=4",)),
     # 13: a later epoch
@@ -224,6 +232,11 @@ CASES = (
     Case("the first step of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=5",)),
     Case("the first step of an epoch, sigkill", EPOCHS, ("sigkill@optimizer:rank=1,step=5",)),
     Case("shuffled and uneven", Run("epochs,uneven,cyclic", 8), ("exception@forward:rank=1,step=6",)),
+    Case("torch's order, exception", SHUFFLED, ("exception@forward:rank=1,step=6",)),
+    Case("torch's order, sigkill", SHUFFLED, ("sigkill@forward:rank=1,step=6",)),
+    Case("a generator of the loader's own, exception", GENERATED, ("exception@forward:rank=1,step=6",)),
+    Case("a generator of the loader's own, sigkill", GENERATED, ("sigkill@forward:rank=1,step=6",)),
+    Case("a generator of the loader's own, at the end of an epoch", GENERATED, ("exception@after_optimizer:rank=1,step=4",)),
     # 16: metrics and folders
     Case("a monitored checkpoint", MONITORED, ("exception@forward:rank=1,step=4",)),
     Case("loggers' folders, exception", Run("csv,tensorboard"), ("exception@forward:rank=1,step=4",)),
@@ -269,6 +282,20 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, 
     assert logs.count("large of the modules' buffers differ from rank to rank") == 1
     assert "torch.nn.SyncBatchNorm" in logs
     assert any("the process of rank 1 was lost, and large of its modules' buffers are too large" in each for each in job.said)
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize(
+    ("run", "where"),
+    [(SHORT_LONG, "setup 1"), (LONG_SHORT, "setup 1"), (VALIDATES, "validate 0"), (VALIDATES, "validate 1")],
+    ids=["set-up-of-a-longer-fit", "set-up-of-a-shorter-fit", "validation-after-the-first", "after-the-second"],
+)
+def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where: str, how: str) -> None:
+    undisturbed = calm.job(run)
+    job = calm.make(run, tmp_path / "run", extra_env={BREAKS_ENV: f"{how} {where}"})
+    assert broken(job.run_dir) == 1
+    assert len(job.incidents) == 1
+    equal(run, undisturbed, job, CALLED_AGAIN)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 
 from checkpointless.telemetry.events import RUN_DIR_ENV
 
+BREAKS_ENV = "CHECKPOINTLESS_TEST_BREAKS"  # where ``parts.Breaks`` fails
 #: Parts of an end that follow from the time of day, or from how often something was begun.
 _SKIPPED = frozenset({"pids"})
 
@@ -47,6 +48,11 @@ def notes(directory: Path, rank: int, what: str) -> list[dict[str, Any]]:
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [line for line in lines if line["what"] == what]
+
+
+def broken(directory: Path) -> int:
+    """How often ``parts.Breaks`` has failed in the job that wrote to ``directory``."""
+    return len(notes(directory, 1, "broken"))
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

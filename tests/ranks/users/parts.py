@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchmetrics import CatMetric, MeanMetric, SumMetric
 
 from checkpointless.demo.text import TextDataModule, TextWindows, english
-from tests.ranks.users.end import note
+from tests.ranks.users.end import broken, note, run_dir
 
 SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 32, 2, 16  # two micro-batches of four ranks
 
@@ -91,6 +93,39 @@ class Pace(pl.Callback):
         time.sleep(self.seconds)
 
 
+class Breaks(pl.Callback):
+    """Fails on rank 1, once in a job, where no phase of a fault spec lies.
+
+    Args:
+        fit: the number of the fit.
+        where: ``HOW WHERE FIT`` with ``raise`` or ``kill``, ``setup`` or ``validate``, and a number; "": nowhere.
+    """
+
+    def __init__(self, fit: int, where: str) -> None:
+        how, self.where, number = where.split() if where else ("", "", "-1")
+        self.kills = how == "kill"
+        self.active = fit == int(number) and os.environ["RANK"] == "1" and not broken(run_dir())
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The strategy has been set up, and nothing is loaded."""
+        if self.where == "setup":
+            self._fail()
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        """In the middle of a validation that belongs to no fit."""
+        if self.where == "validate" and trainer.state.fn == "validate":
+            self._fail()
+
+    def _fail(self) -> None:
+        if not self.active:
+            return
+        self.active = False
+        note("broken")
+        if self.kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("broken on purpose")
+
+
 class Probe(pl.Callback):
     """Writes down which hooks were called, and what a validation found.
 
@@ -151,6 +186,7 @@ class CountingGPT(llm.GPTModel):
         keeps: whether it has the usual pair of checkpoint hooks.
         metrics: whether it logs what is accumulated over an epoch.
         counts_starts: whether it counts how often training and its epochs began.
+        counts: whether its layers have buffers that are the rank's own.
         **kwargs: as for ``GPTModel``.
     """
 
@@ -161,11 +197,13 @@ class CountingGPT(llm.GPTModel):
         keeps: bool = False,
         metrics: bool = False,
         counts_starts: bool = False,
+        counts: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.batches_seen = 0
         self.keeps = keeps
+        self._counts = counts
         self.counts_starts = counts_starts
         self.starts: list[int] = []
         self.fit_number = fit
@@ -174,6 +212,12 @@ class CountingGPT(llm.GPTModel):
             self.metrics = torch.nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric(), "quiet": SumMetric()})
         self._steps = [0]
         self.config.data_step_fn = partial(noting_data_step, fit, self._steps)
+
+    def configure_model(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's model, with what users add to it."""
+        super().configure_model(*args, **kwargs)
+        if self._counts and not hasattr(self.module.decoder.layers[0], "seen"):
+            count_own_tokens(self.module)
 
     def training_step(self, batch: Any, batch_idx: Any = None) -> Any:
         """One micro-batch."""
@@ -228,6 +272,19 @@ class CountingGPT(llm.GPTModel):
             self.starts = checkpoint.pop("starts")
         if self.keeps:
             self.batches_seen = checkpoint["batches_seen"]
+
+
+def count_own_tokens(model: Any) -> None:
+    """Have every layer keep in a buffer what its rank has seen, as a normalisation of the rank's own batches does."""
+
+    def see(layer: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        if layer.training and torch.is_grad_enabled():
+            seen = (outputs[0] if isinstance(outputs, tuple) else outputs).detach()
+            layer.get_buffer("seen").mul_(0.9).add_(seen.mean((0, 1)), alpha=0.1)
+
+    for layer in model.decoder.layers:
+        layer.register_buffer("seen", torch.zeros(model.config.hidden_size), persistent=False)
+        layer.register_forward_hook(see)
 
 
 class PlateauScheduler(nl.lr_scheduler.LRSchedulerModule):
@@ -293,6 +350,40 @@ class NumberedTextData(TextDataModule):
         """One, or several."""
         made = [super(NumberedTextData, self).val_dataloader() for _ in range(self.loaders)]
         return made[0] if len(made) == 1 else made
+
+
+class TakesAllAsItComes(MegatronDataSampler):
+    """Leaves the samples to the loader's own sampler."""
+
+    def transform_dataloader(self, dataloader: DataLoader[Any], consumed_samples: int = 0) -> DataLoader[Any]:
+        """As it is."""
+        return dataloader
+
+
+class Shuffled(pl.LightningDataModule):
+    """Torch's own sampler, which shuffles.
+
+    Args:
+        samples: of each rank in an epoch.
+        seed: of a generator of the loader's own; None: it takes the streams of the process.
+    """
+
+    def __init__(self, samples: int, seed: int | None = None) -> None:
+        super().__init__()
+        self.samples = samples
+        self.seed = seed
+        self.data_sampler = TakesAllAsItComes(SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH)
+
+    def setup(self, stage: str = "") -> None:
+        """Cut the text."""
+        self._train = Numbered(TextWindows(english(), SEQ_LENGTH, self.samples, seed=3))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """To train on."""
+        own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        return DataLoader(
+            self._train, MICRO_BATCH, shuffle=True, generator=own, drop_last=True, collate_fn=default_collate
+        )
 
 
 class OwnData(pl.LightningDataModule):

@@ -33,6 +33,7 @@ from tests.ranks.users.parts import (
     MICRO_BATCH,
     SEQ_LENGTH,
     Averaging,
+    Breaks,
     CountingData,
     CountingGPT,
     KeepsByHooks,
@@ -41,6 +42,7 @@ from tests.ranks.users.parts import (
     Pace,
     PlateauScheduler,
     Probe,
+    Shuffled,
     TwoLoaders,
 )
 
@@ -59,6 +61,10 @@ FEATURES = (
     "fp16",  # with a loss scale that grows every third step
     "module-state",  # a module with a pair of checkpoint hooks
     "callback-hooks",  # a callback with a pair of checkpoint hooks
+    "own-buffers",  # of each rank's own samples
+    "shuffled",  # by torch's own sampler
+    "own-generator",  # with a generator of its own
+    "then-validate",  # after the fit, by the same trainer
     "own-data",  # a data module without a state
     "epochs",  # two epochs
     "uneven",  # whose last batch is not whole
@@ -116,6 +122,7 @@ def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
         keeps="module-state" in features,
         metrics="epoch-metrics" in features,
         counts_starts="start-hooks" in features,
+        counts="own-buffers" in features,
     )
     trainer = trainer_of(options, features, fit, steps)
     data = data_of(options, features)
@@ -130,7 +137,10 @@ def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
     if options.resume_from:
         CheckpointlessAutoResume(resume_from_path=str(options.resume_from)).setup(trainer, model)
     trainer.fit(model, data)
-    return ended(trainer, model)
+    found = ended(trainer, model)
+    if "then-validate" in features:
+        found["validated"] = trainer.validate(model, data)
+    return found
 
 
 def config_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
@@ -203,7 +213,7 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
         callbacks.append(Pace(options.pace))
     if "earlystop" in features:  # no validation after the first is so much better
         callbacks.append(EarlyStopping("val_loss", patience=2, min_delta=10.0))
-    callbacks.append(Probe(fit))
+    callbacks += [Probe(fit), Breaks(fit, os.environ.get(end.BREAKS_ENV, ""))]
     if {"modelckpt", "monitored"} & features:
         best = "monitored" in features
         callbacks.append(
@@ -268,6 +278,9 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
 def data_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
     """Text, by the demo's data module or by one of the user's own."""
     workers = 1 if "workers" in features else 0
+    if "shuffled" in features:
+        ranks = int(os.environ["WORLD_SIZE"])
+        return Shuffled(_STEPS_OF_EPOCH * GLOBAL_BATCH // ranks, 5 if "own-generator" in features else None)
     if {"own-data", "epochs", "cyclic", "uneven", "start-hooks", "two-loaders"} & features:
         samples = _STEPS_OF_EPOCH * GLOBAL_BATCH if "epochs" in features else 50 * GLOBAL_BATCH
         if "uneven" in features:
