@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
@@ -46,7 +47,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         strategy: Any = self.trainer.strategy
         call = active_call_wrapper()
         manager = getattr(strategy, "checkpoint_manager", None)  # a strategy of another kind has none
-        if call is None or manager is None or call.generation == 0:
+        if call is None or manager is None or call.generation == 0 or not self._fits:
             self._load(self._storage_path(checkpoint_path))
             return
         if strategy.awaits_adapters and manager.checkpointless_recovery_feasible(self.trainer):
@@ -67,8 +68,13 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         """All is restored; the state is whole from now on."""
         super().resume_end()
         restored = getattr(self.trainer.strategy, "restored", None)
-        if restored is not None:
+        if restored is not None and self._fits:
             restored()
+
+    @property
+    def _fits(self) -> bool:
+        """Whether the trainer was asked for a fit; a validation that follows one has no state of its own."""
+        return bool(self.trainer.state.fn == TrainerFn.FITTING)
 
     def _from_storage(self, checkpoint_path: str | Path | None, manager: Any, call: Any) -> None:
         path = self._storage_path(checkpoint_path)
