@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.types import _Stateful
 from megatron.core import num_microbatches_calculator
 from torch.utils.data import IterableDataset
 
 from checkpointless.recovery import state_tree
-from checkpointless.recovery.rng import RngStates
+from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 
 #: Of NeMo's sampler: what it counts with.
 _SAMPLER = (
@@ -149,7 +150,28 @@ def track(loader: Any, starts: Starts, position: DataPosition | None) -> Tracked
         return None
     tracked = TrackedSampler(sampler, starts, position)
     object.__setattr__(loader, name, tracked)  # torch forbids the plain way
+    _follow(loader, sampler)
     return tracked
+
+
+_generators: list[torch.Generator] = []  # the training loader's own, where its order does not come from the process's
+
+
+def _follow(loader: Any, sampler: Any) -> None:
+    """Have the generators that ``loader`` was given taken and put back with the random streams of the process."""
+    given = [getattr(each, "generator", None) for each in (loader, sampler, getattr(sampler, "sampler", None))]
+    _generators[:] = {id(each): each for each in given if isinstance(each, torch.Generator)}.values()
+    if _generators:
+        register_rng_source("loader", RngSource(_take_generators, _put_generators))
+
+
+def _take_generators() -> dict[str, bytes]:
+    return {str(index): each.get_state().numpy().tobytes() for index, each in enumerate(_generators)}
+
+
+def _put_generators(states: dict[str, bytes]) -> None:
+    for each, state in zip(_generators, states.values()):
+        each.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class Starts(Protocol):

@@ -260,10 +260,12 @@ class CheckpointManager:
         kept = {key: each for key, each in (self.rng_states or {}).items() if key[0] >= step - 1}
         if states.stage is Stage.COMMITTED:  # what followed it the last time that this step was made is void
             kept = {key: each for key, each in kept.items() if key[0] != step}
+        board = own_board()
+        if states.stage is not Stage.COMMITTED and board is not None and all(key[0] != step for key in kept):
+            kept.update({(step, stage): each for stage, each in from_board(board, step).items()})  # a new process
         after_the_step = kept.get((step, Stage.COMMITTED))
         kept[step, states.stage] = states
         self.rng_states = kept  # one assignment: an interruption leaves the old or the new
-        board = own_board()
         if board is not None:
             put_on_board(board, step, states, after_the_step)
 

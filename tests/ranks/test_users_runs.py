@@ -11,7 +11,7 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.telemetry.verify import compare
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.jobs import Job, run_job, run_nodes
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.users.defects import DEFECT_ENV
 from tests.ranks.users.end import BREAKS_ENV, IN_ALL, broken, compare_ends, read_ends
@@ -135,6 +135,8 @@ EQUAL = Run("equal-buffers,batchnorm,own-buffers", script="plain_loop.py", nproc
 SEEN = Run("own-buffers")
 VALIDATES = Run("validation,then-validate", (3, 6))
 SHUFFLED, GENERATED = Run("shuffled,epochs", 8), Run("shuffled,own-generator,epochs", 8)
+OWN = Run("own-buffers,shuffled,epochs", 8)
+OWN_GENERATOR = Run("own-buffers,shuffled,own-generator,epochs", 8)
 RANDPERM = Run("randperm", script="plain_loop.py", nproc=3)
 EMA = Run("ema")
 MODULE, HOOKS = Run("module-state"), Run("callback-hooks")
@@ -152,6 +154,9 @@ STARTS = Run("start-hooks")
 
 #: The other ranks have gone on to the next step by then.
 LATE = ("slow@after_optimizer:rank=1,step=4,seconds=2", "exception@after_optimizer:rank=1,step=4")
+
+#: And here the others have not: what follows the third step is gone through again.
+SLOW = "slow@after_optimizer:rank=2,step=3,seconds=2"
 
 CASES = (
     # 5: what changes before the vote is taken back
@@ -284,6 +289,35 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, 
     assert logs.count("large of the modules' buffers differ from rank to rank") == 1
     assert "torch.nn.SyncBatchNorm" in logs
     assert any("the process of rank 1 was lost, and large of its modules' buffers are too large" in each for each in job.said)
+
+
+@pytest.mark.parametrize(
+    ("run", "faults"),
+    [
+        (OWN, ("node@backward:rank=2,step=3",)),
+        (OWN, ("node@backward:rank=3,step=7",)),
+        # Its replica of what the lost node had is in a process that has not committed anything itself.
+        (OWN, ("sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4")),
+        (OWN, (SLOW, "sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4")),
+        (OWN, ("exception@forward:rank=0,step=4", "node@before_optimizer:rank=3,step=4")),
+        (OWN_GENERATOR, ("node@backward:rank=2,step=7",)),
+    ],
+    ids=["first-epoch", "second-epoch", "after-a-recovery-from-a-kill", "after-a-replay", "after-a-recovery", "own-generator"],
+)
+def test_what_was_a_lost_nodes_own_is_kept_by_another(
+    calm: Calm, tmp_path: Path, run: Run, faults: tuple[str, ...]
+) -> None:
+    undisturbed = calm.job(run)
+    settings = {"node_timeout_s": 4.0, "heartbeat_timeout_s": 60.0, "limit_s": 200.0, "spares": 1, "lost": (1,)}
+    script = str(SCRIPTS / run.script)
+    jobs = run_nodes(
+        calm.zygote, tmp_path / "run", 2, 2, script=script, args=run.words(None), faults=faults, **settings
+    )
+    job = jobs[0]
+    assert job is not None
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    equal(run, undisturbed, job, AGAIN)
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
