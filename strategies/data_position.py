@@ -154,7 +154,9 @@ def track(loader: Any, starts: Starts, position: DataPosition | None) -> Tracked
     return tracked
 
 
-_generators: list[torch.Generator] = []  # the training loader's own, where its order does not come from the process's
+_generators: list[
+    torch.Generator
+] = []  # the training loader's own, where its order does not come from the process's
 
 
 def _follow(loader: Any, sampler: Any) -> None:

@@ -577,7 +577,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             if hasattr(self, "megatron_parallel"):
                 self.megatron_parallel.teardown_ddp()
             return
-        fitted = trainer.state.fn == TrainerFn.FITTING
+        fitted = trainer is None or trainer.state.fn == TrainerFn.FITTING
         if fitted and self._manager is not None and self._live is not None and self._live.is_under_way:
             vote()  # the hooks of the end have run everywhere: nobody goes back into this fit
             self._manager.finish_fit(self._live.newest())

@@ -33,7 +33,7 @@ class LiveState(Protocol):
         """
 
     def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
-        """This rank's own buffers at every such moment, also where its update of ``step`` has failed or is to come."""
+        """This rank's own buffers at every such moment, also if its update of ``step`` has failed or is to come."""
 
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
         """Copies of this rank's buffers as they are now."""

@@ -714,7 +714,8 @@ class CheckpointManager:
         held = self._held.buffers.get(moment) if self._held is not None else None
         record = self._buffers.record(*moment, own_board())
         is_filled = dist.get_rank() in decision.refills
-        return self._buffers.lost(None if is_filled else held, record, decision.refills, is_filled and held is not None)
+        theirs = None if is_filled else held
+        return self._buffers.lost(theirs, record, decision.refills, is_filled and held is not None)
 
     def _put_own_buffers(self, live: LiveState, moment: tuple[int, Stage]) -> None:
         """This rank was filled by a peer: its buffers are its own all the same, where they were kept."""

@@ -1,11 +1,11 @@
 """Buffers of modules that are a rank's own: those of a batch normalisation without synchronisation, for example.
 
-Parameters and optimizer are the same on all ranks of a replica group, so that a peer can give them. Buffers need not
-be: what a forward pass writes into them follows from the rank's own samples. Whether they are is not asked at every
-step. What has changed since the training began may have changed in another way elsewhere, and is kept, as long as it
-is small, with the random streams: in memory that outlives the process, and with the copy on another node. Buffers
-that never change cost a comparison with what they were. What is too large to be kept is compared from rank to rank
-now and then, and where it differs, a rank whose process was lost cannot be recovered from memory.
+Parameters and optimizer are the same on all ranks of a replica group, so that a peer can give them. Buffers need
+not be: what a forward pass writes into them follows from the rank's own samples. Whether they are is not asked at
+every step. What has changed since the training began may have changed in another way elsewhere, and is kept, as
+long as it is small, with the random streams: in memory that outlives the process, and with the copy on another node.
+Buffers that never change cost a comparison with what they were. What is too large to be kept is compared from rank
+to rank now and then, and where it differs, a rank whose process was lost cannot be recovered from memory.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class OwnBuffers:
         self._differ |= _different(digests)
         if self._differ and not known and dist.get_rank() == min(group):
             logger.warning(
-                "%s of the modules' buffers differ from rank to rank, and no more than %d MiB of buffers are kept: if "
-                "the process of a rank is lost, its state cannot be recovered from memory; %s",
+                "%s of the modules' buffers differ from rank to rank, and no more than %d MiB of buffers are kept: "
+                "if the process of a rank is lost, its state cannot be recovered from memory; %s",
                 _names(self._differ),
                 OWN_BUFFER_BYTES >> 20,
                 _HELP,
@@ -222,7 +222,8 @@ def _encode(entries: Iterable[TensorEntry], flat: torch.Tensor) -> bytes:
 def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The bytes of all of them on the host; those of one device are fetched at once."""
     fetched = [
-        torch.cat([tensor_bytes(each) for each in alike]).cpu() for _, alike in groupby(tensors, lambda each: each.device)
+        torch.cat([tensor_bytes(each) for each in alike]).cpu()
+        for _, alike in groupby(tensors, lambda each: each.device)
     ]
     return torch.cat(fetched) if fetched else torch.empty(0, dtype=torch.uint8)
 

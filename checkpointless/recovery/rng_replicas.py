@@ -1,9 +1,9 @@
 """A copy of what is a rank's own on another node, for when a node is lost with its boards.
 
-No peer has a rank's streams by construction once they have been drawn from, and they cannot be made again from the
-model; likewise those that the order of its data was drawn from, and buffers of its modules. So before each optimizer
-update every rank hands them to the rank ``jump`` places further on, which keeps those of the two newest steps in its
-memory and on its own board: 10 to 50 kB per rank and step, and its buffers.
+No peer has a rank's streams by construction once they have been drawn from, and they cannot be made again from
+the model; likewise those that the order of its data was drawn from, and buffers of its modules. So before each
+optimizer update every rank hands them to the rank ``jump`` places further on, which keeps those of the two newest
+steps in its memory and on its own board: 10 to 50 kB per rank and step, and its buffers.
 """
 
 from __future__ import annotations

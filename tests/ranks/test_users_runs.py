@@ -178,7 +178,11 @@ CASES = (
     Case(
         "own buffers, lost twice",
         OWN_BUFFERS,
-        ("sigkill@before_optimizer:rank=1,step=2", "exception@recovery:rank=0,step=1", "oom@optimizer:rank=1,step=4"),
+        (
+            "sigkill@before_optimizer:rank=1,step=2",
+            "exception@recovery:rank=0,step=1",
+            "oom@optimizer:rank=1,step=4",
+        ),
     ),
     Case("large buffers, exception in the update", LARGE, ("exception@optimizer:rank=1,step=6",)),
     Case("large buffers that are equal, sigkill", EQUAL, ("sigkill@before_optimizer:rank=1,step=4",)),
@@ -222,7 +226,9 @@ CASES = (
     Case("a fault in the first fit", LONG_SHORT, ("exception@forward:rank=1,step=5",)),
     Case("a kill in the first fit", LONG_SHORT, ("sigkill@forward:rank=1,step=5",)),
     Case("in a fit behind a validation", VALIDATES, ("exception@forward:rank=1,step=5",), apart=NOT_REFITTED),
-    Case("in a fit behind a validation, sigkill", VALIDATES, ("sigkill@forward:rank=1,step=5",), apart=NOT_REFITTED),
+    Case(
+        "in a fit behind a validation, sigkill", VALIDATES, ("sigkill@forward:rank=1,step=5",), apart=NOT_REFITTED
+    ),
     # 12: random streams where the block begins
     Case("an order drawn in the block", RANDPERM, ("sigkill@before_optimizer:rank=1,step=4",)),
     # 13: a later epoch
@@ -243,7 +249,11 @@ CASES = (
     Case("torch's order, sigkill", SHUFFLED, ("sigkill@forward:rank=1,step=6",)),
     Case("a generator of the loader's own, exception", GENERATED, ("exception@forward:rank=1,step=6",)),
     Case("a generator of the loader's own, sigkill", GENERATED, ("sigkill@forward:rank=1,step=6",)),
-    Case("a generator of the loader's own, at the end of an epoch", GENERATED, ("exception@after_optimizer:rank=1,step=4",)),
+    Case(
+        "a generator of its own, at the end of an epoch",
+        GENERATED,
+        ("exception@after_optimizer:rank=1,step=4",),
+    ),
     # 16: metrics and folders
     Case("a monitored checkpoint", MONITORED, ("exception@forward:rank=1,step=4",)),
     Case("loggers' folders, exception", Run("csv,tensorboard"), ("exception@forward:rank=1,step=4",)),
@@ -288,7 +298,10 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, 
     logs = "".join(job.log(rank) for rank in range(LARGE.nproc))
     assert logs.count("large of the modules' buffers differ from rank to rank") == 1
     assert "torch.nn.SyncBatchNorm" in logs
-    assert any("the process of rank 1 was lost, and large of its modules' buffers are too large" in each for each in job.said)
+    assert any(
+        "the process of rank 1 was lost, and large of its modules' buffers are too large" in each
+        for each in job.said
+    )
 
 
 @pytest.mark.parametrize(
@@ -302,13 +315,26 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, 
         (OWN, ("exception@forward:rank=0,step=4", "node@before_optimizer:rank=3,step=4")),
         (OWN_GENERATOR, ("node@backward:rank=2,step=7",)),
     ],
-    ids=["first-epoch", "second-epoch", "after-a-recovery-from-a-kill", "after-a-replay", "after-a-recovery", "own-generator"],
+    ids=[
+        "first-epoch",
+        "second-epoch",
+        "after-a-kill",
+        "after-a-replay",
+        "after-a-recovery",
+        "own-generator",
+    ],
 )
 def test_what_was_a_lost_nodes_own_is_kept_by_another(
     calm: Calm, tmp_path: Path, run: Run, faults: tuple[str, ...]
 ) -> None:
     undisturbed = calm.job(run)
-    settings = {"node_timeout_s": 4.0, "heartbeat_timeout_s": 60.0, "limit_s": 200.0, "spares": 1, "lost": (1,)}
+    settings: dict[str, Any] = {
+        "node_timeout_s": 4.0,
+        "heartbeat_timeout_s": 60.0,
+        "limit_s": 200.0,
+        "spares": 1,
+        "lost": (1,),
+    }
     script = str(SCRIPTS / run.script)
     jobs = run_nodes(
         calm.zygote, tmp_path / "run", 2, 2, script=script, args=run.words(None), faults=faults, **settings

@@ -275,7 +275,7 @@ class CountingGPT(llm.GPTModel):
 
 
 def count_own_tokens(model: Any) -> None:
-    """Have every layer keep in a buffer what its rank has seen, as a normalisation of the rank's own batches does."""
+    """Have every layer keep in a buffer what its rank has seen, as a normalisation of its own batches does."""
 
     def see(layer: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         if layer.training and torch.is_grad_enabled():

@@ -61,7 +61,7 @@ def main(caller: HPCallWrapper) -> None:
         if "large-buffers" in args.features:
             model.get_buffer("large").add_(loss.item())
         elif "equal-buffers" in args.features:
-            model.get_buffer("large").mul_(0.9).add_(model[0].weight.detach().mean(), alpha=0.1)
+            model.get_buffer("large").mul_(0.9).add_(next(model.parameters()).detach().mean(), alpha=0.1)
         loss.backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
