@@ -3,9 +3,9 @@
 Parameters and optimizer are the same on all ranks of a replica group, so that a peer can give them. Buffers need
 not be: what a forward pass writes into them follows from the rank's own samples. Whether they are is not asked at
 every step. What has changed since the training began may have changed in another way elsewhere, and is kept, as
-long as it is small, with the random streams: in memory that outlives the process, and with the copy on another node.
-Buffers that never change cost a comparison with what they were. What is too large to be kept is compared from rank
-to rank now and then, and where it differs, a rank whose process was lost cannot be recovered from memory.
+long as it is small, with the random streams: in memory that outlives the process, and with the copy on another
+node. Buffers that never change cost a comparison with what they were. What is too large to be kept is compared from
+rank to rank now and then, and where it differs, a rank whose process was lost cannot be recovered from memory.
 """
 
 from __future__ import annotations
