@@ -82,7 +82,9 @@ class HPFaultInjectionCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """A step begins. With a strategy that announces no phases, its batch is in hand already."""
-        self._step = trainer.global_step + 1
+        call = active_call_wrapper()
+        manager = call.checkpoint_manager if call is not None else None
+        self._step = trainer.global_step + 1 + (manager.offset if manager is not None else 0)
         trainer_ref = weakref.ref(trainer)
         self.injector.batches = lambda: _batches_of(trainer_ref())
         if hasattr(trainer.strategy, "live_state"):

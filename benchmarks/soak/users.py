@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def run(plan: Plan, run_dir: Path, temporary: Path, pace_s: float) -> Sampler:
                 told_s = time.monotonic()
                 recorded = run_dir / "steps" / f"rank-{SURVIVOR}.jsonl"
                 made = len(recorded.read_text().splitlines()) if recorded.exists() else 0
-                progress(f"{made} of {plan.steps} steps, {len(fired(run_dir))} faults")
+                progress(f"{run_dir.name}: {made} of {plan.steps} steps, {len(fired(run_dir))} faults")
     finally:
         agent.terminate()
         agent.wait()
@@ -210,14 +211,16 @@ def main() -> int:
     about = machine(["checkpointless", "torch", "nemo_toolkit", "megatron-core"])
     with interruptible(), tempfile.TemporaryDirectory(prefix="soak-") as folder:
         directory = (args.run_dir or Path(folder)).resolve()
-        temporary = Path(folder) / "tmp"
-        temporary.mkdir()
-        progress(f"{plan.steps} steps without faults")
-        run(plan, directory / "calm", temporary, 0.0)
-        progress(f"{plan.steps} steps with {len(plan.faults)} faults")
+        temporary = [Path(folder) / name for name in ("calm", "run")]
+        for each in temporary:
+            each.mkdir()
+        progress(f"{plan.steps} steps with {len(plan.faults)} faults, and beside them the same without faults")
         began_s = time.monotonic()
-        sampler = run(plan, directory / "run", temporary, STEP_S)
-        minutes = (time.monotonic() - began_s) / 60
+        with ThreadPoolExecutor(1) as beside:  # the disturbed one mostly waits
+            calm = beside.submit(run, plan, directory / "calm", temporary[0], 0.0)
+            sampler = run(plan, directory / "run", temporary[1], STEP_S)
+            minutes = (time.monotonic() - began_s) / 60
+            calm.result()
         incidents = summarize(read_events(directory / "run"))
         where = f"{about['date']}, {about['cpu']}, {about['cores']} cores, commit {about['commit']}"
         print(f"\n{where}: {minutes:.1f} minutes")

@@ -115,7 +115,9 @@ def draw(seed: int, number: int) -> UsersCase:
     if layout.sizes.get("tp", 1) > 1 and names & _EXPERTS:  # Megatron wants sequence parallelism with them
         layout = Layout(4)
     first = resumed + 1
-    faults = _Faults(dice, layout, first, min(max(steps), 6 if "earlystop" in names else 99))
+    # The state that a second fit begins with has a number of its own.
+    missing = steps[0] + 1 if len(steps) > 1 else 0
+    faults = _Faults(dice, layout, first, min(max(steps), 6 if "earlystop" in names else 99), missing=missing)
     specs, nodes, spares = faults.draw()
     if any(parse(spec).kind is FaultKind.DATALOADER for spec in specs):
         names.add("workers")
@@ -140,14 +142,18 @@ class _Faults:
         first: the first step that it makes.
         last: the last.
         plain: whether it has a loop of its own, which announces fewer phases.
+        missing: the number of no step.
     """
 
-    def __init__(self, dice: random.Random, layout: Layout, first: int, last: int, plain: bool = False) -> None:
+    def __init__(
+        self, dice: random.Random, layout: Layout, first: int, last: int, plain: bool = False, missing: int = 0
+    ) -> None:
         self._dice = dice
         self._layout = layout
         self._first = first
         self._last = last
         self._plain = plain
+        self._missing = missing
 
     def draw(self) -> tuple[tuple[str, ...], int, int]:
         """Specs, nodes and spares."""
@@ -158,7 +164,11 @@ class _Faults:
             return self._node(kind)
         specs: list[str] = []
         # Two steps between two of them: who was filled in one has committed one before the next.
-        usable = range(self._first + self._dice.randrange(2), self._last + 1, 2)
+        usable = [
+            step
+            for step in range(self._first + self._dice.randrange(2), self._last + 1, 2)
+            if step != self._missing
+        ]
         steps = self._dice.sample(usable, min(count, len(usable)))
         for step in sorted(steps):
             (group,) = self._dice.choices(list(_GROUPS), list(_GROUPS.values()))
