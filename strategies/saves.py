@@ -127,8 +127,10 @@ class Saves:
     def _write_to_the_same(self, callbacks: Iterable[Any]) -> None:
         """Have callbacks that would give a path that exists another name not do so where it is saved to again."""
         for each in callbacks:
-            if self._again and isinstance(each, Checkpoint) and hasattr(each, "file_exists"):
-                each.file_exists = self._unless_again(each.file_exists)
+            if isinstance(each, Checkpoint) and hasattr(each, "file_exists"):
+                vars(each).pop("file_exists", None)  # a callback that was made outside of the block has ours already
+                if self._again:
+                    each.file_exists = self._unless_again(each.file_exists)
 
     def _unless_again(self, exists: Callable[..., bool]) -> Callable[..., bool]:
         def file_exists(filepath: Any, *args: Any, **kwargs: Any) -> bool:
