@@ -128,7 +128,7 @@ class Saves:
         """Have callbacks that would give a path that exists another name not do so where it is saved to again."""
         for each in callbacks:
             if isinstance(each, Checkpoint) and hasattr(each, "file_exists"):
-                vars(each).pop("file_exists", None)  # a callback that was made outside of the block has ours already
+                vars(each).pop("file_exists", None)  # one that was made outside of the block has ours already
                 if self._again:
                     each.file_exists = self._unless_again(each.file_exists)
 
