@@ -108,11 +108,13 @@ class Saves:
         }
         kept = [sorted(set(each["pending"]) - in_vain) for each in everyone]
         calls = getattr(strategy.checkpoint_io, "async_calls_queue", None)
+        goes_on = False
         if calls is not None and all(each == kept[0] for each in kept) and not (in_vain and kept[0]):
             if pending is not None:
                 pending.end(in_vain)
                 calls.async_calls.extend(call for call in pending.calls if call.idx not in in_vain)
             calls.call_idx = max(each["newest"] for each in everyone)
+            goes_on = bool(kept[0])
         elif any(kept):
             logger.warning(
                 "a checkpoint that was being written in the background is lost with the writer of another rank"
@@ -122,6 +124,7 @@ class Saves:
                 pending.end(pending.numbers())
             if strategy.trainer.is_global_zero:
                 _remove_unfinished(strategy.trainer.callbacks)
+        reset_reports(keep=goes_on)
         self._write_to_the_same(strategy.trainer.callbacks)
 
     def _write_to_the_same(self, callbacks: Iterable[Any]) -> None:
@@ -179,19 +182,35 @@ class PendingSaves:
         return [call.idx for call in self.calls]
 
     def end(self, numbers: Collection[int]) -> None:
-        """Stop the writers of ``numbers``, and forget their reports: a later save would take them for its own."""
-        ended = [call for call in self.calls if call.idx in numbers]
-        for call in ended:
+        """Stop the writers of ``numbers``."""
+        for call in self.calls:
+            if call.idx not in numbers:
+                continue
             process = getattr(call.async_caller, "process", None)
             if process is not None:
                 process.kill()
                 process.join(_WRITER_ENDS_S)
-        results = filesystem_async._results_queue if ended else None
-        while results is not None:
-            try:
-                results.get_nowait()
-            except queue.Empty:
-                return
+
+
+def reset_reports(*, keep: bool) -> None:
+    """Have writers report on a connection that nothing is left on.
+
+    Megatron's writers report to their rank by a queue in a process of its own. A rank that was interrupted while it
+    asked that process would take the answer for that to its next question, and what was reported for the report of
+    its next save.
+
+    Args:
+        keep: the reports that are there are still wanted.
+    """
+    reports = filesystem_async._results_queue
+    if reports is None:
+        return
+    vars(reports._tls).pop("connection", None)  # of this thread; multiprocessing makes another one
+    while not keep:
+        try:
+            reports.get_nowait()
+        except queue.Empty:
+            return
 
 
 def leave_unfinished(leave: bool) -> None:
