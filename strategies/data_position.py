@@ -203,17 +203,11 @@ class TrackedSampler:
         self._inner = inner
         self._starts = starts
         self._position = position
-        self._unused: DataPosition | None = None  # where an iterator would begin that was asked for nothing yet
+        self._went_on_at = position
 
     def __iter__(self) -> Iterator[Any]:
-        # Not in the generator, which nobody may ever ask for a batch: the epoch may have been over.
-        if self._unused is not None:
-            self.begin_at(self._unused.consumed)
-        self._unused, self._position = self._position, None
-        return self._iterate(self._unused)
-
-    def _iterate(self, position: DataPosition | None) -> Iterator[Any]:
-        self._unused = None
+        # When the first item is asked for: torch makes two iterators of a loader with workers, and uses the second.
+        position, self._position = self._position, None
         if _is_megatrons(self._inner):
             yield from self._iterate_megatron(position)
         elif position is None or position.delivered == 0 or not position.within:
@@ -246,6 +240,12 @@ class TrackedSampler:
             if inner.consumed_samples == begins_at:  # it does not count by itself: its next iterator begins anew
                 inner.consumed_samples, begins_at = self.began_at, -1
             yield item
+
+    def begin_epoch(self) -> None:
+        """An epoch begins behind one that was over when it was gone on with: what its iterator gave is not used."""
+        if self._went_on_at is not None:
+            self.begin_at(self._went_on_at.consumed)
+            self._position = None
 
     def begin_at(self, consumed: int | None) -> None:
         """Of Megatron's samplers: an epoch begins, whatever an iterator that nobody used has counted."""

@@ -43,6 +43,9 @@ class Observer(Protocol):
     def reached(self, stage: Stage) -> None:
         """The loop is at ``stage`` after the step that it committed last."""
 
+    def epoch_begins(self) -> None:
+        """An epoch begins; the one before was over when it was gone on with."""
+
     def check_loaders(self, loaders: Sequence[Any]) -> None:
         """Refuse training loaders that could not be brought to where they stood."""
 
@@ -54,11 +57,13 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         observer: told of the moments.
         resumption: where to go on when the loop is run next; None: where Lightning would.
         not_delivered: what the fetcher counts and no iterator of this process gave.
+        has_asked: whether a batch was asked for since the epoch was gone on with.
     """
 
     observer: Observer
     resumption: Resumption | None
     not_delivered: int
+    has_asked: bool
 
     @property
     @override
@@ -72,6 +77,9 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         """The epoch begins, or goes on."""
         resumption = self.resumption
         within = resumption is not None and not resumption.begins_epoch
+        if not within and not self.has_asked:
+            self.observer.epoch_begins()
+        self.has_asked = not within
         if within and self.trainer.current_epoch > 0:
             self._restarting = True  # or else Lightning makes a second iterator
         super().on_run_start(data_fetcher)
@@ -88,6 +96,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         resumption, self.resumption = self.resumption, None
         if resumption is not None and resumption.stage is Stage.ENDED:
             return
+        self.has_asked = True
         if resumption is not None:
             try:
                 resumption.done_again(functools.partial(super().advance, data_fetcher))
@@ -184,3 +193,4 @@ def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
     fit_loop.was_finished = False
     fit_loop.epoch_loop.observer = observer
     fit_loop.epoch_loop.not_delivered = 0
+    fit_loop.epoch_loop.has_asked = True

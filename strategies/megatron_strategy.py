@@ -456,6 +456,11 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             if stage is Stage.ENDED and self._call is not None and self.trainer.is_global_zero:
                 self._call.keep_fact(_ROWS, [step, rows_of(self.trainer)])
 
+    def epoch_begins(self) -> None:
+        """An epoch begins; the one before was over when it was gone on with."""
+        if self._tracked is not None:
+            self._tracked.begin_epoch()
+
     def check_loaders(self, loaders: Sequence[Any]) -> None:
         """Refuse training loaders that could not be brought to where they stood.
 
