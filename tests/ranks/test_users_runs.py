@@ -148,7 +148,7 @@ RESUMED = Run("own-data", 8, resumed=4)
 RESUMED_DEMO = Run("", 8, resumed=4)
 SHORT_LONG, LONG_SHORT = Run("", (3, 6)), Run("", (6, 3))
 EPOCHS = Run("epochs", 8)
-CYCLES = Run("epochs,uneven,cyclic,workers", 8)
+EPOCHS_BY_WORKERS = Run("epochs,uneven,workers", 8)
 MONITORED = Run("monitored", 6)
 METRICS = Run("epochs,epoch-metrics,module-state", 8)
 STARTS = Run("start-hooks")
@@ -237,8 +237,8 @@ CASES = (
     Case("second epoch, sigkill", EPOCHS, ("sigkill@forward:rank=1,step=6",)),
     Case("at the end of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=4",)),
     Case("terminated at the end of an epoch", EPOCHS, ("sigterm@before_optimizer:rank=1,step=4",)),
-    Case("the same with workers", CYCLES, ("sigterm@before_optimizer:rank=1,step=4",)),
-    Case("within an epoch, with workers", CYCLES, ("exception@forward:rank=1,step=3",)),
+    Case("the same with workers", EPOCHS_BY_WORKERS, ("sigterm@before_optimizer:rank=1,step=4",)),
+    Case("within an epoch, with workers", EPOCHS_BY_WORKERS, ("exception@forward:rank=1,step=3",)),
     Case(
         "in the gradients' sync of the second fit",
         SHORT_LONG,
