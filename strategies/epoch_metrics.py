@@ -158,7 +158,9 @@ def _kept(value: Any) -> Any:
     """A copy; of a list only the list, for metrics append to it."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return [each.detach() for each in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    return [each.detach() if isinstance(each, torch.Tensor) else each for each in value]
 
 
 def _metrics_of(module: Any) -> Iterator[tuple[str, Metric]]:
@@ -209,7 +211,7 @@ def _accumulates(entry: Mapping[str, Any]) -> bool:
 def _nbytes(states: Mapping[str, Any]) -> int:
     """As kept, with what is kept about each tensor."""
     tensors = [each for value in states.values() for each in (value if isinstance(value, list) else [value])]
-    return sum(tensor.nbytes + 100 for tensor in tensors) + 500
+    return sum(getattr(tensor, "nbytes", 0) + 100 for tensor in tensors) + 500
 
 
 def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:

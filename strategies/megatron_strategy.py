@@ -407,6 +407,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             epoch_loop.not_delivered = position.fetched - position.delivered
         load_again(trainer, objects["checkpoint"])
         put_kinds(trainer, objects["kinds"])
+        manager.saves.forget_lost(_callbacks(trainer))
         put_sampler(trainer, objects["sampler"])
         self._restored_objects = None
         if self._live is not None:

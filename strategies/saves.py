@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpointless.recovery.exchange import all_gather_json
@@ -30,7 +32,7 @@ _WRITER_ENDS_S = 5.0
 _REMOVE = ModelCheckpoint.__dict__["_remove_unfinished_checkpoints"]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Save:
     """A save of this rank's.
 
@@ -38,13 +40,21 @@ class _Save:
         path: where to.
         after: the newest moment of the rank when it began.
         number: what Megatron's queue of saves in the background numbers it with; None: it is made at once.
+        finish: what ends one in the background, of whoever asked for it; None: nothing.
         is_made: this rank has done its part; in the background, begun it.
+        is_finished: this rank has gone through all that ends one in the background.
     """
 
     path: str
     after: tuple[int, Stage]
     number: int | None
+    finish: Callable[[], None] | None
     is_made: bool = False
+    is_finished: bool = False
+
+    def finished(self) -> None:
+        """The last thing that ends a save in the background."""
+        self.is_finished = True
 
 
 class Saves:
@@ -52,33 +62,49 @@ class Saves:
 
     Attributes:
         pending: the saves in the background that were not finished when the block was left.
+        has_lost: one of those was lost in the last recovery.
     """
 
     def __init__(self) -> None:
         self.pending: PendingSaves | None = None
+        self.has_lost = False
         self._made: list[_Save] = []
         self._again: set[str] = set()  # paths that will be saved to again
         self._whole: dict[str, int | None] = {}  # those of them where nothing is missing, with their numbers
+        self._resumed_step = -1  # the step that this is about
 
-    def save(self, path: str, after: tuple[int, Stage], calls: Any, finish: Any, make: Callable[[], None]) -> None:
+    def save(
+        self,
+        path: str,
+        after: tuple[int, Stage],
+        calls: Any,
+        finish: Callable[[], None] | None,
+        make: Callable[[], None],
+    ) -> None:
         """Make a save, unless it was made before the fault. On every rank.
 
         Args:
             path: where to.
             after: the newest moment of this rank.
             calls: Megatron's queue of saves in the background; None: it is made at once.
-            finish: what finishes it, of whoever asks for it now; None: nothing.
+            finish: what ends it, of whoever asks for it now; None: nothing.
             make: makes it.
         """
-        save = _Save(path, after, None if calls is None else calls.call_idx + 1)
-        self._made = [each for each in self._made if each.after[0] == after[0]] + [save]
+        if after[0] != self._resumed_step:
+            self._again, self._whole = set(), {}
+        before = next((each for each in self._made if each.path == path), None)
+        save = _Save(path, after, None if calls is None else calls.call_idx + 1, finish)
         if path in self._whole:
             save.number = self._whole.pop(path)
-            if save.number is not None:
-                _finish_by(finish, save.number, calls)
+            if save.number is not None and before is not None:
+                _finish_by(save, before, calls)
         else:
             make()
+            for call in () if calls is None else calls.async_calls:
+                if call.idx == save.number:
+                    call.async_request.finalize_fns.append(save.finished)
         save.is_made = True
+        self._made = [each for each in self._made if each.after[0] == after[0] and each is not before] + [save]
         self._again.discard(path)
 
     def agree(self, resumed_at: tuple[int, Stage] | None, strategy: Any) -> None:
@@ -88,28 +114,30 @@ class Saves:
             resumed_at: the moment that all ranks were brought to; None: memory did not give it.
             strategy: of the new trainer; saves in the background that go on are its to finish.
         """
-        pending, self.pending = self.pending, None
+        if resumed_at is None:
+            self._made = []  # of a life that is not gone on with
+        self._resumed_step = resumed_at[0] if resumed_at is not None else -1
+        pending = self.pending
         mine = [
-            [each.path, each.number, each.is_made]
+            [each.path, each.number, each.is_made and _is_there(each), each.is_finished]
             for each in self._made
             if resumed_at is not None and each.after >= resumed_at
         ]
         numbers = pending.numbers() if pending is not None else []
         everyone = all_gather_json({"again": mine, "pending": numbers, "newest": pending.newest if pending else -1})
-        made = [{path: number for path, number, is_made in each["again"] if is_made} for each in everyone]
-        self._again = {path for each in everyone for path, _, _ in each["again"]}
+        again = [{path: rest for path, *rest in each["again"]} for each in everyone]
+        self._again = {path for each in again for path in each}
         self._whole = {
             path: number
-            for path, number in made[0].items()  # of a save at once the first rank's part is the last
-            if number is None or all(path in each for each in made)
+            for path, (number, is_made, _) in again[0].items()
+            # Of a save at once the first rank's part is the last.
+            if (is_made if number is None else _is_one_save(path, number, again, everyone))
         }
-        in_vain = {number for each in everyone for path, number, _ in each["again"] if path not in self._whole} - {
-            None
-        }
+        in_vain = {number for each in again for path, (number, *_) in each.items() if path not in self._whole}
         kept = [sorted(set(each["pending"]) - in_vain) for each in everyone]
         calls = getattr(strategy.checkpoint_io, "async_calls_queue", None)
-        goes_on = False
-        if calls is not None and all(each == kept[0] for each in kept) and not (in_vain and kept[0]):
+        goes_on, self.has_lost = False, False
+        if calls is not None and all(each == kept[0] for each in kept) and not (in_vain - {None} and kept[0]):
             if pending is not None:
                 pending.end(in_vain)
                 calls.async_calls.extend(call for call in pending.calls if call.idx not in in_vain)
@@ -119,13 +147,21 @@ class Saves:
             logger.warning(
                 "a checkpoint that was being written in the background is lost with the writer of another rank"
             )
+            self.has_lost = True
             self._whole = {path: number for path, number in self._whole.items() if number is None}
             if pending is not None:
                 pending.end(pending.numbers())
             if strategy.trainer.is_global_zero:
                 _remove_unfinished(strategy.trainer.callbacks)
+        self.pending = None  # not earlier: a fault may come while the ranks agree
         reset_reports(keep=goes_on)
         self._write_to_the_same(strategy.trainer.callbacks)
+
+    def forget_lost(self, callbacks: Iterable[Any]) -> None:
+        """Have callbacks not count checkpoints that were lost, of which the state that they were given knows."""
+        for each in callbacks:
+            if self.has_lost and isinstance(each, ModelCheckpoint) and each.save_top_k != 0:
+                each._remove_invalid_entries_from_topk()
 
     def _write_to_the_same(self, callbacks: Iterable[Any]) -> None:
         """Have callbacks that would give a path that exists another name not do so where it is saved to again."""
@@ -149,13 +185,34 @@ def _remove_unfinished(callbacks: Iterable[Any]) -> None:
             _REMOVE.__func__(each.dirpath)
 
 
-def _finish_by(finish: Callable[[], None], number: int, calls: Any) -> None:
-    """Have ``finish`` end a save in the background, and no more what the fault has ended; now, if it was ended."""
+def _is_there(save: _Save) -> bool:
+    """Whether what was saved at once is where it was saved to; a callback may have moved it."""
+    if save.number is not None or "://" in save.path:
+        return True
+    return Path(save.path).exists() or ckpt_to_dir(save.path).exists()
+
+
+def _is_one_save(
+    path: str, number: int, again: Sequence[dict[str, Any]], everyone: Sequence[dict[str, Any]]
+) -> bool:
+    """Whether a save in the background is pending on every rank, or finished on every rank."""
+    found = [each.get(path, (None, False, False)) for each in again]
+    if not all(each[0] == number and each[1] for each in found):
+        return False
+    return all(number in each["pending"] for each in everyone) or all(each[2] for each in found)
+
+
+def _finish_by(save: _Save, before: _Save, calls: Any) -> None:
+    """Have ``save`` end what ``before`` has begun in the background; now, if that was ended."""
     for call in calls.async_calls:
-        if call.idx == number:
-            call.async_request.finalize_fns[-1] = finish  # NeMo adds its own behind Megatron's
+        if call.idx == save.number:
+            fns = call.async_request.finalize_fns
+            fns[:] = [each for each in fns if each not in (before.finish, before.finished)]
+            fns.extend(each for each in (save.finish, save.finished) if each is not None)
             return
-    finish()
+    if save.finish is not None:
+        save.finish()
+    save.finished()
 
 
 @dataclass(frozen=True)
@@ -181,7 +238,7 @@ class PendingSaves:
         """What Megatron's queue numbered them with, the same on every rank."""
         return [call.idx for call in self.calls]
 
-    def end(self, numbers: Collection[int]) -> None:
+    def end(self, numbers: Collection[int | None]) -> None:
         """Stop the writers of ``numbers``."""
         for call in self.calls:
             if call.idx not in numbers:

@@ -722,7 +722,10 @@ class CheckpointManager:
         held = self._held
         own = held.buffers.get(moment) if held is not None else None
         if own is None:
-            own = decode(self._buffers.record(*moment, own_board()) or NOTHING)
+            record = self._buffers.record(*moment, own_board()) or NOTHING
+            own = decode(record)
+            if record == NOTHING:
+                self._buffers.begun_with(live.copy_buffers())
         places = live.room([TensorEntry.of(key, buffer) for key, buffer in own.items()])
         with torch.no_grad():
             for key, buffer in own.items():

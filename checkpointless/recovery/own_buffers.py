@@ -72,6 +72,15 @@ class OwnBuffers:
         self._is_own = len({answers[rank]["small"] for rank in group}) > 1
         self._compared([answers[rank]["large"] for rank in group], group)
 
+    def begun_with(self, buffers: Mapping[Key, torch.Tensor]) -> None:
+        """A rank whose buffers had not changed since the beginning was filled: with what they began with.
+
+        Args:
+            buffers: copies of this rank's.
+        """
+        if self._first is None:
+            self._first = self._small(buffers)
+
     def keep(self, step: int, stage: Stage, buffers: Mapping[Key, torch.Tensor], board: Board | None) -> None:
         """Keep ``buffers`` as those of this rank at ``stage`` after ``step``.
 
