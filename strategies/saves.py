@@ -20,6 +20,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, _ActiveAsyncRequest
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -202,17 +203,34 @@ def _is_one_save(
     return all(number in each["pending"] for each in everyone) or all(each[2] for each in found)
 
 
+class _Ended:
+    """Stands for the writer of a save in the background that has ended."""
+
+    process = None
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """On every rank alike."""
+        return True
+
+    def close(self, abort: bool = False) -> None:
+        """Nothing runs any more."""
+
+
 def _finish_by(save: _Save, before: _Save, calls: Any) -> None:
-    """Have ``save`` end what ``before`` has begun in the background; now, if that was ended."""
+    """Have ``save`` end what ``before`` has begun in the background; if that was ended, whenever one is ended next.
+
+    Not at once: NeMo's callback says only behind the save what its end is to remove.
+    """
     for call in calls.async_calls:
         if call.idx == save.number:
             fns = call.async_request.finalize_fns
             fns[:] = [each for each in fns if each not in (before.finish, before.finished)]
             fns.extend(each for each in (save.finish, save.finished) if each is not None)
             return
-    if save.finish is not None:
-        save.finish()
-    save.finished()
+    calls.call_idx += 1
+    save.number = calls.call_idx
+    fns = [each for each in (save.finish, save.finished) if each is not None]
+    calls.async_calls.append(_ActiveAsyncRequest(save.number, _Ended(), AsyncRequest(None, (), fns)))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from checkpointless.cli import main
 from checkpointless.demo.config import DemoConfig, overrides, parse_layout
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import EXPECTED, FaultKind, FaultPhase, parse
-from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, EventLog
+from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, EventLog, flush_events
 from checkpointless.telemetry.steps import StepLog
 
 
@@ -323,6 +323,7 @@ def test_report_shows_the_stages_of_an_incident(tmp_path: Path, capsys: pytest.C
     for stage in ("init", "first_step"):
         with log.span(stage, generation=1, incident="i1"):
             pass
+    assert flush_events()
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path), "--html", str(page)]) == 0
     shown = capsys.readouterr().out

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from checkpointless.agent.node_protocol import Progress
 from checkpointless.cli import main
 from checkpointless.telemetry.ettr import Activity, Milestones, account
-from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, STAGES, Event, EventLog, read_events
+from checkpointless.telemetry.events import (
+    EVENTS_FILE,
+    FAULT_INJECTED,
+    STAGES,
+    Event,
+    EventLog,
+    flush_events,
+    read_events,
+)
 from checkpointless.telemetry.incidents import IncidentSummary, Outcome, Rung
 from checkpointless.telemetry.report import Report, RunState, as_json, build_report
 from checkpointless.telemetry.restart import DEFAULT_STARTUP_S, RestartOptions, Source
@@ -376,6 +384,7 @@ def test_an_incident_without_stages(tmp_path: Path, shown: Callable[..., str]) -
     log = EventLog(tmp_path / EVENTS_FILE, rank=0)
     log.emit("detect", "point", generation=0, incident="i1", cause="gone", culprit=0, how="exit")
     log.emit("rung", "point", generation=0, incident="i1", rung="node", why="node 1 was lost")
+    assert flush_events()
     page = tmp_path / "r.html"
     text = shown(str(tmp_path), "--html", str(page))
     assert "failed" in text

@@ -152,7 +152,10 @@ def test_a_save_that_was_ended_is_not_made_again() -> None:
     job.finish()
     job.fault(10)
     job.save("/c/a", 10, "again")
+    assert job.did == ["made", "Megatron's end", "before"], "not before the callback has said what goes with it"
+    job.finish()
     assert job.did == ["made", "Megatron's end", "before", "again"]
+    assert job.queue.call_idx == 0
 
 
 @pytest.mark.usefixtures("alike")
