@@ -284,7 +284,33 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-").replace(",", ""))
+#: Of these there is another one that goes the same way.
+LONG = frozenset(
+    {
+        "average, exception before the update",
+        "callback with hooks",
+        "a checkpoint that is due, exception",
+        "early stop, exception",
+        "plateau, exception",
+        "resumed, exception",
+        "resumed, hit in the first step",
+        "a fault in the first fit",
+        "second epoch, exception",
+        "the first step of an epoch",
+        "loggers' folders, exception",
+        "metrics of the epoch, exception",
+        "metrics of the epoch, exception after the update",
+        "hooks at the start, exception",
+    }
+)
+
+
+def _param(case: Case) -> Any:
+    marks = [pytest.mark.long] if case.name in LONG else []
+    return pytest.param(case, id=case.name.replace(" ", "-").replace(",", ""), marks=marks)
+
+
+@pytest.mark.parametrize("case", [_param(case) for case in CASES])
 def test_a_users_run_ends_as_without_faults(calm: Calm, tmp_path: Path, case: Case) -> None:
     run = case.run
     undisturbed = calm.job(run)
