@@ -21,7 +21,7 @@ FEATURES = (
 PLAIN_FEATURES = ("batchnorm", "randperm")
 #: What a feature means nothing without.
 _NEEDS = {"async-save": "modelckpt", "dated": "modelckpt", "uneven": "epochs"}
-#: What looks at the loss of one validation, and what leaves no such loss: several loaders, and data of the user's own.
+#: What looks at the loss of one validation, and what leaves none: several loaders, and data of the user's own.
 _ONE_LOSS = frozenset({"earlystop", "monitored", "plateau"})
 _NO_ONE_LOSS = frozenset({"val-loaders", "own-data", "epochs", "uneven", "cyclic"})
 _EXPERTS = frozenset({"moe-bias", "global-aux-loss"})
