@@ -696,7 +696,10 @@ class CheckpointManager:
         if held is not None and dist.get_rank() not in decision.refills:
             again = dist.get_rank() in decision.redo and held.live is not None
             moments = held.live.moments(target) if again and held.live is not None else held.moments
-            parts = live.own_parts(moments[Stage(decision.stage)].objects)
+            moment = moments.get(
+                Stage(decision.stage)
+            )  # a loop of one's own has none of a step that is to be redone
+            parts = live.own_parts(moment.objects) if moment is not None else {}
             mine = {name: state_tree.digest(part) for name, part in parts.items()}
         known = [each for each in all_gather_json(mine) if each is not None]
         names = sorted({name for each in known for name in each})
