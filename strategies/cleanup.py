@@ -3,15 +3,55 @@
 from __future__ import annotations
 
 import inspect
+import logging
 
 from lightning.pytorch.loops import evaluation_loop, fit_loop, prediction_loop
+from nemo.utils import lightning_logger_patch
+from nemo.utils import logging as nemo_logging
+from nemo.utils.formatters.base import BaseNeMoFormatter
 
 from checkpointless.inprocess.finalize import register_cleanup
 
+_installed: list[bool] = []
+_of_the_user: set[logging.Handler] = set()  # log files that were there before the first trainer
+
 
 def install() -> None:
-    """Have NeMo's module-level patches undone at every restart. Idempotent."""
+    """Have NeMo's module-level patches undone and its log files closed at every restart. Idempotent."""
+    if not _installed:
+        _installed.append(True)
+        _of_the_user.update(_log_files())
     register_cleanup("nemo", unwrap_data_fetchers)
+    register_cleanup("log files", close_log_files)
+
+
+def close_log_files() -> None:
+    """Close the files that NeMo has loggers write to: every trainer opens its own, and none is ever closed."""
+    ours = _log_files() - _of_the_user
+    for known in (nemo_logging._handlers, lightning_logger_patch.HANDLERS):
+        for name in [name for name, handler in known.items() if handler in ours]:
+            del known[name]
+    for handler in ours:
+        for each in _loggers():
+            each.removeHandler(handler)
+        handler.close()
+
+
+def _loggers() -> tuple[logging.Logger, ...]:
+    """NeMo's, Megatron's, to which NeMo adds its own handlers, and Lightning's."""
+    return nemo_logging._logger, logging.getLogger("megatron.core"), lightning_logger_patch.pl._logger
+
+
+def _log_files() -> set[logging.Handler]:
+    """Handlers that NeMo has made, and that write to files."""
+    known = lightning_logger_patch.HANDLERS.values()
+    return {
+        handler
+        for each in _loggers()
+        for handler in each.handlers
+        if isinstance(handler, logging.FileHandler)
+        and (isinstance(handler.formatter, BaseNeMoFormatter) or handler in known)
+    }
 
 
 def unwrap_data_fetchers() -> None:

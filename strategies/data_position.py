@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
 from megatron.core import num_microbatches_calculator
 from torch.utils.data import IterableDataset
@@ -41,6 +42,9 @@ class DataPosition:
         began_at: of Megatron's samplers, the samples that it counted as consumed when its iterator began.
         consumed: likewise, those that it counts as consumed now.
         within: whether the epoch goes on; else its next iterator begins a new one.
+        length: how many Lightning's fetcher expects in the epoch; None: unknown. With a sampler that counts what
+            workers fetch ahead, it depends on when it is asked for.
+        length_at_start: likewise, how many there were when the fit was set up.
     """
 
     fetched: int
@@ -48,6 +52,8 @@ class DataPosition:
     began_at: int | None = None
     consumed: int | None = None
     within: bool = True
+    length: int | None = None
+    length_at_start: int | None = None
 
 
 def take_sampler(trainer: pl.Trainer) -> dict[str, Any] | None:
@@ -144,27 +150,36 @@ def track(loader: Any, starts: Starts, position: DataPosition | None) -> Tracked
     """
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None
-    name = "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
-    sampler = getattr(loader, name, None)
+    name, sampler = place_of_sampler(loader), sampler_of(loader)
     if sampler is None:
         return None
     tracked = TrackedSampler(sampler, starts, position)
     object.__setattr__(loader, name, tracked)  # torch forbids the plain way
-    _follow(loader, sampler)
+    _generators[:] = generators_of(loader)
+    if _generators:
+        register_rng_source("loader", RngSource(_take_generators, _put_generators))
     return tracked
 
 
-_generators: list[
-    torch.Generator
-] = []  # the training loader's own, where its order does not come from the process's
+def place_of_sampler(loader: Any) -> str:
+    """The attribute of ``loader`` that deals out its samples."""
+    return "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
 
 
-def _follow(loader: Any, sampler: Any) -> None:
-    """Have the generators that ``loader`` was given taken and put back with the random streams of the process."""
+def sampler_of(loader: Any) -> Any:
+    """The sampler that deals out the samples of ``loader``, in batches if there is one that does; or None."""
+    return getattr(loader, place_of_sampler(loader), None)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a loader was given, and that its order does not share with the process."""
+    sampler = sampler_of(loader)
     given = [getattr(each, "generator", None) for each in (loader, sampler, getattr(sampler, "sampler", None))]
-    _generators[:] = {id(each): each for each in given if isinstance(each, torch.Generator)}.values()
-    if _generators:
-        register_rng_source("loader", RngSource(_take_generators, _put_generators))
+    return list({id(each): each for each in given if isinstance(each, torch.Generator)}.values())
+
+
+# Those of the training loader, where its order does not come from the process's streams.
+_generators: list[torch.Generator] = []
 
 
 def _take_generators() -> dict[str, bytes]:
@@ -196,6 +211,7 @@ class TrackedSampler:
 
     Attributes:
         began_at: of Megatron's samplers, the samples that it counted as consumed when the newest iterator began.
+        length_at_start: how many items there were when the fit was set up; None: unknown.
     """
 
     def __init__(self, inner: Any, starts: Starts, position: DataPosition | None) -> None:
@@ -204,11 +220,14 @@ class TrackedSampler:
         self._starts = starts
         self._position = position
         self._went_on_at = position
+        self.length_at_start = position.length_at_start if position is not None else None
+        self._has_begun = self._is_set_up = False
 
     def __iter__(self) -> Iterator[Any]:
         # When the first item is asked for: torch makes two iterators of a loader with workers, and uses the second.
         position, self._position = self._position, None
-        if _is_megatrons(self._inner):
+        self._has_begun = True
+        if is_megatrons(self._inner):
             yield from self._iterate_megatron(position)
         elif position is None or position.delivered == 0 or not position.within:
             self._starts.keep_data_start(RngStates.capture())
@@ -249,16 +268,24 @@ class TrackedSampler:
 
     def begin_at(self, consumed: int | None) -> None:
         """Of Megatron's samplers: an epoch begins, whatever an iterator that nobody used has counted."""
-        if consumed is not None and _is_megatrons(self._inner):
+        if consumed is not None and is_megatrons(self._inner):
             self._inner.consumed_samples = consumed
 
     @property
     def consumed(self) -> int | None:
         """Of Megatron's samplers, the samples that it counts as consumed."""
-        return self._inner.consumed_samples if _is_megatrons(self._inner) else None
+        return self._inner.consumed_samples if is_megatrons(self._inner) else None
+
+    def set_up(self) -> None:
+        """The fit is set up: Lightning has asked how many items there are."""
+        if self.length_at_start is None:
+            self.length_at_start = sized_len(self._inner)
+        self._is_set_up = True
 
     def __len__(self) -> int:
-        return len(self._inner)
+        # Lightning asks before the iterator is made, where nothing is different, and behind that.
+        known = self.length_at_start if self._has_begun and not self._is_set_up else None
+        return len(self._inner) if known is None else known
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -266,5 +293,6 @@ class TrackedSampler:
         return getattr(self._inner, name)
 
 
-def _is_megatrons(sampler: Any) -> bool:
+def is_megatrons(sampler: Any) -> bool:
+    """Whether ``sampler`` is of Megatron's or NeMo's, which count the samples that were consumed."""
     return hasattr(sampler, "consumed_samples") and hasattr(sampler, "micro_batch_times_data_parallel_size")

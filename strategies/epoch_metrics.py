@@ -21,13 +21,15 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricTracker
 from typing_extensions import override
 
 logger = logging.getLogger(__name__)
 
 #: What of a rank's metrics is kept outside of its process at most, in bytes.
 OWN_BYTES = 128 * 1024
+
+_MORE_BYTES = 1024  # of a tensor that is no state of its metric
 
 _PLAIN = (bool, int, float, str, type(None))
 _REDUCTIONS = {
@@ -113,7 +115,8 @@ def take_accumulated(trainer: pl.Trainer) -> dict[str, Any]:
         results.about[key] = _about(results[key])
     return {
         "results": {key: _take_result(metric, results.about[key]) for key, metric in results.items()},
-        "metrics": {name: _take_metric(metric) for name, metric in _metrics_of(trainer.lightning_module)},
+        "metrics": {name: _take_metric(each) for name, each in _parts_of(trainer.lightning_module, Metric)},
+        "tracked": {name: len(each) for name, each in _parts_of(trainer.lightning_module, MetricTracker)},
         "first": connector._first_loop_iter,
         "fx": connector._current_fx,
     }
@@ -148,8 +151,10 @@ def _take_metric(metric: Metric) -> dict[str, Any]:
         "states": {name: _kept(getattr(metric, name)) for name in metric._defaults},
         "logged": _kept(cache) if isinstance(cache, torch.Tensor) else None,
         "count": metric._update_count,
-        "plain": {
-            name: value for name, value in vars(metric).items() if type(value) in _PLAIN and name not in _OF_ANY
+        "more": {
+            name: _kept(value)
+            for name, value in vars(metric).items()
+            if name not in _OF_ANY and name not in metric._defaults and (type(value) in _PLAIN or _is_small(value))
         },
     }
 
@@ -163,12 +168,17 @@ def _kept(value: Any) -> Any:
     return [each.detach() if isinstance(each, torch.Tensor) else each for each in value]
 
 
-def _metrics_of(module: Any) -> Iterator[tuple[str, Metric]]:
-    """The metrics among a module's attributes, by name; what Megatron has built is not searched."""
+def _is_small(value: Any) -> bool:
+    """Whether it is a tensor that a metric keeps results in, and no table that it computes with."""
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.nbytes <= _MORE_BYTES
+
+
+def _parts_of(module: Any, kind: Any) -> Iterator[tuple[str, Any]]:
+    """The modules of ``kind`` among a module's attributes, by name; what Megatron has built is not searched."""
     for name, child in module.named_children():
         if name != "module":
             for path, each in child.named_modules(prefix=name):
-                if isinstance(each, Metric):
+                if isinstance(each, kind):
                     yield path, each
 
 
@@ -189,7 +199,7 @@ def own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
         return {}
     found = {"results": results, "metrics": kept["metrics"]}
     size = sum(_nbytes(entry["values"]) for entry in results.values())
-    size += sum(_nbytes(entry["states"]) for entry in kept["metrics"].values())
+    size += sum(_nbytes({**entry["more"], **entry["states"]}) for entry in kept["metrics"].values())
     if size <= OWN_BYTES:
         return found
     global _warned
@@ -225,7 +235,7 @@ def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str
         The whole. Entries stay in the peer's order, for some are reduced over all ranks, one after the other.
     """
     if own is None:
-        metrics = {name: {**entry, "plain": {}} for name, entry in kept["metrics"].items()}
+        metrics = {name: {**entry, "more": {}} for name, entry in kept["metrics"].items()}
         return {**kept, "metrics": metrics}
     mine = own.get("results", {})
     results = {key: entry for key, entry in kept["results"].items() if key in mine or not _accumulates(entry)}
@@ -258,7 +268,9 @@ def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
     """
     connector: Any = trainer._logger_connector
     results: Any = trainer.fit_loop.epoch_loop._results
-    for name, metric in _metrics_of(trainer.lightning_module):
+    for name, tracker in _parts_of(trainer.lightning_module, MetricTracker):
+        _put_size(tracker, kept["tracked"].get(name, len(tracker)))
+    for name, metric in _parts_of(trainer.lightning_module, Metric):
         if name in kept["metrics"]:
             _put_metric(metric, kept["metrics"][name])
     results.clear()
@@ -272,10 +284,20 @@ def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
     connector._current_fx = kept["fx"]
 
 
+def _put_size(tracker: MetricTracker, size: int) -> None:
+    """Have a tracker hold as many metrics as it did, of which each step or epoch has added one."""
+    while len(tracker) < size:
+        tracker.increment()
+    while len(tracker) > size:  # a list of modules would give those that it keeps other names
+        tracker._modules.popitem()
+    tracker._increment_called = size > 1  # the first is what the others are copies of
+
+
 def _put_metric(metric: Metric, entry: Mapping[str, Any]) -> None:
     device = metric.device
-    for name, value in entry["plain"].items():
-        setattr(metric, name, value)
+    for name, value in entry["more"].items():
+        now = getattr(metric, name, None)  # what is no state stays where it is when a metric is moved
+        setattr(metric, name, _moved(value, now.device if isinstance(now, torch.Tensor) else device))
     for name, value in entry["states"].items():
         setattr(metric, name, _moved(value, device))
     metric._update_count = entry["count"]

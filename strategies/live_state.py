@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -139,7 +140,7 @@ class TrainerLiveState:
             "checkpoint": take_checkpoint(trainer),
             "kinds": take_kinds(trainer),
             "sampler": take_sampler(trainer),
-            "data": [position.fetched, position.delivered, position.began_at, position.consumed],
+            "data": dataclasses.astuple(position),
             "optimizer": {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()},
             "outcome": None,
             "base": None,

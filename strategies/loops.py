@@ -46,7 +46,7 @@ class Observer(Protocol):
     def epoch_begins(self) -> None:
         """An epoch begins; the one before was over when it was gone on with."""
 
-    def check_loaders(self, loaders: Sequence[Any]) -> None:
+    def data_is_set_up(self, loaders: Sequence[Any]) -> None:
         """Refuse training loaders that could not be brought to where they stood."""
 
 
@@ -136,7 +136,7 @@ class ResumableFitLoop(_FitLoop):
         if not self.was_finished:
             super().setup_data()
             if self._combined_loader is not None:
-                self.epoch_loop.observer.check_loaders(self._combined_loader.flattened)
+                self.epoch_loop.observer.data_is_set_up(self._combined_loader.flattened)
 
     @property
     @override

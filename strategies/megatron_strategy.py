@@ -59,6 +59,7 @@ from checkpointless.strategies.peft import StateBeforeAdapters, peft_of, trained
 from checkpointless.strategies.phases import PhasedIterator, announce_gradient_sync
 from checkpointless.strategies.replay import KeptReduction, StepOutcome, StepOutcomes, with_own_loss
 from checkpointless.strategies.saves import PendingSaves, Saves, leave_unfinished, let_go
+from checkpointless.strategies.validation_data import ValidationData
 from checkpointless.strategies.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.telemetry.events import event_log
 
@@ -100,6 +101,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._outcomes: StepOutcomes | None = None
         self._restored_objects: dict[str, Any] | None = None  # what memory gave, until the loops go on
         self._tracked: TrackedSampler | None = None
+        self._validation_data: ValidationData | None = None
         if self._call is None:
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
@@ -212,6 +214,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._manager.begin_fit()
             if self._manager.saves is None:
                 self._manager.saves = Saves()
+            self._validation_data = ValidationData(trainer)
             old, saves = weakref.ref(trainer), self._manager.saves
             register_cleanup("saves", lambda: let_go(old()) if saves.pending is not None else None)
         if not self._awaits_adapters:
@@ -401,7 +404,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
                 self._tracked.begin_at(position.consumed)
         elif objects["base"] != Stage.LOADED:  # of which Lightning knows where its data stood
             self._take_what_was_delivered(fetcher, position)
-            fetcher.fetched = position.fetched
+            fetcher.fetched, fetcher.length = position.fetched, position.length
             fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
             go_on_counting(fetcher, position)
             epoch_loop.not_delivered = position.fetched - position.delivered
@@ -417,7 +420,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             kept = logged[1] if stage is Stage.ENDED and logged[0] == step else []
             forget_rows(trainer, epoch_loop._batches_that_stepped, kept)
         if stage is Stage.COMMITTED:  # what led to the step is gone through again, with the streams of before it
-            manager.restore_streams_of(step - 1, Stage(objects["base"]))
+            base = Stage(objects["base"])
+            if not manager.restore_streams_of(step - 1, base) and base is not Stage.LOADED:
+                logger.warning("what is drawn between steps %d and %d is drawn anew", step - 1, step)
         else:
             manager.restore_streams()
 
@@ -462,7 +467,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if self._tracked is not None:
             self._tracked.begin_epoch()
 
-    def check_loaders(self, loaders: Sequence[Any]) -> None:
+    def data_is_set_up(self, loaders: Sequence[Any]) -> None:
         """Refuse training loaders that could not be brought to where they stood.
 
         Args:
@@ -473,6 +478,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """
         if self._manager is not None and len(loaders) > 1:
             raise UnrecoverableError(several_loaders(len(loaders)))
+        if self._tracked is not None:
+            self._tracked.set_up()
 
     def _job_step(self) -> int:
         """The optimizer step that the trainer is at, counted over all fits of the block."""
@@ -490,6 +497,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             fetched - fit_loop.epoch_loop.not_delivered,
             tracked.began_at if tracked is not None else None,
             tracked.consumed if tracked is not None else None,
+            length=fetcher.length if fetcher is not None else None,
+            length_at_start=tracked.length_at_start if tracked is not None else None,
         )
 
     @override
@@ -503,6 +512,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if training and self._manager is not None:
             position = self._begin_at(objects)
             self._tracked = None if keeps_its_position(loader) else track(loader, self._manager, position)
+        elif self._validation_data is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._validation_data.made(loader)
         if self._worker_seed.value is not None:
             repeat_worker_draws(loader, self._worker_seed.value, self.trainer)
         return loader
@@ -511,7 +522,11 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         resumed_at = self._manager.resumed_at if self._manager is not None else None
         if objects is None or resumed_at is None:
             return None
-        return dataclasses.replace(DataPosition(*objects["data"]), within=not _begins_epoch(resumed_at[1], objects))
+        position = DataPosition(*objects["data"])
+        if not _begins_epoch(resumed_at[1], objects):
+            return position
+        length = position.length_at_start if not self.trainer.reload_dataloaders_every_n_epochs else None
+        return dataclasses.replace(position, within=False, length_at_start=length)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

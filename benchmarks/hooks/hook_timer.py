@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from lightning.pytorch.callbacks import Callback
 
+from checkpointless.recovery.moment import Stage
+
 SEPARATOR = " > "
 _AFTERWARDS = 110
 _WARM_UP = 10
@@ -28,7 +30,8 @@ class Part(Enum):
 
     STREAMS = "random streams, taken and put on the board (twice a step)"
     REPLICATION = "random streams, to another rank"
-    REST = "the rest: step boundary, callback, guard, lock, board"
+    STATE = "the state of the moment: callbacks, loops, metrics, buffers"
+    REST = "the rest: callback, guard, lock, board"
     VOTE = "vote: waiting for the slowest rank"
     WAITS = "waits for gloo in turns (only without CUDA)"
     NOTHING = "the stopwatch itself, for a call of nothing"
@@ -39,7 +42,12 @@ PART_OF: dict[str, Part | None] = {
     "CheckpointlessCallback.on_train_batch_start": Part.REST,
     "CheckpointlessCallback.on_train_batch_end": Part.REST,
     "strategy.on_train_batch_start": Part.REST,
-    "StepBoundary.take": Part.REST,
+    "strategy.reached": Part.REST,
+    "live.copy_buffers": Part.STATE,
+    "live.reached": Part.STATE,
+    "live.ready": Part.STATE,
+    "keep_buffers": Part.STATE,
+    "take_accumulated": Part.STATE,
     "strategy.training_step": Part.REST,
     "strategy.optimizer_step": Part.REST,
     "GuardedUpdate": Part.REST,
@@ -224,7 +232,11 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     for hook in ("on_train_batch_start", "training_step", "optimizer_step"):
         watch.replace(strategy, hook, f"strategy.{hook}")
         watch.replace(MegatronStrategy, hook, f"MegatronStrategy.{hook}")
-    watch.replace(megatron_strategy.StepBoundary, "take", "StepBoundary.take")
+    watch.replace(strategy, "reached", "strategy.reached")
+    for method in ("copy_buffers", "reached", "ready"):
+        watch.replace(strategy._live, method, f"live.{method}")
+    watch.replace(strategy.checkpoint_manager, "keep_buffers", "keep_buffers")
+    watch.replace(megatron_strategy, "take_accumulated", "take_accumulated")
     watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
     watch.replace(strategy.checkpoint_manager, "replicate_rng_states", "replicate_rng_states", whole=True)
     watch.replace(manager, "put_on_board", "put_on_board")
@@ -258,7 +270,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
 
 def _take_streams(manager: Any, step: int) -> None:
     """What a step does with the random streams, when training is over."""
-    manager.store_rng_states(step, at_batch_start=True)
+    manager.store_rng_states(step, stage=Stage.TURNED)
     manager.store_rng_states(step + 1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -36,6 +36,8 @@ class RankReport:
         fit: which fit of the block the state that it holds is of, from 1.
         offset: how many steps of the job lie before that fit's own.
         begun: the last fit of the block that it knows to have begun.
+        saves: the saves in the background that it has not gone through the end of: the number of each, the step and
+            the stage after which it began, and whether its writer still works on it.
     """
 
     rank: int
@@ -49,6 +51,7 @@ class RankReport:
     fit: int = 1
     offset: int = 0
     begun: int = 0
+    saves: tuple[tuple[int, int, int, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Decision:
         verdict: resume, start or refuse.
         target: the step after which training resumes (None unless resuming).
         stage: how much of what follows that step is not done again: as much as every rank that keeps its state has
-            behind it, and as every other has the random streams of.
+            behind it, and as every other has the random streams of; and no save in the background that a rank has
+            lost its part of, since the state that was saved is at hand still.
         redo: ranks that apply the gradients of ``target`` that they still hold.
         refills: rank to fill -> the ranks that hold its shard at ``target`` (after their redo).
         offset: how many steps of the job lie before those of the fit that is resumed, or that is to be.
@@ -161,7 +165,19 @@ def _assign(
             Verdict.REFUSE,
             reason=f"there is no moment after step {target} of which every rank has its state or streams",
         )
-    return Decision(Verdict.RESUME, target, max(common), tuple(redo), refills)
+    stage = max(common)
+    if all(any(step == target - 1 for step, _ in report.streams) for report in reports.values()):
+        # What leads to the step is gone through again, with the streams of before it.
+        first_lost = min((at for step, at in _lost_saves(reports.values()) if step == target), default=stage)
+        stage = max((each for each in common if each <= first_lost), default=stage)
+    return Decision(Verdict.RESUME, target, stage, tuple(redo), refills)
+
+
+def _lost_saves(reports: Collection[RankReport]) -> set[tuple[int, int]]:
+    """The steps and stages after which saves began that are not finished, and not every rank goes on with."""
+    begun = {save[:3] for report in reports for save in report.saves}
+    going_on = Counter(save[:3] for report in reports for save in report.saves if save[3])
+    return {(step, stage) for number, step, stage in begun if going_on[number, step, stage] < len(reports)}
 
 
 def _fit_that_is_held(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> tuple[int, int]:

@@ -529,7 +529,8 @@ class CheckpointManager:
                 each = answer["report"]
                 streams = each["streams"] or (answers[(rank + jump) % len(answers)]["keeps"] if jump else [])
                 plain = {"group": tuple(each["group"]), "stages": tuple(each["stages"])}
-                reports.append(RankReport(**{**each, **plain, "streams": tuple(map(tuple, streams))}))
+                rows = {"streams": tuple(map(tuple, streams)), "saves": tuple(map(tuple, each["saves"]))}
+                reports.append(RankReport(**{**each, **plain, **rows}))
             decision = decide(reports, high_water, max(self.fit, 1))
             fields.update(
                 verdict=decision.verdict.value,
@@ -558,6 +559,7 @@ class CheckpointManager:
             held.fit,
             held.offset,
             self._begun,
+            self.saves.unfinished if self.saves is not None else (),
         )
 
     def _known_streams(self) -> tuple[tuple[int, int], ...]:
@@ -696,9 +698,8 @@ class CheckpointManager:
         if held is not None and dist.get_rank() not in decision.refills:
             again = dist.get_rank() in decision.redo and held.live is not None
             moments = held.live.moments(target) if again and held.live is not None else held.moments
-            moment = moments.get(
-                Stage(decision.stage)
-            )  # a loop of one's own has none of a step that is to be redone
+            # A loop of one's own has no moment of a step that is to be redone.
+            moment = moments.get(Stage(decision.stage))
             parts = live.own_parts(moment.objects) if moment is not None else {}
             mine = {name: state_tree.digest(part) for name, part in parts.items()}
         known = [each for each in all_gather_json(mine) if each is not None]

@@ -26,6 +26,7 @@ from checkpointless.recovery.buckets import Bucket
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.state_tree import tensor_bytes
 from checkpointless.recovery.transfer import Key, TensorEntry
+from checkpointless.strategies.data_position import DataPosition
 from checkpointless.strategies.live_state import TrainerLiveState
 from checkpointless.telemetry.events import event_log
 
@@ -197,8 +198,10 @@ class ShiftedData(Callback):
             def moments(live: TrainerLiveState, step: int) -> Mapping[Stage, Moment]:
                 found: Mapping[Stage, Moment] = original(live, step)
                 for moment in found.values():
-                    fetched, delivered, began_at, consumed = moment.objects["data"]
-                    moment.objects["data"] = [fetched, delivered, began_at + samples, consumed]
+                    position = DataPosition(*moment.objects["data"])
+                    assert position.began_at is not None
+                    position = dataclasses.replace(position, began_at=position.began_at + samples)
+                    moment.objects["data"] = dataclasses.astuple(position)
                 return found
 
             return moments

@@ -133,6 +133,7 @@ OWN_BUFFERS = Run("batchnorm,own-buffers,randperm", script="plain_loop.py", npro
 LARGE = Run("large-buffers,randperm", script="plain_loop.py", nproc=3)
 EQUAL = Run("equal-buffers,batchnorm,own-buffers", script="plain_loop.py", nproc=3)
 SEEN = Run("own-buffers")
+VALIDATES_SHUFFLED = Run("validation,cyclic", layout=EP2)
 VALIDATES = Run("validation,then-validate", (3, 6))
 SHUFFLED, GENERATED = Run("shuffled,epochs", 8), Run("shuffled,own-generator,epochs", 8)
 OWN = Run("own-buffers,shuffled,epochs", 8)
@@ -148,6 +149,7 @@ RESUMED = Run("own-data", 8, resumed=4)
 RESUMED_DEMO = Run("", 8, resumed=4)
 SHORT_LONG, LONG_SHORT = Run("", (3, 6)), Run("", (6, 3))
 EPOCHS = Run("epochs", 8)
+SHUFFLED_BY_WORKERS = Run("epochs,cyclic,workers", 8)
 EPOCHS_BY_WORKERS = Run("epochs,uneven,workers", 8)
 MONITORED = Run("monitored", 6)
 METRICS = Run("epochs,epoch-metrics,module-state", 8)
@@ -210,12 +212,17 @@ CASES = (
     Case("a monitored one that was made", MONITORED, ("exception@between:rank=1,step=4",)),
     Case("one in the background that all have begun", BACKGROUND, ("exception@between:rank=1,step=4",)),
     Case("one in the background that some have begun", BACKGROUND, ("exception@after_optimizer:rank=1,step=4",)),
+    # Its writers have not ended by then: nothing of what it saves has changed yet, and it is made again
+    Case("one in the background, sigkill in the next step", BACKGROUND, ("sigkill@forward:rank=1,step=5",)),
+    Case("the last one in the background, sigterm", BACKGROUND, ("sigterm@optimizer:rank=2,step=5",)),
     # 9: a finished validation is not repeated
     Case("early stop, exception", STOPS, ("exception@before_optimizer:rank=1,step=5",), apart=ONCE),
     Case("early stop, sigkill", STOPS, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),
     Case("early stop, while ranks may still validate", STOPS, ("exception@forward:rank=1,step=5",)),
     Case("plateau, exception", PLATEAU, ("exception@before_optimizer:rank=1,step=5",), apart=ONCE),
     Case("plateau, sigkill", PLATEAU, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),
+    Case("shuffled validations, exception", VALIDATES_SHUFFLED, ("exception@forward:rank=1,step=5",)),
+    Case("shuffled validations, sigkill", VALIDATES_SHUFFLED, ("sigkill@forward:rank=1,step=4",)),
     # 10: resumed, then hit
     Case("resumed, exception", RESUMED, ("exception@forward:rank=1,step=6",)),
     Case("resumed, sigkill", RESUMED, ("sigkill@forward:rank=1,step=6",)),
@@ -248,6 +255,9 @@ CASES = (
     Case("the first step of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=5",)),
     Case("the first step of an epoch, sigkill", EPOCHS, ("sigkill@optimizer:rank=1,step=5",)),
     Case("shuffled and uneven", Run("epochs,uneven,cyclic", 8), ("exception@forward:rank=1,step=6",)),
+    # NeMo's sampler counts what workers fetch ahead: Lightning sees 3 steps in an epoch of 4, faults or not
+    Case("shuffled, with workers", SHUFFLED_BY_WORKERS, ("exception@forward:rank=1,step=3",)),
+    Case("shuffled, with workers, second epoch", SHUFFLED_BY_WORKERS, ("sigkill@forward:rank=1,step=5",)),
     Case("torch's order, exception", SHUFFLED, ("exception@forward:rank=1,step=6",)),
     Case("torch's order, sigkill", SHUFFLED, ("sigkill@forward:rank=1,step=6",)),
     Case("a generator of the loader's own, exception", GENERATED, ("exception@forward:rank=1,step=6",)),

@@ -171,3 +171,40 @@ def test_order_of_reports_does_not_matter() -> None:
     ]
     decisions = {repr(decide(list(order), 7)) for order in itertools.permutations(reports)}
     assert len(decisions) == 1
+
+
+def saving(rank: int, *saves: tuple[int, int, int, bool], committed: int | None = 7, oldest: int = 6) -> RankReport:
+    streams = tuple((step, stage) for step in range(oldest, 8) for stage in range(4))
+    stages = (0,) if committed is None else tuple(range(4))
+    return RankReport(
+        rank, committed, False, False, (0, 1), stages=stages, streams=streams, saves=saves if saves else ()
+    )
+
+
+PENDING = (4, 7, 0, True)
+
+
+def test_a_save_that_all_go_on_with_leaves_the_stage() -> None:
+    assert decide([saving(0, PENDING), saving(1, PENDING)], 7).stage == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [saving(1, committed=None), saving(1), saving(1, (4, 7, 0, False))],
+    ids=["new-process", "has-finished-it", "failed"],
+)
+def test_what_follows_a_step_is_done_again_for_a_save_that_is_lost(other: RankReport) -> None:
+    decision = decide([saving(0, PENDING), other], 7)
+    assert (decision.target, decision.stage) == (7, 0)
+
+
+def test_a_save_of_a_validation_that_is_lost_does_not_have_more_done_again() -> None:
+    assert decide([saving(0, (4, 7, 1, True)), saving(1)], 7).stage == 1
+
+
+def test_a_save_of_an_earlier_step_that_is_lost_stays_lost() -> None:
+    assert decide([saving(0, (4, 6, 0, True)), saving(1, committed=None)], 7).stage == 3
+
+
+def test_nothing_is_done_again_with_streams_that_are_known_no_longer() -> None:
+    assert decide([saving(0, PENDING), saving(1, committed=None, oldest=7)], 7).stage == 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from torchmetrics import CatMetric, MeanMetric
+from torchmetrics import CatMetric, MeanMetric, MetricTracker, MinMaxMetric
 
 from checkpointless.recovery import state_tree
 from checkpointless.strategies import epoch_metrics
@@ -41,6 +41,8 @@ class Module(torch.nn.Module):
         super().__init__()
         self.mean = MeanMetric()
         self.more = torch.nn.ModuleDict({"all": CatMetric()})
+        self.extremes = MinMaxMetric(MeanMetric())
+        self.history = MetricTracker(MeanMetric(), maximize=True)
 
 
 def trainer_of() -> Any:
@@ -62,6 +64,10 @@ def log(trainer: Any, value: float, group: Any = None) -> None:
     connector._current_fx = "training_step"
     module.mean.update(value)
     module.more["all"].update(value)
+    module.extremes.update(value)
+    module.extremes.compute()
+    module.history.increment()
+    module.history.update(value)
     results = trainer.fit_loop.epoch_loop._results
     options = {"on_epoch": True, "sync_dist_fn": trainer.strategy.reduce, "batch_size": 2}
     for reduction in ("mean", "max", "sum"):
@@ -74,7 +80,13 @@ def log(trainer: Any, value: float, group: Any = None) -> None:
 def ended(trainer: Any) -> dict[str, Any]:
     """What the epoch came to."""
     found = trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
-    return {**found, "all": trainer.lightning_module.more["all"].compute().tolist()}
+    module = trainer.lightning_module
+    return {
+        **found,
+        "all": module.more["all"].compute().tolist(),
+        "extremes": module.extremes.compute(),
+        "history": module.history.compute_all().tolist(),
+    }
 
 
 def test_what_is_put_back_goes_on_as_if_nothing_had_been() -> None:

@@ -281,6 +281,15 @@ def test_whichever_instruction_of_the_block_is_interrupted_it_is_entered_again()
     assert hit > 50
 
 
+@pytest.fixture
+def heard_keyboard() -> Iterator[None]:
+    """Python's own handler: a shell has what it starts in the background ignore the keyboard, tests included."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_keyboard")
 def test_an_interruption_from_the_keyboard_ends_the_process_and_leaves_nothing() -> None:
     agent = QuickAgent()
     before = signal.getsignal(signal.SIGINT), threading.active_count()

@@ -9,30 +9,62 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from checkpointless.recovery.moment import Stage
 
 pytestmark = pytest.mark.nemo
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next(keep: bool) -> None:
+def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from checkpointless.strategies.saves import reset_reports
 
+    before = filesystem_async._get_write_results_queue()
+    before.put("of a save that was interrupted")
+    before._tls.connection.send((before._id, "empty", (), {}))  # and interrupted before the answer came
+    reset_reports()
+    after = filesystem_async._get_write_results_queue()
+    assert after.empty() is True
+    assert before.empty() is False, "whoever goes on with that save gets its report"
+    after.put("of the next save")
+    assert after.get_nowait() == "of the next save"
+    assert before.get_nowait() == "of a save that was interrupted"
+    for reports in (before, after):
+        with pytest.raises(queue.Empty):
+            reports.get_nowait()
+
+
+def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
+    """Of two that are under way the second may be written first."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from checkpointless.strategies.saves import Saves
+
+    saves, queues = Saves(), []
+    for name in ("a", "b"):
+        make = lambda: queues.append(filesystem_async._get_write_results_queue())  # noqa: E731
+        saves.save(str(tmp_path / name), (10, Stage.COMMITTED), None, None, make)
+    first, second = queues
+    second.put("of the second")
+    first.put("of the first")
+    assert [first.get_nowait(), second.get_nowait()] == ["of the first", "of the second"]
+
+
+def test_reports_whose_process_is_gone_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from checkpointless.strategies.saves import report_separately
+
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
     reports = filesystem_async._get_write_results_queue()
-    reports.put("of a save that was interrupted")
-    reports._tls.connection.send((reports._id, "empty", (), {}))  # and interrupted before the answer came
-    reset_reports(keep=keep)
-    assert reports.empty() is not keep
-    if not keep:
-        reports.put("of the next save")
-        assert reports.get_nowait() == "of the next save"
-    else:
-        assert reports.get_nowait() == "of a save that was interrupted"
-    with pytest.raises(queue.Empty):
-        reports.get_nowait()
+    reports._manager._process.kill()
+    reports._manager._process.join()
+    report_separately()
+    again = filesystem_async._get_write_results_queue()
+    again.put("of the next save")
+    assert again.get_nowait() == "of the next save"
 
 
 # ---- what the ranks agree on; two that are in the same place
@@ -146,12 +178,13 @@ def test_a_save_whose_end_was_interrupted_is_made_again() -> None:
 
 
 @pytest.mark.usefixtures("alike")
-def test_a_save_that_was_ended_is_not_made_again() -> None:
-    job = Job()
-    job.save("/c/a", 10, "before")
+def test_a_save_that_was_ended_is_not_made_again(tmp_path: Path) -> None:
+    job, path = Job(), tmp_path / "a"
+    path.mkdir()
+    job.save(str(path), 10, "before")
     job.finish()
     job.fault(10)
-    job.save("/c/a", 10, "again")
+    job.save(str(path), 10, "again")
     assert job.did == ["made", "Megatron's end", "before"], "not before the callback has said what goes with it"
     job.finish()
     assert job.did == ["made", "Megatron's end", "before", "again"]
@@ -199,3 +232,157 @@ def test_a_save_before_the_moment_is_not_the_next_ones(tmp_path: Path) -> None:
     job.fault(10, Stage.CHECKED)
     job.save(str(tmp_path / "a"), 10)
     assert job.did == ["made", "made"]
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.save("/c/a", 10)
+    job.queue.async_calls.popleft()  # its end has begun, and failed
+    assert job.saves.unfinished == ((0, 10, int(Stage.COMMITTED), False),)
+    job.fault(10, Stage.TURNED)
+    assert job.saves.has_lost
+    assert "could not be finished" in caplog.text
+    assert job.saves.unfinished == (), "said once"
+
+    again = Job()
+    again.save("/c/a", 10)
+    again.queue.async_calls.popleft()
+    again.fault(10)
+    assert not again.saves.has_lost
+    again.fault(10)  # another fault before it is made again
+    again.save("/c/a", 10)
+    assert again.did == ["made", "made"]
+
+
+def test_a_process_that_knows_nothing_of_a_save_does_not_have_it_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the others have gone through the end of it, it is whole; it ends with them for the callback of now."""
+    from checkpointless.strategies import saves
+
+    def gather(first: Any, second: Any) -> None:
+        """Let both agree on what each says."""
+        said: list[Any] = []
+
+        def listen(value: Any) -> list[Any]:
+            said.append(value)
+            return [value, value]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(saves, "all_gather_json", listen)
+            for job in (first, second):
+                copied = saves.Saves()
+                copied._made, copied.pending = list(job.saves._made), job.saves.pending
+                copied.agree((10, Stage.COMMITTED), Job().strategy)
+        for job in (first, second):
+            monkeypatch.setattr(saves, "all_gather_json", lambda value: said)
+            job.saves.agree((10, Stage.COMMITTED), job.strategy)
+
+    (tmp_path / "a").mkdir()
+    old, new, path = Job(), Job(), str(tmp_path / "a")
+    old.save(path, 10, "before")
+    old.finish()
+    old.leave()
+    gather(old, new)
+    for job in (old, new):
+        job.save(path, 10, "again")
+        job.finish()
+    assert old.did == ["made", "Megatron's end", "before", "again"]
+    assert new.did == ["again"]
+    assert old.queue.call_idx == new.queue.call_idx
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> None:
+    """NeMo passes over an error at the barrier before it removes the mark, and removes what is marked."""
+    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+
+    job, path = Job(), tmp_path / "a"
+    path.mkdir()
+    job.save(str(path), 10)
+    job.finish()
+    ModelCheckpoint.format_checkpoint_unfinished_marker_path(path).touch()
+    job.fault(10)
+    job.save(str(path), 10)
+    assert job.did.count("made") == 2
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkpointless.strategies import saves
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    job = Job()
+    with monkeypatch.context() as patched:
+        patched.setattr(saves._Save, "finished", property(lambda save: interrupted()))
+        with pytest.raises(KeyboardInterrupt):
+            job.save("/c/a", 10)  # its writer works, and this rank does not know that it has begun it
+    job.leave()
+    assert job.saves.unfinished == ((0, 10, int(Stage.COMMITTED), True),)
+    job.saves.agree((10, Stage.COMMITTED), job.strategy)
+    assert not job.queue.async_calls
+    job.save("/c/a", 10)
+    assert job.did == ["made", "made"]
+
+
+@pytest.mark.usefixtures("alike")
+def test_the_end_of_one_that_goes_on_is_noticed_by_a_rank_that_was_interrupted_behind_its_begin() -> None:
+    job = Job()
+    job.save("/c/a", 10)
+    (call,) = job.queue.async_calls
+    call.async_request.finalize_fns.pop()  # interrupted before that
+    job.fault(10, Stage.TURNED)
+    job.finish()
+    job.leave()
+    assert job.saves.unfinished == ()
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_save_that_is_lost_takes_no_other_along(tmp_path: Path) -> None:
+    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+
+    def marked(name: str) -> str:
+        (tmp_path / name).mkdir()
+        ModelCheckpoint.format_checkpoint_unfinished_marker_path(tmp_path / name).touch()
+        return str(tmp_path / name)
+
+    lost, pending = marked("lost"), marked("pending")
+    job = Job()
+    callback = ModelCheckpoint(dirpath=str(tmp_path), monitor="val_loss", save_top_k=2)
+    job.strategy.trainer.callbacks = callbacks = [callback]
+    job.save(lost, 9)
+    job.save(pending, 10)
+    job.queue.async_calls.popleft()  # its end has begun, and failed
+    job.leave()
+    job.strategy.trainer.callbacks = callbacks
+    job.saves.agree((10, Stage.TURNED), job.strategy)
+    callback.best_k_models = {lost: torch.tensor(1.0), pending: torch.tensor(2.0)}
+    job.saves.forget_lost(callbacks)
+    assert not Path(lost).exists()
+    assert Path(pending).exists()
+    assert list(callback.best_k_models) == [pending]
+    assert len(job.queue.async_calls) == 1
+
+
+# ---- what callbacks count
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_callback_does_not_count_a_checkpoint_that_was_lost(is_lost: bool, tmp_path: Path) -> None:
+    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+
+    from checkpointless.strategies.saves import Saves
+
+    callback = ModelCheckpoint(dirpath=str(tmp_path), monitor="val_loss", save_top_k=2)
+    whole, lost = str(tmp_path / "step=1"), str(tmp_path / "step=3")
+    Path(whole).mkdir()
+    callback.best_k_models = {whole: torch.tensor(2.0), lost: torch.tensor(1.0)}
+    callback.best_model_path, callback.kth_best_model_path = lost, whole
+    saves = Saves()
+    saves.has_lost = is_lost
+    saves.forget_lost([callback, object()])
+    assert set(callback.best_k_models) == ({whole} if is_lost else {whole, lost})
+    assert callback.best_model_path == (whole if is_lost else lost)

@@ -21,9 +21,8 @@ FEATURES = (
 PLAIN_FEATURES = ("batchnorm", "randperm")
 #: What a feature means nothing without.
 _NEEDS = {"async-save": "modelckpt", "dated": "modelckpt", "uneven": "epochs"}
-#: What looks at the loss of one validation, and what leaves none: several loaders, and data of the user's own.
+#: What looks at the loss of one validation, which several loaders do not have.
 _ONE_LOSS = frozenset({"earlystop", "monitored", "plateau"})
-_NO_ONE_LOSS = frozenset({"val-loaders", "own-data", "epochs", "uneven", "cyclic"})
 _EXPERTS = frozenset({"moe-bias", "global-aux-loss"})
 _FITS = {"two-fits": (3, 6), "fits-two": (6, 3)}
 _RESUMED_AT = 4
@@ -105,7 +104,7 @@ def draw(seed: int, number: int) -> UsersCase:
         names.discard("fits-two")
     names |= {_NEEDS[name] for name in names if name in _NEEDS}
     if names & _ONE_LOSS:
-        names -= _NO_ONE_LOSS
+        names.discard("val-loaders")
     resumed = _RESUMED_AT if "resume" in names else 0
     steps = next((fits for name, fits in _FITS.items() if name in names), (8 if resumed else 6,))
     if resumed and len(steps) > 1:

@@ -79,6 +79,7 @@ FEATURES = (
     "start-hooks",  # a module and a data module whose state the hooks at the start change
 )
 _STEPS_OF_EPOCH = 4
+_OWN_DATA = frozenset({"own-data", "epochs", "cyclic", "uneven", "start-hooks", "two-loaders"})
 
 
 @HPWrapper()
@@ -264,7 +265,8 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
         logger=loggers or False,
         val_check_interval=options.validate_every if validates else None,
         check_val_every_n_epoch=None if validates and "epochs" not in features else 1,
-        limit_val_batches=2 if validates else 0,
+        # Lightning counts micro-batches; only NeMo's own data modules have it count steps.
+        limit_val_batches=0 if not validates else 1.0 if _OWN_DATA & features else 2,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         use_distributed_sampler=False,
@@ -281,7 +283,7 @@ def data_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
     if "shuffled" in features:
         ranks = int(os.environ["WORLD_SIZE"])
         return Shuffled(_STEPS_OF_EPOCH * GLOBAL_BATCH // ranks, 5 if "own-generator" in features else None)
-    if {"own-data", "epochs", "cyclic", "uneven", "start-hooks", "two-loaders"} & features:
+    if _OWN_DATA & features:
         samples = _STEPS_OF_EPOCH * GLOBAL_BATCH if "epochs" in features else 50 * GLOBAL_BATCH
         if "uneven" in features:
             samples += 3

@@ -1,0 +1,96 @@
+"""Buffers that are a rank's own: when they are kept, and what says that there is nothing to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from checkpointless.recovery import own_buffers
+from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own_buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
+from checkpointless.recovery.transfer import Key
+
+NAME: Key = ("buffer", "norm.running_mean")
+
+Answers = Callable[[list[object]], None]
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """Two ranks; says what the other one answers from now on (default: the same)."""
+    others: list[object] = []
+
+    def gather(mine: object) -> list[object]:
+        return [mine, others[0] if others else mine]
+
+    monkeypatch.setattr(own_buffers, "all_gather_json", gather)
+    monkeypatch.setattr(own_buffers.dist, "get_rank", lambda: 0)
+    return lambda answers: others.__setitem__(slice(None), answers)
+
+
+def buffers(value: float) -> dict[Key, torch.Tensor]:
+    return {NAME: torch.full((3,), value)}
+
+
+@pytest.mark.usefixtures("group")
+def test_what_never_changes_is_not_kept() -> None:
+    own = OwnBuffers()
+    own.begin(buffers(1.0), [0, 1])
+    own.keep(1, Stage.COMMITTED, buffers(1.0), None)
+    assert own.record(1, Stage.COMMITTED, None) == NOTHING
+
+
+@pytest.mark.usefixtures("group")
+def test_what_has_changed_is_kept_from_then_on() -> None:
+    own = OwnBuffers()
+    own.begin(buffers(1.0), [0, 1])
+    own.keep(1, Stage.COMMITTED, buffers(2.0), None)
+    own.keep(2, Stage.COMMITTED, buffers(1.0), None)
+    for step, value in ((1, 2.0), (2, 1.0)):
+        kept = own.record(step, Stage.COMMITTED, None)
+        assert kept is not None
+        assert decode(kept)[NAME].equal(torch.full((3,), value))
+
+
+def test_what_differs_in_the_beginning_is_kept(group: Answers) -> None:
+    group([{"small": 7, "large": {}}])
+    own = OwnBuffers()
+    own.begin(buffers(1.0), [0, 1])
+    own.keep(1, Stage.COMMITTED, buffers(1.0), None)
+    assert own.record(1, Stage.COMMITTED, None) != NOTHING
+
+
+def test_a_new_process_without_a_beginning_takes_what_it_keeps_first_for_it() -> None:
+    """So whose buffers had not changed must be told what they were: the first that it keeps are of a later step."""
+    told, untold = OwnBuffers(), OwnBuffers()
+    told.begun_with(buffers(1.0))
+    for own in (told, untold):
+        own.keep(5, Stage.COMMITTED, buffers(2.0), None)
+    assert told.record(5, Stage.COMMITTED, None) != NOTHING
+    assert untold.record(5, Stage.COMMITTED, None) == NOTHING
+
+
+@pytest.mark.usefixtures("group")
+def test_a_beginning_that_is_known_stays() -> None:
+    own = OwnBuffers()
+    own.begin(buffers(1.0), [0, 1])
+    own.begun_with(buffers(2.0))
+    own.keep(5, Stage.COMMITTED, buffers(2.0), None)
+    assert own.record(5, Stage.COMMITTED, None) != NOTHING
+
+
+def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> None:
+    large: dict[Key, torch.Tensor] = {NAME: torch.zeros(OWN_BUFFER_BYTES // 4 + 1)}
+    own = OwnBuffers()
+    own.begin(large, [0, 1])
+    group([{"small": None, "large": {"norm.running_mean": 7}}])
+    own.keep(1, Stage.COMMITTED, large, None)
+    group([{"norm.running_mean": 7}])
+    own.compare(1, lambda: [0, 1])
+    other = {"alive": False, "record": "lost", "differ": []}
+    group([other])
+    found = own.lost(large, NOTHING, {1: [0]}, alive=False)
+    assert list(found) == [1]
+    assert "norm.running_mean of its modules' buffers are too large to be kept" in found[1]
