@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,9 @@ EMA = Run("ema")
 MODULE, HOOKS = Run("module-state"), Run("callback-hooks")
 SAVES = Run("modelckpt", 5)
 BACKGROUND = Run("modelckpt,async-save", 5)
+#: With a slow disk a save outlasts several steps, and is then lost with its writer: here earlier ones end in time.
+ONE_SAVE_UNDER_WAY = replace(BACKGROUND, layout=("--saves-end-before", "4"))
+NO_SAVE_UNDER_WAY = replace(BACKGROUND, layout=("--saves-end-before", "5"))
 STOPS = Run("earlystop", 10)
 PLATEAU = Run("plateau", 7)
 RESUMED = Run("own-data", 8, resumed=4)
@@ -213,8 +216,8 @@ CASES = (
     Case("one in the background that all have begun", BACKGROUND, ("exception@between:rank=1,step=4",)),
     Case("one in the background that some have begun", BACKGROUND, ("exception@after_optimizer:rank=1,step=4",)),
     # Its writers have not ended by then: nothing of what it saves has changed yet, and it is made again
-    Case("one in the background, sigkill in the next step", BACKGROUND, ("sigkill@forward:rank=1,step=5",)),
-    Case("the last one in the background, sigterm", BACKGROUND, ("sigterm@optimizer:rank=2,step=5",)),
+    Case("one in the background, sigkill in the next step", ONE_SAVE_UNDER_WAY, ("sigkill@forward:rank=1,step=5",)),
+    Case("the last one in the background, sigterm", NO_SAVE_UNDER_WAY, ("sigterm@optimizer:rank=2,step=5",)),
     # 9: a finished validation is not repeated
     Case("early stop, exception", STOPS, ("exception@before_optimizer:rank=1,step=5",), apart=ONCE),
     Case("early stop, sigkill", STOPS, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),

@@ -93,6 +93,22 @@ class Pace(pl.Callback):
         time.sleep(self.seconds)
 
 
+class EndsSaves(pl.Callback):
+    """Ends the saves in the background before a step begins, however long their writers take.
+
+    Args:
+        step: which; 0: never.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Wait for the writers, all ranks together."""
+        if trainer.global_step + 1 == self.step:
+            trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+
+
 class Breaks(pl.Callback):
     """Fails on rank 1, once in a job, where no phase of a fault spec lies.
 

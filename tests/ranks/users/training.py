@@ -36,6 +36,7 @@ from tests.ranks.users.parts import (
     Breaks,
     CountingData,
     CountingGPT,
+    EndsSaves,
     KeepsByHooks,
     NumberedTextData,
     OwnData,
@@ -101,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--validate-every", type=int, default=2, help="steps")
     parser.add_argument("--save-every", type=int, default=2, help="steps")
+    parser.add_argument("--saves-end-before", type=int, default=0, help="step that waits for background saves")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that each step waits")
     parser.add_argument("--resume-from", type=Path, help="a checkpoint of NeMo's")
     options = parser.parse_args()
@@ -214,6 +216,8 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
         callbacks.append(Pace(options.pace))
     if "earlystop" in features:  # no validation after the first is so much better
         callbacks.append(EarlyStopping("val_loss", patience=2, min_delta=10.0))
+    if options.saves_end_before:
+        callbacks.append(EndsSaves(options.saves_end_before))
     callbacks += [Probe(fit), Breaks(fit, os.environ.get(end.BREAKS_ENV, ""))]
     if {"modelckpt", "monitored"} & features:
         best = "monitored" in features
