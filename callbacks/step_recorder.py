@@ -80,10 +80,11 @@ class StepRecorder(Callback):
             return
         self._recorded = trainer.global_step
         step = _job_step(trainer)
-        if getattr(trainer.strategy, "replaying", False) and (self._log.last_step() or 0) >= step:
-            return
+        # On every rank, whether it has recorded the step before a fault or not: what is recorded may be collective.
         complete_parameters(trainer)
         params, extras = _digest_of_parameters(trainer), extras_of(trainer)
+        if getattr(trainer.strategy, "replaying", False) and (self._log.last_step() or 0) >= step:
+            return
         self._log.record(step, loss_of(outputs), params, extras)
 
     @override

@@ -91,6 +91,13 @@ def test_a_parameter_gather_that_overlaps_with_the_next_step(disturb: Disturb) -
     through_faults(disturb, "strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
 
 
+def test_a_step_that_only_some_ranks_have_recorded_before_a_fault(disturb: Disturb) -> None:
+    """What is recorded is gathered by all ranks: also by those that have recorded the step already."""
+    slow = f"callbacks.slow={{_target_: {WAYS}.slow_state.SlowToRecord, rank: 1, step: 2, seconds: 3}}"
+    gathers = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
+    through_faults(disturb, slow, *gathers, faults=("exception@forward:rank=2,step=3",))
+
+
 # --- fp16 ---------------------------------------------------------------------------------------------------------
 
 FP16 = (
