@@ -18,20 +18,20 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointlessCallback(Callback):
-    """Shows the wrapper and the agent how training goes, and says which rungs of recovery are used.
+    """Reports training progress to the wrapper and the agent, and selects which rungs of recovery are used.
 
     Args:
         enable_inprocess: after a fault, re-enter the block in the living process. False: the process ends and the
             agent starts a new one. (The documented default is False, which would switch off what the callback is
             for; here it is True.)
-        enable_checkpointless: recover the state from living replicas. Needs ``enable_inprocess``, which is its
-            default. False: from storage only. (Documented default: False.)
+        enable_checkpointless: recover the state from living replicas. Needs ``enable_inprocess``, whose value is
+            the default. False: recover from storage only. (The documented default is False.)
         enable_checksum: compare the replicas of each shard before a recovery. Needs ``enable_checkpointless``.
-        clean_tensor_hook: remove the hooks of all parameters of the model that is left behind at a restart.
-        clean_lightning_module: drop the trainer's references to its module at a restart.
+        clean_tensor_hook: at a restart, remove the hooks of all parameters of the model that is left behind.
+        clean_lightning_module: at a restart, drop the trainer's references to its module.
 
     Raises:
-        ValueError: an option is set without the one that it needs.
+        ValueError: an option is set without the option that it needs.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class CheckpointlessCallback(Callback):
 
     @staticmethod
     def get_wrapper_from_trainer(trainer: pl.Trainer) -> HPCallWrapper | None:
-        """The wrapper that ``trainer`` runs in: ``trainer.wrapper`` if it was set, else the active one."""
+        """Return the wrapper that ``trainer`` runs in: ``trainer.wrapper`` if it was set, else the active one."""
         wrapper: HPCallWrapper | None = getattr(trainer, "wrapper", None)
         return wrapper if wrapper is not None else active_call_wrapper()
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Register what is to be cleaned at a restart."""
+        """Register the clean-up that the options ask for at a restart."""
         trainer_ref = weakref.ref(trainer)
         if self.clean_tensor_hook:
             register_cleanup("tensor hooks", lambda: _clean_tensor_hooks(trainer_ref()))
@@ -72,18 +72,18 @@ class CheckpointlessCallback(Callback):
 
     @staticmethod
     def get_peft_callback(trainer: pl.Trainer) -> Any:
-        """NeMo's PEFT callback among those of ``trainer``, or None."""
+        """Return NeMo's PEFT callback among those of ``trainer``, or None."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return next((each for each in callbacks if hasattr(each, "set_params_to_save")), None)
 
     def _try_adapter_checkpointless_restore(self, trainer: pl.Trainer, params_to_save: set[str]) -> None:
-        """The adapters of a PEFT run are in their place: the state can be kept from now on. Does it once.
+        """Tell the strategy, once, that the adapters of a PEFT run are in place, so that the state can be kept.
 
-        After a fault the strategy had them added earlier, and memory has filled them already.
+        After a fault the strategy has added the adapters earlier, and memory has filled them already.
 
         Args:
             trainer: the trainer.
-            params_to_save: the names of what NeMo saves as adapters.
+            params_to_save: the names of the parameters that NeMo saves as adapters.
         """
         if self.tried_adapter_checkpointless:
             return
@@ -102,7 +102,7 @@ class CheckpointlessCallback(Callback):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """An optimizer step begins."""
+        """Tell the wrapper that an optimizer step begins."""
         peft = self.get_peft_callback(trainer)
         if peft is not None:
             self._try_adapter_checkpointless_restore(trainer, peft.params_to_save)
@@ -115,7 +115,7 @@ class CheckpointlessCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """An optimizer step is over; the first one after an incident has the loggers told of it."""
+        """Tell the wrapper that an optimizer step is over, and log an incident after the first step since."""
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is None or _is_replaying(trainer):
             return
@@ -125,21 +125,21 @@ class CheckpointlessCallback(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """No step is left to make: the report tells training from what comes after it."""
+        """Tell the wrapper that no step is left, so that the report can tell training from what comes after it."""
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None:
             wrapper.end_training(trainer.global_step)
 
     @override
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Validation makes progress too."""
+        """Show the agent that validation makes progress, too."""
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None:
             wrapper.beat()
 
 
 def _is_replaying(trainer: pl.Trainer) -> bool:
-    """Whether a committed step is gone through again for what follows its update: it is not in the making."""
+    """Return whether a committed step is replayed for what follows its update, so that no step is in the making."""
     return bool(getattr(trainer.strategy, "replaying", False))
 
 

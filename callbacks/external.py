@@ -1,6 +1,6 @@
-"""What ``checkpointless run`` asks of a Lightning trainer, whichever strategy that has.
+"""The callbacks that ``checkpointless run`` adds to a Lightning trainer, whichever strategy it uses.
 
-Lightning adds what the entry points of the group ``lightning.pytorch.callbacks_factory`` return to every trainer.
+Lightning adds to every trainer what the entry points of the group ``lightning.pytorch.callbacks_factory`` return.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MARK = "_checkpointless_external"
 
 
 def asked_for() -> list[Callback]:
-    """The callbacks that ``--record-steps`` and ``--fault`` ask this process for; none outside of such a run."""
+    """Return the callbacks that ``--record-steps`` and ``--fault`` ask this process for; without these, none."""
     asked = [StepRecorder.from_environment(), HPFaultInjectionCallback.from_environment()]
     found: list[Callback] = [callback for callback in asked if callback is not None]
     for callback in found:
@@ -25,5 +25,5 @@ def asked_for() -> list[Callback]:
 
 
 def without_external(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Those that did not come from here: a checkpointless strategy adds its own, after all others."""
+    """Return the callbacks not from :func:`asked_for`; a checkpointless strategy adds its own after all others."""
     return [callback for callback in callbacks if not getattr(callback, _MARK, False)]

@@ -1,4 +1,4 @@
-"""Causes faults at their phases of Lightning's loop."""
+"""The callback that causes faults at given phases of Lightning's loop."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from checkpointless.telemetry.events import RUN_DIR_ENV
 
 
 class HPFaultInjectionCallback(Callback):
-    """Injects faults into any Lightning trainer, for tests of recovery. Off unless it is asked for.
+    """Injects faults into any Lightning trainer, to test recovery. It is off unless it is asked for.
 
-    Never touches the training's random streams. Phases inside the optimizer update and in the set-up of a
-    generation need a checkpointless strategy; the others work with every strategy. Kind ``dataloader`` is for a
+    It never touches the training's random streams. Phases inside the optimizer update and in the set-up of a
+    generation need a checkpointless strategy; the others work with every strategy. The kind ``dataloader`` needs a
     loader with workers.
 
     Args:
         faults: fault specs, such as ``exception@forward:rank=2,step=7``.
-        injector: an injector instead of specs.
+        injector: an injector to use instead of ``faults``.
 
     Raises:
         FaultSpecError: a spec is wrong, or asks for a GPU where CUDA is not available.
@@ -57,22 +57,23 @@ class HPFaultInjectionCallback(Callback):
         self.listen()
 
     def listen(self) -> None:
-        """Be the one who hears of the phases that a strategy announces."""
+        """Register as the listener for the phases that a strategy announces."""
         call = active_call_wrapper()
         if call is not None:
             call.phase_hook = self.enter_phase
 
     @classmethod
     def from_environment(cls) -> HPFaultInjectionCallback | None:
-        """The callback that ``checkpointless run --fault`` asks this process for, or None."""
+        """Return the callback that ``checkpointless run --fault`` asks this process for, or None."""
         injector = from_environment(int(os.environ.get("RANK", "0")))
         return cls(injector=injector) if injector is not None else None
 
     def enter_phase(self, phase: str, step: int, damage: Callable[[], None] | None = None) -> None:
-        """Cause what is due at ``phase`` of ``step``.
+        """Cause the faults that are due at ``phase`` of ``step``.
 
         Args:
-            damage: flips a bit of what this phase works on; default: of this rank's share of the training state.
+            damage: flips a bit of what this phase works on. Default: flip a bit of this rank's shard of the
+                training state.
         """
         call = active_call_wrapper()
         self.injector.at(FaultPhase(phase), step, call.generation if call is not None else 0, damage)
@@ -81,7 +82,7 @@ class HPFaultInjectionCallback(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A step begins. With a strategy that announces no phases, its batch is in hand already."""
+        """Begin a step. With a strategy that announces no phases, the batch of the step is already fetched here."""
         call = active_call_wrapper()
         manager = call.checkpoint_manager if call is not None else None
         self._step = trainer.global_step + 1 + (manager.offset if manager is not None else 0)
@@ -99,32 +100,32 @@ class HPFaultInjectionCallback(Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The backward pass is over. (A strategy that announces phases says itself when gradients are reduced.)"""
+        """Enter the phase ``sync``, unless the strategy announces itself when gradients are reduced."""
         if not hasattr(trainer.strategy, "live_state"):
             self.enter_phase("sync", self._step)
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """The gradients are there."""
+        """Enter the phase ``before_optimizer``: the gradients are available."""
         self.enter_phase("before_optimizer", self._step)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The step is committed."""
+        """Enter the phases that follow the commit of the step."""
         self.enter_phase("after_optimizer", self._step)
         self.enter_phase("between", self._step)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Take the hook off the model."""
+        """Remove the hook from the model."""
         if self._backward_hook is not None:
             self._backward_hook.remove()
             self._backward_hook = None
 
 
 def _batches_of(trainer: pl.Trainer | None) -> Any:
-    """Torch's iterator over the training data, or None if it has no workers."""
+    """Return torch's iterator over the training data, or None if it has no workers."""
     fit_loop = getattr(trainer, "fit_loop", None)
     return next(iter(worker_iterators(getattr(fit_loop, "_combined_loader", None))), None)

@@ -1,4 +1,4 @@
-"""What the trainer's own loggers are told of an incident, beside the loss that goes on."""
+"""The metrics of an incident that go to the trainer's own loggers, next to the loss."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ PREFIX = "checkpointless/"
 
 
 def incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, float]:
-    """What rank 0 knows of the incident that this generation came after, without asking any other.
+    """Return what rank 0 knows of the incident that preceded this generation, without asking any other rank.
 
     Args:
         call: the running wrapper.
-        step: the first optimizer step that was committed since.
-        now_s: on the monotonic clock.
+        step: the first optimizer step that was committed after the incident.
+        now_s: the time now on the monotonic clock, in seconds.
 
     Returns:
-        By name: ``incidents`` (of the job so far) and ``generation``; where they are known ``recovery_seconds``
-        from this node's notice of the fault until now, and ``steps_lost``, the committed steps that had to be made
-        again; ``bytes_received`` by this rank from living replicas.
+        The metrics by name: ``generation``; where they are known, ``incidents`` (of the job so far),
+        ``recovery_seconds`` from this node's notice of the fault until now, and ``steps_lost``, the number of
+        committed steps that had to be made again; ``bytes_received`` by this rank from living replicas.
     """
     found: dict[str, float] = {"generation": float(call.generation)}
-    if call.incident is not None and call.incident.isdecimal():  # agents number incidents through
+    if call.incident is not None and call.incident.isdecimal():  # agents number incidents consecutively
         found["incidents"] = float(call.incident)
     if call.recovering_since_s is not None:
         found["recovery_seconds"] = now_s - call.recovering_since_s
@@ -45,20 +45,20 @@ def incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, 
 
 
 def log_incident(trainer: pl.Trainer, call: HPCallWrapper, step: int) -> None:
-    """Tell every logger of rank 0 of the incident, where the loss of ``step`` stands.
+    """Log the incident to every logger of rank 0, in the row of the loss of ``step``.
 
-    A logger that fails does not end the training for it: the warning has its traceback. Nothing is communicated and
-    no random number drawn.
+    A logger that fails does not end the training: a warning with its traceback is logged. Nothing is communicated
+    and no random number is drawn.
 
     Args:
-        trainer: in ``on_train_batch_end`` of that step.
-        call: the running wrapper, in a generation that came after an incident.
+        trainer: the trainer, in ``on_train_batch_end`` of ``step``.
+        call: the running wrapper, in a generation that follows an incident.
         step: the first optimizer step of the generation.
     """
     if not trainer.is_global_zero:
         return
     metrics = incident_metrics(call, step, time.monotonic())
-    row = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning's own axis, of the loss and learning rate
+    row = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning's axis for loss and learning rate
     for each in trainer.loggers:
         try:
             each.log_metrics(metrics, step=row)

@@ -1,4 +1,4 @@
-"""What ``--record-steps`` notes of a trainer beside loss and parameters."""
+"""What ``--record-steps`` records of a trainer besides loss and parameters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from checkpointless.recovery.value_digest import digest_value
 from checkpointless.telemetry.steps import StepExtras
 
 _CHECKPOINT_SUFFIX = ".ckpt"
-#: What a folder has in it that is a checkpoint: NeMo's, Megatron's and torch's distributed ones.
+#: A folder with one of these in it is a checkpoint of NeMo, Megatron or torch's distributed checkpointing.
 _CHECKPOINT_PARTS = ("weights", "metadata.json", ".metadata")
 _REMOVAL = "(_remove_checkpoint)"  # Python names a thread after the function that it runs
 _REMOVED_S = 30.0
 
 
 def complete_parameters(trainer: pl.Trainer) -> None:
-    """Have Megatron finish the gather that it would leave to the next forward pass. Collective.
+    """Make Megatron finish the parameter gather that it would leave to the next forward pass. Collective.
 
     With ``overlap_param_gather`` a rank has only its own shard of the new parameters after a step. The gather gives
-    the same bytes whenever it is made; NeMo does the same before it saves a checkpoint.
+    the same bytes whenever it is made; NeMo also makes it before it saves a checkpoint.
     """
     strategy: Any = trainer.strategy
     if getattr(getattr(strategy, "ddp_config", None), "overlap_param_gather", False):
@@ -36,9 +36,9 @@ def complete_parameters(trainer: pl.Trainer) -> None:
 
 
 def extras_of(trainer: pl.Trainer) -> StepExtras:
-    """Buffers, learning rates, loss scale and the state of callbacks, module and data module, as they are now.
+    """Return buffers, learning rates, loss scale and the state of callbacks, module and data module as of now.
 
-    Every rank must call it at the same places: a ``state_dict`` may be collective.
+    Every rank must call it at the same places, because a ``state_dict`` may be collective.
     """
     optimizers: list[Any] = list(trainer.strategy.optimizers)
     rates = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
@@ -53,14 +53,14 @@ def extras_of(trainer: pl.Trainer) -> StepExtras:
 
 
 def callback_digests(trainer: pl.Trainer) -> dict[str, str]:
-    """Digest of each callback's state, by its state key; a timer measures, so no two runs could be equal in it."""
+    """Return a digest of each callback's state by its state key, without timers, which differ in every run."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     states = {each.state_key: each.state_dict() for each in callbacks if not isinstance(each, Timer)}
     return {key: digest_value(state) for key, state in states.items() if state}
 
 
 def validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
-    """What the validation that is ending has logged: numbers by name."""
+    """Return what the validation that is ending has logged, as numbers by name."""
     results: Any = trainer._results
     logged = {item.meta.name for item in results.result_metrics} if results else set()
     return {
@@ -71,9 +71,9 @@ def validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def checkpoint_names(trainer: pl.Trainer) -> list[list[str]]:
-    """The checkpoints in each local folder that a callback of the trainer saves to.
+    """Return the names of the checkpoints in each local folder that a callback of the trainer saves to.
 
-    With asynchronous saves NeMo removes checkpoints in threads of their own; they are waited for.
+    With asynchronous saves NeMo removes checkpoints in separate threads, which are waited for.
     """
     for thread in threading.enumerate():
         if _REMOVAL in thread.name:
@@ -101,13 +101,13 @@ def _is_checkpoint(entry: os.DirEntry[str]) -> bool:
 
 
 def _logged_as(name: str) -> str:
-    """The name that was given to ``log`` for what Lightning calls ``name``."""
+    """Return the name that was passed to ``log`` for what Lightning calls ``name``."""
     name = name.partition("/dataloader_idx_")[0]
     return name.removesuffix("_epoch") if name.endswith("_epoch") else name
 
 
 def _loss_scales(trainer: pl.Trainer, optimizers: list[Any]) -> tuple[str, ...] | None:
-    """The state of every loss scaler, as text; None if nothing is scaled."""
+    """Return the state of every loss scaler as text, or None if nothing is scaled."""
     megatron = [getattr(optimizer, "mcore_optimizer", None) for optimizer in optimizers]
     parts = [part for each in megatron if each is not None for part in getattr(each, "chained_optimizers", [each])]
     scalers = [getattr(part, "grad_scaler", None) for part in parts]
@@ -120,7 +120,7 @@ def _scaler_text(state: Mapping[str, Any]) -> str:
 
 
 def _module_digest(trainer: pl.Trainer) -> str | None:
-    """Digest of what the module's own hook puts into a checkpoint; None if it has no such hook."""
+    """Return a digest of what the module's ``on_save_checkpoint`` adds to a checkpoint; None without that hook."""
     module = trainer.lightning_module
     if not is_overridden("on_save_checkpoint", module):
         return None
@@ -140,7 +140,7 @@ def _module_digest(trainer: pl.Trainer) -> str | None:
 
 
 def _data_digest(trainer: pl.Trainer) -> str | None:
-    """Digest of the data module's state; None if it has none."""
+    """Return a digest of the data module's state, or None if it has no state."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     state = datamodule.state_dict() if datamodule is not None else None
     return digest_value(state) if state else None

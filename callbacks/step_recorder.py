@@ -1,4 +1,4 @@
-"""Records what each rank computed, so that two runs can be compared bit by bit."""
+"""The callback that records what each rank computed, so that two runs can be compared bit by bit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class StepRecorder(Callback):
     """Writes what every optimizer step and validation of this rank computed (``--record-steps``).
 
     A step that was committed while a fault was handled, before it could be recorded, is recorded when training
-    resumes: its loss was kept with the rank's random streams, all else is in place.
+    resumes: its loss was kept with the rank's random streams, and everything else is in place.
 
     Args:
-        log: where it goes.
+        log: the log to write to.
     """
 
     def __init__(self, log: StepLog) -> None:
@@ -39,18 +39,18 @@ class StepRecorder(Callback):
 
     @classmethod
     def from_environment(cls) -> StepRecorder | None:
-        """The recorder that ``--record-steps`` asks this process for, or None."""
+        """Return the recorder that ``--record-steps`` asks this process for, or None."""
         log = StepLog.from_environment()
         return cls(log) if log is not None else None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the step that was resumed at, if the fault came before it was; a validation may follow it."""
+        """Record the step that training resumes at if the fault came too early, as a validation may follow it."""
         self._catch_up(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Likewise if nothing starts after that step; then note the checkpoints that there are."""
+        """Record the step that training resumed at, if nothing started after it; then record the checkpoints."""
         self._catch_up(trainer)
         names = checkpoint_names(trainer)
         if names and self._log.rank == 0:
@@ -65,7 +65,7 @@ class StepRecorder(Callback):
         step = trainer.global_step
         if manager is None or call is None or call.generation == 0 or step == 0:
             return
-        # On every rank, whether it misses the step or not. The parameters are whole: recovery gathered them.
+        # Every rank does this, whether it lacks the step or not. The parameters are whole: recovery gathered them.
         params, extras = _digest_of_parameters(trainer), extras_of(trainer)
         states = manager.rng_of(step)
         if (self._log.last_step() or 0) < step and states is not None and states.loss is not None:
@@ -80,7 +80,7 @@ class StepRecorder(Callback):
             return
         self._recorded = trainer.global_step
         step = _job_step(trainer)
-        # On every rank, whether it has recorded the step before a fault or not: what is recorded may be collective.
+        # Every rank does this, even if it recorded the step before a fault: what is recorded may be collective.
         complete_parameters(trainer)
         params, extras = _digest_of_parameters(trainer), extras_of(trainer)
         if getattr(trainer.strategy, "replaying", False) and (self._log.last_step() or 0) >= step:
@@ -89,13 +89,13 @@ class StepRecorder(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record what the validation ended with, if it is one of the training's."""
+        """Record what the validation ended with, if it is part of the training."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._log.record_validation(_job_step(trainer), validation_metrics(trainer), callback_digests(trainer))
 
 
 def _job_step(trainer: pl.Trainer) -> int:
-    """The step that the trainer is at; a checkpointless strategy counts over all fits of a block."""
+    """Return the step that the trainer is at; a checkpointless strategy counts steps over all fits of a block."""
     manager = getattr(trainer.strategy, "checkpoint_manager", None)
     return int(trainer.global_step) + (manager.offset if manager is not None else 0)
 
@@ -105,10 +105,10 @@ def _digest_of_parameters(trainer: pl.Trainer) -> str:
 
 
 def loss_of(outputs: Any) -> float:
-    """The loss in what a training step returned.
+    """Return the loss in what a training step returned.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the training step returned no loss.
     """
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if loss is None:

@@ -1,7 +1,7 @@
-"""Checkpointless, in-process recovery for PyTorch Lightning, NeMo and Megatron-core.
+"""Checkpointless: in-process recovery for PyTorch Lightning, NeMo and Megatron-core.
 
-The public names that need no framework can be imported from here. They are loaded when they are first asked for, so
-that importing this package imports nothing else.
+The public names that need no framework can be imported from here. Each is loaded on first access, so importing this
+package imports nothing else.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the part of the package that it lives in."""
+    """Load a public name from the subpackage that defines it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_ELSEWHERE.get(name, 'inprocess')}"), name)
@@ -105,5 +105,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The names of this module, the ones that are not loaded yet included."""
+    """Return the names of this module, including those that are not loaded yet."""
     return sorted({*globals(), *__all__})

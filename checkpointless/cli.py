@@ -1,7 +1,7 @@
 """The command line: ``checkpointless run | train | coordinator | demo | verify | report | faults``.
 
-Nothing heavy is imported here; each command imports what it needs when it runs, so that ``--help`` and a wrong
-option answer at once.
+This module imports nothing heavy; each command imports what it needs when it runs, so that ``--help`` and wrong
+options are answered at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RECIPE_PRELOAD = (
     RECIPE_RUNNER,
 )
 USAGE_EXIT_CODE = 2
-BROKEN_PIPE_EXIT_CODE = 128 + 13  # as a shell says of a process that SIGPIPE ended
+BROKEN_PIPE_EXIT_CODE = 128 + 13  # what a shell reports for a process that SIGPIPE ended
 
 _EPILOG = """\
 examples:
@@ -97,7 +97,7 @@ _FAULT_HELP = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(_error_line(f"{message} (see `{self.prog} --help`)"))
@@ -108,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the arguments; default: those of this process.
+        argv: arguments; None: those of this process.
 
     Returns:
-        The exit status: that of the command, or 2 after one line on standard error if it cannot be done as asked.
+        The exit status of the command, or 2 after one line on standard error if it cannot be done as asked.
     """
     parser = _parser()
     options, extra = parser.parse_known_args(argv)
@@ -269,7 +269,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         return dry_run(options, config)
     max_steps = config.trainer.get("max_steps")
-    last = max_steps if isinstance(max_steps, int) and max_steps > 0 else None  # -1: as many as the epochs have
+    last = max_steps if isinstance(max_steps, int) and max_steps > 0 else None  # -1: all steps of the epochs
     world_size = options.nproc_per_node * options.nnodes
     expected = draw_into(options, world_size, last)
     specs = _specs(options.faults, world_size, last, options.nnodes, options.cpu)
@@ -304,7 +304,7 @@ def _launch(
     }
     _check_http(options)
     if options.log_level is not None:
-        os.environ[LOG_LEVEL_ENV] = options.log_level  # which the ranks inherit
+        os.environ[LOG_LEVEL_ENV] = options.log_level  # the ranks inherit it
         apply_log_level()
     run_dir = _new_run_dir(options.run_dir, name, shared=options.nnodes + options.spares > 1)
     try:
@@ -341,7 +341,7 @@ def _launch(
     missing = not_fired(specs, run_dir)
     for text in missing:
         _say(f"fault {text} did not happen, or not as often as asked for: the run never came there")
-    if not config.is_alone:  # what happened to the others may be in their own run directories
+    if not config.is_alone:  # other nodes may have recorded faults in their run directories
         return status
     problem = "" if expected is None else judge_chaos(run_dir, status, expected)
     if problem:
@@ -462,17 +462,17 @@ def _has_cuda() -> bool:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch says of its own imports
+        warnings.simplefilter("ignore")  # torch's warnings about its own imports
         import torch
-    return torch.cuda.device_count() > 0  # asks NVML first, which leaves CUDA alone: ranks are forked from here
+    return torch.cuda.device_count() > 0  # asks NVML first, without initialising CUDA: ranks are forked from here
 
 
 def _check_importable(modules: Sequence[str], beside: Path) -> None:
-    """Raise unless the packages of ``modules`` are there, without importing any.
+    """Raise unless the packages of ``modules`` can be found, without importing any.
 
     Args:
-        modules: dotted names.
-        beside: the folder of the script, from which it imports too.
+        modules: dotted names of the modules.
+        beside: folder of the script, from which the script can import too.
     """
     import importlib
     import importlib.util
@@ -484,8 +484,8 @@ def _check_importable(modules: Sequence[str], beside: Path) -> None:
         if PathFinder.find_spec(root, [str(Path.cwd()), str(beside), *sys.path]) is not None:
             continue
         try:
-            found = importlib.util.find_spec(root)  # by all finders: that of an editable install is one of its own
-        except ValueError:  # it is imported, and does not say from where
+            found = importlib.util.find_spec(root)  # by all finders: an editable install has a separate one
+        except ValueError:  # it is imported already, from an unknown place
             found = None
         if found is None and root not in sys.modules:
             raise UsageError(f"there is no module {module}")
@@ -497,7 +497,7 @@ def _check_run_dir(run_dir: Path) -> None:
 
 
 def _check_can_be_made(run_dir: Path | None) -> None:
-    """Raise if a run directory cannot be made for a reason that is known already."""
+    """Raise if a run directory cannot be created for a reason that is known already."""
     places = [] if run_dir is None else [run_dir, *run_dir.parents]
     there = next((place for place in places if place.exists()), Path.cwd())
     if not there.is_dir():
@@ -507,10 +507,12 @@ def _check_can_be_made(run_dir: Path | None) -> None:
 
 
 def _new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
-    """The directory of a new run; one that holds a run already is refused, because the two would mix.
+    """Return the directory of a new run; refuse one that already holds a run, because the two would mix.
 
     Args:
-        shared: other nodes of the same run may have written into it, or this one's predecessor.
+        asked: directory that the user asked for; None: a new one under :data:`RUNS_DIR`.
+        name: name of the run, for the new directory's name.
+        shared: whether other nodes of the same run, or this node's predecessor, may have written into it.
     """
     if asked is None:
         started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
@@ -525,7 +527,7 @@ def _new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
 
 
 def _say(line: str) -> None:
-    """Say something about a job, beside what its ranks print."""
+    """Print a line about a job to standard error, besides what its ranks print."""
     shown = "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in line)
     sys.stderr.write(f"{PROG}: {shown}\n")
     sys.stderr.flush()

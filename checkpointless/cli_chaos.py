@@ -1,4 +1,4 @@
-"""The options and commands of chaos: faults drawn by a seed, for jobs of the demo and for a user's own."""
+"""The options and commands of chaos: faults drawn from a seed, for jobs of the demo and for a user's jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEEDS_CHAOS = {"seed": None, "overlap": False, "chaos_case": None, "chaos_steps
 
 
 def add_demo_options(parser: argparse.ArgumentParser) -> None:
-    """Those of ``demo``."""
+    """Add the chaos options of ``demo``."""
     add = parser.add_argument
     add("--chaos", type=positive, metavar="N", help="instead: N small jobs with drawn layouts and faults")
     add("--seed", type=count, metavar="K", help=_SEED_HELP)
@@ -26,7 +26,7 @@ def add_demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Those of ``run`` and ``train``."""
+    """Add the chaos options of ``run`` and ``train``."""
     add = parser.add_argument
     add("--chaos", type=positive, metavar="N", help="cause N drawn faults, one after the other")
     add("--seed", type=count, metavar="K", help=_SEED_HELP)
@@ -42,7 +42,7 @@ def check_goes_with_chaos(options: argparse.Namespace) -> None:
     """Refuse options that mean nothing without ``--chaos``.
 
     Raises:
-        UsageError: there is one.
+        UsageError: one of these options is given without ``--chaos``.
     """
     for name, default in _NEEDS_CHAOS.items():
         if options.chaos is None and getattr(options, name, default) != default:
@@ -53,15 +53,15 @@ def draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -
     """Add drawn faults to those that were asked for.
 
     Args:
-        options: of ``run`` or ``train``; its ``faults`` grow.
+        options: options of ``run`` or ``train``; the drawn faults are added to ``options.faults``.
         world_size: number of ranks.
-        steps: optimizer steps of the job, if they are known.
+        steps: number of optimizer steps of the job; None if not known.
 
     Returns:
-        What must come of them; None if none were asked for.
+        The expected outcome of the job; None if no drawn faults were asked for.
 
     Raises:
-        UsageError: they cannot be drawn so.
+        UsageError: the faults cannot be drawn as asked.
     """
     check_goes_with_chaos(options)
     if options.chaos is None:
@@ -80,12 +80,12 @@ def draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -
 
 
 def judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
-    """What is wrong with what came of a job with drawn faults ("" if nothing is).
+    """Return what is wrong with the outcome of a job with drawn faults ("" if nothing is).
 
     Args:
-        run_dir: of the job.
-        code: its exit code.
-        expected: what :func:`draw_into` said.
+        run_dir: run directory of the job.
+        code: exit code of the job.
+        expected: outcome that :func:`draw_into` returned.
     """
     outcome = outcome_of(code, summarize(read_events(run_dir)))
     if outcome is expected:
@@ -94,10 +94,10 @@ def judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
 
 
 def demo_chaos(options: argparse.Namespace, run_dir: Path) -> int:
-    """``demo --chaos``.
+    """Run ``demo --chaos``.
 
     Raises:
-        UsageError: it cannot be done as asked.
+        UsageError: the command cannot be done as asked.
     """
     asked: dict[str, Any] = {"--layout": options.layout, "--dropout": options.dropout, "--fault": options.faults}
     fixed = [name for name, value in asked.items() if value]

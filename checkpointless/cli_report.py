@@ -1,4 +1,4 @@
-"""``checkpointless report``: its options, and what it writes where."""
+"""The command ``checkpointless report``: its options, and what it writes where."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def report_command(options: argparse.Namespace) -> int:
-    """Show and write the report.
+    """Show the report and write it to files.
 
     Raises:
-        UsageError: there is no run, or a file cannot be written.
+        UsageError: there is no run, or a file cannot be read or written.
     """
     from checkpointless.telemetry.events import EVENTS_FILE, read_events
     from checkpointless.telemetry.report import as_json, build_report
@@ -141,7 +141,7 @@ def _show(report: Report) -> None:
 
 
 def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:
-    """The tracebacks of the ranks that failed, as far as they raised anything, by incident."""
+    """Return the tracebacks of the ranks that failed, as far as they raised anything, by incident."""
     from checkpointless.telemetry.tracebacks import traceback_path
 
     found = {}
@@ -151,7 +151,7 @@ def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:
             try:
                 found[incident.incident] = path.read_text(errors="backslashreplace")
             except FileNotFoundError:
-                continue  # it raised nothing
+                continue  # the rank raised nothing
             except OSError as error:
                 raise UsageError(f"cannot read {path}: {error.strerror}") from error
     return found

@@ -1,4 +1,4 @@
-"""What the commands show, as tables for the terminal."""
+"""Tables for the terminal with the output of the commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from checkpointless.telemetry.report import PHASE_OF, PHASES, Report
 from checkpointless.telemetry.restart import Comparison
 from checkpointless.telemetry.verify import Quantity, Steps, Verdict
 
-#: Columns where the output is a pipe or a file, which has no width of its own.
+#: Width, in columns, if the output is a pipe or a file, which has no width.
 _FILE_WIDTH = 160
 _MOST_INCIDENTS = 30
 _MOST_COLUMNS = 8
 _LONGEST_CAUSE = 120
 _BAR_WIDTH = 20
 _LONG_BAR = 56
-#: How the phases of an incident are drawn, for terminals with colours and without.
+#: How the phases of an incident are drawn, on terminals with and without colours.
 _MARKS = {
     "notice": ("!", "red"),
     "stop": ("x", "yellow"),
@@ -33,7 +33,7 @@ _STAGE_TITLE = "seconds of each stage, on the rank that took longest"
 
 
 def console() -> Console:
-    """A console that shows text as it is."""
+    """Return a console that shows text as it is."""
     plain = Console(markup=False, highlight=False, emoji=False)
     if not plain.is_terminal:
         plain.width = _FILE_WIDTH
@@ -41,7 +41,7 @@ def console() -> Console:
 
 
 def time_table(report: Report) -> Table:
-    """What the run's time was spent on, and what restarts from a checkpoint would have made of it."""
+    """Return a table of what the run's time was spent on."""
     table = Table("time", "", "", title="what the time was spent on", title_justify="left")
     spent = report.spent
     if spent is None:
@@ -66,7 +66,7 @@ def time_table(report: Report) -> Table:
 
 
 def restart_table(comparison: Comparison) -> Table:
-    """What restarts from a checkpoint would have cost, with every figure that it rests on."""
+    """Return a table of what restarts from a checkpoint would have cost, with every figure that this rests on."""
     table = Table("", "", "", title="had each fault been a restart from a checkpoint", title_justify="left")
     for each in comparison.assumptions:
         value = "per fault" if each.seconds is None else wording.duration(each.seconds)
@@ -83,7 +83,7 @@ def restart_table(comparison: Comparison) -> Table:
 
 
 def incident_table(report: Report) -> Table:
-    """What each incident was and how it ended; of many the newest."""
+    """Return a table of what each incident was and how it ended; if there are many, only the newest are shown."""
     incidents = report.incidents
     hidden = max(0, len(incidents) - _MOST_INCIDENTS)
     title = "incidents" + (f" ({hidden} earlier ones are in --json and --html)" if hidden else "")
@@ -113,7 +113,7 @@ def incident_table(report: Report) -> Table:
 
 
 def bar_table(report: Report) -> Table:
-    """The time of each incident as a bar of its stages, on one scale; of many incidents the newest."""
+    """Return a table with each incident's time as a bar of its stages, on one scale; of many, only the newest."""
     key = "  ".join(f"{_MARKS[phase][0]} {phase}" for phase in PHASES)
     table = Table("#", key, "took", title="where their time went", title_justify="left")
     shown = list(enumerate(report.incidents, start=1))[-_MOST_INCIDENTS:]
@@ -130,7 +130,7 @@ def bar_table(report: Report) -> Table:
 
 
 def stage_table(report: Report) -> Table:
-    """How long each stage took, over all incidents and, of a few, in each."""
+    """Return a table of how long each stage took, over all incidents and, if there are few, in each of them."""
     single = report.incidents if len(report.incidents) <= _MOST_COLUMNS else ()
     table = Table("stage", "share of the time", title=_STAGE_TITLE, title_justify="left")
     for name in ("median", "longest", *(f"#{number}" for number in range(1, len(single) + 1))):
@@ -167,7 +167,7 @@ def _in_seconds(seconds: float | None) -> str:
 
 
 def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) -> Table:
-    """What was compared, and the two values of the first difference."""
+    """Return a table of what was compared, and of the two values of the first difference."""
     table = Table("", *names)
     table.add_row("ranks", str(len(a)), str(len(b)))
     table.add_row("steps recorded", *(str(sum(len(records) for records in run.values())) for run in (a, b)))
@@ -178,7 +178,7 @@ def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) 
 
 
 def _with_decimal(value: str, quantity: Quantity) -> str:
-    """A value as recorded, and what a hexadecimal number in it is."""
+    """Return a value as recorded, after the decimal form of any hexadecimal numbers in it."""
     numbers = value.split()
     if quantity not in (Quantity.LOSS, Quantity.LR, Quantity.METRIC) or not all(map(_is_number, numbers)):
         return value
@@ -186,12 +186,12 @@ def _with_decimal(value: str, quantity: Quantity) -> str:
 
 
 def _is_number(text: str) -> bool:
-    """Whether it is what ``float.hex()`` gives; a digest has digits only."""
+    """Return whether ``text`` is what ``float.hex()`` gives; a digest has digits only."""
     return "0x" in text or text.lstrip("-") in ("nan", "inf")
 
 
 def support_table() -> Table:
-    """Which kinds of fault can be caused in which phases, and what is expected of each."""
+    """Return a table of which kinds of fault can be caused in which phases, and what is expected of each kind."""
     table = Table(
         "kind",
         "how=",
@@ -206,7 +206,7 @@ def support_table() -> Table:
 
 
 def _phases(phases: frozenset[FaultPhase]) -> str:
-    """Phases by name, or those that are missing if they are fewer."""
+    """List the phases by name, or the missing ones if they are fewer."""
     there, missing = (
         [phase.value for phase in FaultPhase if (phase in phases) is wanted] for wanted in (True, False)
     )

@@ -1,4 +1,4 @@
-"""`train`: its options, what is checked before anything starts, and the dry run."""
+"""The command `train`: its options, the checks before anything starts, and the dry run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ examples:
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
-    """Those that only ``train`` has."""
+    """Add the options that only ``train`` has."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -30,21 +30,21 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that comes along")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="a value to set in it, by dotted key")
-    parser.set_defaults(nproc_per_node=None, nnodes=None)  # the recipe's
+    parser.set_defaults(nproc_per_node=None, nnodes=None)  # None: as in the recipe
 
 
 def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> DictConfig:
-    """Load the recipe, check that it can be done as asked and fill in how many ranks there are.
+    """Load the recipe, check that it can be trained as asked, and fill in the number of ranks.
 
     Args:
-        options: of ``train``; its numbers of nodes and of ranks are set where they were not given.
-        has_cuda: whether there are GPUs here; asked only if it matters.
+        options: options of ``train``; the numbers of nodes and of ranks are set if they were not given.
+        has_cuda: function that says whether this machine has GPUs; called only if it matters.
 
     Returns:
         The recipe with its overrides.
 
     Raises:
-        UsageError: it cannot be done.
+        UsageError: the recipe cannot be trained as asked.
     """
     try:
         from checkpointless.recipes.checks import check_settings
@@ -63,7 +63,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
     options.cpu = options.cpu or os.environ.get("CHECKPOINTLESS_CPU") == "1"
     try:
         config = load(name, options.overrides)
-        if config.trainer.get("accelerator") == "cpu":  # which asks for it as `--cpu` does
+        if config.trainer.get("accelerator") == "cpu":  # which asks for CPU ranks, as `--cpu` does
             options.cpu = True
         if needs_gpu(config) and options.cpu:
             raise UsageError(f"{name} trains on GPUs (trainer.accelerator=gpu): leave out --cpu")
@@ -77,7 +77,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         layout = layout_of(config, options.nnodes or (None if options.dry_run else 1), options.nproc_per_node)
         check_layout(config, layout)
         check_settings(config, layout)
-        if not options.dry_run:  # which is asked for elsewhere, too
+        if not options.dry_run:  # a dry run may be done on another machine
             check_requirements(config, layout, Machine.here())
         if options.dry_run and checkpointless_enabled(config):
             check_replicas(layout)
@@ -91,11 +91,11 @@ def dry_run(options: argparse.Namespace, config: DictConfig) -> int:
     """Show what `train` would start.
 
     Args:
-        options: that :func:`check_train` has seen.
-        config: what it gave.
+        options: options that :func:`check_train` has filled in.
+        config: recipe that :func:`check_train` returned.
 
     Raises:
-        UsageError: the model cannot be laid out so.
+        UsageError: the model cannot be laid out as asked.
     """
     from checkpointless.cli_tables import console
     from checkpointless.recipes.counting import counted

@@ -1,4 +1,4 @@
-"""Values on the command line, and what is said of wrong ones."""
+"""Parsers of values on the command line, with messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done; the message is one line that says what to do instead."""
+    """Raised if what was asked for cannot be done; the message is one line that says what to do instead."""
 
 
 def positive(text: str) -> int:

@@ -1,4 +1,4 @@
-"""What the terminal shows of a job beside the ranks' own output: one calm block per incident."""
+"""What the terminal shows of a job besides the output of its ranks: one calm block of lines per incident."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ logger = logging.getLogger(__name__)
 
 _CALM_S = 0.25
 _TELLING_S = 0.05
-_PORTION_BYTES = 64 * 1024  # a look: a few milliseconds of this process, whose other thread runs the job
+_PORTION_BYTES = 64 * 1024  # per read: a few milliseconds of this process, whose other thread runs the job
 _FLUSH_S = 0.5
-_LAST_WORDS_S = 0.5  # for what ranks have still to say of an incident that is over
+_LAST_WORDS_S = 0.5  # for what ranks have still to report of an incident that is over
 _CLOSE_S = 5.0
 
 
 class Terminal:
-    """Shows the agent's lines, and between them how each incident goes on, from the job's event log.
+    """Shows the agent's lines and, between them, how each incident proceeds according to the job's event log.
 
-    A thread of its own writes, so that a terminal that does not take any more holds nobody up but itself.
+    A separate thread writes, so that a blocked terminal holds up nothing else.
 
     Args:
-        write: shows one line.
-        run_dir: the job's run directory.
-        node: the number of this node's agent; -1 for a coordinator in a process of its own.
+        write: function that shows one line.
+        run_dir: run directory of the job.
+        node: index of this agent's node; -1 for a coordinator in a separate process.
     """
 
     def __init__(self, write: Callable[[str], None], run_dir: Path, node: int) -> None:
         self._write = write
-        self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with when, as events have it
+        self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with times, as in events
         self._tail = LineTail(run_dir / EVENTS_FILE, _PORTION_BYTES)
-        self._errands = Errands()  # the agent's lines are shown, too, while the disk of the log does not answer
+        self._errands = Errands()  # the agent's lines are shown even while the log's disk stalls
         self._late: deque[bytes] = deque()
         self._narrator = Narrator(run_dir, node, os.getpid())
-        # An incident's first and last line come from the agent and from the event log: shown is what comes first.
+        # An incident's first and last line come from the agent and from the event log; the first to come is shown.
         self._from_agent: Counter[str] = Counter()
         self._from_log: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
 
     def say(self, line: str) -> None:
-        """Show a line of the agent's; never waits."""
+        """Show a line of the agent; never wait."""
         self._said.put((time.time_ns(), line))
 
     def __enter__(self) -> Self:
@@ -74,7 +74,7 @@ class Terminal:
         self._show(self._narrator.close())
 
     def _turn(self) -> bool:
-        """Show what has come, in the order in which it came; False at the end."""
+        """Show what has come, in the order in which it came; return False at the end."""
         said = []
         try:
             said.append(self._said.get(timeout=_TELLING_S if self._narrator.is_telling else _CALM_S))
@@ -86,9 +86,9 @@ class Terminal:
         return all(line is not None for _, line in said)
 
     def _look(self, said: Iterable[tuple[int, str]]) -> None:
-        """Show the agent's lines, and between them what the event log has to tell."""
+        """Show the agent's lines and, between them, the lines for new events of the log."""
         both: list[tuple[int, str | Event]] = [*said]
-        if both:  # what this process emitted before it said so belongs before it
+        if both:  # events that this process emitted before these lines are to be shown before them
             scribe.flush(_FLUSH_S)
         both += [(event.ts, event) for event in self._events()]
         for _, each in sorted(both, key=lambda item: item[0]):
@@ -115,7 +115,7 @@ class Terminal:
         return [event for event in map(parse_event, [*late, *lines]) if event is not None]
 
     def _wait_for_last_words(self, line: str) -> None:
-        """If ``line`` is the last of an incident, let the ranks' lines come before it."""
+        """If ``line`` is the last line of an incident, wait for the ranks' lines, which belong before it."""
         deadline_s = time.monotonic() + _LAST_WORDS_S
         while self._narrator.closing == line and time.monotonic() < deadline_s:
             time.sleep(_TELLING_S / 5)

@@ -1,9 +1,9 @@
-"""A recipe of NeMo's collection, made recoverable with one line; shrunk here so that it trains on processors.
+"""A recipe of NeMo's collection, made recoverable with one line; shrunk here so that it trains on CPUs.
 
     checkpointless run --cpu --nproc-per-node 4 examples/nemo_run_recipe.py --steps 20
 
 With `--cpu` a Llama 3 of 140,000 parameters trains on this machine; what has to change for that is in `shrink`. On
-GPUs nothing of it is needed: `--model llama3_8b --full-size` trains the recipe as NeMo publishes it.
+GPUs none of this is needed: `--model llama3_8b --full-size` trains the recipe as NeMo publishes it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TINY = {
     "num_query_groups": 2,
     "seq_length": SEQ_LENGTH,
     "make_vocab_size_divisible_by": 256,
-    # Megatron's own layers and no fused kernels: neither TransformerEngine nor CUDA
+    # Megatron's own layers and no fused kernels: this needs neither TransformerEngine nor CUDA
     "transformer_layer_spec": local_layer_spec,
     "persist_layer_norm": False,
     "use_cpu_initialization": True,
@@ -42,10 +42,10 @@ TINY = {
 
 
 def shrink(recipe):
-    """Make a recipe for many GPUs train in seconds on CPU ranks: a tiny model, fp32, text that comes along."""
+    """Make a recipe for many GPUs train in seconds on CPU ranks: a tiny model, fp32, Python's manual as text."""
     for name, value in TINY.items():
         setattr(recipe.model.config, name, value)
-    # One tokenizer for model and data: an object that a recipe names twice is made once
+    # Model and data share one tokenizer: an object that a recipe names twice is made once
     tokenizer = run.Config(ByteTokenizer)
     recipe.model.tokenizer = tokenizer
     recipe.data = run.Config(
@@ -60,7 +60,7 @@ def shrink(recipe):
     recipe.trainer.strategy.pipeline_dtype = torch.float32
     if isinstance(recipe.trainer.strategy.ddp, run.Config):
         recipe.trainer.strategy.ddp.average_in_collective = False
-    recipe.resume.restore_config = None  # what is fine-tuned: there is no checkpoint of so small a model
+    recipe.resume.restore_config = None  # the weights to fine-tune: there is no checkpoint of so small a model
     recipe.log.ckpt = None
     recipe.trainer.enable_checkpointing = False
     recipe.trainer.limit_val_batches = 0
@@ -88,7 +88,7 @@ def main():
     else:
         recipe = model.pretrain_recipe(name="recoverable", dir=args.dir, **layout)
     enable(recipe)  # the one line
-    recipe.trainer.max_steps = args.steps  # a recipe is edited as ever, before and after
+    recipe.trainer.max_steps = args.steps  # a recipe is edited as usual, before and after
     if not args.full_size:
         shrink(recipe)
     run.run(recipe, direct=True)

@@ -1,9 +1,9 @@
-"""Train a small GPT with NeMo, through faults: an ordinary script with three lines changed.
+"""Trains a small GPT with NeMo, through faults: an ordinary script with three lines changed.
 
     checkpointless run --cpu --nproc-per-node 4 examples/train_gpt.py --steps 20
 
 The three lines are marked; without them this is plain NeMo. The rest is what a user writes anyway: a model, a
-dataset, a data module, an optimizer and a trainer. With `--cpu` it trains on this machine's processors.
+dataset, a data module, an optimizer and a trainer. With `--cpu` it trains on this machine's CPUs.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Manual(Dataset):
     def __init__(self):
         text = "\n".join(topics[name] for name in sorted(topics)).encode()
         self.bytes = torch.tensor(list(text))
-        self.mask = torch.ones(1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)  # True: not to be looked at
+        self.mask = torch.ones(1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)  # True: masked
 
     def __len__(self):
         return (len(self.bytes) - 1) // SEQ_LENGTH
@@ -78,7 +78,7 @@ class Manual(Dataset):
 
 
 class ManualData(pl.LightningDataModule):
-    """Feeds the manual; NeMo's sampler deals the samples out to the ranks."""
+    """Loads the manual; NeMo's sampler distributes the samples to the ranks."""
 
     def __init__(self):
         super().__init__()

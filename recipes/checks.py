@@ -1,4 +1,4 @@
-"""What a recipe's values already tell of a run that cannot work: said before any process is started.
+"""Checks that find, from a recipe's values, a run that cannot work, before any process is started.
 
 NeMo and Megatron would say it in every rank, after half a minute of imports, with a traceback. Nothing heavy is
 imported here.
@@ -14,18 +14,18 @@ from checkpointless.recipes.layout import Layout
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled
 
 PLAIN_STRATEGY = "nemo.lightning.MegatronStrategy"
-_LOCAL_SPEC = "local_layer_spec"  # Megatron's own layers, in the names of functions that give them
+_LOCAL_SPEC = "local_layer_spec"  # in the names of the functions that return Megatron's own layers
 
 
 def check_settings(config: DictConfig, layout: Layout) -> None:
-    """Raise if the recipe cannot be trained so, as far as its values tell.
+    """Raise if the recipe cannot be trained in this way, as far as its values tell.
 
     Args:
-        config: a recipe.
-        layout: of its ranks, which :func:`~checkpointless.recipes.layout.check_layout` has seen.
+        config: the recipe.
+        layout: the layout of its ranks, which :func:`~checkpointless.recipes.layout.check_layout` has checked.
 
     Raises:
-        RecipeError: with one line that says what to set.
+        RecipeError: the recipe cannot be trained; the message is one line that says what to set.
     """
     _check_steps(config)
     _check_model(config, layout)
@@ -100,5 +100,5 @@ def _check_checkpointless(config: DictConfig) -> None:
 
 
 def _value(config: DictConfig, key: str) -> Any:
-    """What the recipe has at a dotted key; None if it has nothing there."""
+    """Return what the recipe has at a dotted key, or None if it has nothing there."""
     return None if OmegaConf.is_missing(config, key) else OmegaConf.select(config, key)

@@ -1,4 +1,4 @@
-"""Having a recipe's parameters counted by a process of its own, which imports NeMo and can build the model."""
+"""Counts a recipe's parameters in a separate process, which imports NeMo and can build the model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from checkpointless.recipes.memory import Count, Stage
 from checkpointless.recipes.settings import RecipeError
 
 _LIMIT_S = 300.0
-_NOT_COUNTED = 3  # as `checkpointless.recipes.shapes` ends if it cannot build the model
+_NOT_COUNTED = 3  # exit status of `checkpointless.recipes.shapes` if it cannot build the model
 
 
 def counted(recipe: str, overrides: Sequence[str], layout: Layout) -> list[Stage] | str:
-    """The parameters on each GPU of every pipeline stage, or one line that says why they are not known.
+    """Return the parameters on each GPU of every pipeline stage, or one line that says why they are not known.
 
-    Takes as long as importing NeMo, 10 to 40 s, and a second or a few more.
+    This takes as long as importing NeMo, 10 to 40 s, and one or a few seconds more.
 
     Args:
-        recipe: as for :func:`checkpointless.recipes.settings.load`.
-        overrides: likewise.
-        layout: of the job.
+        recipe: the recipe, as for :func:`checkpointless.recipes.settings.load`.
+        overrides: the overrides, as for :func:`checkpointless.recipes.settings.load`.
+        layout: the layout of the job.
 
     Raises:
-        RecipeError: the model cannot be laid out so.
+        RecipeError: the model cannot be laid out in this way.
     """
     environment = {
         **os.environ,

@@ -20,16 +20,16 @@ _PORT = 29400
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be started.
+    """The job that would be started.
 
     Attributes:
-        recipe: as it was named.
-        overrides: `key=value` each.
+        recipe: the recipe as the user named it.
+        overrides: the overrides, each as `key=value`.
         config: the recipe with its overrides.
-        layout: of its ranks.
-        stages: the parameters on each GPU of every pipeline stage, or why they are not known.
-        enabled: whether faults are recovered from.
-        cpu: whether it trains on CPUs.
+        layout: the layout of its ranks.
+        stages: the parameters on each GPU of every pipeline stage, or one line that says why they are not known.
+        enabled: whether the job recovers from faults.
+        cpu: whether the job trains on CPUs.
     """
 
     recipe: str
@@ -42,7 +42,7 @@ class Plan:
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print all of it; plain text where the console is no terminal."""
+    """Print the whole plan, as plain text if the console is not a terminal."""
     config = plan.config.copy()
     OmegaConf.update(config, "trainer.num_nodes", plan.layout.nodes, force_add=True)
     OmegaConf.update(config, "trainer.devices", plan.layout.ranks_per_node, force_add=True)
@@ -63,7 +63,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def layout_rows(layout: Layout) -> list[tuple[str, str]]:
-    """The parallel sizes of a job, each with its name."""
+    """Return the parallel sizes of a job, each with its name."""
     sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("DP", layout.data)]
     if layout.virtual_pipeline > 1:
         sizes.insert(2, ("virtual stages", layout.virtual_pipeline))
@@ -85,7 +85,7 @@ def layout_rows(layout: Layout) -> list[tuple[str, str]]:
 
 
 def replica_lines(layout: Layout, enabled: bool) -> list[str]:
-    """Who holds the same shard, and what may be lost."""
+    """Describe which ranks hold the same shard, and which losses the job survives."""
     groups = layout.replica_groups()
     sizes = sorted({len(group) for group in groups})
     first = groups[0]
@@ -121,7 +121,7 @@ def replica_lines(layout: Layout, enabled: bool) -> list[str]:
 
 
 def memory_lines(plan: Plan) -> list[str | Table]:
-    """What the state takes, with and without replicas."""
+    """Describe how much memory the state takes, with and without replicas."""
     if isinstance(plan.stages, str):
         return [f"not known: {plan.stages}"]
     layout, precision = plan.layout, precision_of(plan.config)
@@ -146,7 +146,7 @@ def memory_lines(plan: Plan) -> list[str | Table]:
 
 
 def memory_table(size: Memory, precision: Precision, instances: int) -> Table:
-    """What each part of the state takes, with and without replicas."""
+    """Tabulate how much memory each part of the state takes, with and without replicas."""
     kinds = {2: "16 bit", 4: "32 bit"}
     what = "Adam" if precision.parameter == 4 else "Adam and master weights"
     table = Table("", box=None, pad_edge=False)
@@ -165,7 +165,7 @@ def memory_table(size: Memory, precision: Precision, instances: int) -> Table:
 
 
 def launch_lines(plan: Plan) -> list[str]:
-    """The command for each node, and what has to be given before."""
+    """Return the command for each node, after the values that the user still has to give."""
     layout = plan.layout
     lines = []
     absent = missing(plan.config)
@@ -188,7 +188,7 @@ def launch_lines(plan: Plan) -> list[str]:
 
 
 def _on_each(stages: Sequence[Stage], number: int) -> str:
-    """What the fullest GPU holds, in words."""
+    """Describe in words what the fullest GPU holds."""
     stage = stages[number]
     held = stage.dense.total + stage.expert.total
     trained = stage.dense.trained + stage.expert.trained
@@ -201,7 +201,7 @@ def _on_each(stages: Sequence[Stage], number: int) -> str:
 
 
 def _trained(stages: Sequence[Stage]) -> bool:
-    """Whether all parameters are trained."""
+    """Return whether all parameters are trained."""
     counts = [count for stage in stages for count in (stage.dense, stage.expert)]
     return all(count.total == count.trained for count in counts)
 

@@ -1,6 +1,6 @@
-"""How a recipe's ranks are laid out: parallel sizes, who holds the same shard, and what the loss of a node takes.
+"""How a recipe's ranks are laid out: parallel sizes, which ranks hold the same shard, and what is lost with a node.
 
-All of it is arithmetic on the recipe, without torch, and follows Megatron-core's `parallel_state`; a test compares
+All of this is arithmetic on the recipe, without torch. It follows Megatron-core's `parallel_state`; a test compares
 the two rank by rank.
 """
 
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled
 
-#: Megatron's orders of ranks, the fastest first: NeMo's default, and that of `use_tp_pp_dp_mapping`.
+#: Megatron's orders of ranks, the fastest dimension first: NeMo's default, and the order of `use_tp_pp_dp_mapping`.
 _ORDER = ("tp", "cp", "ep", "dp", "pp")
 _ORDER_PIPELINE_FIRST = ("tp", "cp", "ep", "pp", "dp")
 
@@ -25,14 +25,15 @@ class Layout:
     """The parallel sizes of a job.
 
     Attributes:
-        nodes: how many there are.
-        ranks_per_node: one per GPU.
-        tensor, pipeline, context, expert, expert_tensor: ranks that share one part of the model.
-        virtual_pipeline: parts of the model on each pipeline stage.
-        instances: `num_distributed_optimizer_instances`.
-        sharded: whether the optimizer is Megatron's distributed one.
-        micro_batch, global_batch: samples, on one rank and in a whole step; 0 where the recipe does not say.
-        pipeline_before_data: `use_tp_pp_dp_mapping`, under which a pipeline's stages are neighbours.
+        nodes: the number of nodes.
+        ranks_per_node: the number of ranks on each node, one per GPU.
+        tensor, pipeline, context, expert, expert_tensor: the numbers of ranks that share one part of the model.
+        virtual_pipeline: the number of parts of the model on each pipeline stage.
+        instances: the value of `num_distributed_optimizer_instances`.
+        sharded: whether the optimizer is Megatron's distributed optimizer.
+        micro_batch, global_batch: the numbers of samples on one rank (1 if the recipe does not say) and in a whole
+            step (0 if the recipe does not say).
+        pipeline_before_data: the value of `use_tp_pp_dp_mapping`, which makes a pipeline's stages neighbours.
     """
 
     nodes: int
@@ -51,36 +52,36 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def data(self) -> int:
-        """Ranks that read different samples: the data-parallel size."""
+        """The data-parallel size: the number of ranks that read different samples."""
         return self.world_size // (self.tensor * self.pipeline * self.context)
 
     @property
     def expert_data(self) -> int:
-        """Ranks that hold the same experts."""
+        """The number of ranks that hold the same experts."""
         return self.world_size // (self.expert_tensor * self.expert * self.pipeline)
 
     @property
     def shards(self) -> int:
-        """Into how many parts one instance of the optimizer cuts the parameters that are no experts'."""
+        """The number of parts into which one optimizer instance cuts all parameters but the experts'."""
         return self.data * self.context // self.instances if self.sharded else 1
 
     @property
     def expert_shards(self) -> int:
-        """Into how many parts one instance of the optimizer cuts the experts' parameters."""
+        """The number of parts into which one optimizer instance cuts the experts' parameters."""
         return self.expert_data // self.instances if self.sharded else 1
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of each rank in a step."""
+        """The number of microbatches of each rank in a step."""
         return self.global_batch // (self.micro_batch * self.data)
 
     def groups(self, sizes: dict[str, int], together: Sequence[str]) -> list[tuple[int, ...]]:
-        """The groups of ranks that differ in nothing but `together`, as Megatron's rank generator makes them."""
+        """Return the groups of ranks that differ only in `together`, as Megatron's rank generator makes them."""
         order = _ORDER_PIPELINE_FIRST if self.pipeline_before_data else _ORDER
         strides = dict(zip(order, itertools.accumulate((sizes[name] for name in order), operator.mul, initial=1)))
 
@@ -93,7 +94,7 @@ class Layout:
         return [tuple(first + each for each in inside) for first in outside]
 
     def replica_groups(self) -> list[tuple[int, ...]]:
-        """The ranks that hold the same shard of model and optimizer state, in ascending order each."""
+        """Return the groups of ranks that hold the same shard of model and optimizer state, each sorted."""
         experts = self.groups(self._expert_sizes(), ("dp",))
         if self.sharded:
             return sorted(_across(experts, self.instances))
@@ -101,20 +102,20 @@ class Layout:
         return sorted({tuple(sorted(set(group) & others[rank])) for group in experts for rank in group})
 
     def lost_with_a_node(self) -> list[tuple[int, ...]]:
-        """The replica groups that have all their ranks on one node, and so are lost with it."""
+        """Return the replica groups that have all their ranks on one node, and so are lost with it."""
         return [
             group for group in self.replica_groups() if len({rank // self.ranks_per_node for rank in group}) == 1
         ]
 
     def check(self, layers: int | None = None, heads: int | None = None) -> None:
-        """Raise if this cannot work, with one line that says why; Megatron's own checks come late and terse.
+        """Raise if this layout cannot work, with one line that says why; Megatron's own checks come late and terse.
 
         Args:
-            layers: of the model, where they are known.
-            heads: attention heads, likewise.
+            layers: the number of layers of the model, if it is known.
+            heads: the number of attention heads, if it is known.
 
         Raises:
-            RecipeError: a size does not divide what it has to, or replicas would not hold the same.
+            RecipeError: a size does not divide what it must, or replicas would not hold the same state.
         """
         world, model = self.world_size, self.tensor * self.pipeline * self.context
         experts = self.expert_tensor * self.expert * self.pipeline
@@ -161,12 +162,12 @@ class Layout:
 
 
 def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> Layout:
-    """The layout that a recipe describes.
+    """Return the layout that a recipe describes.
 
     Args:
-        config: a recipe.
-        nodes: how many there are; default: `trainer.num_nodes`.
-        ranks_per_node: default: `trainer.devices`.
+        config: the recipe.
+        nodes: the number of nodes. Default: `trainer.num_nodes`.
+        ranks_per_node: the number of ranks on each node. Default: `trainer.devices`.
     """
 
     def size(key: str, default: int = 1) -> int:
@@ -197,16 +198,16 @@ def layout_of(config: DictConfig, nodes: int | None = None, ranks_per_node: int 
 
 
 def check_layout(config: DictConfig, layout: Layout, layers: int | None = None, heads: int | None = None) -> None:
-    """Raise if the recipe's ranks cannot be laid out so, as far as it is known.
+    """Raise if the recipe's ranks cannot be laid out in this way, as far as is known.
 
     Args:
-        config: a recipe.
-        layout: of its ranks.
-        layers: of the model, where the recipe leaves that to the model's class.
-        heads: attention heads, likewise.
+        config: the recipe.
+        layout: the layout of its ranks.
+        layers: the number of layers of the model, where the recipe leaves it to the model's class.
+        heads: the number of attention heads, where the recipe leaves it to the model's class.
 
     Raises:
-        RecipeError: with one line that says why.
+        RecipeError: the layout cannot work; the message is one line that says why.
     """
     layers = OmegaConf.select(config, "model.config.num_layers", default=layers)
     heads = OmegaConf.select(config, "model.config.num_attention_heads", default=heads)
@@ -214,10 +215,10 @@ def check_layout(config: DictConfig, layout: Layout, layers: int | None = None, 
 
 
 def check_replicas(layout: Layout) -> None:
-    """Raise if a shard has one holder only, so that nothing is left of it when that rank dies.
+    """Raise if a shard has only one holder, so that nothing is left of it when that rank dies.
 
     Raises:
-        RecipeError: with one line that says what to set.
+        RecipeError: there is no replica; the message is one line that says what to set.
     """
     if min(map(len, layout.replica_groups())) < 2:
         if layout.sharded and layout.instances == 1:
@@ -232,14 +233,14 @@ def check_replicas(layout: Layout) -> None:
 
 
 def _across(groups: Sequence[tuple[int, ...]], instances: int) -> Iterator[tuple[int, ...]]:
-    """Cut each group into as many runs as there are instances, and join what stands at the same place of each."""
+    """Cut each group into one run per instance, and join the ranks that stand at the same place of each run."""
     for group in groups:
         run = len(group) // instances
         yield from (group[place::run] for place in range(run))
 
 
 def _instances_by_default(config: DictConfig) -> int:
-    """What the strategy takes where the recipe says nothing: ours keeps two replicas, Megatron's one."""
+    """Return the strategy's default where the recipe says nothing: ours keeps two replicas, Megatron's one."""
     ours = (
         str(OmegaConf.select(config, "strategy._target_", default="")).rpartition(".")[2]
         == "CheckpointlessMegatronStrategy"

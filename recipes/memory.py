@@ -1,9 +1,10 @@
-"""What the state of a training job takes on each GPU, and what of it the replicas cost.
+"""How much memory the state of a training job takes on each GPU, and how much of it the replicas cost.
 
-Bytes per parameter as Megatron-core documents them for its distributed optimizer
+The bytes per parameter are those that Megatron-core documents for its distributed optimizer
 (https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html), where d is the number
-of ranks that share one copy of the optimizer: bf16 parameters with fp32 gradients 6 + 12/d, 16-bit ones with 16-bit
-gradients 4 + 16/d, fp32 ones 8 + 8/d. Activations, the buffers of collectives and what CUDA takes are not in it.
+of ranks that share one copy of the optimizer: 6 + 12/d for bf16 parameters with fp32 gradients, 4 + 16/d for 16-bit
+parameters with 16-bit gradients, and 8 + 8/d for fp32 parameters. Activations, the buffers of collectives and what
+CUDA itself takes are not included.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from checkpointless.recipes.layout import Layout
 
 GIB = 2**30
 
-# Per parameter that is trained: Adam's two moments in fp32; with 16-bit parameters a master copy in fp32 as well,
-# and with 16-bit gradients a copy of those too, for the update.
+# Bytes per trained parameter: Adam's two moments in fp32; with 16-bit parameters also a master copy in fp32, and
+# with 16-bit gradients also a copy of the gradients for the update.
 _ADAM = 8
 _MASTER = 4
 
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters on one GPU.
+    """The numbers of parameters on one GPU.
 
     Attributes:
-        total: of them all.
-        trained: those that have gradients and an optimizer.
+        total: the number of all parameters.
+        trained: the number of parameters that have gradients and an optimizer.
     """
 
     total: int
@@ -41,9 +42,9 @@ class Stage:
     """The parameters on each GPU of one pipeline stage.
 
     Attributes:
-        dense: what every rank of its data-parallel group holds.
-        expert: what only the ranks of its expert-data-parallel group hold.
-        whole: the parameters of the stage on all of its GPUs together, each once.
+        dense: the parameters that every rank of its data-parallel group holds.
+        expert: the parameters that only the ranks of its expert-data-parallel group hold.
+        whole: the number of parameters of the stage on all of its GPUs together, each counted once.
     """
 
     dense: Count
@@ -53,11 +54,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of one number.
+    """The size of one number, in bytes.
 
     Attributes:
-        parameter: 2 for bf16 and fp16, 4 for fp32.
-        gradient: of the buffer that gradients are summed in.
+        parameter: the size of a parameter: 2 for bf16 and fp16, 4 for fp32.
+        gradient: the size of an element of the buffer in which gradients are summed.
     """
 
     parameter: int
@@ -65,7 +66,7 @@ class Precision:
 
     @property
     def optimizer(self) -> int:
-        """Bytes of optimizer state per parameter, before it is shared."""
+        """The optimizer state per parameter, in bytes, before it is sharded."""
         if self.parameter == 4:
             return _ADAM
         return _ADAM + _MASTER + (_MASTER if self.gradient == 2 else 0)
@@ -73,10 +74,10 @@ class Precision:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU.
+    """The memory that the state takes on one GPU, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: what each takes.
+        parameters, gradients, optimizer: what each of these takes.
         optimizer_without_replicas: what the optimizer would take with one instance.
     """
 
@@ -87,22 +88,22 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of the state."""
+        """The memory of the whole state."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def replica(self) -> int:
-        """What the replicas cost."""
+        """The memory that the replicas cost."""
         return self.optimizer - self.optimizer_without_replicas
 
 
 def memory(stage: Stage, layout: Layout, precision: Precision) -> Memory:
-    """What the state takes on each GPU of a pipeline stage.
+    """Return the memory that the state takes on each GPU of a pipeline stage.
 
     Args:
-        stage: its parameters.
-        layout: of the job.
-        precision: likewise.
+        stage: the parameters of the stage.
+        layout: the layout of the job.
+        precision: the precision of the job.
     """
     parameters = (stage.dense.total + stage.expert.total) * precision.parameter
     gradients = (stage.dense.trained + stage.expert.trained) * precision.gradient
@@ -115,14 +116,14 @@ def memory(stage: Stage, layout: Layout, precision: Precision) -> Memory:
 
 
 def fullest(stages: Sequence[Stage], layout: Layout, precision: Precision) -> tuple[int, Memory]:
-    """The pipeline stage whose GPUs hold most, and what that is."""
+    """Return the number of the pipeline stage whose GPUs hold the most, and the memory on each of them."""
     sizes = [memory(stage, layout, precision) for stage in stages]
     index = max(range(len(sizes)), key=lambda number: sizes[number].total)
     return index, sizes[index]
 
 
 def precision_of(config: DictConfig) -> Precision:
-    """In what precision a recipe trains: that of its plugin, or fp32."""
+    """Return the precision in which a recipe trains: that of its plugin, or fp32."""
     kind = str(OmegaConf.select(config, "trainer.plugins.precision", default="32"))
     if kind.startswith(("bf16", "16")):
         wide = OmegaConf.select(config, "trainer.plugins.grad_reduce_in_fp32", default=True)

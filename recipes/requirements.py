@@ -1,6 +1,7 @@
-"""What a recipe asks of the machine beyond its ranks, and what of it is not there, in one line.
+"""Checks that the machine has what a recipe needs beyond its ranks, and says in one line what is missing.
 
-Megatron-core and NeMo say so, too, but when the model is built, in every rank, as an error that looks like a fault.
+Megatron-core and NeMo say so, too, but only when the model is built, in every rank, with an error that looks like a
+fault.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _LOCAL_LAYERS = "nemo.collections.llm.gpt.model.base.local_layer_spec"
 
 @dataclass(frozen=True)
 class Machine:
-    """What is installed where the recipe is to be trained.
+    """Which optional packages are installed where the recipe is to be trained.
 
     Attributes:
-        transformer_engine: NVIDIA's TransformerEngine.
-        apex: NVIDIA's apex.
-        grouped_gemm: the CUDA kernels that Megatron's ``moe_grouped_gemm`` takes.
+        transformer_engine: whether NVIDIA's TransformerEngine is installed.
+        apex: whether NVIDIA's apex is installed.
+        grouped_gemm: whether the CUDA kernels for Megatron's ``moe_grouped_gemm`` are installed.
     """
 
     transformer_engine: bool = False
@@ -32,20 +33,20 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This one."""
+        """Describe the machine that this process runs on."""
         return cls(**{field.name: importlib.util.find_spec(field.name) is not None for field in fields(cls)})
 
 
 def check_requirements(config: DictConfig, layout: Layout, machine: Machine) -> None:
-    """Raise if the recipe asks for what is not installed, or for what checkpointless cannot take along.
+    """Raise if the recipe needs what is not installed, or keeps state that checkpointless cannot take along.
 
     Args:
-        config: a recipe.
-        layout: of its ranks.
-        machine: where it is to be trained.
+        config: the recipe.
+        layout: the layout of its ranks.
+        machine: the machine that the recipe is to be trained on.
 
     Raises:
-        RecipeError: with one line that says what to set.
+        RecipeError: a requirement is not met; the message is one line that says what to set.
     """
 
     def on(key: str) -> bool:

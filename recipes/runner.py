@@ -1,4 +1,4 @@
-"""Train a recipe in this rank's process: `python -m checkpointless.recipes.runner RECIPE key=value...`.
+"""Trains a recipe in this rank's process: `python -m checkpointless.recipes.runner RECIPE key=value...`.
 
 Every rank runs it, started by `checkpointless run`, torchrun or srun, with the environment that torchrun sets.
 Nothing is kept from one call of `train` to the next: with checkpointless on, everything in it is done again in the
@@ -50,7 +50,7 @@ class Job:
 
 
 def prepare_process() -> None:
-    """What has to be so before NeMo is imported: its environment and, if it is asked for, the CPU platform.
+    """Prepare for the import of NeMo: set its environment and, if it is asked for, install the CPU platform.
 
     A variable that the user has set stays as it is.
     """
@@ -61,7 +61,7 @@ def prepare_process() -> None:
 
 
 def with_checkpointless(config: DictConfig) -> DictConfig:
-    """The recipe with the strategy and the callback that its `checkpointless:` block stands for."""
+    """Return the recipe with the strategy and the callback that its `checkpointless:` block stands for."""
     config = config.copy()
     if config.strategy._target_ != PLAIN_STRATEGY:
         raise RecipeError(f"`checkpointless:` knows {PLAIN_STRATEGY}, not {config.strategy._target_}")
@@ -97,14 +97,14 @@ def build(config: DictConfig) -> Job:
 
 
 def fit(config: DictConfig) -> "nl.Trainer":
-    """Build the recipe's objects and train them: the block that is executed again after a fault.
+    """Build the recipe's objects and train the model. This is the block that is executed again after a fault.
 
     Returns:
         The trainer, after the last step.
     """
     prepare_process()
     job = build(config)
-    prepare_process()  # for what was imported since
+    prepare_process()  # for what has been imported since
     if job.log is not None:
         job.log.setup(job.trainer, resume_if_exists=getattr(job.resume, "resume_if_exists", False))
     if job.resume is not None:
@@ -115,7 +115,7 @@ def fit(config: DictConfig) -> "nl.Trainer":
 
 
 def train(config: DictConfig) -> "nl.Trainer":
-    """Train a recipe; where it has a `checkpointless:` block, through faults.
+    """Train a recipe, and recover from faults if it has a `checkpointless:` block.
 
     Returns:
         The trainer, after the last step.
@@ -137,7 +137,7 @@ def train(config: DictConfig) -> "nl.Trainer":
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the recipe named first in `argv`, with the overrides after it.
+    """Train the recipe that is named first in `argv`, with the overrides that follow it.
 
     Returns:
         The exit status: 0, or 2 after one line on standard error if the recipe cannot be used.
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(config: DictConfig, key: str, **objects: Any) -> Any:
-    """Instantiate one part of the recipe, or None where the recipe has none."""
+    """Instantiate one part of the recipe; return None if the recipe does not have it."""
     node = OmegaConf.select(config, key)
     if node is None:
         return None
@@ -172,7 +172,7 @@ def _make(config: DictConfig, key: str, **objects: Any) -> Any:
 
 
 def _set_with_io(target: Any, attribute: str, value: Any) -> None:
-    """Set an attribute as if `target` had been made with it: checkpoints of NeMo describe how objects were made."""
+    """Set an attribute as if `target` had been made with it: NeMo's checkpoints describe how objects were made."""
     setattr(target, attribute, value)
     if hasattr(target, "__io__") and hasattr(value, "__io__"):
         setattr(target.__io__, attribute, copy.deepcopy(value.__io__))

@@ -1,4 +1,4 @@
-"""Reading a recipe: the YAML file, the `key=value` overrides and what is wrong with them, in one line each."""
+"""Reads a recipe, which is a YAML file with `key=value` overrides, and reports each error in one line."""
 
 import difflib
 import inspect
@@ -14,11 +14,11 @@ RECIPES = Path(__file__).parent
 
 
 class RecipeError(ValueError):
-    """A recipe or an override cannot be used; the message is one line that says what to do."""
+    """Raised if a recipe or an override cannot be used; the message is one line that says what to do."""
 
 
 def available() -> list[str]:
-    """The names of the recipes that come with the package."""
+    """Return the names of the recipes that come with the package."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
@@ -27,11 +27,11 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
 
     Args:
         recipe: a YAML file, or the name of a recipe that comes with the package.
-        overrides: `key=value` each, where `key` is a dotted path and `value` is YAML. A key has to be in the recipe
-            already, or be a parameter of the `_target_` that its parent names.
+        overrides: the overrides, each as `key=value`, where `key` is a dotted path and `value` is YAML. A key must
+            already be in the recipe, or be a parameter of the `_target_` that its parent names.
 
     Raises:
-        RecipeError: there is no such file, it is not a recipe, or an override has an unknown key or a wrong value.
+        RecipeError: the file does not exist or is not a recipe, or an override has an unknown key or a wrong value.
     """
     config = _read(recipe)
     for override in overrides:
@@ -44,12 +44,12 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def checkpointless_enabled(config: DictConfig) -> bool:
-    """Whether the recipe has a `checkpointless:` block that is not switched off."""
+    """Return whether the recipe has a `checkpointless:` block that is not switched off."""
     return bool(OmegaConf.select(config, "checkpointless.enabled", default="checkpointless" in config))
 
 
 def missing(config: DictConfig) -> list[str]:
-    """The keys that the recipe leaves to its user (`???`) and that have no value yet."""
+    """Return the keys that the recipe leaves to its user (`???`) and that have no value yet."""
     return sorted(OmegaConf.missing_keys(config))
 
 
@@ -57,11 +57,11 @@ def require_complete(config: DictConfig, recipe: str | Path) -> None:
     """Raise unless every key that the recipe leaves to its user has a value.
 
     Args:
-        config: a recipe with its overrides.
-        recipe: what it was loaded from.
+        config: the recipe with its overrides.
+        recipe: the file or name that it was loaded from.
 
     Raises:
-        RecipeError: with the keys that have none, in one line.
+        RecipeError: keys have no value; the message names them in one line.
     """
     keys = missing(config)
     if keys:
@@ -70,12 +70,12 @@ def require_complete(config: DictConfig, recipe: str | Path) -> None:
 
 
 def needs_gpu(config: DictConfig) -> bool:
-    """Whether the recipe trains on GPUs only."""
+    """Return whether the recipe trains on GPUs only."""
     return str(OmegaConf.select(config, "trainer.accelerator", default="auto")) in ("gpu", "cuda")
 
 
 def modules(config: DictConfig) -> tuple[str, ...]:
-    """The modules that hold what the recipe names: what is worth importing once, before ranks are forked."""
+    """Return the modules of what the recipe names, which are worth importing once before ranks are forked."""
     names: set[str] = set()
 
     def visit(node: Any) -> None:
@@ -93,10 +93,10 @@ def modules(config: DictConfig) -> tuple[str, ...]:
 
 
 def parameters(target: str) -> set[str]:
-    """The parameters that the callable `target` takes, those of its base classes included where it passes them on.
+    """Return the parameters that the callable `target` takes, including those that it passes on to base classes.
 
     Raises:
-        RecipeError: there is no such callable.
+        RecipeError: `target` cannot be imported.
     """
     from hydra.utils import get_object
 
@@ -152,7 +152,7 @@ def _override(config: DictConfig, override: str) -> None:
     parent = _parent(config, key)
     name = key.rsplit(".", 1)[-1]
     if OmegaConf.is_missing(parent, name):
-        pass  # the recipe leaves it to its user
+        pass  # the recipe leaves the value to its user
     elif name in parent:
         values: Any = OmegaConf.to_container(parent, resolve=False)
         _check_value(key, None if OmegaConf.is_interpolation(parent, name) else values[name], value)
@@ -162,7 +162,7 @@ def _override(config: DictConfig, override: str) -> None:
 
 
 def _parent(config: DictConfig, key: str) -> DictConfig:
-    """The node that holds the last part of `key`."""
+    """Return the node that holds the last part of `key`."""
     node: Any = config
     parts = key.split(".")
     for depth, part in enumerate(parts[:-1]):
@@ -185,9 +185,9 @@ def _check_name(parent: DictConfig, key: str, name: str) -> None:
 
 
 def _check_value(key: str, old: Any, new: Any) -> None:
-    """Raise if `new` is of another kind than the recipe's `old` value; anything may replace null, and be null.
+    """Raise if `new` is of another kind than the recipe's `old` value; null and any value may replace each other.
 
-    An object that is to be made may replace anything: Lightning's `logger` is true, false or one.
+    An object that is to be instantiated may replace any value: Lightning's `logger` is true, false or an object.
     """
     if isinstance(new, dict) and "_target_" in new:
         return

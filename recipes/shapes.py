@@ -1,8 +1,8 @@
-"""How many parameters each GPU holds, counted on the real model.
+"""Counts how many parameters each GPU holds, on the real model.
 
 NeMo and Megatron build the part of one rank of each pipeline stage, at the job's real world size, on torch's meta
-device (shapes without memory) and in a process group that connects to nobody. `checkpointless.recipes.counting`
-runs this module in a process of its own, because it imports NeMo.
+device (shapes without memory) and in a process group without connections. `checkpointless.recipes.counting` runs
+this module in a separate process, because it imports NeMo.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from checkpointless.recipes.settings import RecipeError, load, parameters
 
 NOT_COUNTED_EXIT_CODE = 3
 
-# Kernels that a model's configuration asks for and that change no parameter. The model is built of Megatron's own
+# Kernels that a model's configuration asks for and that change no parameter. The model is built from Megatron's own
 # layers, which have the same parameters as TransformerEngine's and can be built where that is not installed.
 _KERNELS = (
     "apply_rope_fusion",
@@ -41,21 +41,21 @@ _KERNELS = (
 
 
 class NotCountedError(RecipeError):
-    """The model cannot be built here, so its parameters are not known; the message is one line that says why."""
+    """Raised if the model cannot be built here, so its parameters are unknown; the message says why in one line."""
 
 
 def count(config: DictConfig, layout: Layout) -> list[Stage]:
-    """The parameters on each GPU of every pipeline stage.
+    """Return the parameters on each GPU of every pipeline stage.
 
-    Tensor- and expert-parallel ranks of one stage hold equal numbers, so one rank of each stage is looked at.
+    Tensor- and expert-parallel ranks of one stage hold equal numbers, so one rank of each stage is examined.
 
     Args:
-        config: a recipe.
-        layout: its layout, which can work.
+        config: the recipe.
+        layout: the layout of its ranks, which can work.
 
     Raises:
         NotCountedError: the model cannot be built.
-        RecipeError: the model cannot be laid out so.
+        RecipeError: the model cannot be laid out in this way.
     """
     try:
         strategy = instantiate(config.strategy, _convert_="all")
@@ -69,14 +69,14 @@ def count(config: DictConfig, layout: Layout) -> list[Stage]:
 
 
 def rank_of_stage(layout: Layout, stage: int) -> int:
-    """The first rank of a pipeline stage."""
+    """Return the first rank of a pipeline stage."""
     model = layout.tensor * layout.context
     return stage * (model if layout.pipeline_before_data else layout.world_size // layout.pipeline)
 
 
 @contextmanager
 def as_rank(layout: Layout, rank: int) -> Iterator[None]:
-    """Be one rank of a job, as far as Megatron's process groups tell, without any other rank being there."""
+    """Act as one rank of a job, as far as Megatron's process groups tell, although there is no other rank."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -111,7 +111,7 @@ def _stage(config: DictConfig, layout: Layout, strategy: Any, number: int) -> St
             found += _build(config, layout, strategy, chunk).parameters()
     expert = [each for each in found if not getattr(each, "allreduce", True)]  # Megatron's own mark
     dense = [each for each in found if getattr(each, "allreduce", True)]
-    again = [each for each in dense if number and getattr(each, "shared_embedding", False)]  # the first stage's
+    again = [each for each in dense if number and getattr(each, "shared_embedding", False)]  # also in stage 0
     return Stage(
         dense=_counted(dense),
         expert=_counted(expert),
@@ -122,7 +122,7 @@ def _stage(config: DictConfig, layout: Layout, strategy: Any, number: int) -> St
 
 
 def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.Module:
-    """One rank's part of the model, with the adapters that training would add, on the meta device."""
+    """Build one rank's part of the model on the meta device, with the adapters that training would add."""
     from nemo.collections.llm.gpt.model.base import default_layer_spec, local_layer_spec
     from nemo.lightning._strategy_lib import set_model_parallel_attributes
 
@@ -130,7 +130,7 @@ def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.
     check_layout(config, layout, model.config.num_layers, model.config.num_attention_heads)
     set_model_parallel_attributes(model, strategy.parallelism)
     settings = model.config
-    settings.use_cpu_initialization = True  # weights where torch's default device is, not on the current GPU
+    settings.use_cpu_initialization = True  # weights on torch's default device, not on the current GPU
     if settings.transformer_layer_spec is default_layer_spec:
         settings.transformer_layer_spec = local_layer_spec
     # Neither changes a parameter, and Megatron's own layers refuse them.
@@ -139,7 +139,7 @@ def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.
         model.module = settings.configure_model(model.tokenizer, vp_stage=chunk)
         if OmegaConf.select(config, "peft") is not None:
             peft = instantiate(config.peft, _convert_="all")
-            prepare_process()  # NeMo's LoRA needs the CPU platform as well, where that is asked for
+            prepare_process()  # NeMo's LoRA needs the CPU platform as well, if that is asked for
             model.freeze()  # as NeMo's PEFT callback does when training begins
             model.walk(peft.transform)
     built: nn.Module = model.module
@@ -147,7 +147,7 @@ def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.
 
 
 def _without_kernels(model: DictConfig) -> DictConfig:
-    """The model's configuration, for layers without fused kernels."""
+    """Return the model's configuration with the fused kernels switched off."""
     target = OmegaConf.select(model, "config._target_")
     if target is None:
         return model
@@ -158,7 +158,7 @@ def _without_kernels(model: DictConfig) -> DictConfig:
 
 
 def _tokenizer(config: DictConfig) -> Any:
-    """The tokenizer, where only it knows how large the vocabulary is."""
+    """Return the tokenizer if only it knows how large the vocabulary is, else None."""
     if OmegaConf.select(config, "model.config.vocab_size") is not None or "vocab_size" in _class_defaults(config):
         return None
     if OmegaConf.missing_keys(config.data):
@@ -169,7 +169,7 @@ def _tokenizer(config: DictConfig) -> Any:
 
 
 def _class_defaults(config: DictConfig) -> set[str]:
-    """What the class of the model's configuration sets to something."""
+    """Return the fields to which the class of the model's configuration gives a default other than None."""
     fields = getattr(get_class(config.model.config._target_), "__dataclass_fields__", {})
     return {name for name, field in fields.items() if field.default not in (None, dataclasses.MISSING)}
 
@@ -181,7 +181,7 @@ def _counted(found: Sequence[nn.Parameter]) -> Count:
 
 
 def _whole(found: Sequence[nn.Parameter], tensor: int) -> int:
-    """The numbers in parameters of which tensor-parallel ranks hold a part each, if Megatron has marked them so."""
+    """Count the elements over all tensor-parallel ranks, which split the parameters that Megatron has marked."""
     return sum(each.numel() * (tensor if getattr(each, "tensor_model_parallel", False) else 1) for each in found)
 
 
@@ -193,10 +193,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Count the parameters of a recipe's model.
 
     Args:
-        argv: the file to write the answer to (JSON), nodes, ranks per node, recipe, overrides.
+        argv: the file to write the answer to (JSON), the number of nodes, the ranks per node, the recipe, and the
+            overrides. Default: the arguments of the command line.
 
     Returns:
-        0, or after one line on standard error 2 if the model cannot be laid out so, 3 if it cannot be built here.
+        The exit status: 0; or, after one line on standard error, 2 if the model cannot be laid out in this way and
+        3 if it cannot be built here.
     """
     answer, nodes, ranks_per_node, recipe, *overrides = sys.argv[1:] if argv is None else argv
     prepare_process()

@@ -1,7 +1,7 @@
-"""What belongs to the boundary of a step: every kind of state beside tensors of model and optimizer, by name.
+"""The state at the boundary of a step: every kind besides the tensors of model and optimizer, by name.
 
-A step changes much before it is committed, and a fault leaves that half done. So the state is taken when a moment
-after a step is reached (:class:`~checkpointless.recovery.moment.Stage`), and what a recovery gives back is what was
+A step changes much before it is committed, and a fault leaves that half done. The state is therefore taken when a
+moment after a step is reached (:class:`~checkpointless.recovery.moment.Stage`), and a recovery gives back what was
 taken then. This module is the one place that says what is taken; a kind of state that is missing here is not exact
 after a fault.
 """
@@ -24,7 +24,7 @@ from checkpointless.strategies.epoch_metrics import put_accumulated, take_accumu
 
 
 class InMemoryCheckpoint(dict[str, Any]):
-    """A Lightning checkpoint whose model and optimizer tensors are already in their place."""
+    """A Lightning checkpoint whose model and optimizer tensors are already in place."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Kind:
 
     Attributes:
         name: its key in the objects of a moment.
-        take: gives it as plain data that nobody changes.
-        put: puts it back.
+        take: returns the trainer's state of this kind, as plain data that is not changed later.
+        put: puts that data back into a trainer.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Kind:
 
 
 def take_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """What Lightning itself writes into a checkpoint, without tensors of model and optimizer.
+    """Return what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
 
-    Loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint`` of
-    callbacks, module and data module add.
+    These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
+    of callbacks, module and data module add.
 
     Raises:
-        UnrecoverableError: such a hook fails on a checkpoint without the model's tensors.
+        UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
     """
     checkpoint: dict[str, Any] = {
         "epoch": trainer.current_epoch,
@@ -73,7 +73,7 @@ def take_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _loops(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """The loops' state; None if they stand at the beginning, which loaded is something else for Lightning."""
+    """Return the loops' state; None at the beginning, which to Lightning is something else once it is loaded."""
     fit_loop = trainer.fit_loop
     begun = fit_loop.epoch_progress.current.ready > 0 or fit_loop.restarting or fit_loop.epoch_loop.restarting
     if not begun:
@@ -105,11 +105,11 @@ def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Have module, data module and callbacks load their state once more, for hooks have changed it since.
+    """Make module, data module and callbacks load their state once more, because hooks have changed it since.
 
     Args:
-        trainer: has loaded ``checkpoint`` before.
-        checkpoint: what :func:`take_checkpoint` took; stays as it is.
+        trainer: a trainer that has loaded ``checkpoint`` before.
+        checkpoint: what :func:`take_checkpoint` returned; it stays as it is.
     """
     checkpoint = copy_to_load(checkpoint)
     if is_overridden("on_load_checkpoint", trainer.lightning_module):
@@ -122,12 +122,12 @@ def load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """``checkpoint`` for hooks that may change what is in it; of callbacks' states Lightning makes copies."""
+    """Return a copy of ``checkpoint`` that hooks may change; Lightning itself copies the callbacks' states."""
     return {name: part if name == "callbacks" else state_tree.copy(part) for name, part in checkpoint.items()}
 
 
 def loads_state(callback: Any) -> bool:
-    """Whether a callback has a state that it loads."""
+    """Return whether a callback has a state that it loads."""
     return bool(type(callback).load_state_dict is not Callback.load_state_dict)
 
 
@@ -151,8 +151,8 @@ def _number(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-#: What checkpoint callbacks know and do not put into their state, or do not take from it again: which were saved
-#: last, and which were the best.
+#: What checkpoint callbacks know and do not put into their state, or do not take from it again: which checkpoints
+#: were saved last, and which were the best.
 _SAVER = (
     "_last_global_step_saved",
     "_last_checkpoint_saved",
@@ -182,7 +182,7 @@ def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
             setattr(saver, name, state_tree.copy(value))
 
 
-#: The kind whose values are a rank's own.
+#: The kind of state whose values only the rank itself has.
 ACCUMULATED = "accumulated"
 
 
@@ -199,11 +199,11 @@ KINDS = (
 
 
 def take_kinds(trainer: pl.Trainer) -> dict[str, Any]:
-    """Every kind of state in :data:`KINDS`, by name."""
+    """Return every kind of state in :data:`KINDS`, by name."""
     return {kind.name: kind.take(trainer) for kind in KINDS}
 
 
 def put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
-    """Put back what :func:`take_kinds` took."""
+    """Put back what :func:`take_kinds` returned."""
     for kind in KINDS:
         kind.put(trainer, states[kind.name])

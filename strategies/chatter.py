@@ -1,4 +1,4 @@
-"""Keep what the frameworks say of their set-up out of a restart: it was all said at the first start."""
+"""Keeps the frameworks' messages about their set-up out of a restart: all were logged at the first start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.telemetry.log_level import asked_for_level
 
-#: The first part of the names of the loggers that are meant.
+#: The first component of the names of the loggers that are silenced.
 FAMILIES = (
     "nemo",
     "nemo_logger",
@@ -24,16 +24,16 @@ _UNTRUE = (
     "You're resuming from a checkpoint that ended before the epoch ended"  # the position in the data is restored
 )
 
-_levels: dict[str, int] = {}  # of loggers that are quiet now, as they were before
+_levels: dict[str, int] = {}  # the previous levels of the loggers that are quiet now
 
 
 def install() -> None:
-    """Be quiet from the end of each generation until training goes on in the next. Idempotent."""
+    """Silence the frameworks from the end of each generation until training resumes in the next. Idempotent."""
     register_cleanup("chatter", quiet)
 
 
 def quiet() -> None:
-    """Let only the frameworks' warnings and errors through until :func:`speak`; with ``--log-level debug`` all."""
+    """Let only the frameworks' warnings and errors through until :func:`speak`; with ``--log-level debug``, all."""
     if asked_for_level() == logging.DEBUG:
         return
     known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in FAMILIES]
@@ -42,12 +42,12 @@ def quiet() -> None:
         if each.level < logging.WARNING and (each.level != logging.NOTSET or name in FAMILIES):
             _levels.setdefault(name, each.level)
             each.setLevel(logging.WARNING)
-    logging.getLogger().addFilter(_is_ours)  # which is added once, however often
+    logging.getLogger().addFilter(_is_ours)  # it is added once, however often this runs
     warnings.filterwarnings("ignore", message=_UNTRUE)
 
 
 def speak() -> None:
-    """Let everything through that was let through before."""
+    """Let everything through again that was let through before :func:`quiet`."""
     while _levels:
         name, level = _levels.popitem()
         logging.getLogger(name).setLevel(level)
@@ -55,5 +55,5 @@ def speak() -> None:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a message that was given to the root logger itself is none of the frameworks' chatter."""
+    """Return whether a message logged to the root logger itself is not one of the frameworks' set-up messages."""
     return record.levelno >= logging.WARNING or not any(folder in record.pathname for folder in _FOLDERS)

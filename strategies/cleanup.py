@@ -1,4 +1,4 @@
-"""Drop what NeMo and Lightning keep in modules over a restart."""
+"""Drops what NeMo and Lightning would keep in their modules over a restart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nemo.utils.formatters.base import BaseNeMoFormatter
 from checkpointless.inprocess.finalize import register_cleanup
 
 _installed: list[bool] = []
-_of_the_user: set[logging.Handler] = set()  # log files that were there before the first trainer
+_of_the_user: set[logging.Handler] = set()  # log files that were open before the first trainer
 
 
 def install() -> None:
@@ -26,7 +26,7 @@ def install() -> None:
 
 
 def close_log_files() -> None:
-    """Close the files that NeMo has loggers write to: every trainer opens its own, and none is ever closed."""
+    """Close the files that NeMo has loggers write to: every trainer opens new ones, and NeMo never closes them."""
     ours = _log_files() - _of_the_user
     for known in (nemo_logging._handlers, lightning_logger_patch.HANDLERS):
         for name in [name for name, handler in known.items() if handler in ours]:
@@ -38,12 +38,12 @@ def close_log_files() -> None:
 
 
 def _loggers() -> tuple[logging.Logger, ...]:
-    """NeMo's, Megatron's, to which NeMo adds its own handlers, and Lightning's."""
+    """Return NeMo's logger, Megatron's, to which NeMo adds its own handlers, and Lightning's."""
     return nemo_logging._logger, logging.getLogger("megatron.core"), lightning_logger_patch.pl._logger
 
 
 def _log_files() -> set[logging.Handler]:
-    """Handlers that NeMo has made, and that write to files."""
+    """Return the handlers that NeMo has made and that write to files."""
     known = lightning_logger_patch.HANDLERS.values()
     return {
         handler
@@ -55,9 +55,9 @@ def _log_files() -> set[logging.Handler]:
 
 
 def unwrap_data_fetchers() -> None:
-    """Undo the wrapper that NeMo's strategy puts around Lightning's fetcher selection at every set-up.
+    """Remove the wrapper that NeMo's strategy puts around Lightning's fetcher selection at every set-up.
 
-    It wraps the module's function anew each time, so that the call stack would grow by one level per generation.
+    NeMo wraps the module's function anew each time, so the call stack would grow by one level per generation.
     """
     for module in (fit_loop, evaluation_loop, prediction_loop):
         module._select_data_fetcher = inspect.unwrap(module._select_data_fetcher)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint connector, asking memory before storage."""
+"""Lightning's checkpoint connector, which asks memory before storage."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointlessCompatibleConnector(_CheckpointConnector):
-    """Restores a trainer from living replicas; failing that, from the checkpoint that Lightning would load.
+    """Restores a trainer from living replicas or, failing that, from the checkpoint that Lightning would load.
 
-    Where neither is possible although steps were committed, the job ends with the reason, unless the manager
-    allows a restart from scratch.
+    If neither is possible although steps were committed, the job ends with the reason, unless the manager allows a
+    restart from scratch.
     """
 
     @classmethod
     def adopt(cls, connector: _CheckpointConnector) -> CheckpointlessCompatibleConnector:
-        """Take the place of ``connector``, with all that it knows."""
+        """Return a connector that takes the place of ``connector``, with all its attributes."""
         if isinstance(connector, cls):
             return connector
         adopted = cls(connector.trainer)
@@ -39,10 +39,10 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         """Load from memory if this is a restart and memory suffices, else from ``checkpoint_path``.
 
         Args:
-            checkpoint_path: checkpoint on storage; None: the one that the delayed auto-resume finds.
+            checkpoint_path: the checkpoint on storage; None: the one that the delayed auto-resume finds.
 
         Raises:
-            UnrecoverableError: steps were committed and nothing holds them any more.
+            UnrecoverableError: steps were committed, and neither memory nor storage holds them any more.
         """
         strategy: Any = self.trainer.strategy
         call = active_call_wrapper()
@@ -65,7 +65,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
 
     @override
     def resume_end(self) -> None:
-        """All is restored; the state is whole from now on."""
+        """End the restore, and tell the strategy that the state is whole from now on."""
         super().resume_end()
         restored = getattr(self.trainer.strategy, "restored", None)
         if restored is not None and self._fits:
@@ -73,7 +73,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
 
     @property
     def _fits(self) -> bool:
-        """Whether the trainer was asked for a fit; a validation that follows one has no state of its own."""
+        """Whether the trainer was asked for a fit; a validation that follows a fit has no separate state."""
         return bool(self.trainer.state.fn == TrainerFn.FITTING)
 
     def _from_storage(self, checkpoint_path: str | Path | None, manager: Any, call: Any) -> None:
@@ -98,14 +98,14 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         manager.delete_checkpoint()
 
     def _load(self, path: Any) -> None:
-        """Load the checkpoint at ``path``; without one, what NeMo's ``restore_config`` names."""
+        """Load the checkpoint at ``path`` or, without one, what NeMo's ``restore_config`` names."""
         restore_from_storage = getattr(self.trainer.strategy, "restore_from_storage", None)
         if not path and restore_from_storage is not None:
             restore_from_storage()
         super().resume_start(path)
 
     def _storage_path(self, checkpoint_path: str | Path | None) -> Any:
-        """The checkpoint to load: the given one, or what the delayed auto-resume finds now."""
+        """Return the checkpoint to load: the given one, or the one that the delayed auto-resume finds now."""
         delayed = getattr(self.trainer, "fresume", None)
         if checkpoint_path is None and delayed is not None:
             delayed.setup(self.trainer, self.trainer.lightning_module, force_setup=True)

@@ -1,8 +1,8 @@
 """Where a training stands in its data, and how a loader that was made anew is brought there.
 
 The loader is made as it was made at the start, so that its length and its order are the same; its first iterator
-then begins behind what was delivered before. Loaders that keep their own position (``state_dict``) are Lightning's
-to restore.
+then begins after what was delivered before. Loaders that keep their own position (``state_dict``) are restored by
+Lightning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from checkpointless.recovery import state_tree
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 
-#: Of NeMo's sampler: what it counts with.
+#: The attributes that NeMo's sampler counts with.
 _SAMPLER = (
     "init_consumed_samples",
     "prev_consumed_samples",
@@ -37,14 +37,15 @@ class DataPosition:
     """Where a training stands in an epoch's data.
 
     Attributes:
-        fetched: what Lightning's fetcher counts.
-        delivered: how many batches the loader's iterator has given.
-        began_at: of Megatron's samplers, the samples that it counted as consumed when its iterator began.
-        consumed: likewise, those that it counts as consumed now.
-        within: whether the epoch goes on; else its next iterator begins a new one.
-        length: how many Lightning's fetcher expects in the epoch; None: unknown. With a sampler that counts what
-            workers fetch ahead, it depends on when it is asked for.
-        length_at_start: likewise, how many there were when the fit was set up.
+        fetched: how many batches Lightning's fetcher has counted.
+        delivered: how many batches the loader's iterator has delivered.
+        began_at: how many samples Megatron's sampler counted as consumed when its iterator began; None: there is no
+            Megatron sampler, or its iterator has not begun.
+        consumed: how many samples Megatron's sampler counts as consumed now; None: there is no Megatron sampler.
+        within: whether the epoch goes on. False: the next iterator begins a new epoch.
+        length: how many batches Lightning's fetcher expects in the epoch; None: unknown. With a sampler that counts
+            what workers fetch ahead, it depends on when it is asked for.
+        length_at_start: how many batches there were when the fit was set up; None: unknown.
     """
 
     fetched: int
@@ -57,7 +58,7 @@ class DataPosition:
 
 
 def take_sampler(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """What NeMo's sampler and Megatron's calculator of micro-batches count with; None without such a sampler."""
+    """Return what NeMo's sampler and Megatron's microbatch calculator count with; None without NeMo's sampler."""
     sampler = megatron_sampler(trainer)
     if sampler is None:
         return None
@@ -69,11 +70,11 @@ def take_sampler(trainer: pl.Trainer) -> dict[str, Any] | None:
 
 
 def begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
-    """``state``, taken before the data was set up, with the step that the set-up counts from.
+    """Return ``state``, taken before the data was set up, with the step that the set-up counts from.
 
     Args:
-        state: what :func:`take_sampler` took before.
-        now: what it takes now.
+        state: what :func:`take_sampler` returned before the data was set up.
+        now: what :func:`take_sampler` returns now.
     """
     if state is None or now is None:
         return state
@@ -82,7 +83,7 @@ def begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[s
 
 
 def put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
-    """Put back what :func:`take_sampler` took."""
+    """Put back what :func:`take_sampler` returned."""
     sampler = megatron_sampler(trainer)
     if sampler is None or state is None:
         return
@@ -95,7 +96,7 @@ def put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
 
 
 def megatron_sampler(trainer: pl.Trainer) -> Any:
-    """NeMo's data sampler, or None if the trainer has none."""
+    """Return NeMo's data sampler, or None if the trainer has none."""
     sampler = getattr(trainer.strategy, "data_sampler", None)
     return sampler if hasattr(sampler, "init_consumed_samples") else None
 
@@ -105,14 +106,14 @@ def _calculator() -> Any:
 
 
 def samples_per_step(trainer: pl.Trainer) -> int | None:
-    """How many samples of the whole job a step takes; None if no Megatron sampler says so, or it varies."""
+    """Return how many samples the whole job takes per step; None if no Megatron sampler says so, or it varies."""
     sampler = megatron_sampler(trainer)
     size = getattr(sampler, "global_batch_size", None)
     return size if isinstance(size, int) and not getattr(sampler, "rampup_batch_size", None) else None
 
 
 def several_loaders(count: int) -> str:
-    """Why a training with ``count`` loaders is refused, and what to do, in one line."""
+    """Say in one line why a training with ``count`` loaders is refused, and what to do."""
     return (
         f"checkpointless cannot bring {count} training dataloaders back to where each of them stood: let "
         "train_dataloader return one DataLoader, over one torch.utils.data.Dataset with the items of all of them "
@@ -121,32 +122,33 @@ def several_loaders(count: int) -> str:
 
 
 def go_on_counting(fetcher: Any, position: DataPosition) -> None:
-    """Have the batches of an epoch numbered on from where the training stands.
+    """Make the numbering of an epoch's batches continue from where the training stands.
 
     Args:
-        fetcher: Lightning's, over an iterator that was made anew.
-        position: what lies behind.
+        fetcher: Lightning's fetcher, over an iterator that was made anew.
+        position: where the training stands.
     """
     fetcher.iterator._iterator._idx = position.delivered
-    if hasattr(fetcher, "_batch_idx"):  # the number of the last one
+    if hasattr(fetcher, "_batch_idx"):  # the number of the last batch
         fetcher._batch_idx = max(position.delivered - 1, 0)
 
 
 def keeps_its_position(loader: Any) -> bool:
-    """Whether Lightning saves and restores the position of ``loader``."""
+    """Return whether Lightning saves and restores the position of ``loader``."""
     return isinstance(loader, _Stateful)
 
 
 def track(loader: Any, starts: Starts, position: DataPosition | None) -> TrackedSampler | None:
-    """Follow the sampler of ``loader``, and have its next iterator begin where the training stands.
+    """Follow the sampler of ``loader``, and make its next iterator begin where the training stands.
 
     Args:
-        loader: of torch's kind.
-        starts: keeps the random streams at the begin of each iterator.
-        position: what lies behind; None: nothing.
+        loader: a data loader of torch's kind.
+        starts: keeps the random streams at the beginning of each iterator.
+        position: where the training stands; None: at the beginning.
 
     Returns:
-        What stands in the sampler's place now; None if there is no sampler: the dataset alone knows its batches.
+        The sampler that now stands in the old one's place; None if there is no sampler, so that only the dataset
+        knows its batches.
     """
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None
@@ -154,7 +156,7 @@ def track(loader: Any, starts: Starts, position: DataPosition | None) -> Tracked
     if sampler is None:
         return None
     tracked = TrackedSampler(sampler, starts, position)
-    object.__setattr__(loader, name, tracked)  # torch forbids the plain way
+    object.__setattr__(loader, name, tracked)  # torch forbids a plain assignment
     _generators[:] = generators_of(loader)
     if _generators:
         register_rng_source("loader", RngSource(_take_generators, _put_generators))
@@ -162,23 +164,23 @@ def track(loader: Any, starts: Starts, position: DataPosition | None) -> Tracked
 
 
 def place_of_sampler(loader: Any) -> str:
-    """The attribute of ``loader`` that deals out its samples."""
+    """Return the name of the attribute of ``loader`` that determines its samples."""
     return "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
 
 
 def sampler_of(loader: Any) -> Any:
-    """The sampler that deals out the samples of ``loader``, in batches if there is one that does; or None."""
+    """Return the batch sampler of ``loader`` if it has one, else its sampler, or None."""
     return getattr(loader, place_of_sampler(loader), None)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a loader was given, and that its order does not share with the process."""
+    """Return the generators that a loader was given, which its order does not share with the process."""
     sampler = sampler_of(loader)
     given = [getattr(each, "generator", None) for each in (loader, sampler, getattr(sampler, "sampler", None))]
     return list({id(each): each for each in given if isinstance(each, torch.Generator)}.values())
 
 
-# Those of the training loader, where its order does not come from the process's streams.
+# The generators of the training loader, if its order does not come from the process's streams.
 _generators: list[torch.Generator] = []
 
 
@@ -192,25 +194,26 @@ def _put_generators(states: dict[str, bytes]) -> None:
 
 
 class Starts(Protocol):
-    """Keeps a rank's random streams as they were when the iterator of an epoch began; it outlives the process."""
+    """Keeps a rank's random streams as of the beginning of an epoch's iterator, and outlives the process."""
 
     def keep_data_start(self, streams: RngStates) -> None:
-        """An iterator begins: a sampler that shuffles draws its order from these."""
+        """Keep the streams of an iterator that begins: a sampler that shuffles draws its order from them."""
 
     def data_start(self) -> RngStates | None:
-        """What was kept last."""
+        """Return the streams that were kept last."""
 
 
 class TrackedSampler:
-    """A sampler that knows how its iterator began, and whose first one begins behind what was delivered.
+    """A sampler that knows how its iterator began, and whose first iterator begins after what was delivered.
 
     Args:
-        inner: the sampler.
-        starts: keeps the random streams at the begin of each iterator.
-        position: what lies behind; None: nothing.
+        inner: the sampler that is tracked.
+        starts: keeps the random streams at the beginning of each iterator.
+        position: where the training stands; None: at the beginning.
 
     Attributes:
-        began_at: of Megatron's samplers, the samples that it counted as consumed when the newest iterator began.
+        began_at: how many samples Megatron's sampler counted as consumed when its newest iterator began; None: the
+            sampler is not Megatron's, or has not begun.
         length_at_start: how many items there were when the fit was set up; None: unknown.
     """
 
@@ -224,7 +227,8 @@ class TrackedSampler:
         self._has_begun = self._is_set_up = False
 
     def __iter__(self) -> Iterator[Any]:
-        # When the first item is asked for: torch makes two iterators of a loader with workers, and uses the second.
+        # This runs when the first item is asked for: torch makes two iterators of a loader with workers, and uses
+        # the second.
         position, self._position = self._position, None
         self._has_begun = True
         if is_megatrons(self._inner):
@@ -243,7 +247,7 @@ class TrackedSampler:
             yield from itertools.chain(first, behind)
 
     def _iterate_megatron(self, position: DataPosition | None) -> Iterator[Any]:
-        """Megatron's samplers draw nothing, and begin anywhere at once."""
+        """Iterate over a sampler of Megatron's, which draws no random numbers and can begin anywhere at once."""
         inner = self._inner
         if position is not None and position.began_at is not None:
             inner.consumed_samples = position.began_at if position.within else position.consumed
@@ -251,39 +255,39 @@ class TrackedSampler:
         if position is None or position.delivered == 0 or not position.within:
             yield from inner
             return
-        # NeMo's sampler of whole global batches ("batch") counts those.
+        # NeMo's sampler of whole global batches ("batch") counts global batches.
         per_item = getattr(inner, "_global_batch_size", None) or inner.micro_batch_times_data_parallel_size
         begins_at = self.began_at + position.delivered * per_item
         inner.consumed_samples = begins_at
         for item in inner:
-            if inner.consumed_samples == begins_at:  # it does not count by itself: its next iterator begins anew
+            if inner.consumed_samples == begins_at:  # the sampler does not count: its next iterator begins anew
                 inner.consumed_samples, begins_at = self.began_at, -1
             yield item
 
     def begin_epoch(self) -> None:
-        """An epoch begins behind one that was over when it was gone on with: what its iterator gave is not used."""
+        """Begin the epoch after one that was over when it was resumed and whose iterator's batches are not used."""
         if self._went_on_at is not None:
             self.begin_at(self._went_on_at.consumed)
             self._position = None
 
     def begin_at(self, consumed: int | None) -> None:
-        """Of Megatron's samplers: an epoch begins, whatever an iterator that nobody used has counted."""
+        """Let Megatron's sampler begin an epoch at ``consumed``, whatever an unused iterator has counted."""
         if consumed is not None and is_megatrons(self._inner):
             self._inner.consumed_samples = consumed
 
     @property
     def consumed(self) -> int | None:
-        """Of Megatron's samplers, the samples that it counts as consumed."""
+        """The samples that Megatron's sampler counts as consumed; None: the sampler is not Megatron's."""
         return self._inner.consumed_samples if is_megatrons(self._inner) else None
 
     def set_up(self) -> None:
-        """The fit is set up: Lightning has asked how many items there are."""
+        """Note that the fit is set up: Lightning has asked how many items there are."""
         if self.length_at_start is None:
             self.length_at_start = sized_len(self._inner)
         self._is_set_up = True
 
     def __len__(self) -> int:
-        # Lightning asks before the iterator is made, where nothing is different, and behind that.
+        # Lightning asks before the iterator is made, when nothing is different, and after that.
         known = self.length_at_start if self._has_begun and not self._is_set_up else None
         return len(self._inner) if known is None else known
 
@@ -294,5 +298,5 @@ class TrackedSampler:
 
 
 def is_megatrons(sampler: Any) -> bool:
-    """Whether ``sampler`` is of Megatron's or NeMo's, which count the samples that were consumed."""
+    """Return whether ``sampler`` is one of Megatron's or NeMo's, which count the samples that were consumed."""
     return hasattr(sampler, "consumed_samples") and hasattr(sampler, "micro_batch_times_data_parallel_size")

@@ -1,4 +1,4 @@
-"""Switching a recipe of NeMo's collection on."""
+"""Switches recovery on in a recipe of NeMo's collection."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ def enable(
     enable_checksum: bool = False,
     wrapper: run.Config | None = None,
 ) -> CheckpointlessRecipe:
-    """Have a pretrain or finetune recipe of ``nemo.collections.llm`` recover from faults without a checkpoint.
+    """Make a pretrain or finetune recipe of ``nemo.collections.llm`` recover from faults without a checkpoint.
 
-    The recipe itself is changed, as NeMo's own functions do that take one; it can be shown, edited, serialised and
+    The recipe itself is changed, as by NeMo's own functions that take one; it can be shown, edited, serialised and
     run as before. Enabling it again changes nothing. What is put into it later is switched on when it runs.
 
     Args:
-        recipe: what ``llm.llama3_8b.pretrain_recipe(...)`` returns, for example.
-        replicas: on how many ranks each shard of the optimizer is held. Default: what the recipe has, but at least
-            2. Without the distributed optimizer, as in most LoRA recipes, it is all data-parallel ranks anyway.
+        recipe: the recipe, for example what ``llm.llama3_8b.pretrain_recipe(...)`` returns.
+        replicas: the number of ranks that hold each shard of the optimizer. Default: what the recipe has, but at
+            least 2. Without the distributed optimizer, as in most LoRA recipes, all data-parallel ranks hold it
+            anyway.
         enable_checksum: compare the replicas before a recovery.
         wrapper: settings of the block that is entered again, as a ``run.Config`` of
             :class:`checkpointless.inprocess.HPWrapper`.
@@ -34,10 +35,11 @@ def enable(
         The recipe.
 
     Raises:
-        TypeError: ``recipe`` is no ``run.Partial``.
-        ValueError: the recipe cannot recover as it is; one line that says what to change. It is left as it was.
+        TypeError: ``recipe`` is not a ``run.Partial``.
+        ValueError: the recipe cannot recover as it is, and is left unchanged; the message is one line that says
+            what to change.
     """
-    # A script that uses the strategy without NeMo-Run need not import that.
+    # A script that uses the strategy without NeMo-Run need not import NeMo-Run.
     import nemo_run as run
 
     from checkpointless.strategies.nemo_run_recipe import CheckpointlessRecipe

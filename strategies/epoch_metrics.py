@@ -1,9 +1,9 @@
-"""What Lightning and torchmetrics accumulate over an epoch: taken at a moment, and put back.
+"""Takes what Lightning and torchmetrics accumulate over an epoch, and puts it back.
 
-A value that is logged with ``on_epoch=True`` is summed up in Lightning's collection of results, and an object of
-torchmetrics that is an attribute of the module keeps states that are no buffers. Both are a rank's own until the
-epoch ends. So they travel with the rank's random streams, which outlive its process, and never come from a peer
-unless they are too large for that.
+A value that is logged with ``on_epoch=True`` is summed up in Lightning's collection of results, and a torchmetrics
+object that is an attribute of the module keeps states that are not buffers. Only the rank itself has both until the
+epoch ends. They are therefore kept with the rank's random streams, which outlive its process, and come from a peer
+only if they are too large for that.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing_extensions import override
 
 logger = logging.getLogger(__name__)
 
-#: What of a rank's metrics is kept outside of its process at most, in bytes.
+#: How much of a rank's metrics is kept outside of its process at most, in bytes.
 OWN_BYTES = 128 * 1024
 
-_MORE_BYTES = 1024  # of a tensor that is no state of its metric
+_MORE_BYTES = 1024  # the limit for a tensor that is not a state of its metric
 
 _PLAIN = (bool, int, float, str, type(None))
 _REDUCTIONS = {
@@ -56,21 +56,21 @@ class _Bare(Metric):
     """A metric with nothing in it."""
 
     def update(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def compute(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 _OF_ANY = frozenset(vars(_Bare()))  # attributes that every metric has
 
 
 class ResumableResults(_ResultCollection):
-    """Lightning's collection of results, which goes on with entries that were put back.
+    """Lightning's collection of results, which can resume with entries that were put back.
 
     Attributes:
-        put_back: the entries that were put back and not logged since.
-        about: how each entry is logged, as plain data that nobody changes.
+        put_back: the keys of the entries that were put back and not logged since.
+        about: by key, how each entry is logged, as plain data that is not changed later.
     """
 
     put_back: set[str]
@@ -78,17 +78,17 @@ class ResumableResults(_ResultCollection):
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """As Lightning's.
+        """Log a value as Lightning does.
 
         Args:
             fx: the hook that logs.
-            name: of the metric.
+            name: the name of the metric.
             value: a number or a metric.
-            *args: as for Lightning's.
-            **options: likewise.
+            *args: the further positional arguments of Lightning's method.
+            **options: the keyword arguments of Lightning's method.
         """
         key = f"{fx}.{name}"
-        if key in self.put_back:  # the group of processes that it is reduced over is a new one
+        if key in self.put_back:  # the process group that it is reduced over is new
             self.put_back.discard(key)
             sync = self[key].meta.sync
             sync.fn = options.get("sync_dist_fn", _Sync.no_op)
@@ -97,7 +97,7 @@ class ResumableResults(_ResultCollection):
 
 
 def make_results_resumable(trainer: pl.Trainer) -> None:
-    """Have the training results of ``trainer`` be :class:`ResumableResults`, in their place."""
+    """Turn the training results of ``trainer`` into :class:`ResumableResults`, in place."""
     results: Any = trainer.fit_loop.epoch_loop._results
     results.__class__ = ResumableResults
     results.put_back = set()
@@ -108,7 +108,7 @@ def make_results_resumable(trainer: pl.Trainer) -> None:
 
 
 def take_accumulated(trainer: pl.Trainer) -> dict[str, Any]:
-    """What was logged and accumulated in this epoch, as plain data that nobody changes."""
+    """Return what was logged and accumulated in this epoch, as plain data that is not changed later."""
     connector = trainer._logger_connector
     results: Any = trainer.fit_loop.epoch_loop._results
     for key in results.keys() - results.about.keys():
@@ -123,7 +123,7 @@ def take_accumulated(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _take_result(metric: _ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
-    known, logged = vars(metric), metric._forward_cache  # which nobody changes
+    known, logged = vars(metric), metric._forward_cache  # the cache is never changed
     values = {name: known[name] for name in _RESULT if name in known} if metric.is_tensor else {}
     return {
         "about": about,
@@ -135,7 +135,7 @@ def _take_result(metric: _ResultMetric, about: dict[str, Any]) -> dict[str, Any]
 
 
 def _about(metric: _ResultMetric) -> dict[str, Any]:
-    """What stays the same of a result, as long as it is logged in the same way."""
+    """Return what stays the same about a result as long as it is logged in the same way."""
     meta = metric.meta
     return {
         "meta": {name: getattr(meta, name) for name in _META},
@@ -160,7 +160,7 @@ def _take_metric(metric: Metric) -> dict[str, Any]:
 
 
 def _kept(value: Any) -> Any:
-    """A copy; of a list only the list, for metrics append to it."""
+    """Return a copy of ``value``. Of a list only the list is copied, because metrics append to it."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if not isinstance(value, list):
@@ -169,12 +169,12 @@ def _kept(value: Any) -> Any:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether it is a tensor that a metric keeps results in, and no table that it computes with."""
+    """Return whether ``value`` is a tensor that a metric keeps results in, not a table that it computes with."""
     return type(value) is torch.Tensor and value.layout is torch.strided and value.nbytes <= _MORE_BYTES
 
 
 def _parts_of(module: Any, kind: Any) -> Iterator[tuple[str, Any]]:
-    """The modules of ``kind`` among a module's attributes, by name; what Megatron has built is not searched."""
+    """Yield the modules of ``kind`` among a module's attributes, by name; what Megatron built is not searched."""
     for name, child in module.named_children():
         if name != "module":
             for path, each in child.named_modules(prefix=name):
@@ -186,13 +186,13 @@ def _parts_of(module: Any, kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def own_part(kept: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What of ``kept`` this rank alone has.
+    """Return the part of ``kept`` that this rank alone has.
 
     Args:
-        kept: what :func:`take_accumulated` took.
+        kept: what :func:`take_accumulated` returned.
 
     Returns:
-        It; None if it is too large to be kept outside of the process.
+        That part; None if it is too large to be kept outside of the process.
     """
     results = {key: entry for key, entry in kept["results"].items() if _accumulates(entry)}
     if not results and not kept["metrics"]:
@@ -219,20 +219,20 @@ def _accumulates(entry: Mapping[str, Any]) -> bool:
 
 
 def _nbytes(states: Mapping[str, Any]) -> int:
-    """As kept, with what is kept about each tensor."""
+    """Return the size of ``states`` as they are kept, with what is kept about each tensor, in bytes."""
     tensors = [each for value in states.values() for each in (value if isinstance(value, list) else [value])]
     return sum(getattr(tensor, "nbytes", 0) + 100 for tensor in tensors) + 500
 
 
 def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``kept`` with what this rank alone has in the place of a peer's.
+    """Return ``kept`` with what this rank alone has in place of a peer's.
 
     Args:
         kept: what was taken, by this rank or by a peer.
-        own: of this rank; None: it is lost.
+        own: the part that this rank alone has; None: it is lost.
 
     Returns:
-        The whole. Entries stay in the peer's order, for some are reduced over all ranks, one after the other.
+        The whole. Entries stay in the peer's order, because some are reduced over all ranks, one after the other.
     """
     if own is None:
         metrics = {name: {**entry, "more": {}} for name, entry in kept["metrics"].items()}
@@ -243,11 +243,11 @@ def with_own(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> dict[str
 
 
 def warn_if_lost(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-    """Say so where something was accumulated and this rank's part of it is nowhere.
+    """Warn if something was accumulated and this rank's part of it is lost.
 
     Args:
         kept: what a peer had taken.
-        own: of this rank; None: it is lost.
+        own: the part that this rank alone has; None: it is lost.
     """
     if own is None and (kept["metrics"] or any(map(_accumulates, kept["results"].values()))):
         logger.warning(
@@ -260,11 +260,11 @@ def warn_if_lost(kept: Mapping[str, Any], own: Mapping[str, Any] | None) -> None
 
 
 def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
-    """Put back what :func:`take_accumulated` took.
+    """Put back what :func:`take_accumulated` returned.
 
     Args:
-        trainer: in which nothing else is to be left of its epoch.
-        kept: stays as it is.
+        trainer: the trainer, in which nothing else of its epoch is left afterwards.
+        kept: what :func:`take_accumulated` returned; it stays as it is.
     """
     connector: Any = trainer._logger_connector
     results: Any = trainer.fit_loop.epoch_loop._results
@@ -285,18 +285,18 @@ def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
 
 
 def _put_size(tracker: MetricTracker, size: int) -> None:
-    """Have a tracker hold as many metrics as it did, of which each step or epoch has added one."""
+    """Make a tracker hold as many metrics as it did, to which each step or epoch has added one."""
     while len(tracker) < size:
         tracker.increment()
-    while len(tracker) > size:  # a list of modules would give those that it keeps other names
+    while len(tracker) > size:  # a module list would rename the metrics that it keeps
         tracker._modules.popitem()
-    tracker._increment_called = size > 1  # the first is what the others are copies of
+    tracker._increment_called = size > 1  # the others are copies of the first
 
 
 def _put_metric(metric: Metric, entry: Mapping[str, Any]) -> None:
     device = metric.device
     for name, value in entry["more"].items():
-        now = getattr(metric, name, None)  # what is no state stays where it is when a metric is moved
+        now = getattr(metric, name, None)  # only states move with their metric
         setattr(metric, name, _moved(value, now.device if isinstance(now, torch.Tensor) else device))
     for name, value in entry["states"].items():
         setattr(metric, name, _moved(value, device))
@@ -325,13 +325,13 @@ def _made_result(trainer: pl.Trainer, entry: Mapping[str, Any]) -> _ResultMetric
         result.value = metric
         result._forward_cache = metric._forward_cache
     result._update_count = entry["count"]
-    # Of a group of processes that is gone; until it is logged again nobody can reduce it.
+    # Its process group is gone; until it is logged again it cannot be reduced.
     result.has_reset = entry["has_reset"] or has_group
     return result
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A copy of what was kept, where it is used."""
+    """Return a copy of what was kept, on the device where it is used."""
     if isinstance(value, torch.Tensor):
         return value.to(device, copy=True)
     return [each.to(device) for each in value] if isinstance(value, list) else value

@@ -23,11 +23,11 @@ from checkpointless.strategies.replay import StepOutcome
 class TrainerLiveState:
     """The state of one trainer, as :class:`checkpointless.recovery.live_state.LiveState` asks for it.
 
-    The strategy tells it of every moment of a step, and it takes then what a later step changes.
+    The strategy reports every moment of a step to this object, which then takes what a later step changes.
 
     Args:
-        trainer: its strategy has been set up.
-        position: tells where the training stands in its data.
+        trainer: a trainer whose strategy has been set up.
+        position: returns where the training stands in its data. None: always at the beginning.
     """
 
     def __init__(self, trainer: pl.Trainer, position: Callable[[], DataPosition] | None = None) -> None:
@@ -38,24 +38,24 @@ class TrainerLiveState:
         self._moments: dict[tuple[int, Stage], Moment] = {}
         self._ready: tuple[int, Moment] | None = None  # the step in the making, and what its commit leaves
         self._update_is_skipped = False
-        self._travels: set[Stage] = set()  # the moments whose state is known to be fit for another process
+        self._travels: set[Stage] = set()  # the stages whose state is known to be fit for another process
 
     def group(self) -> tuple[int, ...]:
-        """The ranks that hold the same shard."""
+        """Return the ranks that hold the same shard."""
         return self._tensors.group()
 
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """Every tensor of model and optimizer."""
+        """Return every tensor of model and optimizer."""
         return self._tensors.tensors()
 
     def shard(self) -> dict[Key, torch.Tensor]:
-        """What this rank's update owns."""
+        """Return the tensors that this rank's update owns."""
         return self._tensors.shard()
 
     # --- while training -------------------------------------------------------------------------------------------
 
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
-        """Copies of this rank's buffers as they are now."""
+        """Return copies of this rank's buffers as they are now."""
         return self._tensors.copy_buffers()
 
     def reached(
@@ -65,16 +65,17 @@ class TrainerLiveState:
         buffers: Mapping[Key, torch.Tensor],
         keep: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """The trainer is at ``stage`` after ``step``: take what belongs to that moment.
+        """Take the state of the moment that the trainer has reached: ``stage`` after ``step``.
 
         Args:
             step: the optimizer step.
-            stage: the moment after it.
-            buffers: copies of what they are now.
-            keep: keeps the random streams, and of the objects that it is given what is this rank's own.
+            stage: the moment after ``step``.
+            buffers: copies of the buffers as they are now.
+            keep: keeps the random streams and, of the objects that it is given, those that only this rank has.
+                None: nothing is kept.
 
         Raises:
-            UnrecoverableError: something in it could not be given to a new process.
+            UnrecoverableError: the state has something in it that could not be given to a new process.
         """
         moment = self._take(buffers)
         if stage not in self._travels:
@@ -83,17 +84,17 @@ class TrainerLiveState:
             except state_tree.StateTreeError as error:
                 raise UnrecoverableError(f"{error}; no new process could be given this state") from error
             self._travels.add(stage)
-        if keep is not None:  # first: who has a moment has its streams
+        if keep is not None:  # first, so that a rank that has a moment also has its streams
             keep(moment.objects)
         self._moments = {**self._moments, (step, stage): moment}
 
     def ready(self, step: int, outcome: StepOutcome, buffers: Mapping[Key, torch.Tensor]) -> None:
-        """The gradients of ``step`` are final: take what the step has changed before its commit.
+        """Take what ``step`` has changed before its commit, now that its gradients are final.
 
         Args:
             step: the optimizer step in the making.
-            outcome: what it came to.
-            buffers: copies of what they are now.
+            outcome: the outcome of the step.
+            buffers: copies of the buffers as they are now.
         """
         self._update_is_skipped = not outcome.succeeded
         changed = {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()}
@@ -101,7 +102,7 @@ class TrainerLiveState:
         self._ready = step, Moment(objects, buffers)
 
     def applied(self, step: int) -> None:
-        """The update of ``step`` is applied: no rank goes back behind it any more."""
+        """Note that the update of ``step`` is applied: no rank goes back to before it any more."""
         committed = self._committed(step)
         if committed is not None:
             committed.objects["optimizer"]["groups"] = self._tensors.groups()
@@ -109,7 +110,7 @@ class TrainerLiveState:
             self._ready = None
 
     def _committed(self, step: int) -> Moment | None:
-        """What the commit of ``step`` leaves: what it has changed, and the rest as it was before it."""
+        """Return what the commit of ``step`` leaves: what the step changed, and the rest as it was before it."""
         before = max((key for key in self._moments if key[0] == step - 1), default=None)
         if self._ready is None or self._ready[0] != step or before is None:
             return None
@@ -121,16 +122,16 @@ class TrainerLiveState:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a fit is being made, and not passed over."""
+        """Whether a fit is being run, and not skipped."""
         return bool(self._moments)
 
     @property
     def newest_moment(self) -> tuple[int, Stage]:
-        """The newest step, and how far this rank has come after it."""
+        """The newest step, and the stage that this rank has reached after it."""
         return max(self._moments)
 
     def newest(self) -> dict[str, Any]:
-        """The non-tensor state that was taken last."""
+        """Return the non-tensor state that was taken last."""
         return self._moments[max(self._moments)].objects
 
     def _take(self, buffers: Mapping[Key, torch.Tensor]) -> Moment:
@@ -150,7 +151,7 @@ class TrainerLiveState:
     # --- when a fault comes ---------------------------------------------------------------------------------------
 
     def moments(self, step: int) -> Mapping[Stage, Moment]:
-        """What was taken after ``step``, and what its commit left of what was taken before it."""
+        """Return what was taken after ``step``, and what its commit left of what was taken before it."""
         found = {stage: moment for (at, stage), moment in self._moments.items() if at == step}
         committed = self._committed(step)
         if committed is not None:
@@ -159,14 +160,14 @@ class TrainerLiveState:
         return {stage: _with_state(moment, state) for stage, moment in sorted(found.items())}
 
     def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
-        """Those of its moments; of a step whose update has failed or is to come, those before it."""
+        """Return the buffers at each moment after ``step``; if its update failed or is to come, those before it."""
         found = {stage: moment.buffers for (at, stage), moment in self._moments.items() if at == step}
         if self._ready is not None and self._ready[0] == step:
             found.setdefault(Stage.COMMITTED, self._ready[1].buffers)
         return found
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The states of data loaders, data module and callbacks."""
+        """Return the states of data loaders, data module and callbacks, by name."""
         checkpoint = objects["checkpoint"]
         loops = checkpoint["loops"] or {}
         loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
@@ -179,7 +180,7 @@ class TrainerLiveState:
         return parts
 
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
-        """Tensors and objects are in place: those after ``step`` at ``stage``."""
+        """Note that tensors and objects are in place as they were at ``stage`` after ``step``."""
         self._moments = {(step, stage): Moment(objects, self._tensors.copy_buffers())}
         self._ready = None
 
@@ -189,22 +190,22 @@ class TrainerLiveState:
             self._tensors.put_buffers(moment.buffers)
 
     def apply_held_update(self) -> None:
-        """Apply the update whose final gradients are held; nothing if they had overflowed."""
+        """Apply the update whose final gradients are held, unless they had overflowed."""
         if not self._update_is_skipped:
             self._tensors.apply_held_update()
         if self._ready is not None:
             self.applied(self._ready[0])
 
     def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
-        """Use those of ``tensors`` themselves that can be used without a copy."""
+        """Put those of ``tensors`` in place that can be used without a copy, and return their keys."""
         return self._tensors.adopt(tensors)
 
     def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-        """Storage for ``entries``."""
+        """Return storage for ``entries``."""
         return self._tensors.room(entries)
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put the optimizer's plain values back; the rest is the strategy's and Lightning's to load."""
+        """Put the optimizer's plain values back; the strategy and Lightning load the rest."""
         self._tensors.load_objects(objects["optimizer"])
 
     def settle(self) -> None:
@@ -213,6 +214,6 @@ class TrainerLiveState:
 
 
 def _with_state(moment: Moment, state: Mapping[Key, Any]) -> Moment:
-    """``moment`` with the optimizer's plain state, which nothing but an update changes."""
+    """Return ``moment`` with the optimizer's plain state, which nothing but an update changes."""
     optimizer = {**moment.objects["optimizer"], "state": state}
     return Moment({**moment.objects, "optimizer": optimizer}, moment.buffers)

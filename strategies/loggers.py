@@ -1,4 +1,4 @@
-"""Loggers that are made anew after a fault write on where they were: in the same folder, behind the same rows."""
+"""Lets loggers that are made anew after a fault continue in the same folder, after the same rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 def versions_of(trainer: pl.Trainer) -> list[int | str | None]:
-    """The version of each logger of ``trainer`` that numbers its folders; None for others."""
+    """Return the version of each logger of ``trainer`` that numbers its folders, and None for each other logger."""
     return [getattr(each, "_version", None) for each in trainer.loggers]
 
 
 def write_on(trainer: pl.Trainer, versions: Sequence[int | str | None]) -> None:
-    """Have the loggers go on with ``versions``. Before anything asks them for their folder.
+    """Make the loggers continue with ``versions``. Call this before anything asks them for their folder.
 
     Args:
-        trainer: of rank 0, with loggers that have written nothing yet.
-        versions: what :func:`versions_of` gave before the fault.
+        trainer: the trainer of rank 0, whose loggers have written nothing yet.
+        versions: what :func:`versions_of` returned before the fault.
     """
     for each, version in zip(trainer.loggers, versions):
         if version is None or not hasattr(each, "_version"):
@@ -36,7 +36,7 @@ def write_on(trainer: pl.Trainer, versions: Sequence[int | str | None]) -> None:
 
 
 def rows_of(trainer: pl.Trainer) -> list[int]:
-    """How many rows each :class:`CSVLogger` of ``trainer`` has, those included that are not written yet."""
+    """Return how many rows each :class:`CSVLogger` of ``trainer`` has, including those not written yet."""
     found = []
     for each in trainer.loggers:
         if isinstance(each, CSVLogger):
@@ -50,9 +50,9 @@ def forget_rows(trainer: pl.Trainer, first: int, kept: Sequence[int] = ()) -> No
     """Drop the rows of each :class:`CSVLogger` that are about to be logged again.
 
     Args:
-        trainer: of rank 0.
+        trainer: the trainer of rank 0.
         first: the step from which on rows are dropped.
-        kept: how many are kept all the same, as :func:`rows_of` gave it; empty: none.
+        kept: how many rows of each logger are kept regardless, as :func:`rows_of` returned it; empty: none.
     """
     loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)]
     for each, count in itertools.zip_longest(loggers, kept[: len(loggers)], fillvalue=0):
@@ -63,12 +63,12 @@ def forget_rows(trainer: pl.Trainer, first: int, kept: Sequence[int] = ()) -> No
 
 
 def _keep_rows(each: CSVLogger) -> None:
-    """Lightning deletes the rows of a version when it is opened again."""
+    """Keep the rows of a version, which Lightning would delete when it opens the version again."""
     path = Path(each.log_dir) / "metrics.csv"
     if not path.exists():
         return
     rows = _read(path)
-    path.rename(path.with_suffix(".before"))  # so that it is not deleted, nor warned of
+    path.rename(path.with_suffix(".before"))  # so that Lightning neither deletes it nor warns of it
     experiment = each.experiment
     path.with_suffix(".before").replace(path)
     experiment.metrics_keys = sorted(rows[0]) if rows else []

@@ -1,6 +1,6 @@
-"""Lightning's training loops, entered again at the very moment after a step at which they were left.
+"""Lightning's training loops, which can resume at the very moment after a step at which they were left.
 
-Lightning resumes from checkpoints that were written by a hook, and guesses what had happened by then. Here it is
+Lightning resumes from checkpoints that were written by a hook, and guesses what had happened by then. Here this is
 known: a recovery says at which stage after the last committed step it resumes, and the loops do what still follows
 that step, once, before they ask for the next batch.
 """
@@ -22,13 +22,13 @@ from checkpointless.strategies.epoch_metrics import make_results_resumable
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where the loops go on.
+    """Where the loops resume.
 
     Attributes:
-        stage: what has happened after the last committed step.
-        go_on: puts back, once the loops have begun, what only then can be put back.
-        done_again: runs what follows the update of a step, given what runs Lightning's part of it.
-        begins_epoch: whether an epoch begins there.
+        stage: how much has happened after the last committed step.
+        go_on: puts back, once the loops have begun, what can only be put back then.
+        done_again: runs what follows the update of a step; it is given a function that runs Lightning's part of it.
+        begins_epoch: whether an epoch begins where the loops resume.
     """
 
     stage: Stage
@@ -38,26 +38,26 @@ class Resumption:
 
 
 class Observer(Protocol):
-    """Is told of the moments after a step (a strategy)."""
+    """What is notified of the moments after a step (a strategy)."""
 
     def reached(self, stage: Stage) -> None:
-        """The loop is at ``stage`` after the step that it committed last."""
+        """Note that the loop is at ``stage`` after the step that it committed last."""
 
     def epoch_begins(self) -> None:
-        """An epoch begins; the one before was over when it was gone on with."""
+        """Begin an epoch; the one before it was over when it was resumed."""
 
     def data_is_set_up(self, loaders: Sequence[Any]) -> None:
-        """Refuse training loaders that could not be brought to where they stood."""
+        """Refuse training loaders that could not be brought back to where they stood."""
 
 
 class ResumableEpochLoop(_TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch, which tells its moments and can resume at each.
+    """Lightning's loop over the batches of an epoch, which reports its moments and can resume at each of them.
 
     Attributes:
-        observer: told of the moments.
-        resumption: where to go on when the loop is run next; None: where Lightning would.
-        not_delivered: what the fetcher counts and no iterator of this process gave.
-        has_asked: whether a batch was asked for since the epoch was gone on with.
+        observer: what is notified of the moments.
+        resumption: where to resume when the loop is run next; None: where Lightning would.
+        not_delivered: how many batches the fetcher counts that no iterator of this process delivered.
+        has_asked: whether a batch was asked for since the epoch was resumed.
     """
 
     observer: Observer
@@ -68,31 +68,31 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     @property
     @override
     def done(self) -> bool:
-        """Whether nothing is left to do, which may be what follows the last step."""
+        """Whether nothing is left to do, not even what follows the last step."""
         pending = self.resumption is not None and self.resumption.stage in (Stage.COMMITTED, Stage.ENDED)
         return False if pending else bool(super().done)
 
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
-        """The epoch begins, or goes on."""
+        """Begin the epoch, or resume it."""
         resumption = self.resumption
         within = resumption is not None and not resumption.begins_epoch
         if not within and not self.has_asked:
             self.observer.epoch_begins()
         self.has_asked = not within
         if within and self.trainer.current_epoch > 0:
-            self._restarting = True  # or else Lightning makes a second iterator
+            self._restarting = True  # otherwise Lightning makes a second iterator
         super().on_run_start(data_fetcher)
         self.not_delivered = self.batch_progress.current.ready
         if resumption is not None and within:
-            self.restarting = False  # what is due is known, and not guessed
+            self.restarting = False  # what is due is known, and need not be guessed
             resumption.go_on()
             if resumption.stage not in (Stage.COMMITTED, Stage.ENDED):
                 self.resumption = None
 
     @override
     def advance(self, data_fetcher: Any) -> None:
-        """Make a step, or what still follows the last one."""
+        """Make a step, or do what still follows the last one."""
         resumption, self.resumption = self.resumption, None
         if resumption is not None and resumption.stage is Stage.ENDED:
             return
@@ -105,14 +105,14 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         else:
             validates_only = self.restarting and self._should_check_val_fx(data_fetcher)
             super().advance(data_fetcher)
-            if validates_only:  # from a checkpoint of Lightning's that was written before its validation
+            if validates_only:  # from a Lightning checkpoint that was written before its validation
                 return
         if not self._should_accumulate() and self._should_check_val_fx(data_fetcher):
             self.observer.reached(Stage.ENDED)
 
     @override
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Validate, if that is due."""
+        """Validate if that is due, and report the moment."""
         super().on_advance_end(data_fetcher)
         if not self._should_accumulate():
             self.observer.reached(Stage.CHECKED)
@@ -122,8 +122,8 @@ class ResumableFitLoop(_FitLoop):
     """Lightning's loop over epochs, which can resume at each moment after a step.
 
     Attributes:
-        resumption: where to go on when the loop is run next; None: where Lightning would.
-        was_finished: the whole fit was over before the fault.
+        resumption: where to resume when the loop is run next; None: where Lightning would.
+        was_finished: whether the whole fit was over before the fault.
     """
 
     epoch_loop: ResumableEpochLoop
@@ -141,7 +141,7 @@ class ResumableFitLoop(_FitLoop):
     @property
     @override
     def skip(self) -> bool:
-        """Whether there is nothing to do; what follows the last step, and the end of training, is something."""
+        """Whether there is nothing to do, not even what follows the last step or the end of training."""
         if self.was_finished:
             return True
         return bool(self.trainer.limit_train_batches == 0) if self.resumption is not None else bool(super().skip)
@@ -155,7 +155,7 @@ class ResumableFitLoop(_FitLoop):
 
     @override
     def on_run_start(self) -> None:
-        """Training begins, or goes on."""
+        """Begin training, or resume it."""
         super().on_run_start()
         if self.resumption is not None and self.resumption.begins_epoch:
             self._restarting = self.epoch_loop.restarting = False
@@ -165,23 +165,23 @@ class ResumableFitLoop(_FitLoop):
 
     @override
     def on_advance_start(self) -> None:
-        """An epoch begins, or goes on."""
+        """Begin an epoch, or resume it."""
         super().on_advance_start()
         self.epoch_loop.resumption, self.resumption = self.resumption, None
 
     @override
     def on_advance_end(self) -> None:
-        """An epoch ends."""
+        """End an epoch, and report the moment."""
         super().on_advance_end()
         self.epoch_loop.observer.reached(Stage.TURNED)
 
 
 def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
-    """Have the loops of ``trainer`` tell ``observer`` of their moments.
+    """Make the loops of ``trainer`` resumable and report their moments to ``observer``.
 
     Args:
-        trainer: its loops become resumable ones in their place.
-        observer: told of the moments.
+        trainer: the trainer, whose loops become resumable ones in place.
+        observer: what is notified of the moments.
     """
     fit_loop: Any = trainer.fit_loop
     for loop, kind in ((fit_loop, ResumableFitLoop), (fit_loop.epoch_loop, ResumableEpochLoop)):

@@ -65,24 +65,25 @@ from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
 
-_ROWS = "rows"  # the fact that says how many rows loggers had when the newest validation began
+_ROWS = "rows"  # the fact that records how many rows the loggers had when the newest validation began
 
 
 class CheckpointlessMegatronStrategy(MegatronStrategy):
-    """``MegatronStrategy`` that recovers from a fault without a checkpoint.
+    """A ``MegatronStrategy`` that recovers from a fault without a checkpoint.
 
-    Used inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`, it finds the running wrapper
-    and installs the rest: checkpoint manager, checkpoint connector, the guard around the optimizer update, and the
-    clean-up of Megatron's and NeMo's globals. Outside of such a function it is ``MegatronStrategy``.
+    Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`, it finds the running wrapper and
+    installs the rest: checkpoint manager, checkpoint connector, the guard around the optimizer update, and the
+    clean-up of Megatron's and NeMo's globals. Elsewhere it behaves like ``MegatronStrategy`` does
+    with the same arguments.
 
     Args:
-        *args: as for ``MegatronStrategy``.
-        num_distributed_optimizer_instances: how many replicas of the optimizer's shards there are. Default 2
-            (``MegatronStrategy``: 1); with 1 a rank that dies can only be replaced from storage.
-        **kwargs: as for ``MegatronStrategy``.
+        *args: the positional arguments of ``MegatronStrategy``.
+        num_distributed_optimizer_instances: the number of replicas of the optimizer's shards. Default: 2
+            (``MegatronStrategy``: 1). With 1, a rank that dies can only be replaced from storage.
+        **kwargs: the keyword arguments of ``MegatronStrategy``.
 
     Attributes:
-        base_store: the store on which the process groups were built, or None before.
+        base_store: the store on which the process groups were built; None before that.
     """
 
     def __init__(self, *args: Any, num_distributed_optimizer_instances: int = 2, **kwargs: Any) -> None:
@@ -99,13 +100,13 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._worker_seed = WorkerSeed()
         self._guard: GuardedUpdate | None = None
         self._outcomes: StepOutcomes | None = None
-        self._restored_objects: dict[str, Any] | None = None  # what memory gave, until the loops go on
+        self._restored_objects: dict[str, Any] | None = None  # what memory gave, until the loops resume
         self._tracked: TrackedSampler | None = None
         self._validation_data: ValidationData | None = None
         if self._call is None:
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
-        # Without a distributed optimizer every data-parallel rank holds all of its shard.
+        # Without the distributed optimizer all data-parallel ranks hold the same optimizer state.
         sharded = getattr(self.ddp_config, "use_distributed_optimizer", True)
         if num_distributed_optimizer_instances < 2 and sharded:
             logger.warning("one optimizer instance: a rank that dies cannot be restored from memory")
@@ -114,38 +115,38 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         cleanup.install()
         chatter.install()
         one_logger.install()
-        if self._call.generation > 0:  # also in a new process, which has said nothing yet
+        if self._call.generation > 0:  # also in a new process, which has logged nothing yet
             chatter.quiet()
 
     @property
     def checkpoint_manager(self) -> CheckpointManager | None:
-        """Keeps the state of this rank over restarts; None where recovery is switched off."""
+        """The manager that keeps this rank's state over restarts; None if recovery is switched off."""
         return self._manager
 
     @property
     def replaying(self) -> bool:
-        """Whether a step that is committed is gone through again, for what follows its update."""
+        """Whether a committed step is replayed for what follows its update."""
         return self._outcomes is not None and self._outcomes.replayed is not None
 
     def get_wrapper(self) -> HPCallWrapper | None:
-        """The wrapper that the trainer was given (``trainer.wrapper``), or whose block this strategy runs in."""
+        """Return the wrapper given to the trainer (``trainer.wrapper``), or the one whose block this runs in."""
         given: HPCallWrapper | None = getattr(getattr(self, "trainer", None), "wrapper", None)
         return given if given is not None else self._call
 
     def is_peft(self) -> bool:
-        """Whether a PEFT callback is among the trainer's."""
+        """Return whether the trainer has a PEFT callback."""
         return peft_of(self.trainer) is not None
 
     @property
     def awaits_adapters(self) -> bool:
-        """Whether NeMo has still to add the adapters of a PEFT run; without them there is no optimizer either."""
+        """Whether NeMo has yet to add the adapters of a PEFT run; until then there is no optimizer, either."""
         return self._awaits_adapters
 
     def live_state(self) -> TrainerLiveState:
-        """The state of the running trainer; before the adapters are added, that of the base model.
+        """Return the state of the running trainer; before the adapters are added, that of the base model.
 
         Raises:
-            RuntimeError: the strategy was not set up.
+            RuntimeError: the strategy has not been set up.
         """
         if self._awaits_adapters:
             return StateBeforeAdapters(self.trainer)
@@ -155,7 +156,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Set up the process groups, and have loggers that are made anew write on where they were."""
+        """Set up the process groups, and make new loggers continue where the old ones were."""
         super().setup_environment()
         call, trainer = self._call, self.lightning_module.trainer if self.lightning_module is not None else None
         if call is None or call.generation == 0 or trainer is None:
@@ -222,7 +223,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Set up the optimizers. In a PEFT run NeMo does it late, when it has added the adapters."""
+        """Set up the optimizers. In a PEFT run NeMo does this late, after it has added the adapters."""
         super().setup_optimizers(trainer)
         if self._awaits_adapters and self._call is not None:
             self._awaits_adapters = False
@@ -230,9 +231,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     @override
     def selective_restore(self) -> None:
-        """Load what NeMo's ``restore_config`` asks for, the weights of a pretrained model for example.
+        """Load what NeMo's ``restore_config`` asks for, for example the weights of a pretrained model.
 
-        After a fault memory is asked first; :meth:`restore_from_storage` is called if that was in vain.
+        After a fault memory is asked first, and :meth:`restore_from_storage` is called if that fails.
         """
         call = self._call
         fitting = self.trainer.state.fn == TrainerFn.FITTING
@@ -241,15 +242,15 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             super().selective_restore()
 
     def restore_from_storage(self) -> None:
-        """Do what :meth:`selective_restore` put off."""
+        """Load what :meth:`selective_restore` put off."""
         if self._put_off_restore:
             self._put_off_restore = False
             super().selective_restore()
 
     def add_adapters(self) -> None:
-        """Have NeMo add the adapters of a PEFT run and set up the optimizer now, not when the first epoch begins.
+        """Make NeMo add the adapters of a PEFT run and set up the optimizer now, not when the first epoch begins.
 
-        For a restart from memory, which needs them in their place. Their initial values are overwritten then.
+        A restart from memory needs the adapters in place, and then overwrites their initial values.
         """
         peft = peft_of(self.trainer)
         if self._awaits_adapters and peft is not None:
@@ -257,10 +258,10 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self.adapters_added(peft.params_to_save)
 
     def adapters_added(self, params_to_save: Iterable[str]) -> None:
-        """The adapters are in their place and have their values, unless memory is about to give them those.
+        """Note that the adapters are in place with their values, unless memory is about to give them the values.
 
         Args:
-            params_to_save: the names of what NeMo saves as adapters.
+            params_to_save: the names of the parameters that NeMo saves as adapters.
         """
         manager = self._manager
         if manager is None or self._live is None:
@@ -271,11 +272,11 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._restored_without_adapters = False
             manager.begin_buffers(self._live)
             self.reached(Stage.CHECKED)
-            vote()  # who is attached can be recovered from: by then every rank's streams are on its board
+            vote()  # an attached rank can be recovered from: by then every rank's streams are on its board
             manager.attach(self._live, self._job_step())
 
     def keep_saves(self) -> None:
-        """A fault has come: checkpoints that are being written in the background are finished later."""
+        """Keep, after a fault, the checkpoints that are being written in the background, to finish them later."""
         pending = PendingSaves.of(self._checkpoint_io)
         if pending is not None and self._manager is not None:
             self._manager.saves.pending = pending
@@ -284,7 +285,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save a checkpoint, unless a fault has the ranks come by once more where it was saved already."""
+        """Save a checkpoint, unless it was saved before a fault that makes the ranks pass this point once more."""
         save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         if self._manager is None or self._live is None or not self._live.is_under_way:
             save()
@@ -294,7 +295,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._manager.saves.save(str(filepath), self._live.newest_moment, calls, finish, save)
 
     def rebuilt(self) -> None:
-        """Everything is built anew and waits for its state."""
+        """Record that everything is built anew and waits for its state."""
         call = self._call
         if call is not None:
             event_log().emit(
@@ -306,7 +307,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             )
 
     def restored(self) -> None:
-        """The state is whole: from memory, from storage, or that of a new job."""
+        """Prepare to train with the state, which is whole: from memory, from storage, or that of a new job."""
         call, manager = self._call, self._manager
         if call is None or manager is None:
             return
@@ -331,20 +332,20 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         call.begin_data(samples_per_step(self.trainer))
 
     def _keep_facts(self, call: HPCallWrapper, fit: int) -> None:
-        """Where loggers write, and the folder that NeMo has made up a name for, outlive rank 0."""
+        """Keep where loggers write and the folder name that NeMo has made up, so that they outlive rank 0."""
         if self.trainer.is_global_zero:
             call.keep_fact(f"loggers of fit {fit}", versions_of(self.trainer))
             if NEMO_ENV_VARNAME_VERSION in os.environ:
                 call.keep_fact("environment", {NEMO_ENV_VARNAME_VERSION: os.environ[NEMO_ENV_VARNAME_VERSION]})
 
     def skip_fit(self, objects: dict[str, Any] | None) -> dict[str, Any]:
-        """The fit was over before the fault, which came in a later one of the same block: it is not made again.
+        """Skip a fit that was over before the fault, which came in a later fit of the same block.
 
         Args:
-            objects: the non-tensor state that it ended in, if anybody knows it.
+            objects: the non-tensor state that the fit ended in; None if no rank knows it.
 
         Returns:
-            What of that Lightning loads.
+            The part of that state that Lightning loads.
         """
         logger.warning(
             "this fit was over before the fault and is not made again; until the next fit of the block begins, the "
@@ -358,15 +359,16 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         return checkpoint
 
     def restored_from_memory(self, objects: dict[str, Any]) -> None:
-        """The tensors are in their place.
+        """Note that the tensors are in place, and keep the rest of the state.
 
         Args:
-            objects: the rest of the state; what Lightning does not load is put back when it has loaded its part.
+            objects: the rest of the state; what Lightning does not load is put back after Lightning has loaded its
+                part.
         """
         self._restored_objects = objects
 
     def _resume(self, objects: dict[str, Any]) -> None:
-        """Lightning has loaded its part of the state: put back the rest, and say where the loops go on."""
+        """Put back the part of the state that Lightning does not load, and set where the loops resume."""
         manager = self._manager
         assert manager is not None
         assert manager.resumed_at is not None
@@ -392,7 +394,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self.trainer.fit_loop.resumption = resumption  # type: ignore[attr-defined]
 
     def _go_on(self, objects: dict[str, Any]) -> None:
-        """The loops have begun, with hooks and iterators that changed what was put back: put it back again."""
+        """Put the state back again, after the loops have begun with hooks and iterators that changed it."""
         trainer, manager = self.trainer, self._manager
         assert manager is not None
         epoch_loop: Any = trainer.fit_loop.epoch_loop
@@ -402,7 +404,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if _begins_epoch(stage, objects):
             if self._tracked is not None:
                 self._tracked.begin_at(position.consumed)
-        elif objects["base"] != Stage.LOADED:  # of which Lightning knows where its data stood
+        elif objects["base"] != Stage.LOADED:  # after LOADED, Lightning knows where the data stood
             self._take_what_was_delivered(fetcher, position)
             fetcher.fetched, fetcher.length = position.fetched, position.length
             fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
@@ -419,7 +421,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             logged = self._call.facts.get(_ROWS, [-1, []]) if self._call is not None else [-1, []]
             kept = logged[1] if stage is Stage.ENDED and logged[0] == step else []
             forget_rows(trainer, epoch_loop._batches_that_stepped, kept)
-        if stage is Stage.COMMITTED:  # what led to the step is gone through again, with the streams of before it
+        if stage is Stage.COMMITTED:  # what led to the step is replayed, with the streams from before it
             base = Stage(objects["base"])
             if not manager.restore_streams_of(step - 1, base) and base is not Stage.LOADED:
                 logger.warning("what is drawn between steps %d and %d is drawn anew", step - 1, step)
@@ -427,20 +429,20 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             manager.restore_streams()
 
     def _own_of(self, kept: dict[str, Any], step: int, stage: Stage) -> dict[str, Any]:
-        """What was accumulated over the epoch: this rank's own, though a peer may have given ``kept``."""
+        """Return what this rank itself accumulated over the epoch, although ``kept`` may come from a peer."""
         assert self._manager is not None
         own = self._manager.own_of(step, stage)
         return with_own(kept, own) if own is not None or self._manager.was_filled else kept
 
     def _take_what_was_delivered(self, fetcher: Any, position: DataPosition) -> None:
-        """Bring an iterator whose batches only the dataset knows behind those that were delivered."""
+        """Advance an iterator whose batches only the dataset knows past those that were delivered."""
         loaders = self.trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
         if self._tracked is None and not any(keeps_its_position(loader) for loader in loaders):
             for _ in range(position.delivered):
                 next(fetcher.iterator)
 
     def _do_again(self, objects: dict[str, Any], run: Callable[[], None]) -> None:
-        """Have Lightning go through the last committed step again, without computing it."""
+        """Let Lightning replay the last committed step without computing it."""
         assert self._outcomes is not None
         assert self._manager is not None
         outcome = StepOutcome(**objects["outcome"])
@@ -450,11 +452,11 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             run()
 
     def reached(self, stage: Stage) -> None:
-        """The loops are at ``stage`` after the newest step: take what belongs to that moment."""
+        """Take the state of the moment that the loops have reached: ``stage`` after the newest step."""
         if self._manager is not None and self._live is not None:
             step = self._job_step()
             buffers = self._live.copy_buffers()
-            self._manager.keep_buffers(step, stage, buffers)  # first: who has streams of a moment has its buffers
+            self._manager.keep_buffers(step, stage, buffers)  # first: streams of a moment imply its buffers
             store = partial(self._manager.store_rng_states, step, stage=stage)
             self._live.reached(
                 step, stage, buffers, lambda objects: store(own=own_part(objects["kinds"][ACCUMULATED]))
@@ -463,18 +465,18 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
                 self._call.keep_fact(_ROWS, [step, rows_of(self.trainer)])
 
     def epoch_begins(self) -> None:
-        """An epoch begins; the one before was over when it was gone on with."""
+        """Begin an epoch; the one before it was over when it was resumed."""
         if self._tracked is not None:
             self._tracked.begin_epoch()
 
     def data_is_set_up(self, loaders: Sequence[Any]) -> None:
-        """Refuse training loaders that could not be brought to where they stood.
+        """Refuse training loaders that could not be brought back to where they stood.
 
         Args:
-            loaders: all that the trainer was given.
+            loaders: all training loaders that the trainer was given.
 
         Raises:
-            UnrecoverableError: there are several.
+            UnrecoverableError: there are several loaders.
         """
         if self._manager is not None and len(loaders) > 1:
             raise UnrecoverableError(several_loaders(len(loaders)))
@@ -482,12 +484,12 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             self._tracked.set_up()
 
     def _job_step(self) -> int:
-        """The optimizer step that the trainer is at, counted over all fits of the block."""
+        """Return the optimizer step that the trainer is at, counted over all fits of the block."""
         offset = self._manager.offset if self._manager is not None else 0
         return int(self.trainer.global_step) + offset
 
     def _position(self) -> DataPosition:
-        """Where the training stands in its data."""
+        """Return where the training stands in its data."""
         fit_loop: Any = self.trainer.fit_loop
         fetcher = fit_loop._data_fetcher
         fetched = fetcher.fetched if fetcher is not None else 0
@@ -503,10 +505,10 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     @override
     def process_dataloader(self, dataloader: DataLoader) -> DataLoader:
-        """Deal the samples out to the ranks, and make what workers draw independent of faults."""
+        """Distribute the samples to the ranks, and make what workers draw independent of faults."""
         training = self._call is not None and self._manager is not None and self.trainer.training
         objects = self._restored_objects
-        if training and objects is not None:  # so that it is made as it was made at the start
+        if training and objects is not None:  # so that the loader is made as it was at the start
             put_sampler(self.trainer, objects["sampler"])
         loader = super().process_dataloader(dataloader)
         if training and self._manager is not None:
@@ -533,8 +535,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """Load the model, unless recovery has put it in place already.
 
         Args:
-            checkpoint: a checkpoint.
-            strict: whether its keys must match the model's.
+            checkpoint: the checkpoint.
+            strict: whether the checkpoint's keys must match the model's.
         """
         if not isinstance(checkpoint, InMemoryCheckpoint):
             super().load_model_state_dict(checkpoint, strict=strict)
@@ -546,7 +548,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             super().load_optimizer_state_dict(checkpoint, selective_restore=selective_restore)
 
     def on_train_start(self) -> None:
-        """The loop starts."""
+        """Let the frameworks log again, and announce from now on when gradients are reduced."""
         chatter.speak()
         if self._call is not None:
             announce_gradient_sync(get_model_config(self.megatron_parallel[0]), self._call)
@@ -568,7 +570,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one optimizer step, or what belongs to one that is done again without its update."""
+        """Run one optimizer step, or replay what belongs to one without its update."""
         outcome = self._outcomes.replayed if self._outcomes is not None else None
         if outcome is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
@@ -576,7 +578,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
 
         def step() -> tuple[bool, Any, Any]:
-            """The update: what forward and backward have logged is there, and nothing is computed."""
+            """Stand in for the update: put back what forward and backward have logged, and compute nothing."""
             assert self._manager is not None
             assert self._manager.resumed_at is not None
             put_accumulated(self.trainer, self._own_of(outcome.accumulated, *self._manager.resumed_at))
@@ -592,20 +594,20 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
     @override
     def teardown(self) -> None:
-        """Leave the state alone if a fault ended the run: clean-up is the abort's and the finalizer's."""
-        trainer = getattr(self, "trainer", None)  # none if the fault came before setup()
+        """Tear down, but leave the state alone if a fault ended the run: abort and finalizer clean up then."""
+        trainer = getattr(self, "trainer", None)  # missing if the fault came before setup()
         if self._call is not None and (trainer is None or trainer.interrupted):
             if hasattr(self, "megatron_parallel"):
                 self.megatron_parallel.teardown_ddp()
             return
         fitted = trainer is None or trainer.state.fn == TrainerFn.FITTING
         if fitted and self._manager is not None and self._live is not None and self._live.is_under_way:
-            vote()  # the hooks of the end have run everywhere: nobody goes back into this fit
+            vote()  # the last hooks have run on every rank: no rank goes back into this fit
             self._manager.finish_fit(self._live.newest())
         super().teardown()
 
     def _take_hold(self, trainer: pl.Trainer, call: HPCallWrapper) -> None:
-        """Model and optimizer are built: take hold of them, and guard the update."""
+        """Take hold of model and optimizer, which are built now, and guard the update."""
         optimizer = self.optimizers[0].mcore_optimizer
         self._live = live = TrainerLiveState(trainer, self._position)
         self._outcomes = StepOutcomes(NotedNorms(optimizer), lambda: self._position().fetched)
@@ -621,7 +623,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         )
 
     def _add_callbacks(self, trainer: pl.Trainer) -> None:
-        """Add the callbacks that are asked for by environment or missing; they missed their ``setup`` hook."""
+        """Add callbacks that the environment asks for or that are missing; they missed their ``setup`` hook."""
         present = _callbacks(trainer)
         present[:] = without_external(present)
         for callback in present:
@@ -654,18 +656,18 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
 
 def _begins_epoch(stage: Stage, objects: Mapping[str, Any]) -> bool:
-    """Whether an epoch begins where the loops go on."""
+    """Return whether an epoch begins where the loops resume."""
     return stage is Stage.TURNED or (stage is Stage.COMMITTED and objects["base"] == Stage.TURNED)
 
 
 def _callbacks(trainer: Any) -> list[Any]:
-    """The trainer's own list of callbacks."""
+    """Return the trainer's own list of callbacks, not a copy."""
     callbacks: list[Any] = trainer.callbacks
     return callbacks
 
 
 def _signature() -> inspect.Signature:
-    """That of ``MegatronStrategy`` with our default: editors show it, and NeMo-Run's configurations go by it."""
+    """Return the signature of ``MegatronStrategy`` with our default, which editors show and NeMo-Run relies on."""
     name = "num_distributed_optimizer_instances"
     default = inspect.signature(CheckpointlessMegatronStrategy.__init__).parameters[name].default
     theirs = inspect.signature(MegatronStrategy)

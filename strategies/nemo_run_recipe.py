@@ -1,4 +1,4 @@
-"""A NeMo-Run recipe whose objects are made inside the block that is entered again, not before it."""
+"""A NeMo-Run recipe whose objects are made inside the block that is executed again, not before it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from checkpointless.strategies.recipe_changes import switch_on
 
 
 class Unbuilt:
-    """Holds a recipe where Fiddle would make objects of it: Fiddle does not look inside.
+    """Holds a recipe so that Fiddle makes no objects of it: Fiddle does not look inside.
 
     Args:
-        recipe: as NeMo made it.
+        recipe: the recipe as NeMo made it.
     """
 
     def __init__(self, recipe: run.Partial) -> None:
@@ -39,18 +39,18 @@ class Unbuilt:
 
 
 def train(recipe: Unbuilt, wrapper: HPWrapper | None = None) -> Any:
-    """Make the objects of a recipe and train it; again, in the same process, after every fault.
+    """Make the objects of a recipe and train it, and do so again in the same process after every fault.
 
     Args:
-        recipe: what :class:`CheckpointlessRecipe` holds. What was put into it since it was enabled, a strategy for
-            example, is switched on, too.
-        wrapper: settings; None: those of ``HPWrapper()``.
+        recipe: the recipe that a :class:`CheckpointlessRecipe` holds. What was put into it after it was enabled, a
+            strategy for example, is switched on, too.
+        wrapper: the wrapper with its settings. None: ``HPWrapper()``.
 
     Returns:
         What the recipe's function returns.
 
     Raises:
-        ValueError: the recipe cannot recover, or not on the ranks that there are.
+        ValueError: the recipe cannot recover, or cannot on the ranks that the job has.
     """
     if cpu_platform.requested():
         cpu_platform.install()
@@ -60,24 +60,24 @@ def train(recipe: Unbuilt, wrapper: HPWrapper | None = None) -> Any:
 
 
 def _build_and_call(recipe: run.Partial) -> Any:
-    """The block that is executed again. Values of the recipe that are no configurations are copies, too."""
+    """Build and run a recipe: the block that is executed again. Values that are no configurations are copied."""
     return fdl.build(copy.deepcopy(recipe))()
 
 
 class CheckpointlessRecipe(run.Partial):
     """A recipe that is shown and edited like any other and that, when run, calls :func:`train` with itself unbuilt.
 
-    Fiddle makes the objects of a recipe once, before it calls the function. Here it sees, wherever it takes the
-    recipe apart, a call of :func:`train` with one opaque argument. It has the same attributes as before.
+    Fiddle makes the objects of a recipe once, before it calls the function. Wherever it takes this recipe apart, it
+    sees a call of :func:`train` with one opaque argument instead. The recipe has the same attributes as before.
     """
 
     @classmethod
     def adopt(cls, recipe: run.Partial, wrapper: run.Config | None) -> CheckpointlessRecipe:
-        """Make ``recipe`` itself one of these.
+        """Turn ``recipe`` itself into a ``CheckpointlessRecipe``.
 
         Args:
-            recipe: any.
-            wrapper: a configuration of :class:`HPWrapper`; None: as it was, or that of ``HPWrapper()``.
+            recipe: any recipe.
+            wrapper: a configuration of :class:`HPWrapper`. None: the one it already has, or else ``HPWrapper()``.
         """
         object.__setattr__(recipe, "__class__", cls)
         if wrapper is not None or "_wrapper" not in vars(recipe):
@@ -86,17 +86,17 @@ class CheckpointlessRecipe(run.Partial):
         return recipe
 
     def plain(self) -> run.Partial:
-        """The same arguments in an ordinary ``run.Partial``, which NeMo-Run would run without re-entry."""
+        """Return an ordinary ``run.Partial`` with the same arguments, which NeMo-Run would run without re-entry."""
         return run.Partial.__unflatten__(*super().__flatten__())
 
     @override
     def visualize(self, **kwargs: Any) -> Any:
-        """As for every recipe."""
+        """Visualize the recipe like any other."""
         return self.plain().visualize(**kwargs)
 
     @override
     def diff(self, old: Any, trim: bool = True, **kwargs: Any) -> Any:
-        """As for every recipe."""
+        """Compare the recipe with ``old`` like any other."""
         old = old.plain() if isinstance(old, CheckpointlessRecipe) else old
         return self.plain().diff(old, trim=trim, **kwargs)
 
@@ -106,7 +106,7 @@ class CheckpointlessRecipe(run.Partial):
         return call.__flatten__()
 
     def _unbuilt(self) -> Unbuilt:
-        """The same object until an argument is exchanged: Fiddle knows what it has met by its identity."""
+        """Return the same object until an argument is replaced: Fiddle knows what it has visited by identity."""
         plain = self.plain()
         kept: Unbuilt | None = vars(self).get("_kept")
         if kept is None or not _has_the_same_arguments(kept.recipe, plain):
@@ -134,7 +134,7 @@ class CheckpointlessRecipe(run.Partial):
 
 
 class _Part(fdl.daglish.Attr):
-    """A part of an enabled recipe as Fiddle sees it, which is no attribute of it."""
+    """Names a part of an enabled recipe that Fiddle sees and that is not an attribute of the recipe."""
 
     @override
     def follow(self, container: Any) -> Any:
@@ -143,7 +143,7 @@ class _Part(fdl.daglish.Attr):
 
 
 class _Elsewhere:
-    """Stands for what two recipes have in common, where Fiddle compares them: it asks for what is in it."""
+    """Stands for what two recipes have in common when Fiddle compares them, and asks it for what is in it."""
 
     def __getattr__(self, name: str) -> str:
         return f"recipe.{name}"

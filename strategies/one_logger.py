@@ -1,7 +1,7 @@
-"""OneLogger, the telemetry that NeMo starts on rank 0: its spans end with the generation that they belong to.
+"""Ends the spans of OneLogger, the telemetry that NeMo starts on rank 0, with the generation that they belong to.
 
-A span of training (``nv_one_logger.training_telemetry``) that is still active when the block is entered again makes
-the next start of the same span an error, which OneLogger by default raises in the middle of training.
+If a span of training (``nv_one_logger.training_telemetry``) is still active when the block is entered again, the
+next start of the same span is an error, which OneLogger by default raises in the middle of training.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """End them at every restart of this process. Idempotent."""
+    """Register the ending of OneLogger's spans at every restart of this process. Idempotent."""
     register_cleanup("one_logger", end_spans)
 
 
 def end_spans() -> None:
-    """End every active span of training. Where that is not possible, OneLogger is switched off."""
+    """End every active span of training. If that is not possible, OneLogger is switched off."""
     module = sys.modules.get("nv_one_logger.api.one_logger_provider")
     if module is None:
         return
@@ -42,7 +42,7 @@ def _end_spans(recorder: Any) -> None:
     for span in sorted(active, key=_depth, reverse=True):
         recorder.stop(span)
     for timer in recorder._training_state.multi_iteration_timers.values():
-        if timer.is_active:  # started for a span that was not there yet
+        if timer.is_active:  # it was started for a span that did not exist yet
             timer.stop()
 
 

@@ -17,13 +17,13 @@ from checkpointless.strategies.live_state import TrainerLiveState
 
 
 def peft_of(trainer: Any) -> PEFT | None:
-    """NeMo's PEFT callback among those of ``trainer``, or None."""
+    """Return NeMo's PEFT callback among those of ``trainer``, or None."""
     callbacks: list[Any] = trainer.callbacks
     return next((callback for callback in callbacks if isinstance(callback, PEFT)), None)
 
 
 def trained_names(chunks: Iterable[torch.nn.Module]) -> set[str]:
-    """The names, as the state's keys have them, of all that training may change: all but frozen parameters."""
+    """Return the names, as in the state's keys, of all that training may change: all but frozen parameters."""
     names: set[str] = set()
     for chunk in chunks:
         names |= {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
@@ -32,10 +32,10 @@ def trained_names(chunks: Iterable[torch.nn.Module]) -> set[str]:
 
 
 class StateBeforeAdapters(TrainerLiveState):
-    """The state of a trainer whose adapters have not been added: enough to decide where to resume.
+    """The state of a trainer whose adapters have not been added yet: enough to decide where to resume.
 
     Args:
-        trainer: its strategy has been set up.
+        trainer: a trainer whose strategy has been set up.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -47,6 +47,6 @@ class StateBeforeAdapters(TrainerLiveState):
 
     @override
     def group(self) -> tuple[int, ...]:
-        """The ranks that will hold the same shard."""
+        """Return the ranks that will hold the same shard."""
         strategy: Any = self.trainer.strategy
         return replicas(bool(getattr(strategy.ddp_config, "use_distributed_optimizer", False)))

@@ -9,10 +9,10 @@ from checkpointless.inprocess import HPCallWrapper
 
 
 def announce_gradient_sync(config: Any, call: HPCallWrapper) -> None:
-    """Have the phase ``sync`` announced before Megatron reduces the gradients, if anybody wants to know.
+    """Announce the phase ``sync`` before Megatron reduces the gradients, if the wrapper has a phase hook.
 
     Args:
-        config: the model's; its ``finalize_model_grads_func`` is what reduces them.
+        config: the model's configuration, whose ``finalize_model_grads_func`` reduces the gradients.
         call: the running wrapper.
     """
     finalize = config.finalize_model_grads_func
@@ -40,7 +40,7 @@ class PhasedIterator(Iterator[Any]):
 
     @classmethod
     def around(cls, inner: Iterator[Any], call: HPCallWrapper) -> Iterator[Any]:
-        """``inner``, wrapped if anybody wants to know."""
+        """Return ``inner``, wrapped if the wrapper has a phase hook."""
         return cls(inner, call) if call.phase_hook is not None else inner
 
     def __next__(self) -> Any:

@@ -1,4 +1,4 @@
-"""What has to be different in a NeMo-Run recipe so that it recovers from memory, and what stands against it."""
+"""Changes a NeMo-Run recipe so that it recovers from memory, and says what prevents that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_REPLICAS = 2
 
-# Callbacks of nvidia-resiliency-ext (NVRx), by name, as the package need not be there, and why they cannot stay.
+# Callbacks of nvidia-resiliency-ext (NVRx) and why they cannot stay; by name, as the package need not be installed.
 _UNFIT_CALLBACKS = {
     "FaultToleranceCallback": "it reports to NVRx's launcher, which restarts all processes",
     "FaultToleranceSectionsCallback": "it reports to NVRx's launcher, which restarts all processes",
@@ -34,13 +34,13 @@ class Layout:
     """How the ranks of a recipe are laid out.
 
     Attributes:
-        world_size: all ranks.
-        devices: ranks of a node.
-        tensor: ranks that share a layer.
-        pipeline: stages.
-        context: ranks that share a sequence.
-        expert: ranks that share the experts of a layer.
-        expert_tensor: ranks that share an expert.
+        world_size: the number of all ranks.
+        devices: the number of ranks on each node.
+        tensor: the number of ranks that share a layer.
+        pipeline: the number of pipeline stages.
+        context: the number of ranks that share a sequence.
+        expert: the number of ranks that share the experts of a layer.
+        expert_tensor: the number of ranks that share an expert.
     """
 
     world_size: int
@@ -52,13 +52,13 @@ class Layout:
     expert_tensor: int = 1
 
     def holders(self) -> tuple[int, int]:
-        """How many ranks train the same dense layers, and the same experts; zeros if the sizes do not fit."""
+        """Return how many ranks train the same dense layers and the same experts; zeros if the sizes do not fit."""
         dense, rest = divmod(self.world_size, self.tensor * self.pipeline)
         experts, rest_of_experts = divmod(self.world_size, self.expert_tensor * self.expert * self.pipeline)
         return (0, 0) if rest or rest_of_experts or dense % self.context else (dense, experts)
 
     def nodes_for(self, replicas: int) -> int:
-        """The smallest number of nodes on which there can be so many replicas, not below that of now."""
+        """Return the smallest number of nodes that can hold so many replicas, but not fewer than there are now."""
         ranks = math.lcm(
             self.tensor * self.pipeline * math.lcm(self.context, replicas),
             self.expert_tensor * self.expert * self.pipeline * replicas,
@@ -67,10 +67,10 @@ class Layout:
         return math.ceil(self.world_size / self.devices / step) * step
 
     def require(self, replicas: int) -> None:
-        """Raise unless each shard can be held so many times.
+        """Raise unless each shard can be held by ``replicas`` ranks.
 
         Raises:
-            ValueError: with what to change.
+            ValueError: the ranks cannot hold so many replicas; the message says what to change.
         """
         dense, experts = self.holders()
         if dense and dense % replicas == experts % replicas == 0:
@@ -92,15 +92,15 @@ class Layout:
 
 
 def switch_on(recipe: run.Partial, replicas: int | None = None, enable_checksum: bool = False) -> None:
-    """Change a recipe in place, after checking that all can be changed. Doing it twice changes nothing more.
+    """Change a recipe in place, after checking that all can be changed. A second call changes nothing more.
 
     Args:
-        recipe: of a function that takes a ``trainer``.
-        replicas: as for :func:`checkpointless.strategies.enable`.
-        enable_checksum: likewise.
+        recipe: the recipe of a function that takes a ``trainer``.
+        replicas: the number of ranks that hold each shard, as for :func:`checkpointless.strategies.enable`.
+        enable_checksum: compare the replicas before a recovery.
 
     Raises:
-        ValueError: the recipe cannot be made to recover; one line that says what to change.
+        ValueError: the recipe cannot be made to recover; the message is one line that says what to change.
     """
     strategy = _strategy_of(recipe)
     _check_optimizer(recipe)
@@ -114,7 +114,7 @@ def switch_on(recipe: run.Partial, replicas: int | None = None, enable_checksum:
 
 
 def _strategy_of(recipe: run.Partial) -> Any:
-    """The configuration of the recipe's Megatron strategy."""
+    """Return the configuration of the recipe's Megatron strategy."""
     trainer = getattr(recipe, "trainer", None)
     strategy = getattr(trainer, "strategy", None)
     if not isinstance(trainer, fdl.Buildable) or strategy is None:
@@ -157,9 +157,9 @@ def _check_optimizer(recipe: run.Partial) -> None:
 
 
 def _instances(recipe: run.Partial, strategy: Any, replicas: int | None) -> int:
-    """How many instances of the distributed optimizer there have to be.
+    """Return how many instances of the distributed optimizer are needed.
 
-    If the optimizer is not distributed all data-parallel ranks hold the same, and Megatron wants one instance.
+    Without the distributed optimizer all data-parallel ranks hold the same state, and Megatron wants one instance.
     """
     present = strategy.__arguments__.get("num_distributed_optimizer_instances") or 1
     wanted = replicas if replicas is not None else max(present, DEFAULT_REPLICAS)
@@ -173,13 +173,13 @@ def _instances(recipe: run.Partial, strategy: Any, replicas: int | None) -> int:
 
 
 def _optimizer_is_distributed(recipe: run.Partial) -> bool:
-    """Whether the optimizer will be Megatron's distributed one: NeMo has the optimizer's configuration decide."""
+    """Return whether the optimizer will be Megatron's distributed one; in NeMo its configuration decides that."""
     config = getattr(getattr(recipe, "optim", None), "config", None)
     return True if config is None else bool(getattr(config, "use_distributed_optimizer", False))
 
 
 def _layout(trainer: Any, strategy: Any) -> Layout | None:
-    """The layout on the ranks that there are, or that the recipe asks for; None if it leaves that open."""
+    """Return the layout on the job's ranks, or on those that the recipe asks for; None if it leaves them open."""
     devices, nodes = getattr(trainer, "devices", None), getattr(trainer, "num_nodes", 1)
     if isinstance(devices, list | tuple):
         devices = len(devices)
@@ -202,7 +202,7 @@ def _size(strategy: Any, name: str) -> int:
 
 
 def _set_callbacks(trainer: Any, enable_checksum: bool) -> None:
-    """Add ours if it is not there, and take away those that cannot be entered again."""
+    """Add our callback if it is missing, and remove the callbacks that cannot be entered again."""
     kept = []
     for callback in _callbacks_of(trainer):
         why = _UNFIT_CALLBACKS.get(_name(callback))
@@ -220,7 +220,7 @@ def _set_callbacks(trainer: Any, enable_checksum: bool) -> None:
 
 
 def _callbacks_of(trainer: Any) -> list[Any]:
-    """The trainer's callbacks, however they are given."""
+    """Return the trainer's callbacks, however they are given."""
     callbacks = getattr(trainer, "callbacks", None)
     if callbacks is None:
         return []
@@ -228,13 +228,13 @@ def _callbacks_of(trainer: Any) -> list[Any]:
 
 
 def _swap(config: Any, cls: type) -> None:
-    """Have a configuration make ``cls``, with the arguments that it has, unless it makes one already."""
+    """Make a configuration build ``cls`` with the arguments that it has, unless it builds one already."""
     if not _is(config, cls):
         fdl.update_callable(config, cls)
 
 
 def _is(value: Any, cls: type) -> bool:
-    """Whether ``value`` is, or is a configuration of, ``cls`` or a subclass."""
+    """Return whether ``value`` is an instance or a configuration of ``cls`` or of a subclass."""
     made = value.__fn_or_cls__ if isinstance(value, fdl.Buildable) else type(value)
     return isinstance(made, type) and issubclass(made, cls)
 

@@ -1,8 +1,8 @@
-"""What a training step came to, and the step done again without computing it.
+"""The outcome of a training step, and the replay of the step without computing it.
 
-A rank that was interrupted behind the update of a step has committed it; what Lightning and the callbacks do at the
-end of the batch is still to come, and some ranks may have done it in part. All go back to the state before the step
-and let Lightning run through it again, with what it came to in place of forward, backward and update.
+A rank that was interrupted after the update of a step has committed the step. What Lightning and the callbacks do
+at the end of the batch is still to come, and some ranks may have done it in part. All ranks go back to the state
+before the step and let Lightning run through it again, with the outcome in place of forward, backward and update.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from checkpointless.recovery import state_tree
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step came to.
+    """The outcome of a training step.
 
     Attributes:
-        reduced: what the loss reduction gave.
+        reduced: what the loss reduction returned.
         has_outputs: whether this pipeline stage had losses to reduce.
-        fetched: how many batches were taken from the loader.
-        succeeded: whether the update was made (fp16: not where a gradient overflowed).
-        grad_norm: of all gradients, or None.
-        num_zeros: how many gradients are zero, or None.
-        accumulated: what was logged and accumulated in this epoch up to its update.
+        fetched: how many batches the step took from the loader.
+        succeeded: whether the update was made (with fp16, not if a gradient overflowed).
+        grad_norm: the norm of all gradients, or None.
+        num_zeros: the number of gradients that are zero, or None.
+        accumulated: what was logged and accumulated in this epoch up to the update of the step.
     """
 
     reduced: Any
@@ -42,17 +42,17 @@ class StepOutcome:
     accumulated: Any = None
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the outcome as plain data."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value if name == "accumulated" else state_tree.copy(value) for name, value in plain.items()}
 
 
 class StepOutcomes:
-    """Notes what each training step comes to: a Megatron callback.
+    """A Megatron callback that notes the outcome of each training step.
 
     Args:
-        norms: those of the optimizer.
-        fetched: how many batches the loader's fetcher has counted.
+        norms: the norms that are noted of the optimizer.
+        fetched: returns how many batches the loader's fetcher has counted.
     """
 
     def __init__(self, norms: NotedNorms, fetched: Callable[[], int]) -> None:
@@ -64,7 +64,7 @@ class StepOutcomes:
         self.replayed: StepOutcome | None = None
 
     def on_megatron_step_start(self, step: MegatronStep) -> MegatronStep:
-        """A step begins; one that is done again computes nothing."""
+        """Begin a step; a step that is replayed computes nothing."""
         if step.forward_only:
             return step
         self._fetched_before = self._fetched()
@@ -75,16 +75,16 @@ class StepOutcomes:
         return _ReplayedStep(**known, outcome=self.replayed)
 
     def on_megatron_step_end(self, step: MegatronStep, microbatch_outputs: Any, reduced: Any) -> None:
-        """Forward and backward are over."""
+        """Note the reduced loss when forward and backward are over."""
         if not step.forward_only:
             self._reduced, self._has_outputs = reduced, bool(microbatch_outputs)
 
     def outcome(self, succeeded: bool, accumulated: Any) -> StepOutcome:
-        """That of the step whose gradients are final now.
+        """Return the outcome of the step whose gradients are final now.
 
         Args:
-            succeeded: whether its update is made.
-            accumulated: what was logged and accumulated in this epoch until now, which nobody changes.
+            succeeded: whether the update of the step is made.
+            accumulated: what was logged and accumulated in this epoch until now; it is not changed any more.
         """
         return StepOutcome(
             self._reduced,
@@ -98,7 +98,7 @@ class StepOutcomes:
 
     @contextmanager
     def replay(self, outcome: StepOutcome) -> Iterator[None]:
-        """Training steps come to ``outcome``, and compute nothing."""
+        """Give training steps ``outcome`` while the context lasts; they compute nothing."""
         self.replayed = outcome
         try:
             yield
@@ -107,17 +107,17 @@ class StepOutcomes:
 
 
 class KeptReduction:
-    """Stands in for the loss reduction of a step that is done again.
+    """Stands in for the loss reduction of a step that is replayed.
 
     Args:
-        outcome: what it came to.
+        outcome: the outcome of the step.
     """
 
     def __init__(self, outcome: StepOutcome) -> None:
         self._outcome = outcome
 
     def reduce(self, microbatch_outputs: Any) -> Any:
-        """What the losses were reduced to."""
+        """Return what the losses were reduced to."""
         return self._outcome.reduced
 
 
@@ -134,7 +134,7 @@ class _ReplayedStep(MegatronStep):
 
 
 def with_own_loss(outcome: StepOutcome, loss: float | None) -> StepOutcome:
-    """``outcome`` of a peer, with this rank's own loss where it was kept: reductions need not be over all ranks."""
+    """Return a peer's ``outcome`` with this rank's loss, if it was kept: a reduction need not be over all ranks."""
     reduced = outcome.reduced
     if loss is None or not isinstance(reduced, torch.Tensor) or reduced.dim():
         return outcome

@@ -1,4 +1,4 @@
-"""NeMo's auto-resume, put off until memory was asked."""
+"""NeMo's auto-resume, put off until memory has been asked."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from checkpointless.inprocess import active_call_wrapper
 
 @dataclass(kw_only=True)
 class CheckpointlessAutoResume(AutoResume):
-    """Looks for a checkpoint on storage only where recovery from memory is not possible.
+    """Looks for a checkpoint on storage only if recovery from memory is not possible.
 
-    Takes all parameters of NeMo's ``AutoResume``. At the first start it does what ``AutoResume`` does; in a later
-    generation it waits, as ``trainer.fresume``, until the checkpoint connector asks for it.
+    It takes all parameters of NeMo's ``AutoResume``. At the first start it does what ``AutoResume`` does; in a
+    later generation it waits, as ``trainer.fresume``, until the checkpoint connector asks for it.
     """
 
     @override
@@ -25,8 +25,8 @@ class CheckpointlessAutoResume(AutoResume):
 
         Args:
             trainer: the trainer.
-            model: to load artifacts into.
-            force_setup: do it now.
+            model: the model to load artifacts into.
+            force_setup: whether to set the path now in any case.
         """
         call = active_call_wrapper()
         if call is not None and call.generation > 0 and not force_setup:

@@ -1,13 +1,13 @@
-"""Checkpoints that a fault finds being made, or made by some of the ranks.
+"""Handles checkpoints that are being saved, or that only some of the ranks have saved, when a fault comes.
 
-After a fault the ranks may go back behind a save that some of them had finished. The step's end is gone through
-again then, and the save comes to the same folder as before: what is there already is not written twice, and what is
-not whole is written again.
+After a fault the ranks may go back to before a save that some of them had finished. The end of the step is replayed
+then, and the save goes to the same folder as before: what is already there is not written twice, and what is not
+whole is written again.
 
-A save in the background is made by a writer that is a process of its own with a copy of what it writes, so a fault
-of a rank does not stop it. If all ranks still have theirs, the save is finished in the next generation like any
-other. If one was lost with its rank, or failed, no part is of use: the save is made again where the ranks can go
-back to where it began (:mod:`checkpointless.recovery.decide`), and else a warning says that it is lost.
+A background save is made by a writer, which is a separate process with a copy of what it writes, so a fault
+of a rank does not stop it. If all ranks still have their writers, the save is finished in the next generation like
+any other. If one writer was lost with its rank, or failed, no part is of use: the save is made again if the ranks
+can go back to where it began (:mod:`checkpointless.recovery.decide`); otherwise a warning says that it is lost.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _REMOVE = ModelCheckpoint.__dict__["_remove_unfinished_checkpoints"]
 
 @dataclass(eq=False)
 class _Save:
-    """A save of this rank's.
+    """One save of this rank.
 
     Attributes:
-        path: where to.
-        after: the newest moment of the rank when it began.
-        number: what Megatron's queue of saves in the background numbers it with; None: it is made at once.
-        finish: what ends one in the background, of whoever asked for it; None: nothing.
-        is_made: this rank has done its part; in the background, begun it.
-        is_finished: this rank has gone through all that ends one in the background.
+        path: the path that is saved to.
+        after: the newest moment of the rank when the save began.
+        number: the number that Megatron's queue of background saves gives it; None: it is made at once.
+        finish: the caller's function that ends a background save; None: there is none.
+        is_made: whether this rank has done its part or, for a background save, begun it.
+        is_finished: whether this rank has gone through all that ends a background save.
     """
 
     path: str
@@ -56,20 +56,20 @@ class _Save:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it is one in the background whose end this rank has not gone through."""
+        """Whether this is a background save whose end this rank has not gone through."""
         return self.number is not None and not self.is_finished
 
     def finished(self) -> None:
-        """The last thing that ends a save in the background."""
+        """Note that all that ends the background save has been done; this runs last."""
         self.is_finished = True
 
 
 class Saves:
-    """What a rank knows of the saves of its newest step, and of those that have not ended; it outlives restarts.
+    """What a rank knows of the saves of its newest step, and of saves that have not ended; it outlives restarts.
 
     Attributes:
-        pending: the saves in the background that were not finished when the block was left.
-        has_lost: one of those was lost in the last recovery.
+        pending: the background saves that were not finished when the block was left; None: there are none.
+        has_lost: whether a background save was lost in the last recovery.
     """
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ class Saves:
         self.has_lost = False
         self._made: list[_Save] = []
         self._again: set[str] = set()  # paths that will be saved to again
-        self._whole: dict[str, int | None] = {}  # those of them where nothing is missing, with their numbers
-        self._resumed_step = -1  # the step that this is about
-        self._going_on: set[str] = set()  # paths of saves in the background that go on
+        self._whole: dict[str, int | None] = {}  # those of them that miss nothing, with their numbers
+        self._resumed_step = -1  # the step that training resumed at
+        self._going_on: set[str] = set()  # paths of background saves that continue
 
     def save(
         self,
@@ -89,21 +89,22 @@ class Saves:
         finish: Callable[[], None] | None,
         make: Callable[[], None],
     ) -> None:
-        """Make a save, unless it was made before the fault. On every rank.
+        """Make a save, unless it was made before the fault. Every rank calls this.
 
         Args:
-            path: where to.
+            path: the path to save to.
             after: the newest moment of this rank.
-            calls: Megatron's queue of saves in the background; None: it is made at once.
-            finish: what ends it, of whoever asks for it now; None: nothing.
-            make: makes it.
+            calls: Megatron's queue of background saves; None: the save is made at once.
+            finish: the present caller's function that ends the save; None: there is none.
+            make: makes the save.
         """
         if after[0] != self._resumed_step:
             self._again, self._whole = set(), {}
         before = next((each for each in self._made if each.path == path), None)
         save = _Save(path, after, None if calls is None else calls.call_idx + 1, finish)
         kept = (each for each in self._made if each.after[0] == after[0] or each.is_unfinished)
-        # Before it is made: a rank that is interrupted in it must not pass for one that knows nothing of it.
+        # This is noted before the save is made: a rank that is interrupted in it must not pass for one that knows
+        # nothing of it.
         self._made = [each for each in kept if each is not before] + [save]
         if path in self._whole:
             save.number = self._whole.pop(path)
@@ -120,9 +121,9 @@ class Saves:
 
     @property
     def unfinished(self) -> tuple[tuple[int, int, int, bool], ...]:
-        """Saves in the background that this rank has not gone through the end of, when the block was left.
+        """The background saves whose end this rank had not gone through when the block was left.
 
-        Each with its number, the step and the stage after which it began, and whether its writer still works on it.
+        For each: its number, the step and the stage after which it began, and whether its writer still works on it.
         """
         pending = self.pending.numbers() if self.pending is not None else []
         return tuple(
@@ -132,14 +133,14 @@ class Saves:
         )
 
     def agree(self, resumed_at: tuple[int, Stage] | None, strategy: Any) -> None:
-        """Agree with the other ranks on what is saved again and what goes on in the background. Collective.
+        """Agree with the other ranks on what is saved again and what continues in the background. Collective.
 
         Args:
-            resumed_at: the moment that all ranks were brought to; None: memory did not give it.
-            strategy: of the new trainer; saves in the background that go on are its to finish.
+            resumed_at: the moment that all ranks were brought to; None: the state is not from memory.
+            strategy: the strategy of the new trainer, which finishes the background saves that continue.
         """
         if resumed_at is None:
-            self._made = []  # of a life that is not gone on with
+            self._made = []  # they belong to a state that is not resumed
         failed = [number for number, _, _, is_pending in self.unfinished if not is_pending]
         self._resumed_step = resumed_at[0] if resumed_at is not None else -1
         pending = self.pending
@@ -156,12 +157,12 @@ class Saves:
             {"again": mine, "pending": numbers, "newest": newest, "failed": failed, "paths": paths}
         )
         again = [{path: rest for path, *rest in each["again"]} for each in everyone]
-        known = {path: rest for each in reversed(again) for path, rest in each.items()}  # the first rank's count
+        known = {path: rest for each in reversed(again) for path, rest in each.items()}  # the lowest rank's count
         self._again = set(known)
         self._whole = {
             path: number
             for path, (number, is_made, _) in known.items()
-            # Of a save at once the first rank's part is the last.
+            # In a save that is made at once, the first rank's part is the last.
             if (is_made and path in again[0] if number is None else _is_one_save(path, number, again, everyone))
         }
         in_vain = {number for each in again for path, (number, *_) in each.items() if path not in self._whole}
@@ -199,7 +200,7 @@ class Saves:
         self._write_to_the_same(strategy.trainer.callbacks)
 
     def forget_lost(self, callbacks: Iterable[Any]) -> None:
-        """Have callbacks not count checkpoints that were lost, of which the state that they were given knows."""
+        """Make callbacks forget checkpoints that were lost but that the state they were given still knows."""
         going_on = {str(ckpt_to_dir(path)) for path in self._going_on}
         for each in callbacks:
             if self.has_lost and isinstance(each, ModelCheckpoint) and each.save_top_k != 0:
@@ -211,7 +212,7 @@ class Saves:
                 del vars(each)["is_checkpoint_unfinished"]
 
     def _see_the_end_of(self, calls: Iterable[Any]) -> None:
-        """Notice the end of what goes on, also where this rank was interrupted right behind its begin."""
+        """Note the end of saves that continue, even if this rank was interrupted right after beginning one."""
         for call in calls:
             for each in self._made:
                 fns = call.async_request.finalize_fns
@@ -219,10 +220,10 @@ class Saves:
                     fns.append(each.finished)
 
     def _write_to_the_same(self, callbacks: Iterable[Any]) -> None:
-        """Have callbacks that would give a path that exists another name not do so where it is saved to again."""
+        """Keep callbacks from choosing another name for an existing path if it is to be saved to again."""
         for each in callbacks:
             if isinstance(each, Checkpoint) and hasattr(each, "file_exists"):
-                vars(each).pop("file_exists", None)  # one that was made outside of the block has ours already
+                vars(each).pop("file_exists", None)  # a callback from outside of the block has ours already
                 if self._again:
                     each.file_exists = self._unless_again(each.file_exists)
 
@@ -234,20 +235,21 @@ class Saves:
 
 
 def _remove_unfinished(callbacks: Iterable[Any]) -> None:
-    """What NeMo does when a trainer is set up, unless it was told to leave what is still written."""
+    """Remove unfinished checkpoints, as NeMo does at a trainer's set-up unless it was told to leave them."""
     for each in callbacks:
         if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
             _REMOVE.__func__(each.dirpath)
 
 
 def _is_there(save: _Save, first: bool) -> bool:
-    """Whether what was saved is where it was saved to, and whole.
+    """Return whether what was saved is where it was saved to, and whole.
 
-    A callback may have moved it; NeMo's mark of an unfinished one may have stayed, and what is marked is removed.
+    A callback may have moved it; NeMo's marker of an unfinished checkpoint may have stayed, and what is marked is
+    removed.
 
     Args:
-        save: of this rank.
-        first: whether this is the rank that marks, which others may not see the files of.
+        save: a save of this rank.
+        first: whether this is the rank that writes the markers. Other ranks may not see its files.
     """
     if "://" in save.path or (save.number is not None and not (first and save.is_finished)):
         return True
@@ -256,7 +258,7 @@ def _is_there(save: _Save, first: bool) -> bool:
 
 
 def _remove(paths: Iterable[str]) -> None:
-    """Remove checkpoints that will not be finished, and NeMo's marks of them."""
+    """Remove checkpoints that will not be finished, and NeMo's markers of them."""
     for path in paths:
         if "://" not in path:
             shutil.rmtree(ckpt_to_dir(path), ignore_errors=True)
@@ -266,7 +268,7 @@ def _remove(paths: Iterable[str]) -> None:
 def _is_one_save(
     path: str, number: int, again: Sequence[dict[str, Any]], everyone: Sequence[dict[str, Any]]
 ) -> bool:
-    """Whether a save in the background is pending on every rank, or finished on every one that knows of it."""
+    """Return whether a background save is pending on every rank, or finished on every rank that knows of it."""
     found = [each[path] for each in again if path in each]
     if not all(each[0] == number and each[1] for each in found):
         return False
@@ -276,27 +278,27 @@ def _is_one_save(
 
 
 class _Ended:
-    """Stands for the writer of a save in the background that has ended."""
+    """Stands for the writer of a background save that has ended."""
 
     process = None
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """On every rank alike."""
+        """Return True, on every rank alike."""
         return True
 
     def close(self, abort: bool = False) -> None:
-        """Nothing runs any more."""
+        """Do nothing, because nothing runs any more."""
 
 
 def _finish_by(save: _Save, before: _Save | None, calls: Any) -> None:
-    """Have ``save`` end what ``before`` has begun in the background; if that was ended, whenever one is ended next.
+    """Make ``save`` end what ``before`` began in the background; if that has ended, the next time saves are ended.
 
-    Not at once: NeMo's callback says only behind the save what its end is to remove.
+    It is not ended at once, because NeMo's callback says only after the save what its end is to remove.
 
     Args:
-        save: of now.
-        before: of the process that ran before the fault; None: that was another one.
-        calls: Megatron's queue of saves in the background.
+        save: the save that is asked for now.
+        before: the same save before the fault, if it was this process that began it; None: it was another process.
+        calls: Megatron's queue of background saves.
     """
     for call in calls.async_calls:
         if call.idx == save.number:
@@ -317,7 +319,7 @@ class PendingSaves:
 
     Attributes:
         calls: Megatron's active asynchronous requests, oldest first.
-        newest: the number that Megatron's queue gave last.
+        newest: the number that Megatron's queue assigned last.
     """
 
     calls: tuple[Any, ...]
@@ -325,17 +327,17 @@ class PendingSaves:
 
     @classmethod
     def of(cls, checkpoint_io: Any) -> PendingSaves | None:
-        """Those of ``checkpoint_io``; None if there are none."""
+        """Return the pending saves of ``checkpoint_io``, or None if there are none."""
         found = getattr(checkpoint_io, "async_calls_queue", None)
         calls = tuple(getattr(found, "async_calls", ()))
         return cls(calls, found.call_idx) if calls and found is not None else None
 
     def numbers(self) -> list[int]:
-        """What Megatron's queue numbered them with, the same on every rank."""
+        """Return the numbers that Megatron's queue gave the saves, which are the same on every rank."""
         return [call.idx for call in self.calls]
 
     def end(self, numbers: Collection[int | None]) -> None:
-        """Stop the writers of ``numbers``."""
+        """Stop the writers of the saves with these ``numbers``."""
         for call in self.calls:
             if call.idx not in numbers:
                 continue
@@ -346,10 +348,10 @@ class PendingSaves:
 
 
 def report_separately() -> None:
-    """Have the writers of the next save report to a queue of their own.
+    """Make the writers of the next save report to a separate queue.
 
-    Megatron has one queue for all saves of a rank. With two under way the reports of the second may come first, and
-    each save takes those of the other for its own.
+    Megatron has one queue for all saves of a rank. With two saves under way, the reports of the second may come
+    first, and each save takes the other's reports for its own.
     """
     reports = filesystem_async._results_queue
     manager = getattr(reports, "_manager", None)
@@ -357,17 +359,17 @@ def report_separately() -> None:
         return
     try:
         filesystem_async._results_queue = manager.Queue()
-    except (OSError, EOFError) as error:  # the process that has the queues is gone
+    except (OSError, EOFError) as error:  # the process that holds the queues is gone
         logger.warning("the process that checkpoints in the background report to is replaced: %s", error)
         filesystem_async._results_queue = None  # Megatron makes another one
 
 
 def reset_reports() -> None:
-    """Have writers report on a connection that nothing is left on, the next ones to a queue of their own.
+    """Make writers report on a connection with nothing left on it, and the next ones to a separate queue.
 
-    Megatron's writers report to their rank by a queue in a process of its own. A rank that was interrupted while it
-    asked that process would take the answer for that to its next question, and what was reported for the report of
-    its next save.
+    Megatron's writers report to their rank through a queue in a separate process. A rank that was interrupted while
+    it asked that process would take the old answer for the answer to its next question, and an old report for the
+    report of its next save.
     """
     reports = filesystem_async._results_queue
     if reports is not None:
@@ -376,13 +378,13 @@ def reset_reports() -> None:
 
 
 def leave_unfinished(leave: bool) -> None:
-    """Say whether NeMo may remove unfinished checkpoints when a trainer is set up: not while they are written."""
+    """Set whether NeMo must leave unfinished checkpoints at a trainer's set-up: it must while they are written."""
     name = "_remove_unfinished_checkpoints"
     setattr(ModelCheckpoint, name, staticmethod(lambda *_: None) if leave else _REMOVE)
 
 
 def let_go(trainer: Any) -> None:
-    """What finishes a save refers to its trainer: have that refer no longer to model, optimizer and data."""
+    """Drop a trainer's references to model, optimizer and data: what finishes a save refers to the trainer."""
     if trainer is None:
         return
     strategy = trainer.strategy

@@ -1,7 +1,7 @@
-"""Where the loaders of a fit's validations stand: what one validation leaves to the next.
+"""Where the loaders of a fit's validations stand: the state that one validation leaves to the next.
 
-NeMo's shuffling sampler counts the samples that it has dealt out, and a loader may have a generator of its own.
-Both go on from validation to validation, so they are taken and put back with the random streams of the rank.
+NeMo's shuffling sampler counts the samples that it has handed out, and a loader may have a separate generator. Both
+continue from validation to validation, so they are taken and put back with the random streams of the rank.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _SOURCE = "validation_data"
 
 
 class ValidationData:
-    """Takes and puts back what the loaders of a trainer's validations go on with.
+    """Takes and puts back the state that a trainer's validation loaders carry over to the next validation.
 
     Args:
-        trainer: whose they are; only its own fit's, not those of a validation that is asked for by itself.
+        trainer: the trainer. Only validations of its fit count, not one that is asked for by itself.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = weakref.ref(trainer)
-        self._waiting: dict[str, Any] = {}  # of loaders that are not made yet
+        self._waiting: dict[str, Any] = {}  # the state of loaders that are not made yet
         self._made = 0
         register_rng_source(_SOURCE, RngSource(self._take, self._put))
 
     def made(self, loader: Any) -> None:
-        """The next loader is made: it goes on where the one before the fault stood."""
+        """Let the next loader, which has just been made, resume where the one before the fault stood."""
         if self._waiting:
             _put_generators(loader, self._made, self._waiting)
             consumed = self._waiting.get(f"{self._made}")
             name = place_of_sampler(loader)
             sampler = getattr(loader, name, None)
             if consumed is not None and is_megatrons(sampler):
-                object.__setattr__(loader, name, _GoesOn(sampler, consumed))  # torch forbids the plain way
+                object.__setattr__(loader, name, _GoesOn(sampler, consumed))  # torch forbids a plain assignment
             self._made += 1
 
     def _take(self) -> dict[str, Any]:
@@ -56,16 +56,17 @@ class ValidationData:
             _put_state(loader, index, state)
 
     def _loaders(self) -> list[Any]:
-        """Those that are made already."""
+        """Return the loaders that are made already."""
         trainer = self._trainer()
         combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader if trainer is not None else None
         return list(combined.flattened) if combined is not None else []
 
 
 class _GoesOn:
-    """A sampler of Megatron's whose first iterator begins where the one before the fault stood.
+    """A Megatron sampler whose first iterator begins where the sampler before the fault stood.
 
-    Not earlier: Lightning asks for its length when the loader is made, and none had counted then.
+    The count is not put back earlier: Lightning asks for the sampler's length when the loader is made, and no
+    sampler had counted anything by then.
     """
 
     def __init__(self, inner: Any, consumed: int) -> None:
@@ -74,7 +75,7 @@ class _GoesOn:
 
     @property
     def consumed_samples(self) -> int:
-        """The samples that it counts as consumed."""
+        """The number of samples that the sampler counts as consumed."""
         return int(self._inner.consumed_samples) if self._consumed is None else self._consumed
 
     @consumed_samples.setter

@@ -1,4 +1,4 @@
-"""Which random numbers the data-loader workers of a NeMo training draw."""
+"""Determines which random numbers the data-loader workers of a NeMo training draw."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SOURCE = "data_workers"
 class WorkerSeed:
     """The seed of all data-loader workers of a job.
 
-    It is kept with the random streams of every rank, so that it outlives processes: what a script seeds with need
-    not be the same when it is entered again.
+    It is kept with the random streams of every rank, so that it outlives processes: a script need not use the same
+    seed when it is entered again.
 
     Attributes:
         value: the seed; None before :meth:`agree`.
@@ -35,13 +35,13 @@ class WorkerSeed:
         register_rng_source(_SOURCE, RngSource(lambda: self.value, lambda _: None))
 
     def agree(self, states: RngStates | None) -> None:
-        """Find the seed. Collective.
+        """Agree with the other ranks on the seed. Collective.
 
-        All ranks use the same one, as ranks that share a model must get the same batch, whereas Megatron seeds
-        pipeline stages differently.
+        All ranks use the same seed, because ranks that share a model must get the same batch, whereas Megatron
+        seeds pipeline stages differently.
 
         Args:
-            states: this rank's random streams at the step that is resumed; None: there are none.
+            states: this rank's random streams at the step that training resumes at; None: there are none.
         """
         kept = states.of_source(_SOURCE) if states is not None else None
         answers = all_gather_json({"kept": kept, "fresh": _seed_of_this_process()})
@@ -50,20 +50,20 @@ class WorkerSeed:
 
 
 def _seed_of_this_process() -> int:
-    """What ``seed_everything`` was given, or else what torch was seeded with last."""
+    """Return the seed that ``seed_everything`` was given, or else the one that torch was seeded with last."""
     given = os.environ.get("PL_GLOBAL_SEED", "")
     return int(given) if given.isdecimal() else torch.initial_seed()
 
 
 def repeat_worker_draws(loader: Any, seed: int, trainer: pl.Trainer) -> None:
-    """Have the workers of ``loader`` draw after a fault what they would have drawn without it.
+    """Make the workers of ``loader`` draw after a fault what they would have drawn without it.
 
-    Where that is not possible, or not certain, a warning says so, once.
+    If that is not possible, or not certain, a warning says so, once.
 
     Args:
-        loader: as Lightning will iterate over it.
-        seed: of the job.
-        trainer: in the stage that ``loader`` is for.
+        loader: the loader as Lightning will iterate over it.
+        seed: the seed of the job.
+        trainer: the trainer, in the stage that ``loader`` is for.
     """
     training = trainer.training  # validation draws the same numbers every time, whichever step it comes after
     try:
@@ -85,7 +85,7 @@ def repeat_worker_draws(loader: Any, seed: int, trainer: pl.Trainer) -> None:
 
 
 def _place(trainer: pl.Trainer) -> Place:
-    """Where the training loop stands when it makes an iterator; the loop counts steps, the loader micro-batches."""
+    """Return where the loop stands when it makes an iterator; the loop counts steps, the loader microbatches."""
     steps = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     sampler = getattr(trainer.strategy, "data_sampler", None)
     return Place(trainer.current_epoch, steps * getattr(sampler, "num_microbatches", 1))

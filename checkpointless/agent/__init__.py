@@ -1,6 +1,6 @@
-"""One agent per node: starts ranks, watches them, tells every rank about every fault, regroups them.
+"""One agent per node starts the ranks, watches them, tells every rank about every fault and regroups them.
 
-Training state never lives in the agent, so it outlives every rank. A rank talks to it through
+The agent holds no training state, so it outlives every rank. A rank talks to its agent through an
 :class:`AgentClient`; a rank that another launcher started talks to a :class:`StandaloneClient` instead.
 """
 

@@ -1,4 +1,4 @@
-"""How a coordinator that has just begun takes over a job that runs already, because the one before was lost."""
+"""How a new coordinator takes over a running job after the previous coordinator was lost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from checkpointless.agent.workers import IN_BLOCK, WorkerState
 
 
 class Adoption:
-    """What the nodes say of the ranks that they run, until all are here.
+    """Collects what the nodes report about the ranks that they run, until all nodes have come.
 
     Args:
-        roster: takes in where each rank stands.
+        roster: the nodes and ranks of the job; it is updated with what the nodes report.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -27,12 +27,12 @@ class Adoption:
 
     @property
     def generation(self) -> int:
-        """The newest that began on any node."""
+        """The newest generation that began on any node."""
         return max(standing.generation for standing in self._standings.values())
 
     @property
     def incidents(self) -> int:
-        """How many the job has had."""
+        """The number of incidents that the job has had."""
         return max(standing.incident for standing in self._standings.values())
 
     @property
@@ -43,14 +43,14 @@ class Adoption:
 
     @property
     def run_id(self) -> str:
-        """Of the job."""
+        """The run id of the job."""
         return next(iter(self._standings.values())).run_id
 
     def put(self, node: Node, standing: Standing) -> None:
-        """A node says where its ranks stand.
+        """Record where the ranks of a node stand.
 
         Raises:
-            ValueError: they are not its ranks, or a state is none.
+            ValueError: the node does not run one of these ranks, or a state does not exist.
         """
         self._standings[node.index] = standing
         for number, incarnation, state, committed, making in standing.ranks:
@@ -61,11 +61,11 @@ class Adoption:
             self._roster.move(rank, STATES[state])
 
     def drop(self, node: Node) -> None:
-        """A node is lost (again)."""
+        """Forget the report of a node that is lost (again)."""
         self._standings.pop(node.index, None)
 
     def hear(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
-        """Something happens to a rank while other nodes are on their way, or did before its own node came."""
+        """Record what happened to a rank before its own node came, or while other nodes are on their way."""
         if isinstance(message, Trouble):
             self._causes.append(message.cause)
         elif isinstance(message, RankEnded):
@@ -76,16 +76,16 @@ class Adoption:
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank's block had returned, and some know it."""
+        """Whether every rank's block had returned, as at least one node knows."""
         return any(standing.finished for standing in self._standings.values())
 
     def failure(self) -> Cause | None:
-        """A rank that failed after its block had returned."""
+        """Return why a rank failed after its block had returned, or None if none did."""
         failed = [exit_cause(end.rank, end.code, NO_STEP) for end in self._ends if end.code != 0]
         return attribute(failed) if failed else None
 
     def cause(self) -> Cause | None:
-        """Why the job needs to regroup; None if all its ranks are in their block, and undisturbed."""
+        """Return why the job has to regroup, or None if all its ranks are in their block and undisturbed."""
         ranks = self._roster.ranks
         causes = [exit_cause(end.rank, end.code, end.making) for end in self._ends if not end.forgiven]
         if causes or self._causes:

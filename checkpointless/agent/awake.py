@@ -1,22 +1,22 @@
-"""A clock that stands still while its own process does: what a paused loop did not hear, nobody failed to say."""
+"""A clock that stands still while its process is paused, so that no one is blamed for what was not heard then."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-MOST_S = 0.5  # a loop that runs reads its clock more often
+MOST_S = 0.5  # a loop that is running reads its clock more often than this
 
 
 class AwakeClock:
-    """Seconds for which the loop that reads it was running; limits that are measured with it count no own pause.
+    """Counts the seconds for which the loop that reads it was running, so that limits do not include its pauses.
 
-    Between two readings it advances by the time that has passed, but never by more than ``most_s``: where more
-    has passed, this process was stopped, starved or blocked, and with it the ears for what others said meanwhile.
+    Between two readings the clock advances by the time that has passed, but never by more than ``most_s``. If more
+    time has passed, this process was stopped, starved or blocked, and could not hear what others sent meanwhile.
 
     Args:
-        most_s: more than this between two readings is a pause.
-        clock: the one beneath.
+        most_s: a longer time than this between two readings, in seconds, is a pause.
+        clock: the underlying clock.
     """
 
     def __init__(self, most_s: float = MOST_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,7 +25,7 @@ class AwakeClock:
         self._read_at_s = self._now_s = clock()
 
     def __call__(self) -> float:
-        """Seconds, from the same beginning as the clock beneath."""
+        """Return the seconds since the origin of the underlying clock, without the pauses."""
         at_s = self._clock()
         self._now_s += min(max(at_s - self._read_at_s, 0.0), self._most_s)
         self._read_at_s = at_s

@@ -1,8 +1,8 @@
 """The board: a rank's few shared facts, in memory that outlives the rank's process.
 
-The rank writes with plain memory stores; the agent reads without asking, so a rank that is stopped, wedged or
+The rank writes with plain memory stores, and the agent reads without asking, so a rank that is stopped, wedged or
 dead can still be read. The black box keeps the rank's two newest snapshots of what no peer holds (its random
-streams, and buffers of its modules), so a respawned rank gets its own back. What is not used of it takes no memory.
+streams, and buffers of its modules), so that a respawned rank gets its own back. Unused parts of it take no memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 BOARD_FD_ENV = "CHECKPOINTLESS_BOARD_FD"
 
 _MAGIC = b"CPLBRD01"
-_HEADER = struct.Struct("<8sQqqq")  # magic, beat, step in the making, committed step, generation
+_HEADER = struct.Struct("<8sQqqq")  # magic, beat, step in progress, committed step, generation
 _BEAT_OFFSET = 8
 _FIELD = struct.Struct("<q")
 _MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET = 16, 24, 32
@@ -30,13 +30,13 @@ NO_STEP = -1
 
 @dataclass(frozen=True)
 class BoardReading:
-    """One look at a board.
+    """One reading of a board.
 
     Attributes:
-        beat: how often the rank's main thread has shown progress.
-        making: the optimizer step in the making, counted from 1 (-1: none).
+        beat: how many times the rank's main thread has shown progress.
+        making: the optimizer step in progress, counted from 1 (-1: none).
         committed: the last optimizer step that this rank has applied (-1: not known yet).
-        generation: the generation in which the rank wrote last.
+        generation: the generation in which the rank last wrote to the board.
     """
 
     beat: int
@@ -49,14 +49,14 @@ class Board:
     """A rank's board, backed by a memfd.
 
     Args:
-        fd: an open memfd made by :meth:`create`; stays open while the board is in use.
+        fd: an open memfd made by :meth:`create`; it must stay open while the board is in use.
     """
 
     SLOT_BYTES = 256 * 1024
-    #: A rank's streams at each moment after a step, and those at the begin of the data; and facts.
+    #: The rank's random streams at each moment after a step, its streams at the start of the data, and its facts.
     SMALL_SERIES = 7
     LARGE_SLOT_BYTES = 5 * 1024 * 1024
-    #: A rank's buffers at each moment after a step; and what is another rank's.
+    #: The rank's buffers at each moment after a step, and what it keeps for another rank.
     LARGE_SERIES = 6
     SERIES = SMALL_SERIES + LARGE_SERIES
     SIZE = _SLOTS_OFFSET + 2 * (SMALL_SERIES * SLOT_BYTES + LARGE_SERIES * LARGE_SLOT_BYTES)
@@ -70,7 +70,7 @@ class Board:
 
     @classmethod
     def create(cls, rank: int) -> Board:
-        """Make a new, empty board (its descriptor is close-on-exec)."""
+        """Create an empty board; its descriptor is close-on-exec."""
         fd = os.memfd_create(f"checkpointless-board-{rank}", os.MFD_CLOEXEC)
         os.ftruncate(fd, cls.SIZE)
         header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0)
@@ -81,30 +81,30 @@ class Board:
 
     @classmethod
     def from_environment(cls) -> Board | None:
-        """The board that the agent gave this process, or None under another launcher."""
+        """Return the board that the agent gave this process, or None under another launcher."""
         value = os.environ.get(BOARD_FD_ENV)
         return cls(int(value)) if value else None
 
     def close(self) -> None:
-        """Unmap and close."""
+        """Unmap the memory and close the descriptor."""
         self._memory.close()
         os.close(self.fd)
 
     def beat(self) -> None:
-        """Show that the main thread makes progress."""
+        """Record that the main thread has made progress."""
         (count,) = struct.unpack_from("<Q", self._memory, _BEAT_OFFSET)
         struct.pack_into("<Q", self._memory, _BEAT_OFFSET, count + 1)
 
     def set_making(self, step: int) -> None:
-        """Say which optimizer step is in the making."""
+        """Record which optimizer step is in progress."""
         _FIELD.pack_into(self._memory, _MAKING_OFFSET, step)
 
     def set_committed(self, step: int) -> None:
-        """Say which optimizer step was applied last."""
+        """Record which optimizer step was applied last."""
         _FIELD.pack_into(self._memory, _COMMITTED_OFFSET, step)
 
     def set_generation(self, generation: int) -> None:
-        """Say in which generation the rank runs."""
+        """Record in which generation the rank runs."""
         _FIELD.pack_into(self._memory, _GENERATION_OFFSET, generation)
 
     def read(self) -> BoardReading:
@@ -113,15 +113,15 @@ class Board:
         return BoardReading(beat, making, committed, generation)
 
     def put_snapshot(self, step: int, payload: bytes, series: int = 0) -> None:
-        """Keep ``payload`` as the black box's snapshot after ``step``; the one before it stays.
+        """Store ``payload`` as the black box's snapshot after ``step``, and keep the snapshot before it.
 
-        A process that dies in the middle leaves a slot whose checksum does not fit, which readers skip.
+        A process that dies in the middle leaves a slot whose checksum does not match, which readers skip.
 
         Args:
             step: the optimizer step.
-            payload: at most 256 KiB, or 5 MiB in a large series.
-            series: below :attr:`SERIES`, from :attr:`SMALL_SERIES` on a large one; each has its own two newest
-                snapshots.
+            payload: at most 256 KiB, or 5 MiB in a large series, less the 16 bytes of the slot's header.
+            series: the number of the series, below :attr:`SERIES`; from :attr:`SMALL_SERIES` on, the series are
+                large. Each series keeps its two newest snapshots.
 
         Raises:
             ValueError: the payload is larger than a slot.
@@ -135,12 +135,12 @@ class Board:
         _SLOT.pack_into(self._memory, offset, step, len(payload), zlib.crc32(payload))
 
     def drop_snapshot(self, step: int, series: int) -> None:
-        """Forget what :meth:`put_snapshot` kept."""
+        """Forget the snapshot that :meth:`put_snapshot` stored after ``step``."""
         if self._read_step(step, series) == step:
             _SLOT.pack_into(self._memory, self._offset(step, series), NO_STEP, 0, 0)
 
     def snapshot(self, step: int, series: int = 0) -> bytes | None:
-        """The snapshot after ``step``, or None if it is not (wholly) there."""
+        """Return the snapshot after ``step``, or None if it is missing or incomplete."""
         offset = self._offset(step, series)
         found, length, crc = _SLOT.unpack_from(self._memory, offset)
         if found != step or step < 0 or length > self._room(series):
@@ -150,11 +150,11 @@ class Board:
         return payload if zlib.crc32(payload) == crc else None
 
     def put_facts(self, facts: dict[str, object]) -> None:
-        """Keep what a successor of this process must know from the beginning: plain data, the whole of it."""
+        """Store what a successor of this process must know from the start: all of it, as plain data."""
         self.put_snapshot(0, json.dumps(facts).encode(), _FACTS_SERIES)
 
     def facts(self) -> dict[str, Any]:
-        """What :meth:`put_facts` kept last."""
+        """Return what :meth:`put_facts` stored last."""
         kept = self.snapshot(0, _FACTS_SERIES)
         found: dict[str, Any] = json.loads(kept) if kept else {}
         return found

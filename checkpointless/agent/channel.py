@@ -1,4 +1,4 @@
-"""A connection that carries messages, in a loop that must never block: lines of JSON, bounded both ways."""
+"""A connection for messages in an event loop that must never block: lines of JSON, bounded in both directions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpointless.agent.protocol import LineBuffer, Vocabulary, encode
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING_BYTES = 64 * 1024 * 1024  # of messages that the other side does not take
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # of messages that the other side has not accepted
 _RECEIVE_BYTES = 256 * 1024
 
 
@@ -20,12 +20,12 @@ class Channel:
     """One end of a connection between two agents.
 
     Args:
-        connection: the channel owns it from now on.
-        selector: of the loop; the data of a key is called when something can be read or written.
-        hears: the messages that may come.
+        connection: the connected socket; the channel owns it from now on.
+        selector: the loop's selector; the loop calls the data of a key when something can be read or written.
+        hears: the messages that may arrive.
         on_message: called with each message.
-        on_close: called once with the reason when the connection is over, unless :meth:`close` ended it; from the
-            loop and never from inside :meth:`send`, whose caller may be in the middle of something.
+        on_close: called once with the reason when the connection is over, unless :meth:`close` ended it. The call
+            comes from the loop and never from inside :meth:`send`, whose caller may be in the middle of something.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Channel:
         selector.register(connection, selectors.EVENT_READ, self._on_event)
 
     def send(self, message: Any) -> None:
-        """Send ``message``, now or as soon as the other side takes it; dropped if the connection is over."""
+        """Send ``message`` now or as soon as the other side accepts it; drop it if the connection is over."""
         if self._connection is None or self._failure:
             return
         self._waiting += encode(message)
@@ -60,7 +60,7 @@ class Channel:
             self._flush()
 
     def close(self) -> None:
-        """Let go of the connection, after an attempt to send what still waits. Nobody is told."""
+        """Close the connection after an attempt to send what still waits; ``on_close`` is not called."""
         if self._connection is not None and not self._failure:
             self._flush()
         self._drop()
@@ -73,7 +73,7 @@ class Channel:
             self._waiting.clear()
 
     def _fail(self, reason: str) -> None:
-        """Note that the connection is over; the shutdown makes the loop call :meth:`_on_event`, which says so."""
+        """Mark the connection as over; the shutdown makes the loop call :meth:`_on_event`, which reports it."""
         self._failure = reason
         self._waiting.clear()
         if self._connection is not None:
@@ -84,7 +84,7 @@ class Channel:
             self._selector.modify(self._connection, selectors.EVENT_READ | selectors.EVENT_WRITE, self._on_event)
 
     def _on_event(self) -> None:
-        if self._connection is None:  # closed in the same turn of the loop, by what another event led to
+        if self._connection is None:  # another event has closed it in the same turn of the loop
             return
         if self._waiting:
             self._flush()
@@ -108,7 +108,7 @@ class Channel:
         self._selector.modify(self._connection, events, self._on_event)
 
     def _hear(self) -> None:
-        """Read once: a side that sends without end must not keep the loop."""
+        """Read once, so that a peer that never stops sending cannot hold up the loop."""
         assert self._connection is not None
         try:
             data = self._connection.recv(_RECEIVE_BYTES)

@@ -1,4 +1,4 @@
-"""The rank's side of the talk with its agent."""
+"""The rank's side of the connection to its agent."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ T = TypeVar("T")
 
 
 class AgentLostError(ConnectionError):
-    """The connection to the agent is closed: nobody regroups this rank any more."""
+    """The connection to the agent is closed, so nothing regroups this rank any more."""
 
 
 class RankUnknownError(AssertionError, RuntimeError):
-    """Nobody says which rank this process is. (An ``AssertionError``, as HyperPod's ``wait_rank`` has it.)"""
+    """It is not known which rank this process is (an ``AssertionError``, as in HyperPod's ``wait_rank``)."""
 
 
 class RankClient(abc.ABC):
-    """What a rank says to whoever regroups it, and what it hears.
+    """Base class of a rank's connection to what regroups it: what the rank sends, and what it receives.
 
     Args:
         rank: this process's global rank.
 
     Attributes:
-        on_fault: called on the listening thread with each notice that is not older than the rank's generation;
-            must return soon, since nothing is heard meanwhile. A notice that came before it was set is found
-            with :meth:`pending_fault`.
+        on_fault: called on the listening thread with each notice that is not older than the rank's generation. It
+            must return soon, because nothing is received meanwhile. :meth:`pending_fault` returns a notice that
+            came before ``on_fault`` was set.
         on_inquire: called on the listening thread; returns whether the main thread waits in a collective, and
             the main thread's stack as text.
     """
@@ -78,13 +78,13 @@ class RankClient(abc.ABC):
         self._lost: str | None = None
 
     def hello(self, generation: int) -> None:
-        """Say that this rank stands at the entry of its RCB.
+        """Report that this rank is at the entry of its block.
 
         Raises:
-            AgentLostError: (as in every method that sends) the connection is closed.
+            AgentLostError: the connection is closed; every method that sends raises this.
         """
         with self._news:
-            self._go = self._finish = None  # of a block that this process ran before, if any
+            self._go = self._finish = None  # left from a block that this process ran before, if any
             self._move_to(generation)
         self._send(Hello(rank=self.rank, pid=os.getpid(), generation=generation))
 
@@ -92,8 +92,8 @@ class RankClient(abc.ABC):
         """Wait for a ``go`` whose generation is larger than ``after_generation``.
 
         Raises:
-            AgentLostError: the connection closed before it came.
-            TimeoutError: it did not come within ``timeout_s``.
+            AgentLostError: the connection was closed before the ``go`` came.
+            TimeoutError: the ``go`` did not come within ``timeout_s`` seconds.
         """
 
         def arrived() -> Go | None:
@@ -108,27 +108,27 @@ class RankClient(abc.ABC):
         self._send(FaultReport(generation, error, message, traceback, step, victim))
 
     def barrier(self, generation: int) -> None:
-        """Say that this rank left ``generation``, is clean and healthy, and waits for ``go``."""
+        """Report that this rank has left ``generation``, is clean and healthy, and waits for ``go``."""
         self._send(Barrier(generation))
 
     def request_replacement(self, generation: int, reason: str) -> None:
-        """Say that this process must not be used again. It has to exit next."""
+        """Report that this process must not be used again; it has to exit next."""
         self._send(Replace(generation, reason))
 
     def done(self, generation: int) -> None:
-        """Say that the RCB returned."""
+        """Report that the block has returned."""
         self._send(Done(generation))
 
     def give_up(self, generation: int, reason: str, code: int = 1) -> None:
-        """End the job; ``reason`` becomes its last word, and ``code`` what it exits with."""
+        """End the job, with ``reason`` as its last message and ``code`` as its exit code."""
         self._send(GiveUp(generation, reason, code))
 
     def wait_finish_or_fault(self, generation: int, timeout_s: float | None = None) -> Finish | FaultNotice:
-        """After :meth:`done`: wait until all are done, or somebody still needs this rank.
+        """Wait, after :meth:`done`, until all ranks are done or another rank still needs this one.
 
         Raises:
-            AgentLostError: the connection closed before either came.
-            TimeoutError: neither came within ``timeout_s``.
+            AgentLostError: the connection was closed before either message came.
+            TimeoutError: neither message came within ``timeout_s`` seconds.
         """
 
         def arrived() -> Finish | FaultNotice | None:
@@ -138,20 +138,20 @@ class RankClient(abc.ABC):
         return cast(Finish | FaultNotice, self._wait(arrived, timeout_s, "finish or a fault notice"))
 
     def pending_fault(self, generation: int) -> FaultNotice | None:
-        """The notice that ``generation`` is over, if it has come at any time."""
+        """Return the notice that ``generation`` is over if it has come at any time, else None."""
         with self._news:
             return self._faults.get(generation)
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop listening and let go of every descriptor."""
+        """Stop listening and release every descriptor."""
 
     @abc.abstractmethod
     def _send(self, message: RankMessage) -> None:
-        """Say ``message``."""
+        """Send ``message``."""
 
     def _hear(self, message: AgentMessage) -> None:
-        """Keep what was said for the thread that waits for it, and call back."""
+        """Keep ``message`` for the thread that waits for it, and call the callback for it."""
         if isinstance(message, Inquire):
             waits, stack = self.on_inquire() if self.on_inquire is not None else (False, "")
             self._send(Answer(message.id, waits, stack))
@@ -193,10 +193,10 @@ class RankClient(abc.ABC):
 
 
 class AgentClient(RankClient):
-    """Talks to the agent that started this process; a daemon thread reads what the agent says.
+    """Talks to the agent that started this process; a daemon thread reads the agent's messages.
 
-    A client whose reader fails closes the connection: the agent then replaces this process, since one that hears
-    no notice would hold up every other rank.
+    If the reader fails, the client closes the connection. The agent then replaces this process, because a process
+    that receives no notices would hold up every other rank.
 
     Args:
         connection: one end of the socket pair to the agent; the client owns it from now on.
@@ -214,10 +214,10 @@ class AgentClient(RankClient):
 
     @classmethod
     def from_environment(cls) -> AgentClient | None:
-        """The client of this process, or None if no checkpointless agent started it.
+        """Return the client of this process, or None if no checkpointless agent started it.
 
-        The descriptor is taken out of the environment, so that a process started by this one does not take
-        it for its own; later calls return the same client.
+        The descriptor is removed from the environment, so that a child process does not take it for its own.
+        Later calls return the same client.
         """
         global _of_this_process
         value = os.environ.pop(AGENT_FD_ENV, None)
@@ -265,7 +265,7 @@ class AgentClient(RankClient):
             logger.debug("the connection to the agent was closed already")
 
     def _forget_after_fork(self) -> None:
-        """In a forked child: the connection is the parent's; a copy of it would hide the parent's death."""
+        """Close a forked child's copy of the parent's connection, which would hide the parent's death."""
         self._connection.close()
         self._lost = "this process was forked by the rank"
 

@@ -1,4 +1,4 @@
-"""Bring a coordinator up: in node 0's agent, or in a process of its own (``checkpointless coordinator``)."""
+"""Start a coordinator in node 0's agent or in a separate process (``checkpointless coordinator``)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from checkpointless.telemetry.events import EventLog
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-FAREWELL_S = 10.0  # for the agents to hear of the end
+FAREWELL_S = 10.0  # for the agents to hear that the job is over
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the agents of a job meet, and who they are.
+    """Where the agents of a job meet, and which agents may take part.
 
     Attributes:
         nnodes: how many nodes train.
-        nproc: ranks of each.
-        address: to listen on; also what the ranks are told to meet at.
-        port: likewise.
-        token: known to the agents of this job alone.
-        silence_s: after how many seconds without a word a node is lost.
+        nproc: how many ranks each node runs.
+        address: the address to listen on; the ranks are also told to meet there.
+        port: the port to listen on.
+        token: a secret that only the agents of this job know.
+        silence_s: after how many seconds without a message a node is lost.
     """
 
     nnodes: int
@@ -51,10 +51,10 @@ def host(
     say: Callable[[str], None],
     clock: Callable[[], float],
 ) -> tuple[Coordinator, CoordinatorPort]:
-    """A coordinator that listens for agents, in the loop of ``selector``, whose limits are measured with ``clock``.
+    """Create a coordinator that listens for agents in the loop of ``selector`` and measures limits with ``clock``.
 
     Raises:
-        OSError: the address cannot be looked up or listened on.
+        OSError: the address cannot be resolved or listened on.
     """
     address = resolve(meeting.address)
     if address.startswith("127.") and not meeting.address.startswith(("127.", "localhost")):
@@ -86,18 +86,18 @@ def coordinate(
     """Coordinate a job from this process until it is over.
 
     Args:
-        meeting: where, and for whom.
-        limits: what ranks are held to.
+        meeting: where the agents meet, and which agents may take part.
+        limits: the limits on ranks, nodes and incidents.
         events: the job's event log.
-        say: takes lines for the terminal.
-        signals: the signals that this process got; a handler appends to it. The first ends the job.
-        watch: looks at the job in every turn.
+        say: called with lines for the terminal.
+        signals: the signals that this process has received, appended by a handler. The first one ends the job.
+        watch: looks at the job in every turn of the loop.
 
     Returns:
-        0 if every rank ended well, else 1.
+        0 if every rank ended well; the code of a rank that gave the job up; 1 otherwise.
 
     Raises:
-        OSError: the address cannot be looked up or listened on.
+        OSError: the address cannot be resolved or listened on.
     """
     selector = selectors.DefaultSelector()
     clock = AwakeClock()

@@ -1,7 +1,7 @@
-"""The coordinator: decides for all nodes who belongs together, when a generation begins, and when the job is over.
+"""The coordinator, which decides for all nodes who takes part, when a generation begins and when the job is over.
 
-It hears the agents of the nodes and gives them commands; it knows no process and no rank's connection. It runs in
-the loop of an agent, or alone. Nothing here blocks.
+It receives messages from the nodes' agents and sends them commands; it knows nothing about processes or about the
+connections of ranks. It runs in the loop of an agent or in a separate process. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from checkpointless.telemetry.incidents import Rung
 
 logger = logging.getLogger(__name__)
 
-FAILED = 1  # as torchrun: whatever the reason
-_NOTE_PROGRESS_EVERY_S = 60.0  # in the event log, for who looks at a run that has not ended
+FAILED = 1  # the exit code whatever the reason, as with torchrun
+_NOTE_PROGRESS_EVERY_S = 60.0  # in the event log, for a look at a run that has not ended
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the coordinator holds the ranks to.
+    """The limits that the coordinator enforces on ranks, nodes and incidents.
 
     Attributes:
         heartbeat: how long a rank in its block may show no progress.
-        regroup_timeout_s: how long ranks may take to the barrier of an incident.
-        max_incidents: how many the job may recover from (None: any number).
-        join_timeout_s: how long nodes may take to the first meeting.
-        node_timeout_s: how long the nodes of a running job may take to find this coordinator (again) before they
-            are taken for lost.
+        regroup_timeout_s: how many seconds ranks may take to reach the barrier of an incident.
+        max_incidents: how many incidents the job may recover from (None: any number).
+        join_timeout_s: how many seconds nodes may take to join the job at its start.
+        node_timeout_s: how many seconds the nodes of a running job may take to find this coordinator (again) before
+            they count as lost.
     """
 
     heartbeat: Heartbeat
@@ -83,20 +83,20 @@ class Coordinator:
     """Regroups the ranks of a job until it is over.
 
     Args:
-        limits: what ranks are held to.
-        nnodes: how many nodes there are.
-        nproc: how many ranks on each.
+        limits: the limits on ranks, nodes and incidents.
+        nnodes: how many nodes train.
+        nproc: how many ranks each node runs.
         events: the job's event log.
-        say: takes lines for the terminal.
-        clock: what the times of :meth:`tick` are read from; one that stands still while this process does, so that
-            nobody is blamed for what it did not hear.
+        say: called with lines for the terminal.
+        clock: the clock that the times of :meth:`tick` are read from. It should stand still while this process
+            does, so that nobody is blamed for a message that this process could not hear.
 
     Attributes:
         outcome: how the job ended; None as long as it has not.
         nodes: the job's nodes, by number.
-        spares: nodes that wait to take a lost one's place.
+        spares: the nodes that wait to take the place of a lost node.
         ranks: the job's ranks, by number.
-        host: the node in whose agent this coordinator lives; None if it has a process of its own.
+        host: the node whose agent runs this coordinator; None if it runs in a separate process.
     """
 
     def __init__(
@@ -116,28 +116,28 @@ class Coordinator:
         self.nodes, self.spares, self.ranks = self._roster.nodes, self._roster.spares, self._roster.ranks
         self.host: Node | None = None
         self._rendezvous = Rendezvous(nnodes, nproc)
-        self._to_start: list[tuple[Rank, int]] = []  # ranks, by incarnation, that wait for a store
+        self._to_start: list[tuple[Rank, int]] = []  # ranks that wait for a store, with their incarnations
         self._say = say
         self._incidents = IncidentTracker(limits.max_incidents, events, say)
-        self._running = False  # between a begin and the fault or end that ends it
-        self._target = NO_STEP  # the step after which it is over
+        self._running = False  # from the start of a generation to the fault or end that stops it
+        self._target = NO_STEP  # the step after which the recovery is over
         self._gather_by_s: float | None = self._clock() + limits.join_timeout_s
-        self._has_started = False  # processes have been asked for
+        self._has_started = False  # processes have been requested
         self._finishing = False  # every rank's block has returned
         self._high_water = NO_STEP
         self._note_progress_at_s = self._clock() + _NOTE_PROGRESS_EVERY_S
         self._hangs = HangWatch(limits.heartbeat, nnodes * nproc, nproc, self._inquire, self._tell_stall)
-        self._leave_by: dict[int, tuple[float, int]] = {}  # a rank that was asked to, and the beat that it hung at
-        self._back_by_s: dict[int, float] = {}  # nodes that look for this coordinator
+        self._leave_by: dict[int, tuple[float, int]] = {}  # by rank: the deadline, and the beat at which it hung
+        self._back_by_s: dict[int, float] = {}  # by node that looks for this coordinator
         self._standings = Standings()
         self._adoption = Adoption(self._roster)
-        self._replace_at_s: float | None = None  # the nodes of a running job that have not come by then
+        self._replace_at_s: float | None = None  # when the missing nodes of a running job are replaced
 
-    # ---- what nodes say, and time
+    # ---- messages from nodes, and time
 
     @property
     def generation(self) -> int:
-        """The one that began last (-1: none)."""
+        """The generation that began last (-1: none)."""
         return self._incidents.generation
 
     @property
@@ -146,18 +146,18 @@ class Coordinator:
         return self._high_water
 
     def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
-        """Let the agent of a node in; it has to say that it has joined, too, when it can start processes.
+        """Admit the agent of a node, which must also report that it has joined once it can start processes.
 
         Args:
-            index: the node's number; -1 for a spare, which is given one when a node is lost.
-            nproc: how many ranks it runs.
-            send: gives it a command; must not call back.
+            index: the node's number; -1 for a spare, which gets a number when a node is lost.
+            nproc: how many ranks the node runs.
+            send: sends the node a command; it must not call back.
 
         Returns:
-            What :meth:`hear` and :meth:`lose` know it by.
+            The node, by which :meth:`hear` and :meth:`lose` know it.
 
         Raises:
-            ValueError: the job has no place for it; the message says why.
+            ValueError: the job has no place for the node; the message says why.
         """
         wanted = self.nodes[0].nproc
         if nproc != wanted:
@@ -180,8 +180,8 @@ class Coordinator:
         return node
 
     def lose(self, node: Node, reason: str) -> None:
-        """The agent of ``node`` cannot be reached any more, and its ranks are taken for dead."""
-        if node.lost:  # it said that it leaves, and now its connection is closed
+        """Treat the ranks of ``node`` as dead, because its agent cannot be reached any more."""
+        if node.lost:  # it had said that it leaves, and now its connection is closed
             return
         if node.searching and node.index not in self._back_by_s and self._roster.is_in_place(node):
             node.send = _drop
@@ -220,7 +220,7 @@ class Coordinator:
             self._replace(node)
 
     def _replace(self, lost: Node) -> None:
-        """Have a spare take the place of a node, if there is one that is ready."""
+        """Have a spare take the place of a lost node, if one is ready."""
         spare = next((each for each in self.spares if each.joined), None)
         if spare is None:
             left_s = (self._gather_by_s or 0.0) - self._clock()
@@ -232,7 +232,7 @@ class Coordinator:
         self._on_joined(spare)
 
     def hear(self, node: Node, message: NodeMessage) -> None:
-        """Act on what the agent of ``node`` says."""
+        """Act on a message from the agent of ``node``."""
         if self.outcome is not None:
             if isinstance(message, RankEnded):
                 self._roster.move(self._roster.rank_of(message.rank, node), WorkerState.GONE)
@@ -250,7 +250,7 @@ class Coordinator:
         elif isinstance(message, Searching):
             node.searching = self._has_started
         elif isinstance(message, Leaving):
-            if node is self.host:  # with which this coordinator goes
+            if node is self.host:  # and this coordinator ends with it
                 self.end(FAILED, message.reason)
             else:
                 self.lose(node, message.reason)
@@ -270,7 +270,7 @@ class Coordinator:
         """Act on the time that has passed.
 
         Args:
-            now_s: on the monotonic clock.
+            now_s: the time on the coordinator's clock.
         """
         if self.outcome is not None:
             return
@@ -293,7 +293,7 @@ class Coordinator:
             self._too_late(now_s)
 
     def end(self, code: int, *last_words: str) -> None:
-        """The job is over."""
+        """End the job, unless it has ended already."""
         if self.outcome is None:
             self.outcome = End(code, [line for line in last_words if line])
             self._tell_nodes(self.outcome)
@@ -356,7 +356,7 @@ class Coordinator:
                 self._spawn(rank)
 
     def _ask_for_store(self) -> None:
-        """Have a node open a store for the coming generation; if there is no node, the first that joins."""
+        """Ask a node, or the first that joins if none is present, to open a store for the coming generation."""
         here = (node for node in self.nodes if node.joined and node.index not in self._back_by_s)
         host = next(here, None)
         self._rendezvous.ask(self._coming() if host else -1, host.index if host else -1)
@@ -417,7 +417,7 @@ class Coordinator:
     # ---- incidents
 
     def _fault(self, cause: Cause) -> None:
-        """Open an incident, or add to the one that is open."""
+        """Open an incident, or add ``cause`` to the open one."""
         if self._incidents.open is None:
             self._interrupt(cause)
         self._incidents.add_cause(cause)
@@ -427,7 +427,7 @@ class Coordinator:
                 self.end(FAILED, verdict.reason)
 
     def _interrupt(self, cause: Cause) -> None:
-        """Begin an incident."""
+        """Open an incident and interrupt the ranks that are in their block."""
         self._incidents.begin(cause)
         self._hangs.forget()
         if self._running:
@@ -496,7 +496,7 @@ class Coordinator:
                 rank.node.send(Kill(rank.number, rank.incarnation, self.generation, beat))
 
     def _begin(self) -> None:
-        """All ranks are at the barrier."""
+        """Begin a generation, since all ranks are at the barrier."""
         self._look_back()
         incident, verdict = self._incidents.open, self._incidents.gathered(self._high_water)
         if verdict is not None:
@@ -517,15 +517,15 @@ class Coordinator:
         self._incidents.emit("go", "point", high_water=self._high_water)
 
     def _look_back(self) -> None:
-        """All boards have been read: which steps are behind the job, and which is to be made next?"""
+        """Determine which step was committed last and which one is next, since all boards have been read."""
         newest = max(rank.committed for rank in self.ranks)
         self._resumed_at(newest)
         making = max(rank.making for rank in self.ranks)
         self._target = max(making, newest + 1) if making != NO_STEP else NO_STEP
 
     def _resumed_at(self, newest: int) -> None:
-        """No rank's board shows a step after ``newest``."""
-        if newest < self._high_water:  # every rank is behind what was committed: storage brought that state back
+        """Note that the job resumes after step ``newest``, since no rank's board shows a later step."""
+        if newest < self._high_water:  # every rank is behind what was committed, so storage gave the state
             self._incidents.fell_back(self._high_water, newest)
         self._high_water = newest
 
@@ -558,7 +558,7 @@ class Coordinator:
             if hang.rank is not None:
                 self._incidents.emit("stack", "point", rank=hang.rank, stack=hang.stack)
             self._fault(Cause(CauseKind.LOSS, hang.rank, "hang", hang.what, hang.step, who=hang.who))
-            if hang.rank is not None:  # who answers is asked to leave first
+            if hang.rank is not None:  # a rank that answers is first asked to leave
                 self._leave_by[hang.rank] = (now_s + hang.grace_s, hang.beat)
 
     def _tell_stall(self, stall: Stall) -> None:
@@ -580,7 +580,7 @@ class Coordinator:
         for index, numbers in asked.items():
             self.nodes[index].send(Ask(inquiry, numbers))
 
-    # ---- a job that runs already
+    # ---- a job that is already running
 
     def _on_standing(self, node: Node, standing: Standing) -> None:
         if self._has_started or not self._roster.is_in_place(node):
@@ -594,12 +594,12 @@ class Coordinator:
         self._on_joined(node)
 
     def _on_return(self, node: Node, standing: Standing) -> None:
-        """A node that lost sight of this coordinator, or of which this coordinator did, is back with its ranks."""
+        """Take back a node and its ranks after the node or this coordinator had lost sight of the other."""
         in_place = self._roster.is_in_place(node)
         same = (standing.generation, standing.run_id) == (self.generation, self._rendezvous.run_id)
         if not in_place or not same or standing.finished != self._finishing:
             if not node.is_back or self._begin_anew(node, "it came back from another generation"):
-                node.send(Discard())  # others may be where its ranks were
+                node.send(Discard())  # other processes may have taken the place of its ranks
             return
         was_lost = not node.is_back
         node.is_back, node.joined = False, True
@@ -624,14 +624,14 @@ class Coordinator:
         if self._rendezvous.host == node.index and not self._rendezvous.is_open and not self._running:
             node.send(OpenStore(self._rendezvous.generation))
         if not self._roster.not_joined and not self._running and not self._finishing:
-            self._start_missing()  # of nodes that have come meanwhile
+            self._start_missing()  # the ranks of nodes that have come meanwhile
         self._begin_if_all_are_here()
 
     def _begin_anew(self, node: Node, reason: str) -> bool:
-        """Take the ranks for lost of a node that has come back without them.
+        """Treat the ranks of a node as lost, because it has come back without them.
 
         Returns:
-            Whether it still has a place.
+            Whether the node still has a place in the job.
         """
         send, index, node.is_back = node.send, node.index, False
         self.lose(node, reason)
@@ -674,7 +674,7 @@ class Coordinator:
         return Interrupt(self.generation, incident.id, str(incident.cause), NO_STEP if blamed is None else blamed)
 
     def _adopt(self) -> None:
-        """All nodes are here, and some run ranks that a coordinator before this one had them start."""
+        """Take over the job: all nodes are here, and some run ranks that an earlier coordinator had them start."""
         found = self._adoption
         self._rendezvous.run_id = found.run_id
         self._high_water = found.high_water
@@ -692,7 +692,7 @@ class Coordinator:
             return
         newest = max(rank.incarnation for rank in self.ranks)
         for rank in self.ranks:
-            if rank.state is WorkerState.GONE:  # its next process is no first one
+            if rank.state is WorkerState.GONE:  # its next process is not its first
                 rank.incarnation = newest
         if cause is None:
             self._running = True
@@ -717,7 +717,7 @@ class Coordinator:
 
     def _check_end(self) -> None:
         if self._roster.in_state[WorkerState.GONE] <= len(self._roster.not_joined) * self.nodes[0].nproc:
-            return  # nobody but the ranks of nodes that are lost, or not ready yet
+            return  # only the ranks of nodes that are lost or not ready yet are gone
         if self._roster.all_are(WorkerState.GONE):
             self.end(0)
         elif self._roster.in_state[WorkerState.READY]:

@@ -1,4 +1,4 @@
-"""How long things took, as Prometheus counts it: how many took no longer than each of some bounds."""
+"""Durations as Prometheus counts them: how many took no longer than each of several bounds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Durations"]
 
 @dataclass(frozen=True)
 class Durations:
-    """A histogram that is replaced, never changed.
+    """A histogram of durations that is replaced, never changed.
 
     Attributes:
-        bounds_s: ascending, in seconds.
-        counts: how many took no longer than each bound, and the number of all at the end.
-        seconds: of all together.
+        bounds_s: the upper bounds in seconds, ascending.
+        counts: how many durations were no longer than each bound, followed by the number of all durations.
+        seconds: the sum of all durations.
     """
 
     bounds_s: tuple[float, ...]
@@ -23,10 +23,10 @@ class Durations:
 
     @classmethod
     def none(cls, bounds_s: tuple[float, ...]) -> Durations:
-        """Nothing yet."""
+        """Return an empty histogram."""
         return cls(bounds_s, (0,) * (len(bounds_s) + 1))
 
     def and_one_of(self, seconds: float) -> Durations:
-        """These and one more."""
+        """Return a histogram with one more duration of ``seconds``."""
         more = (*(int(seconds <= bound_s) for bound_s in self.bounds_s), 1)
         return Durations(self.bounds_s, tuple(map(sum, zip(self.counts, more))), self.seconds + seconds)

@@ -1,4 +1,4 @@
-"""What an agent's loop needs of a disk and may not wait for long."""
+"""Disk operations that an agent's loop needs but must not wait for long."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Result = TypeVar("Result")
 
 
 class Errands:
-    """Runs functions in a thread and waits for their results, but no longer than a moment.
+    """Runs functions in a thread and waits for their results, but only for a moment.
 
-    As long as one has not come back no other is begun: a disk that has stopped costs one wait, not one per rank.
+    As long as one function has not returned, no other is started: a disk that has stopped costs one wait, not one
+    per rank.
 
     Args:
-        patience_s: how long that moment is.
+        patience_s: how many seconds to wait for a result.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -35,12 +36,12 @@ class Errands:
         otherwise: Result,
         late: Callable[[Result], object] = lambda result: None,
     ) -> Result:
-        """What ``errand`` returns, or ``otherwise`` if that is not known in time.
+        """Return what ``errand`` returns, or ``otherwise`` if that is not known in time.
 
         Args:
-            errand: what may take long.
-            otherwise: what to do with.
-            late: takes the result that came too late, in the errand's thread.
+            errand: the function to run, which may take long.
+            otherwise: the result to use instead.
+            late: called in the errand's thread with a result that came too late.
 
         Raises:
             Exception: what ``errand`` raised in time; what it raises later is logged.

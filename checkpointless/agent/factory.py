@@ -1,4 +1,4 @@
-"""How a rank finds who regroups it and which rank it is, whichever launcher started it."""
+"""How a rank finds its client and its rank number, whichever launcher started it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _of_other_launcher: RankClient | None = None
 
 
 class HPAgentK8sAPIFactory:
-    """Makes the client of the agent that started this process, whichever it is.
+    """Makes the client for the agent that started this process, whichever agent that is.
 
-    (The name is the reference API's; nothing in it is about Kubernetes.) Under SageMaker HyperPod's agent that is a
-    :class:`~checkpointless.agent.hyperpod.HyperPodClient`.
+    The name comes from the reference API; nothing here is about Kubernetes. Under SageMaker HyperPod's agent the
+    client is a :class:`~checkpointless.agent.hyperpod.HyperPodClient`.
     """
 
     def __call__(self) -> RankClient:
-        """This process's client; the same one at every call.
+        """Return this process's client, the same one at every call.
 
         Raises:
             RankUnknownError: this process does not know its rank.
-            RuntimeError: its agent's client cannot be used.
+            RuntimeError: the client for this process's agent cannot be used.
         """
         global _of_other_launcher
         client = AgentClient.from_environment()
@@ -42,7 +42,7 @@ class HPAgentK8sAPIFactory:
         if _of_other_launcher is None:
             _make_run_dir()
             _of_other_launcher = _make_for_other_launcher()
-            # A thread that is inside c10d while the interpreter ends would end the process by SIGABRT.
+            # A thread that is inside c10d while the interpreter exits would end the process with SIGABRT.
             atexit.register(_of_other_launcher.close)
             if _of_other_launcher.rank == 0 and not os.environ.get(_HYPERPOD_ENV):
                 logger.warning(
@@ -53,7 +53,7 @@ class HPAgentK8sAPIFactory:
 
 
 def _make_run_dir() -> None:
-    """Make what ``CHECKPOINTLESS_RUN_DIR`` names, as our agent would have done."""
+    """Create the directory that ``CHECKPOINTLESS_RUN_DIR`` names, as our agent would have done."""
     run_dir = os.environ.get(RUN_DIR_ENV)
     if run_dir:
         try:
@@ -70,22 +70,22 @@ def _make_for_other_launcher() -> RankClient:
     if int(os.environ.get("WORLD_SIZE") or "1") == 1:
         return StandaloneClient()
     _check_ranks(_STORE_VARIABLES)
-    from checkpointless.agent.store_client import StoreClient  # needs torch, which a rank of ours may not
+    from checkpointless.agent.store_client import StoreClient  # needs torch, which a rank under our agent may lack
 
     return StoreClient.from_environment()
 
 
 def wait_rank() -> None:
-    """See that this process knows its rank before anything distributed starts.
+    """Ensure that this process knows its rank before anything distributed starts.
 
-    Under our agent, torchrun and the like ``RANK`` and ``WORLD_SIZE`` are in the environment when the process
-    starts, so this only checks them. SageMaker HyperPod's agent is asked for them, and this waits until it says,
-    which may be when a node has been replaced; a connection that closes ends the wait. Does nothing in a child
-    process of the rank (a data-loader worker, say).
+    Under our agent, torchrun and similar launchers, ``RANK`` and ``WORLD_SIZE`` are in the environment when the
+    process starts, so this function only checks them. Under SageMaker HyperPod it asks the agent for them and waits
+    for the answer, which may not come before a node has been replaced; a connection that closes ends the wait. It
+    does nothing in a child process of the rank (a data-loader worker, say).
 
     Raises:
-        RankUnknownError: (an ``AssertionError``) a variable is missing or no number, the rank is not below the
-            world size, or SageMaker HyperPod's agent does not say.
+        RankUnknownError: (an ``AssertionError``) a variable is missing or not a number, the rank is not below the
+            world size, or SageMaker HyperPod's agent does not give them.
     """
     if multiprocessing.parent_process() is not None:
         return

@@ -1,4 +1,4 @@
-"""A child forked from this process, waited for and killed like a ``subprocess.Popen``."""
+"""A child forked from this process that can be waited for and killed like a ``subprocess.Popen``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _POLL_S = 0.01
 
 
 class ForkedProcess:
-    """Runs ``function`` in a fork of this process, in a session of its own.
+    """Runs ``function`` in a fork of this process, in a separate session.
 
-    The process must have no threads but the calling one, and no CUDA context.
+    This process must have no thread but the calling one, and no CUDA context.
 
     Args:
-        function: what the child runs; its return ends the child with code 0, an exception with code 1.
-        output: descriptor that the child's standard output and error go to.
-        close: descriptors that the child closes first.
+        function: what the child runs; the child exits with code 0 when it returns and with code 1 when it raises.
+        output: the descriptor to which the child's standard output and error go.
+        close: the descriptors that the child closes first.
 
     Attributes:
-        pid: the child's.
-        returncode: its exit code or minus the number of its signal; None while it runs.
+        pid: the child's process id.
+        returncode: the child's exit code, or minus the number of the signal that ended it; None while it runs.
     """
 
     def __init__(self, function: Callable[[], None], *, output: int, close: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class ForkedProcess:
                 os._exit(code)
 
     def poll(self) -> int | None:
-        """The return code, if the child has ended."""
+        """Return the child's return code if it has ended, else None."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -64,10 +64,10 @@ class ForkedProcess:
         """Wait for the child to end.
 
         Args:
-            timeout: seconds.
+            timeout: how many seconds to wait.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended within ``timeout``.
+            subprocess.TimeoutExpired: the child has not ended within ``timeout``.
         """
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -77,7 +77,7 @@ class ForkedProcess:
         return code
 
     def kill(self) -> None:
-        """Kill the child, if it still runs."""
+        """Kill the child if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 

@@ -1,8 +1,8 @@
-"""How two agents prove to each other that they belong to one job: both know its token, and neither says it.
+"""How an agent and the coordinator prove that they belong to one job: both know its token, and neither sends it.
 
-Challenge and response by HMAC-SHA256 (RFC 2104) over both sides' random nonces, the speaker's role and what it
-claims, so that a proof cannot be used again, turned around, or taken for another claim. What follows is not
-encrypted: the network between the nodes is trusted as far as that of their collectives.
+Each side answers a challenge with an HMAC-SHA256 (RFC 2104) over both sides' random nonces, the sender's role and
+what the sender claims, so that a proof cannot be replayed, reflected, or used for another claim. What follows is
+not encrypted: the network between the nodes is trusted as far as the network of their collectives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from checkpointless.agent.protocol import Vocabulary
 
 TOKEN_ENV = "CHECKPOINTLESS_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
-SPARE = -1  # the node number of an agent that waits to be needed
+SPARE = -1  # the node number of an agent that waits until it is needed
 
 
 @dataclass(frozen=True)
 class Challenge:
-    """The coordinator's first word to whoever connects."""
+    """The coordinator's first message on every connection."""
 
     type: ClassVar[str] = "challenge"
     nonce: str
@@ -31,13 +31,13 @@ class Challenge:
 
 @dataclass(frozen=True)
 class Proof:
-    """The agent's answer.
+    """The agent's answer to the challenge.
 
     Attributes:
-        node: its number; :data:`SPARE` if it takes whichever is free.
-        nproc: how many ranks it runs.
-        nonce: its own challenge.
-        mac: proves that it knows the token.
+        node: the number of the agent's node; :data:`SPARE` if it takes whichever number is free.
+        nproc: how many ranks the agent runs.
+        nonce: the agent's challenge to the coordinator.
+        mac: the proof that the agent knows the token.
     """
 
     type: ClassVar[str] = "proof"
@@ -49,7 +49,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The coordinator believes the agent, and proves that it knows the token itself."""
+    """The coordinator accepts the agent's proof and proves that it knows the token, too."""
 
     type: ClassVar[str] = "welcome"
     mac: str
@@ -68,29 +68,29 @@ BEFORE_WELCOME = Vocabulary("coordinator", Challenge, Welcome, Refused)
 
 
 def new_nonce() -> str:
-    """32 random bytes, hex."""
+    """Return 32 random bytes in hexadecimal."""
     return secrets.token_hex(32)
 
 
 def prove(token: str, challenge: Challenge, node: int, nproc: int) -> Proof:
-    """An agent's answer to ``challenge``."""
+    """Return an agent's answer to ``challenge``."""
     nonce = new_nonce()
     return Proof(node, nproc, nonce, _mac(token, "agent", challenge.nonce, nonce, str(node), str(nproc)))
 
 
 def is_proved(token: str, challenge: Challenge, proof: Proof) -> bool:
-    """Whether ``proof`` answers ``challenge`` with the token known."""
+    """Return whether ``proof`` answers ``challenge`` and its sender knows the token."""
     mac = _mac(token, "agent", challenge.nonce, proof.nonce, str(proof.node), str(proof.nproc))
     return hmac.compare_digest(mac.encode(), proof.mac.encode())
 
 
 def welcome(token: str, challenge: Challenge, proof: Proof) -> Welcome:
-    """The coordinator's own proof."""
+    """Return the coordinator's proof that it knows the token."""
     return Welcome(_mac(token, "coordinator", challenge.nonce, proof.nonce))
 
 
 def is_welcome(token: str, challenge: Challenge, proof: Proof, answer: Welcome) -> bool:
-    """Whether ``answer`` comes from one who knows the token."""
+    """Return whether the sender of ``answer`` knows the token."""
     return hmac.compare_digest(welcome(token, challenge, proof).mac.encode(), answer.mac.encode())
 
 

@@ -1,4 +1,4 @@
-"""The coordinator's watch over ranks that show no progress: asks them, and says what it waits for."""
+"""The coordinator's watch over ranks without progress: it asks where they stand and reports what it waits for."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from checkpointless.agent.hangs import (
 from checkpointless.agent.process_state import ProcessLook, ProcessState, state_of
 
 ASK_EVERY_S = 0.8  # so that a rank that hangs and answers is found within the limit and one second
-_FRESH_S, _FRESH_SHARE = 2.0, 1 / 40  # a node's word on a silent rank; older ranks are told of less often
-_PLACES = 4  # that are named
-_MOVED_ON = -1  # the beat of a rank that its node does not call silent
+_FRESH_S, _FRESH_SHARE = 2.0, 1 / 40  # how long a report of a silence holds; long silences are reported less often
+_PLACES = 4  # that a report names at most
+_MOVED_ON = -1  # the beat of a rank that its node does not report as silent
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Silence:
     """A rank that has shown no progress for a while.
 
     Attributes:
-        beat: that it is stuck at.
-        age_s: for how long, by its node's clock.
-        heard_at_s: when its node said so, by this process's clock.
-        making: the step in the making.
-        limit_s: how long it may.
-        look: at its process, now.
-        first: the first look at it since it is silent.
-        first_at_s: when that came.
+        beat: the beat at which the rank is stuck.
+        age_s: for how many seconds it has shown no progress, by its node's clock.
+        heard_at_s: when its node reported that, by this process's clock.
+        making: the optimizer step in progress.
+        limit_s: for how many seconds the rank may show no progress.
+        look: the newest look at the rank's process.
+        first: the first look at the process since the rank fell silent.
+        first_at_s: when the first look came, by this process's clock.
     """
 
     beat: int
@@ -52,25 +52,25 @@ class Silence:
 
     @property
     def state(self) -> ProcessState:
-        """Of its process."""
+        """The state of the rank's process."""
         return state_of(self.first, self.look, self.heard_at_s - self.first_at_s)
 
     def is_fresh(self, now_s: float) -> bool:
-        """Whether its node has spoken of it just now."""
+        """Return whether the node has reported on the rank just now."""
         return now_s - self.heard_at_s <= _FRESH_S + _FRESH_SHARE * self.age_s
 
 
 @dataclass
 class Inquiry:
-    """Ranks that are asked until they answer.
+    """An inquiry into silent ranks, which are asked until they answer.
 
     Attributes:
-        first: the number of the first question; every answer to it or a later one counts.
-        last: the number of the last one.
-        began_at_s: when the first was asked.
-        asked_at_s: when the last was.
-        beats: the ranks that were asked, with the beat that they were stuck at.
-        in_collective: what they answered so far.
+        first: the number of the first question; every answer to it or to a later question counts.
+        last: the number of the last question.
+        began_at_s: when the first question was asked.
+        asked_at_s: when the last question was asked.
+        beats: for each rank that was asked, the beat at which it was stuck.
+        in_collective: for each rank that has answered, whether it waits in a collective.
     """
 
     first: int
@@ -84,16 +84,18 @@ class Inquiry:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that have to leave their block.
+    """A hang, for which ranks have to leave their block.
 
     Attributes:
-        rank: who hangs; None if all wait for each other, or a stall of many has been waited for long enough.
-        who: the ranks, for people, where it is not one.
-        limit_s: for how long there was no progress.
-        step: in the making.
-        stack: of its main thread, if it told.
-        beat: that it is stuck at.
-        grace_s: how long it has to come to the barrier before it is replaced; 0 where it does not even answer.
+        rank: the rank that hangs; None if all ranks wait for each other, or if a stall of many ranks has been
+            waited for long enough.
+        who: the names of the ranks, for people, where the hang is not of one rank.
+        limit_s: for how many seconds there was no progress.
+        step: the optimizer step in progress.
+        stack: the stack of the rank's main thread, if the rank sent it; else that it did not answer.
+        beat: the beat at which the rank is stuck.
+        grace_s: how many seconds the rank has to come to the barrier before it is replaced; 0 if it does not even
+            answer.
     """
 
     rank: int | None
@@ -106,7 +108,7 @@ class Hang:
 
     @property
     def what(self) -> str:
-        """What to say of it, after the name."""
+        """The description of the hang, to be put after the name of the rank or ranks."""
         if self.rank is None and not self.who:
             return f"waited for each other with no progress for {self.limit_s:g} s"
         return f"made no progress for {self.limit_s:g} s"
@@ -114,15 +116,15 @@ class Hang:
 
 @dataclass(frozen=True)
 class Stall:
-    """A stall that is waited for, to be told.
+    """A report on a stall that is waited for.
 
     Attributes:
-        ranks: that make no progress.
-        running: how many ranks there are in their block.
-        seconds: for how long.
-        up_to_s: how long it is waited for; 0: it is over.
-        step: in the making.
-        places: where they are, for people.
+        ranks: the ranks that make no progress.
+        running: how many ranks are in their block.
+        seconds: for how many seconds the ranks have made no progress.
+        up_to_s: for how many seconds the stall is waited for at most; 0 if it is over.
+        step: the optimizer step in progress.
+        places: where the ranks are, for people.
     """
 
     ranks: tuple[int, ...]
@@ -145,19 +147,20 @@ class Stall:
 
 
 class HangWatch:
-    """Watches the ranks of a running generation by what their nodes say of silent ones.
+    """Watches the ranks of a running generation through what their nodes report about silent ranks.
 
     Args:
-        heartbeat: what ranks are held to.
+        heartbeat: how long a rank may show no progress.
         world: how many ranks the job has.
-        nproc: how many of them a node has.
-        ask: asks ranks where their main threads stand; takes the number of the question and theirs.
-        tell: takes what is waited for, when it is noticed and then at growing intervals.
+        nproc: how many ranks a node has.
+        ask: asks ranks where their main threads stand; called with the number of the question and the ranks.
+        tell: called with a stall that is waited for: when it is noticed, then at growing intervals, and when it is
+            over.
 
     Attributes:
         shows_progress: whether any rank of this job has ever shown progress beyond the entry of its block. As long
             as none has, silence means nothing.
-        pause_s: the longest pause outside of a step on any node.
+        pause_s: the longest pause outside of a step on any node, in seconds.
     """
 
     def __init__(
@@ -187,18 +190,18 @@ class HangWatch:
         self._last_seen: object = None
 
     def forget(self) -> None:
-        """The generation is over, or another begins."""
+        """Forget what was observed, because the generation is over or another begins."""
         self._silent, self._inquiry, self._mute_since_s = {}, None, {}
         self._told, self._told_beats = None, {}
         self._steady, self._last_seen = 0, None
 
     def hear(self, node: int, ranks: Iterable[list[int]], longest_s: float, now_s: float) -> None:
-        """A node says which of its ranks are silent now.
+        """Record which ranks of a node are silent now.
 
         Args:
-            ranks: as in :class:`~checkpointless.agent.node_protocol.Silent`.
-            longest_s: the longest between two beats in a step on any node.
-            now_s: by this process's clock.
+            ranks: one row per silent rank, as in :class:`~checkpointless.agent.node_protocol.Silent`.
+            longest_s: the longest time between two beats in a step on any node, in seconds.
+            now_s: the time by this process's clock.
         """
         before = self._silent.get(node, {})
         self._silent[node] = {}
@@ -213,18 +216,18 @@ class HangWatch:
             self._silent[node][rank] = silence
 
     def answered(self, question: int, rank: int, in_collective: bool, stack: str) -> None:
-        """A rank says where its main thread stands; late is better than never."""
+        """Record where the main thread of a rank stands, as the rank answered; a late answer counts, too."""
         inquiry = self._inquiry
         if inquiry is not None and inquiry.first <= question <= inquiry.last and rank in inquiry.beats:
             inquiry.in_collective[rank] = in_collective
             inquiry.stacks[rank] = stack
 
     def look(self, running: Iterable[int], now_s: float) -> list[Hang]:
-        """The hangs that are found now.
+        """Return the hangs that are found now.
 
         Args:
             running: the numbers of the ranks in their block.
-            now_s: by this process's clock.
+            now_s: the time by this process's clock.
         """
         if self._inquiry is None and self._told is None and not any(self._silent.values()):
             return []
@@ -270,7 +273,7 @@ class HangWatch:
             self._ask(self._questions, list(suspects))
 
     def _evidence(self, inquiry: Inquiry, silent: Mapping[int, Silence], now_s: float) -> dict[int, Evidence]:
-        """Of the ranks that were asked and are where they were."""
+        """Return the evidence about the ranks that were asked and have not moved since."""
         found = {}
         for rank, beat in inquiry.beats.items():
             each = silent.get(rank)
@@ -288,7 +291,7 @@ class HangWatch:
         return found
 
     def _steadiness(self, evidence: Mapping[int, Evidence]) -> int:
-        """How often in a row all ranks were found where they are now."""
+        """Return how many times in a row all ranks were found where they are now."""
         seen = {rank: each.stance for rank, each in evidence.items()}
         busy = any(e.state is ProcessState.BUSY for e in evidence.values() if e.stance is not Stance.WAITS)
         self._steady = self._steady + 1 if seen == self._last_seen and not busy else 0
@@ -323,7 +326,7 @@ class HangWatch:
             for rank in verdict.ranks
         ]
 
-    # ---- what is waited for
+    # ---- stalls that are waited for
 
     def _wait(
         self,
@@ -333,7 +336,7 @@ class HangWatch:
         inquiry: Inquiry,
         running: int,
     ) -> None:
-        """Tell it when it is new, and again when it has taken twice as long as when it was told last."""
+        """Report a stall when it is new, and again when it has lasted twice as long as at the last report."""
         seconds = max(silent[rank].age_s for rank in verdict.ranks)
         if self._told is not None and seconds < 2 * self._told.seconds:
             return
@@ -366,7 +369,7 @@ class HangWatch:
 
 
 def _place(stack: str) -> str:
-    """The innermost call of a stack, ``read in loader.py:31``."""
+    """Return the innermost call of a stack, for example ``read in loader.py:31``."""
     for line in reversed(stack.splitlines()):
         parts = line.strip().split(", ")
         if len(parts) >= 3 and parts[0].startswith('File "') and parts[1].startswith("line "):

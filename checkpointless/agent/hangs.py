@@ -1,4 +1,4 @@
-"""Who hangs, who merely waits, and whose stall is everybody's: the policy, as pure functions of plain values."""
+"""The policy that tells hangs from waits and from shared stalls, as pure functions of plain values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from enum import Enum
 
 from checkpointless.agent.process_state import ProcessState
 
-NEARLY = 0.9  # ranks that wait for a stalled one stopped about when it did
-SHARING = 0.5  # from this part of its limit on, a stall that another rank's is found by counts as the same one
+NEARLY = 0.9  # ranks that wait for a stalled rank stopped at about the same time
+SHARING = 0.5  # the share of its limit after which a rank counts as part of another rank's stall
 DEFAULT_CEILING_S = 600.0
 FLOOR_S = 30.0
 LONGEST_TIMES = 10.0
-PAUSE_TIMES = 3.0  # a job that has paused for so long by itself may do so again, and longer
+PAUSE_TIMES = 3.0  # a job that has paused for so long by itself may pause again, and longer
 BUSY_TIMES = 3.0  # for a rank that cannot answer because it computes
 LEAST_GRACE_S, MOST_GRACE_S = 1.0, 10.0
 STEADY_LOOKS = 5  # at ranks that have never shown progress
@@ -22,14 +22,14 @@ STEADY_LOOKS = 5  # at ranks that have never shown progress
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How long a rank in its block may show no progress.
+    """The limits on how long a rank in its block may show no progress.
 
     Attributes:
-        limit_s: at most, wherever it is: also between two steps, where checkpoints are written, and in the first
-            steps of a generation.
-        adapts: whether the limits follow the job: a rank within a step has :data:`LONGEST_TIMES` times as long as
-            any rank needed from one beat to the next so far, but at least :data:`FLOOR_S`; one outside of a step
-            :data:`PAUSE_TIMES` times the longest pause so far, but at least ``limit_s``.
+        limit_s: the limit in seconds, wherever the rank is: also between two steps, where checkpoints are written,
+            and in the first steps of a generation. If ``adapts`` is set, the limit outside of a step can be longer.
+        adapts: whether the limits follow the job. If so, a rank within a step has :data:`LONGEST_TIMES` times the
+            longest time that any rank has needed from one beat to the next so far, but at least :data:`FLOOR_S`. A
+            rank outside of a step has :data:`PAUSE_TIMES` times the longest pause so far, but at least ``limit_s``.
     """
 
     limit_s: float = DEFAULT_CEILING_S
@@ -37,39 +37,40 @@ class Heartbeat:
 
     @classmethod
     def of(cls, limit_s: float | None) -> Heartbeat:
-        """One that keeps to ``limit_s``, or adapts if that is None."""
+        """Return limits that stay at ``limit_s``, or limits that adapt if ``limit_s`` is None."""
         return cls() if limit_s is None else cls(limit_s, adapts=False)
 
     def within_step_s(self, longest_s: float) -> float:
-        """The limit of a rank in a step.
+        """Return the limit for a rank within a step, in seconds.
 
         Args:
-            longest_s: the longest that any rank took from one beat to the next within a step (0: not known yet).
+            longest_s: the longest time that any rank took from one beat to the next within a step (0: not known
+                yet).
         """
         if not self.adapts or longest_s <= 0:
             return self.limit_s
         return min(self.limit_s, max(FLOOR_S, LONGEST_TIMES * longest_s))
 
     def ceiling_s(self, pause_s: float) -> float:
-        """The limit of a rank outside of a step, and of a stall that ranks share.
+        """Return the limit for a rank outside of a step, and for a stall that ranks share, in seconds.
 
         Args:
-            pause_s: the longest that any rank took from one beat to the next outside of a step so far.
+            pause_s: the longest time that any rank took from one beat to the next outside of a step so far.
         """
         return max(self.limit_s, PAUSE_TIMES * pause_s) if self.adapts else self.limit_s
 
 
 def grace_s(limit_s: float) -> float:
-    """How long a rank that was asked has, to answer or to leave its block.
+    """Return how many seconds a rank that was asked has to answer or to leave its block.
 
     Args:
-        limit_s: how long it may show no progress.
+        limit_s: for how many seconds the rank may show no progress.
     """
     return min(MOST_GRACE_S, max(LEAST_GRACE_S, limit_s / 2))
 
 
 class Stance(Enum):
-    """What a silent rank says when it is asked where its main thread stands."""
+    """A silent rank's answer to the question where its main thread stands."""
 
     WAITS = "in a collective"
     ELSEWHERE = "outside of a collective"
@@ -78,13 +79,13 @@ class Stance(Enum):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a rank that shows no progress.
+    """What is known about a rank that shows no progress.
 
     Attributes:
-        age_s: for how long.
-        limit_s: for how long it may.
-        state: of its process.
-        mute_s: for how long it has been asked in vain.
+        age_s: for how many seconds the rank has shown no progress.
+        limit_s: for how many seconds it may show no progress.
+        state: the state of its process.
+        mute_s: for how many seconds it has been asked without an answer.
     """
 
     stance: Stance
@@ -95,7 +96,7 @@ class Evidence:
 
 
 class Finding(Enum):
-    """What an inquiry came to."""
+    """The outcome of an inquiry."""
 
     NOTHING = "nothing to do"
     ASK_AGAIN = "who has not answered may still do so"
@@ -107,10 +108,10 @@ class Finding(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A finding.
+    """A finding and the ranks that it concerns.
 
     Attributes:
-        ranks: whom it is about: the culprits, or those that are waited for.
+        ranks: the culprits, or the ranks that are waited for.
     """
 
     finding: Finding
@@ -118,11 +119,11 @@ class Verdict:
 
 
 def stalled(ages_s: Mapping[int, float], limits_s: Mapping[int, float]) -> tuple[int, ...]:
-    """The ranks to be asked: nobody while every rank shows progress within its limit.
+    """Return the ranks to ask, which are none while every rank shows progress within its limit.
 
     Args:
-        ages_s: seconds since each running rank showed progress last.
-        limits_s: how long each of them may show none.
+        ages_s: for each running rank, the seconds since it last showed progress.
+        limits_s: for each running rank, how many seconds it may show no progress.
     """
     if not any(age_s >= limits_s[rank] for rank, age_s in ages_s.items()):
         return ()
@@ -130,14 +131,15 @@ def stalled(ages_s: Mapping[int, float], limits_s: Mapping[int, float]) -> tuple
 
 
 def is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
-    """Whether what holds these ranks up is no fault of theirs: it holds up half of the job, or a whole node.
+    """Return whether what holds these ranks up is not their fault: it holds up half of the job, or a whole node.
 
-    One rank of several is never enough: the other of two, or the node of a single one, would never be found.
+    One rank of several is never enough; otherwise a hang of one rank of two, or of a node's only rank, would never
+    be found.
 
     Args:
-        standing: those that stand still outside of a collective, or do not answer.
-        world: how many ranks the job has, those whose block has returned among them.
-        nproc: how many of them a node has.
+        standing: the ranks that stand still outside of a collective, or do not answer.
+        world: how many ranks the job has, including those whose block has returned.
+        nproc: how many ranks a node has.
     """
     if len(standing) < 2:
         return bool(standing) and world == 1
@@ -146,13 +148,13 @@ def is_shared(standing: Collection[int], world: int, nproc: int) -> bool:
 
 
 def is_given_up(evidence: Evidence, ceiling_s: float) -> bool:
-    """Whether a rank that does not answer must be replaced; the kernel's word counts for more than its silence.
+    """Return whether a rank that does not answer must be replaced; what the kernel says outweighs its silence.
 
-    A process that computes holds the interpreter, as a long call of a C library does; one that is blocked in the
-    kernel could neither answer nor be killed; one that a debugger holds is looked at by somebody.
+    A process that computes holds the interpreter, as a long call into a C library does. One that is blocked in the
+    kernel could neither answer nor be killed. One that a debugger holds is being looked at.
 
     Args:
-        ceiling_s: how long a stall may take that is nobody's fault.
+        ceiling_s: how many seconds a stall that is no rank's fault may take.
     """
     if evidence.mute_s < grace_s(evidence.limit_s):
         return False
@@ -171,19 +173,20 @@ def judge(
     ceiling_s: float,
     steady: int | None = None,
 ) -> Verdict:
-    """Who hangs: of those that stand outside of a collective or do not answer, who is not one of many.
+    """Find the ranks that hang: those outside of a collective, or mute, whose stall is not shared by many.
 
     Victims alone are no reason to act while a rank that they may be waiting for still shows progress, unless
     that goes on for twice the ceiling.
 
     Args:
-        silent: of each rank that was asked and has not moved since.
+        silent: the evidence about each rank that was asked and has not moved since.
         running: how many ranks are in their block.
-        world: how many the job has.
-        nproc: how many of them a node has.
-        ceiling_s: how long a stall is waited for that ranks share.
-        steady: None in a job that shows progress. In another silence means nothing, and this is how often in a row
-            all ranks were found where they are: only who stands idle while others wait in a collective hangs.
+        world: how many ranks the job has.
+        nproc: how many ranks a node has.
+        ceiling_s: how many seconds a stall that ranks share is waited for.
+        steady: None in a job that shows progress. In any other job silence means nothing, and only a rank that
+            stands idle while others wait in a collective hangs; ``steady`` is then how many times in a row all
+            ranks were found where they are.
     """
     standing = sorted(rank for rank, each in silent.items() if each.stance is not Stance.WAITS)
     if not standing:
@@ -217,7 +220,7 @@ def _is_culprit(evidence: Evidence, ceiling_s: float) -> bool:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """``rank 3`` or ``ranks 0, 1, 2``, at most eight of them by number."""
+    """Return ``rank 3`` or ``ranks 0, 1, 2``, with the numbers of at most eight ranks."""
     listed = sorted(ranks)
     shown = ", ".join(str(rank) for rank in listed[:8])
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""

@@ -1,8 +1,8 @@
-"""Health, status and metrics over HTTP: ``/healthz``, ``/status`` and ``/metrics``, to be read and nothing else.
+"""Health, status and metrics over HTTP, read-only: ``/healthz``, ``/status`` and ``/metrics``.
 
-One daemon thread serves them from the snapshot of the agent, or of a coordinator in a process of its own. It never
-waits for a client and never makes the loop wait: who is slow loses the connection, and a flood is taken at a fixed
-pace.
+One daemon thread serves them from the snapshot of the agent, or of a coordinator in a separate process. It never
+waits for a client and never makes the loop wait: a slow client loses its connection, and a flood of requests is
+handled at a fixed pace.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from checkpointless.agent.status import Snapshot, Watch
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 32  # the oldest makes room for a new one
+MAX_CONNECTIONS = 32  # the oldest connection makes room for a new one
 MAX_REQUEST_BYTES = 8 * 1024
-REQUEST_TIMEOUT_S = 5.0  # from the connection's beginning until the answer is taken
+REQUEST_TIMEOUT_S = 5.0  # from the start of the connection until the client has taken the answer
 _TURN_S = 0.02  # the pause after each turn, which bounds what a flood can cost
 _ACCEPTS_PER_TURN = 4
 _POLL_S = 0.2
@@ -39,7 +39,7 @@ _JSON = "application/json"
 
 @dataclass(frozen=True)
 class Page:
-    """An answer."""
+    """An HTTP response."""
 
     status: HTTPStatus
     content_type: str
@@ -47,10 +47,10 @@ class Page:
 
 
 class Pages:
-    """What there is to be read, made from a snapshot when it is asked for, and once for each snapshot.
+    """The pages that can be read, each made from a snapshot on request, once per snapshot.
 
     Args:
-        watch: has the snapshot.
+        watch: holds the snapshot.
 
     Attributes:
         lacks: why there are no metrics ("" if there are).
@@ -76,7 +76,7 @@ class Pages:
             self._pages["/metrics"] = rendered
 
     def at(self, path: str) -> Page | None:
-        """The page of exactly this path; None if there is none."""
+        """Return the page at exactly this path, or None if there is none."""
         snapshot = self._watch.snapshot
         if path == "/healthz":
             well, words = snapshot.health(time.monotonic())
@@ -93,20 +93,20 @@ class Pages:
 
 
 def answer(head: bytes, pages: Pages) -> bytes:
-    """The answer to a request.
+    """Return the answer to a request.
 
     Args:
-        head: request line and headers; what follows them is not looked at.
+        head: the request line and headers; what follows them is ignored.
     """
     return _Request(head, pages).wfile.getvalue()
 
 
 class _Request(BaseHTTPRequestHandler):
-    """The standard library's parser and writer, over memory."""
+    """The standard library's parser and writer, working on memory."""
 
     wfile: io.BytesIO  # type: ignore[assignment]
 
-    def __init__(self, head: bytes, pages: Pages) -> None:  # not super()'s, which wants a connection and waits
+    def __init__(self, head: bytes, pages: Pages) -> None:  # no super().__init__: it needs a connection and waits
         self.rfile = io.BytesIO(head)
         self.wfile = io.BytesIO()
         self.client_address = ("", 0)
@@ -129,17 +129,17 @@ class _Request(BaseHTTPRequestHandler):
             self._send(page)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer with the code's own phrase: nothing of the request comes back."""
+        """Answer with the status code's standard phrase, so that nothing of the request is sent back."""
         status = HTTPStatus(code)
         self.request_version = self.protocol_version  # a broken request line gets headers, too
         self._send(Page(status, _TEXT, f"{status.phrase}\n".encode()))
 
     def version_string(self) -> str:
-        """Not which Python this is."""
+        """Return a name that does not tell which Python this is."""
         return "checkpointless"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Only for those who look for it."""
+        """Log at debug level only."""
         logger.debug("HTTP: %r", args)
 
     def _send(self, page: Page) -> None:
@@ -160,9 +160,9 @@ class _Client:
     """A connection.
 
     Attributes:
-        until_s: when it is closed, whatever has become of it.
-        head: what has come.
-        reply: what is to be sent still; None before the request is complete.
+        until_s: when the connection is closed, whatever its state.
+        head: the bytes that have come.
+        reply: the bytes that are still to be sent; None before the request is complete.
     """
 
     connection: socket.socket
@@ -175,16 +175,16 @@ class HttpStatus:
     """Serves a watch's snapshots from :meth:`open` until :meth:`close`, or in a ``with`` block.
 
     Args:
-        host: address to be bound to.
-        port: likewise (0: any).
-        watch: has the snapshots.
+        host: the address to bind to.
+        port: the port to bind to (0: any).
+        watch: holds the snapshots.
     """
 
     def __init__(self, host: str, port: int, watch: Watch) -> None:
         self.watch = watch
         self._where = (host, port)
         self._pages = Pages(watch)
-        self._clients: list[_Client] = []  # the oldest first
+        self._clients: list[_Client] = []  # oldest first
         self._closing = threading.Event()
         self._selector: selectors.BaseSelector | None = None
         self._thread: threading.Thread | None = None
@@ -196,10 +196,10 @@ class HttpStatus:
         self.close()
 
     def open(self, say: Callable[[str], None]) -> None:
-        """Begin to serve.
+        """Start serving.
 
         Args:
-            say: is told where.
+            say: called with a line that says where.
 
         Raises:
             OSError: the address cannot be bound to.
@@ -208,7 +208,7 @@ class HttpStatus:
         try:
             family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(where[:2], family=family, backlog=128)
-        except (OSError, UnicodeError) as error:  # the latter: a host that can be no name
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a host name
             number = getattr(error, "errno", None) or 0
             reason = os.strerror(number) if number > 0 else str(error)
             what = f"cannot serve {_url(host, port)}: {reason}; choose another --http-port or --http-host"
@@ -224,7 +224,7 @@ class HttpStatus:
             say(self._pages.lacks)
 
     def close(self) -> None:
-        """Stop serving, and close every connection."""
+        """Stop serving and close every connection."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
@@ -251,7 +251,7 @@ class HttpStatus:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 connection, _ = listener.accept()
-            except OSError:  # nobody waits, who waited has gone, or there is no descriptor left
+            except OSError:  # no client waits, the one that waited has gone, or no descriptor is left
                 return
             connection.setblocking(False)
             if len(self._clients) >= MAX_CONNECTIONS:
@@ -263,8 +263,8 @@ class HttpStatus:
             turn()
 
     def _turn(self, client: _Client, selector: selectors.BaseSelector) -> None:
-        """Read once and write once, as far as that goes."""
-        if client not in self._clients:  # dropped since it was found to be ready
+        """Read once and write once, as far as either is possible."""
+        if client not in self._clients:  # dropped after it was found to be ready
             return
         try:
             over = self._read(client, selector) if client.reply is None else False
@@ -283,7 +283,7 @@ class HttpStatus:
             self._drop(client, selector)
 
     def _read(self, client: _Client, selector: selectors.BaseSelector) -> bool:
-        """Take what has come, and make the reply if that is enough for one.
+        """Take what has come, and make the reply if it is enough for one.
 
         Returns:
             Whether the client has gone.
@@ -313,4 +313,4 @@ def _status(snapshot: Snapshot) -> Page:
 def _plain(value: object) -> dict[str, object]:
     if isinstance(value, Durations):
         return {"count": value.counts[-1], "seconds": round(value.seconds, 3)}
-    return {key: item for key, item in vars(value).items() if key != "looked_at_s"}  # a clock of this machine's own
+    return {key: item for key, item in vars(value).items() if key != "looked_at_s"}  # on this machine's own clock

@@ -1,32 +1,33 @@
 """The client of a rank that Amazon SageMaker HyperPod's own agent (``hyperpodrun``) started.
 
-It speaks through the vendor's package ``hyperpod-elastic-agent`` and uses these public names and no others.
+It talks to that agent through the vendor's package ``hyperpod-elastic-agent`` and uses only these public names:
 
 * ``hyperpod_elastic_agent.ipc``: ``InProcessRestartSocketClient()``, ``HyperPodIPCException``, ``RestartMode`` with
-  ``IN_PROCESS_RESTART`` and ``PROCESS_LEVEL_RESTART``; of the client ``hyperpod_wait_rank_info``,
-  ``hyperpod_barrier``, ``hyperpod_past_rcb_barrier``, ``hyperpod_wait_fault`` and ``hyperpod_send_fault``. All are
-  called by AWS's published training library (aws/sagemaker-hyperpod-checkpointless-training,
-  ``inprocess/train_utils.py`` and ``inprocess/elastic/hp_agent_api.py``); the developer guide's API reference names
+  ``IN_PROCESS_RESTART`` and ``PROCESS_LEVEL_RESTART``; the client's methods ``hyperpod_wait_rank_info``,
+  ``hyperpod_barrier``, ``hyperpod_past_rcb_barrier``, ``hyperpod_wait_fault`` and ``hyperpod_send_fault``. AWS's
+  published training library (aws/sagemaker-hyperpod-checkpointless-training, ``inprocess/train_utils.py`` and
+  ``inprocess/elastic/hp_agent_api.py``) calls all of them. The developer guide's API reference names
   ``hyperpod_wait_rank_info`` and says what ``HPAgentK8sAPIFactory`` and ``wait_rank`` are for.
 * The replies ``("job_rank_info" | "job_start", {"worker_envs": {...}})`` and ``("job_fault", {...})``, and
-  ``JOB_RESTART_COUNT`` in ``worker_envs``: the same library.
+  ``JOB_RESTART_COUNT`` in ``worker_envs``. They are known from the same library.
 * ``restart_count`` in a ``job_fault``, the variable ``SPARE``, the argument ``timeout``, the arguments ``reason``
-  and ``message`` of ``hyperpod_send_fault`` and the variable ``HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH``:
-  signatures and docstrings of the package itself (1.1.0 to 1.1.3).
+  and ``message`` of ``hyperpod_send_fault`` and the variable ``HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH``. They are
+  known from signatures and docstrings of the package itself (1.1.0 to 1.1.3).
 
-What these do not say is settled so that a wrong guess ends the process, which the vendor's agent looks after, and
-never lets a rank train on with a state that is not its own:
+Where these sources say nothing, this client is written so that a wrong guess ends the process, which the vendor's
+agent looks after, and never lets a rank go on training with a state that is not its own:
 
-* Every wait for the agent has a limit; only a spare (``SPARE=True``) that stands at the barrier begins anew.
-* A start with a ``JOB_RESTART_COUNT`` that is not above the last, or with another rank or world size for a process
-  that holds state, ends the process.
-* Whether ``MASTER_PORT`` is fresh at each start is not said. Rank 0 hosts a store there, in which all ranks meet
-  once more; process groups get a store on a port of their own.
+* Every wait for the agent has a limit; only a spare (``SPARE=True``) at the barrier, and a process that asks for
+  its rank, start the wait again.
+* A start ends the process if its ``JOB_RESTART_COUNT`` is not above the last one, or if it gives another rank or
+  world size to a process that holds state.
+* It is not documented whether ``MASTER_PORT`` is fresh at each start. Rank 0 hosts a store there, in which all
+  ranks meet once more; process groups get a store on a separate port.
 * A notice that comes between ``job_start`` and that meeting sends the rank back to the vendor's barrier.
-* Nothing says that a rank is done: the ranks wait for each other in that store, with a limit.
-* A rank cannot end the job. What cannot be recovered from in place asks for ``PROCESS_LEVEL_RESTART``; how often
-  that may happen is the operator's to limit.
-* A process that must be replaced reports its fault and exits, as one that crashed.
+* No message says that a rank is done, so the ranks wait for each other in that store, with a limit.
+* A rank cannot end the job. It asks for ``PROCESS_LEVEL_RESTART`` if it cannot be recovered in place; the operator
+  has to limit how often that may happen.
+* A process that must be replaced reports its fault and exits, as a process that crashed would.
 
 No message from the network is unpickled or evaluated here; the vendor's package reads JSON.
 """
@@ -68,12 +69,12 @@ START_TIMEOUT_S = 3600.0  # a node may have to be replaced first
 MEETING_TIMEOUT_S = 120.0
 FINISH_TIMEOUT_S = 3600.0  # one rank may be writing a last checkpoint
 STORE_LOST_TIMEOUT_S = 60.0  # for the agent to say that rank 0 is gone
-LISTEN_S = 60.0  # long: the vendor's client drops what arrives between two calls
+LISTEN_S = 60.0  # long, because the vendor's client drops what arrives between two calls
 POLL_S = 0.05
 CONNECT_TIMEOUT_S = 60.0
 CONNECT_ATTEMPT_S = 2.0
-LEAVE_TIMEOUT_S = 10.0  # for the others to hear of the end before the rank that hosts the store goes
-MAX_MESSAGE_CHARS = 1000  # shown in the job's status; also, several threads may send, so one write must take it
+LEAVE_TIMEOUT_S = 10.0  # for the others to hear of the end before the rank that hosts the store exits
+MAX_MESSAGE_CHARS = 1000  # shown in the job's status; also, several threads may send, so it must fit into one write
 
 _MODULE = "hyperpod_elastic_agent.ipc"
 _METHODS = (
@@ -90,11 +91,11 @@ _PREFIX = "checkpointless"
 
 @dataclass(frozen=True)
 class VendorPackage:
-    """What is used of ``hyperpod_elastic_agent.ipc``.
+    """The parts of ``hyperpod_elastic_agent.ipc`` that are used.
 
     Attributes:
-        client: makes a connected client; its class.
-        error: what its methods raise, also when a time limit has passed.
+        client: the client's class, which makes a connected client.
+        error: the exception that the client's methods raise, also when a time limit has passed.
         in_place: the restart mode in which processes stay alive.
         new_processes: the restart mode in which every process of the job is replaced.
     """
@@ -106,10 +107,11 @@ class VendorPackage:
 
     @classmethod
     def load(cls) -> VendorPackage:
-        """Import the package and look for every name that is used.
+        """Import the package and check that it has every name that is used.
 
         Raises:
-            RuntimeError: it is not installed, cannot be imported, or lacks a name; one line that says what to do.
+            RuntimeError: the package is not installed, cannot be imported, or lacks a name; its one line says what
+                to do.
         """
         try:
             module = importlib.import_module(_MODULE)
@@ -139,7 +141,7 @@ class VendorPackage:
 
 
 class _Place(Enum):
-    """Where this rank stands, as far as the vendor's agent is concerned."""
+    """Where this rank stands for the vendor's agent."""
 
     OUTSIDE = "not yet at a barrier"
     BARRIER = "at the vendor's barrier"
@@ -148,12 +150,12 @@ class _Place(Enum):
 
 
 class HyperPodClient(RankClient):
-    """Regroups this rank through the vendor's agent; threads of its own wait for what that says.
+    """Regroups this rank through the vendor's agent, whose messages separate threads wait for.
 
     Args:
         package: the vendor's package.
-        start_timeout_s: how long the agent may take to start the job, or to start it again.
-        meeting_timeout_s: how long the other ranks may take to come, once it has.
+        start_timeout_s: how many seconds the agent may take to start the job, or to start it again.
+        meeting_timeout_s: how many seconds the other ranks may take to come once the agent has started the job.
 
     Raises:
         RuntimeError: the agent cannot be reached.
@@ -179,13 +181,13 @@ class HyperPodClient(RankClient):
         self._informed = False
         self._place = _Place.OUTSIDE
         self._starting = -1  # the generation that the agent started last
-        self._back = threading.Event()  # to the vendor's barrier: a fault came during the meeting
-        self._layout: tuple[int, int] | None = None  # rank and world size, once a generation was entered
+        self._back = threading.Event()  # go back to the vendor's barrier: a fault came during the meeting
+        self._layout: tuple[int, int] | None = None  # rank and world size, once a generation has been entered
         self._limits = FaultLimits()
-        self._in_c10d = 0  # threads
-        self._host: TCPStore | None = None  # rank 0's; outlives the generations
+        self._in_c10d = 0  # threads that are inside c10d
+        self._host: TCPStore | None = None  # rank 0's store, which outlives the generations
         self._host_port = -1
-        self._groups: TCPStore | None = None  # rank 0's, for the process groups of one generation
+        self._groups: TCPStore | None = None  # rank 0's store for the process groups of one generation
         self._store: Store | None = None
         self._stopped = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="checkpointless-hyperpod-faults", daemon=True)
@@ -200,9 +202,10 @@ class HyperPodClient(RankClient):
         return cls(VendorPackage.load())
 
     def wait_rank(self) -> None:
-        """Wait until the agent says which rank this process is, and put that into ``os.environ``. Once.
+        """Wait until the agent says which rank this process is, and put that into ``os.environ``.
 
-        There is no limit: a spare waits for as long as it is one. A connection that closes ends it.
+        Once the rank is known, later calls return at once. The wait has no time limit, because a spare waits for as
+        long as it is a spare; a connection that closes ends it.
 
         Raises:
             RankUnknownError: the agent is gone, or said something else.
@@ -229,7 +232,7 @@ class HyperPodClient(RankClient):
         self.rank = int(env["RANK"])
 
     def close(self) -> None:
-        """Stop; no thread of this client is inside c10d when this returns.
+        """Stop the client, and wait until none of its threads is inside c10d, :data:`CONNECT_TIMEOUT_S` at most.
 
         The vendor's package has no public way to close its connection, which ends with the process.
         """
@@ -289,7 +292,7 @@ class HyperPodClient(RankClient):
                 try:
                     kind, body = self._vendor.hyperpod_wait_fault(timeout=LISTEN_S)
                 except self._package.error:
-                    if time.monotonic() - began_s < LISTEN_S / 2:  # no time limit: something is wrong; do not spin
+                    if time.monotonic() - began_s < LISTEN_S / 2:  # not a timeout: something is wrong; do not spin
                         self._stopped.wait(1.0)
                     continue
                 if kind == "job_fault":
@@ -301,7 +304,7 @@ class HyperPodClient(RankClient):
             self._lose(f"{type(error).__name__}: {error}")
 
     def _heard_fault(self, restart_count: object) -> None:
-        """A notice belongs to the generation that was started last, unless ``restart_count`` says an older one.
+        """Handle a notice, which is about the generation started last unless ``restart_count`` names an older one.
 
         At the barrier there is nothing to leave, and the rank must not report there twice: the vendor's agent
         counts ranks by their reports, and what it says before the rank waits for it is lost.
@@ -393,7 +396,7 @@ class HyperPodClient(RankClient):
             raise
 
     def _meet(self, generation: int, env: dict[str, str], rank: int, world_size: int) -> Go | None:
-        """Meet the others in rank 0's store; None if a fault notice, or the end, comes first."""
+        """Meet the other ranks in rank 0's store; return None if a fault notice or :meth:`close` comes first."""
         store = self._connect(generation, env, rank)
         if store is None:
             return None
@@ -423,7 +426,7 @@ class HyperPodClient(RankClient):
         return Go(generation, str(generation) if generation > 0 else None, env, self._limits.high_water)
 
     def _connect(self, generation: int, env: dict[str, str], rank: int) -> Store | None:
-        """Rank 0's store; None if a fault notice, or the end, comes first."""
+        """Return rank 0's store, or None if a fault notice or :meth:`close` comes first."""
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         if rank == 0 and (self._host is None or self._host_port != port):
             timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
@@ -434,7 +437,7 @@ class HyperPodClient(RankClient):
 
     def _join(self, address: str, port: int) -> TCPStore | None:
         by_s = time.monotonic() + CONNECT_TIMEOUT_S
-        timeout = timedelta(seconds=CONNECT_ATTEMPT_S)  # nothing can stop an attempt
+        timeout = timedelta(seconds=CONNECT_ATTEMPT_S)  # short, because nothing can stop an attempt
         while not (self._back.is_set() or self._stopped.is_set()):
             try:
                 store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -460,7 +463,7 @@ class HyperPodClient(RankClient):
     # --- the end ------------------------------------------------------------------------------------------------
 
     def _wait_for_all(self, generation: int) -> None:
-        """Hear ``finish`` when all ranks are done, unless a fault notice comes first."""
+        """Give this rank ``finish`` when all ranks are done, unless a fault notice comes first."""
         by_s = time.monotonic() + FINISH_TIMEOUT_S
         store, layout = self._store, self._layout
         if store is None or layout is None:
@@ -469,7 +472,7 @@ class HyperPodClient(RankClient):
             with self._inside_c10d():
                 met = self._all_left(store, *layout, generation, by_s)
         except RuntimeError as error:
-            # Rank 0 is gone: at the regular end, or the agent will say so.
+            # Rank 0 is gone. Either this is the regular end, or the agent will report it.
             logger.warning("rank %d is done and cannot ask about the others: %s", self.rank, error)
             by_s, met = time.monotonic() + STORE_LOST_TIMEOUT_S, False
         while not met and not self._is_over(generation) and time.monotonic() < by_s:
@@ -498,14 +501,14 @@ class HyperPodClient(RankClient):
 
 
 def worker_envs(reply: object, expected: str) -> dict[str, str]:
-    """The environment of this rank in a reply of the vendor's client.
+    """Return this rank's environment from a reply of the vendor's client.
 
     Args:
         reply: what ``hyperpod_barrier`` or ``hyperpod_wait_rank_info`` returned.
-        expected: the kind of message that it has to be.
+        expected: the kind of message that the reply has to be.
 
     Raises:
-        ValueError: it is something else, or says too little.
+        ValueError: the reply is something else, or says too little.
     """
     if not isinstance(reply, tuple) or len(reply) != 2 or reply[0] != expected:
         raise ValueError(f"expected a {expected!r} message and got {str(reply)[:200]}")

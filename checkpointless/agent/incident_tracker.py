@@ -1,7 +1,7 @@
 """What a job is recovering from: the incident that is open, how far up its recovery goes, and what it cost.
 
-An incident is open from its first cause until all ranks are together again. Then it is recovering, until they have
-made the step that it interrupted.
+An incident is open from its first cause until all ranks are together again. It is then recovering until the ranks
+have made the step that it interrupted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from checkpointless.telemetry.narration import detected_line, recovered_line
 
 @dataclass
 class Incident:
-    """One that is not over.
+    """An incident that is not over.
 
     Attributes:
-        opened_at_s: on the monotonic clock.
-        cause: the one that explains all that are known so far.
-        said: the one that the terminal was told.
+        opened_at_s: when the incident was opened, on the monotonic clock.
+        cause: the cause that explains all causes that are known so far.
+        said: the cause that the terminal was told.
         killed_the_late: whether the ranks that did not come in time have been replaced.
         stillborn: how many successors ended before they entered the block.
         rung: how far up its recovery goes.
@@ -42,17 +42,17 @@ class Incident:
 
 
 class IncidentTracker:
-    """Follows the incidents of a job, and tells the event log and the terminal of them.
+    """Follows the incidents of a job and reports them to the event log and the terminal.
 
     Args:
-        max_incidents: how many the job may recover from (None: any number).
+        max_incidents: how many incidents the job may recover from (None: any number).
         events: the job's event log.
-        say: takes lines for the terminal.
+        say: called with lines for the terminal.
 
     Attributes:
-        generation: the one that began last (-1: none).
+        generation: the generation that began last (-1: none).
         open: the incident whose ranks are not together again.
-        recovering: the one whose ranks are, and make the lost step.
+        recovering: the incident whose ranks are together again and make the lost step.
     """
 
     def __init__(self, max_incidents: int | None, events: EventLog, say: Callable[[str], None]) -> None:
@@ -65,29 +65,33 @@ class IncidentTracker:
         self._say = say
 
     def adopt(self, generation: int, incidents: int) -> None:
-        """Go on with a job that has been through ``incidents``."""
+        """Take over a job that is in ``generation`` and has been through ``incidents`` incidents."""
         self.generation, self._count = generation, incidents
         self._history = replace(self._history, incidents=incidents)
 
     def begin(self, cause: Cause) -> Incident:
-        """A new one; if the last one's step had not been made yet, that is not told any more."""
+        """Open an incident; if the last one's step has not been made yet, its recovery is no longer reported."""
         self._count += 1
         self.open, self.recovering = Incident(str(self._count), time.monotonic(), cause), None
         return self.open
 
     def add_cause(self, cause: Cause) -> None:
-        """The open incident has this cause, too; it is told if it explains the others."""
+        """Add a cause to the open incident, and report the cause if it explains the others."""
         assert self.open is not None
         self.open.cause = attribute([self.open.cause, cause])
         if self.open.cause.kind is not CauseKind.VICTIM:
             self._tell(self.open)
 
     def verdict(self, cause: Cause, high_water: int) -> GiveUpDecision | None:
-        """Whether one more incident of this cause would be one too many."""
+        """Return why the job must end if one more incident with this cause would be one too many, else None."""
         return self._history.after(cause, high_water)[1]
 
     def gathered(self, high_water: int) -> GiveUpDecision | None:
-        """All ranks are at the barrier: the open incident, if there is one, counts, and may be one too many."""
+        """Count the open incident, if there is one, now that all ranks are at the barrier.
+
+        Returns:
+            Why the job must end, if the incident is one too many.
+        """
         if self.open is None:
             return None
         self._tell(self.open)
@@ -95,19 +99,19 @@ class IncidentTracker:
         return verdict
 
     def regrouped(self, generation: int) -> None:
-        """A generation begins."""
+        """Record that ``generation`` begins."""
         self.generation = generation
         self.open, self.recovering = None, self.open
 
     def step_up(self, rung: Rung, why: str) -> None:
-        """The incident that is not over needs more than it did so far."""
+        """Raise the incident that is not over to ``rung``, if its recovery has not gone that far up yet."""
         incident = self.open or self.recovering
         if incident is not None and rung > incident.rung:
             incident.rung = rung
             self.emit(RUNG, "point", rung=rung.label, why=why)
 
     def fell_back(self, high_water: int, newest: int) -> None:
-        """Storage brought the state after step ``newest`` back; ``high_water`` had been committed."""
+        """Record that storage brought back the state after step ``newest``; ``high_water`` had been committed."""
         self._history = self._history.fell_back(high_water, newest)
         if self.recovering is not None:
             self.recovering.steps_lost += high_water - newest
@@ -117,7 +121,7 @@ class IncidentTracker:
             self._say(f"incident {self.recovering.id}: {why}")
 
     def recovered(self, step: int, high_water: int) -> None:
-        """Step ``step``, which was lost (-1: none was), has been made again."""
+        """Record that step ``step``, which was lost (-1: none was), has been made again."""
         incident = self.recovering
         if incident is None:
             return
@@ -129,7 +133,7 @@ class IncidentTracker:
         self._say(recovered_line(incident.id, seconds, rung, lost))
 
     def emit(self, stage: str, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
-        """Write an event of the incident that is not over, or of none."""
+        """Write an event of the incident that is not over, if there is one, or of no incident."""
         incident = self.open or self.recovering
         self._events.emit(
             stage,

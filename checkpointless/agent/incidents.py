@@ -1,4 +1,4 @@
-"""The policy of incidents, as pure functions of plain values: who is the culprit, and when to give up."""
+"""The policy on incidents, as pure functions of plain values: which rank is the culprit, and when to give up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STILLBORN_LIMIT = 5  # successors in one incident that end before they enter the
 
 
 class CauseKind(IntEnum):
-    """How much a cause explains; a larger one beats a smaller one."""
+    """How much a cause explains; a larger value beats a smaller one."""
 
     VICTIM = 1  # an error that says that a peer or the store went away
     EXCEPTION = 2
@@ -25,15 +25,15 @@ class Cause:
     """One thing that went wrong.
 
     Attributes:
-        rank: whose fault it is; None if that is not known.
+        rank: the rank at fault; None if it is not known.
         how: ``exception``, ``exit``, ``hang``, ``replace``, or the name of a signal.
-        what: one line without the rank, "killed by SIGKILL" for instance.
-        step: the optimizer step in the making (-1: none).
+        what: one line without the rank, for example "killed by SIGKILL".
+        step: the optimizer step in progress (-1: none).
         detail: the rest of the line, after the step.
-        error: name of the exception's type, where there was one.
-        message: its text.
-        traceback: its traceback.
-        who: whose fault it is, where that is no rank.
+        error: the name of the exception's type, where there was an exception.
+        message: the text of the exception.
+        traceback: the traceback of the exception.
+        who: the name of what is at fault, where that is not a rank.
     """
 
     kind: CauseKind
@@ -54,11 +54,11 @@ class Cause:
 
 
 def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:
-    """The cause that a process's end is.
+    """Return the cause for the end of a process.
 
     Args:
-        code: its exit code, or minus the number of the signal that killed it.
-        when: more to say about the moment, where there is no step.
+        code: the exit code of the process, or minus the number of the signal that killed it.
+        when: more about the moment, where there is no step.
     """
     when = f" {when}" if when else ""
     if code < 0:
@@ -68,14 +68,14 @@ def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:
 
 
 def exception_cause(rank: int, error: str, message: str, traceback: str, step: int, victim: bool) -> Cause:
-    """The cause that an exception in a rank is."""
+    """Return the cause for an exception in a rank."""
     line = message.strip().partition("\n")[0][:200]
     kind = CauseKind.VICTIM if victim else CauseKind.EXCEPTION
     return Cause(kind, rank, "exception", f"raised {error}", step, line, error, message, traceback)
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """Return the name of a signal, for example ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -83,10 +83,10 @@ def signal_name(number: int) -> str:
 
 
 def attribute(causes: Sequence[Cause]) -> Cause:
-    """The cause that explains the others: the first of the strongest kind.
+    """Return the cause that explains the others: the first of the strongest kind.
 
     Raises:
-        ValueError: there is none.
+        ValueError: ``causes`` is empty.
     """
     if not causes:
         raise ValueError("an incident has a cause")
@@ -94,17 +94,17 @@ def attribute(causes: Sequence[Cause]) -> Cause:
 
 
 def culprit(cause: Cause) -> int | None:
-    """The rank to be blamed; nobody, if all that is known is a victim."""
+    """Return the rank to blame, or None if only a victim is known."""
     return None if cause.kind is CauseKind.VICTIM else cause.rank
 
 
 @dataclass(frozen=True)
 class GiveUpDecision:
-    """The job cannot go on.
+    """The decision that the job cannot go on.
 
     Attributes:
-        reason: one line.
-        last_words: the user's traceback, or nothing.
+        reason: the reason, in one line.
+        last_words: the user's traceback ("" if there is none).
     """
 
     reason: str
@@ -116,14 +116,14 @@ class History:
     """What the limits need to know about the incidents so far.
 
     Attributes:
-        max_incidents: how many may be recovered from (None: any number).
-        incidents: how many there were.
-        high_water: the newest committed step at the last of them, or what storage brought back after it.
-        without_progress: how many came in a row with no newly committed step before them.
+        max_incidents: how many incidents may be recovered from (None: any number).
+        incidents: how many incidents there were.
+        high_water: the newest committed step at the last incident, or the step that storage brought back after it.
+        without_progress: how many incidents came in a row with no newly committed step before them.
         best: the highest step that was ever committed before a fallback to storage.
         fallbacks: how often in a row the job fell back to storage with no step beyond ``best`` in between.
-        same_failure: how often the exception ``failure`` came in a row in that time.
-        failure: type, message and step of the last exception.
+        same_failure: how often in a row the exception ``failure`` came with no newly committed step in between.
+        failure: the type, the message and the step of the last exception.
     """
 
     max_incidents: int | None = None
@@ -136,10 +136,10 @@ class History:
     failure: tuple[str, str, int] | None = None
 
     def after(self, cause: Cause, high_water: int) -> tuple[History, GiveUpDecision | None]:
-        """The history with one more incident, and whether that is one too many.
+        """Return the history with one more incident, and the decision to give up if that is one too many.
 
         Args:
-            cause: what the incident is attributed to.
+            cause: the cause that the incident is attributed to.
             high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
         """
         progress = self.high_water is None or high_water > self.high_water
@@ -161,10 +161,10 @@ class History:
         return history, history._verdict(cause)
 
     def fell_back(self, lost: int, resumed: int) -> History:
-        """The history after a fallback to storage: progress counts from there, and so do the fallbacks.
+        """Return the history after a fallback to storage: progress counts from there, and the fallback counts, too.
 
         Args:
-            lost: the newest step that was committed before.
+            lost: the newest step that was committed before the fallback.
             resumed: the step that storage brought back.
         """
         further = self.best is None or lost > self.best

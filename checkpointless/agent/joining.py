@@ -1,4 +1,4 @@
-"""An agent's way into a job that is coordinated elsewhere: connect, prove the token, be let in."""
+"""Joins an agent to a job that is coordinated elsewhere: it connects, proves the token and is admitted."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from checkpointless.agent.protocol import LineBuffer, ProtocolError, encode
 
 RETRY_S = 0.5
 ANSWER_TIMEOUT_S = 10.0
-_PAUSE_S = 15.0  # more than an attempt takes: this process was stopped
-REFUSED_FOR_S = 2.0  # what is refused for so long is refused for good
+_PAUSE_S = 15.0  # no attempt takes this long: a longer pause means that this process was stopped
+REFUSED_FOR_S = 2.0  # a refusal that lasts this long is final
 
 
 class JoinError(RuntimeError):
@@ -30,26 +30,26 @@ class RefusedError(JoinError):
 
 
 class Joining:
-    """A connection to the coordinator that both sides have proved themselves on.
+    """A connection to the coordinator on which both sides have proved that they know the token.
 
     Args:
-        address: of the coordinator.
-        port: its port.
-        token: of the job.
+        address: address of the coordinator.
+        port: port of the coordinator.
+        token: the job's token.
         node: this node's number, or :data:`~checkpointless.agent.handshake.SPARE`.
-        nproc: how many ranks it runs.
-        timeout_s: how long to try to reach the coordinator.
-        stopped: asked in between; True ends the attempt.
-        refused_for_s: for how long to try again where the coordinator has no place for this node: it may not have
-            noticed yet that the one before was lost.
+        nproc: how many ranks this node runs.
+        timeout_s: how many seconds to try to reach the coordinator.
+        stopped: polled while this waits; the attempt ends when it returns True.
+        refused_for_s: how many seconds to keep trying while the coordinator refuses this node: it may not have
+            noticed yet that this node's predecessor was lost.
 
     Raises:
-        JoinError: it was not reached in time, does not know the token, or has no place for this node; or
-            ``stopped`` said so.
+        JoinError: the coordinator was not reached in time, does not know the token, or has no place for this node;
+            or ``stopped`` returned True.
 
     Attributes:
-        where: the coordinator, for people.
-        own_address: of this node, a number, as the coordinator sees it.
+        where: address and port of the coordinator, for messages.
+        own_address: the numeric address of this node, as the coordinator sees it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Joining:
                 refused_since_s = refused_since_s or clock()
                 if clock() >= refused_since_s + refused_for_s or self._stopped():
                     raise
-            except (OSError, ProtocolError) as error:  # the coordinator may not be there yet, or is just ending
+            except (OSError, ProtocolError) as error:  # the coordinator may not be up yet, or is just ending
                 if clock() >= deadline_s:
                     raise JoinError(
                         f"the coordinator at {self.where} was not reached within {timeout_s:g} s: {error}"
@@ -92,7 +92,7 @@ class Joining:
         on_message: Callable[[Any], None],
         on_close: Callable[[str], None],
     ) -> Channel:
-        """The connection as a channel in the loop of ``selector``."""
+        """Return the connection as a channel in the loop of ``selector``."""
         return Channel(self._connection, selector, hears=FROM_COORDINATOR, on_message=on_message, on_close=on_close)
 
     def _connect(self, address: str, port: int) -> socket.socket:
@@ -119,7 +119,7 @@ class Joining:
             raise
 
     def _hear(self) -> Any:
-        """One message; byte by byte, so that none that follows it is swallowed."""
+        """Receive one message, byte by byte, so that no part of the next one is swallowed."""
         deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < deadline_s:
             self._pause(0.0)

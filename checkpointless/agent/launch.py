@@ -40,46 +40,50 @@ logger = logging.getLogger(__name__)
 DEFAULT_REGROUP_TIMEOUT_S = 120.0
 DEFAULT_NODE_TIMEOUT_S = 10.0
 DEFAULT_JOIN_TIMEOUT_S = 600.0
-DEFAULT_PORT = 29400  # as torchrun
+DEFAULT_PORT = 29400  # torchrun's default
 DEFAULT_HTTP_HOST = "127.0.0.1"
 _CPU_HOOK = "checkpointless.megatron.cpu_platform:install"
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What to run, and how.
+    """What to run on a node, and how.
 
     Attributes:
-        nproc_per_node: number of ranks.
-        script: path of a script, or name of a module if ``module``.
-        script_args: its arguments.
-        run_dir: where events and logs go; made if it is not there.
+        nproc_per_node: number of ranks on the node.
+        script: path of a script, or name of a module if ``module`` is set.
+        script_args: arguments of the script.
+        run_dir: directory for events and logs; created if it does not exist.
         preload: dotted names to import once before the ranks are forked; None: what the script imports from
             installed distributions.
-        cpu: install the CPU platform for Megatron-core.
-        heartbeat_timeout_s: how long a rank in its block may show no progress (None: within a step, ten times as
-            long as its longest so far, from 30 s to 10 minutes; elsewhere 10 minutes).
-        regroup_timeout_s: how long ranks may take to the barrier of an incident.
+        cpu: whether to install the CPU platform for Megatron-core.
+        heartbeat_timeout_s: how many seconds a rank in its block may show no progress (None: within a step, ten
+            times the longest silence of any rank so far, from 30 s to 10 minutes; elsewhere three times the longest
+            pause so far, but at least 10 minutes).
+        regroup_timeout_s: how many seconds ranks may take to reach the barrier of an incident.
         max_incidents: how many incidents the job may recover from (None: any number).
-        faults: specs of faults to be injected.
-        record_steps: have ranks record every step's loss and digest.
-        fork_here: fork the ranks' zygote from this process, which has imported what they need, instead of starting
-            an interpreter; only in a process with one thread and no CUDA context.
-        stream_logs: copy the ranks' output to stdout as it comes.
-        extra_env: what the ranks' environment gets besides.
+        faults: specs of the faults to inject.
+        record_steps: whether the ranks record the loss and digest of every step.
+        fork_here: whether to fork the ranks' zygote from this process, which has imported what they need, instead
+            of starting an interpreter; only in a process with one thread and no CUDA context.
+        stream_logs: whether to copy the ranks' output to stdout as it comes.
+        extra_env: additional environment variables of the ranks.
         nnodes: how many nodes train.
-        node_rank: this one's number, from 0; that of a spare is ``nnodes`` or more.
-        spares: how many nodes wait to take a lost one's place.
-        rdzv_endpoint: ``HOST[:PORT]`` of the coordinator, as all nodes reach it; needed if there are several. Node
-            0 coordinates, unless that is no address of its own or ``checkpointless coordinator`` listens there.
-        token: known to the agents of this job alone; likewise.
-        node_timeout_s: after how many seconds without a word a node is lost.
-        join_timeout_s: how long to try to reach node 0.
-        http_port: where health, status and metrics are served over HTTP (0: any free port; None: nowhere).
-        http_host: address that is bound to for it.
+        node_rank: this node's number, from 0; the number of a spare is ``nnodes`` or more.
+        spares: how many nodes wait to take the place of a lost node.
+        rdzv_endpoint: ``HOST[:PORT]`` of the coordinator, as all nodes reach it; required if there are several
+            nodes. Node 0 coordinates, unless HOST is not its own address or ``checkpointless coordinator`` listens
+            there.
+        token: secret that only the agents of this job know; required if there are several nodes.
+        node_timeout_s: after how many seconds of silence a node counts as lost.
+        join_timeout_s: how many seconds to try to reach the coordinator, and how many seconds the coordinator waits
+            for all nodes.
+        http_port: port on which health, status and metrics are served over HTTP (0: any free port; None: they are
+            not served).
+        http_host: address to which the HTTP port is bound.
 
     Raises:
-        ValueError: a value is out of range, or the script is not there.
+        ValueError: a value is out of range, or the script does not exist.
     """
 
     nproc_per_node: int
@@ -153,13 +157,13 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """What to coordinate, from a process of its own. The fields are those of :class:`LaunchConfig`.
+    """What to coordinate from a separate process. The fields are those of :class:`LaunchConfig`.
 
     Attributes:
-        run_dir: where the job's events go (None: nowhere).
+        run_dir: directory for the job's events (None: they are not written).
 
     Raises:
-        ValueError: the endpoint, the token or the port is none.
+        ValueError: the endpoint, the token or the port is invalid.
     """
 
     nnodes: int
@@ -182,17 +186,19 @@ class CoordinatorConfig:
 
 
 def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) -> int:
-    """Coordinate a job until it is over. Must be called in the main thread: it handles signals.
+    """Coordinate a job until it is over.
+
+    It handles signals, so it must be called in the main thread.
 
     Args:
-        say: takes lines for the terminal.
+        say: called with each line for the terminal.
 
     Returns:
-        0 if every rank ended well, else 1.
+        0 if every rank ended successfully, else 1.
 
     Raises:
-        OSError: the endpoint cannot be listened on, or the run directory not be made.
-        ValueError: HTTP cannot be served where it is to be.
+        OSError: the endpoint cannot be listened on, or the run directory cannot be created.
+        ValueError: HTTP cannot be served at the configured address.
     """
     from checkpointless.agent.coordinate import Meeting, coordinate
     from checkpointless.agent.status import OUTSIDE, Watch
@@ -214,26 +220,27 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
         try:
             http.open(say)
         except OSError as error:
-            raise ValueError(str(error)) from error  # the endpoint has nothing to do with it
+            raise ValueError(str(error)) from error  # not an OSError: the endpoint is not to blame
         return coordinate(meeting, _limits(config), watch.log(events_path), say, signals, watch)
 
 
 def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
-    """Run this node's part of the job and wait for its end. Must be called in the main thread: it handles signals.
+    """Run this node's part of the job until it ends.
 
-    The ranks' output goes to ``<run dir>/logs/rank-N.log`` and, each line with its rank in front, to stdout (not on
-    a spare). When this returns, no process, socket or file is left but the run directory.
+    It handles signals, so it must be called in the main thread. The ranks' output goes to
+    ``<run dir>/logs/rank-N.log`` and, except on a spare, also to stdout with the rank in front of each line. When
+    this returns, no process, socket or file is left but the run directory.
 
     Args:
-        say: takes lines for the terminal: incidents, and why a job failed.
+        say: called with each line for the terminal: incidents, and why a job failed.
 
     Returns:
-        0 if every rank ended well, else 1, as torchrun (2.13) does for a rank that fails with whatever code or
-        signal, and for SIGINT or SIGTERM to itself. SIGTERM and the first Ctrl-C ask the ranks to end and give
-        them 5 s; a second Ctrl-C kills them at once.
+        0 if every rank ended successfully, else 1. torchrun (2.13) also returns 1 for a rank that fails with any
+        code or signal, and for SIGINT or SIGTERM sent to itself. SIGTERM and the first Ctrl-C ask the ranks to end
+        and give them 5 s; a second Ctrl-C kills them at once.
 
     Raises:
-        OSError: the run directory cannot be made or written to, or the endpoint cannot be listened on.
+        OSError: the run directory cannot be created or written to, or the endpoint cannot be listened on.
     """
     logs = config.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -286,7 +293,7 @@ def _run(
     selector = selectors.DefaultSelector()
     try:
         if http is not None:
-            http.open(say)  # and not before: the zygote may have been forked from here
+            http.open(say)  # not earlier: the zygote may have been forked from this process
         clock = AwakeClock()
         link = _link(config, selector, events, signals, say, clock)
     except (JoinError, OSError) as error:
@@ -294,8 +301,8 @@ def _run(
         say(str(error))
         return 1
     errands = Errands()
-    # Not before (an agent that is not let in has no business with them), and not for long: others wait for a word
-    # of this node from here on.
+    # Not earlier, because an agent that is not admitted must leave the logs alone; and only briefly, because the
+    # others wait to hear from this node from here on.
     if not errands.run(functools.partial(_begin_logs, config, own), False):
         say(f"the disk of {config.run_dir} does not answer: logs that are there already are not moved away")
     agent = NodeAgent(
@@ -338,7 +345,7 @@ def _link(
     say: Callable[[str], None],
     clock: Callable[[], float],
 ) -> Link:
-    """What connects this node with the coordinator, which lives here on node 0, unless there is one elsewhere."""
+    """Return the link to the coordinator, which runs here on node 0 unless there is one elsewhere."""
     from checkpointless.agent.coordinate import Meeting, host
     from checkpointless.agent.coordinator import Coordinator
     from checkpointless.agent.joining import REFUSED_FOR_S, Joining
@@ -428,7 +435,7 @@ def _begin_logs(config: LaunchConfig, own: range) -> bool:
 
 
 def _keep_old(log: Path) -> None:
-    """Move a log out of the way that this node's predecessor, which was lost, left in a shared run directory."""
+    """Move away the log that this node's lost predecessor left in a shared run directory."""
     if log.exists():
         count = len(list(log.parent.glob(f"{log.stem}.*.log")))
         log.rename(log.with_name(f"{log.stem}.{count + 1}.log"))
@@ -464,7 +471,7 @@ def _module_exists(name: str) -> bool:
 
 @contextmanager
 def _handling(note: Callable[[int], None], *more: int) -> Iterator[None]:
-    """Note SIGINT and SIGTERM, and more signals, instead of dying of them."""
+    """Pass SIGINT, SIGTERM and the signals in ``more`` to ``note`` instead of dying from them."""
     numbers = (signal.SIGINT, signal.SIGTERM, *more)
     before = {number: signal.signal(number, lambda received, _: note(received)) for number in numbers}
     try:

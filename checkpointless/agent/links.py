@@ -1,4 +1,4 @@
-"""Between the agent of a node and the coordinator of its job, which lives in the same loop or elsewhere."""
+"""Links the agent of a node to the coordinator of its job, which runs in the same loop or elsewhere."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _KEPT = (
     Trouble,
     RankEnded,
     JobOver,
-)  # of what is reported while there is no coordinator; the rest is in a Standing
+)  # kept while there is no coordinator; a Standing tells the rest
 
 
 class Link(abc.ABC):
-    """Between the agent of this node and the coordinator; messages wait until they are delivered.
+    """Connects the agent of this node with the coordinator; messages wait until they are delivered.
 
     Attributes:
-        commands: for the agent.
-        coordinator: of the job, where it lives in this loop.
-        address: where the other nodes reach this one, a number.
+        commands: commands that wait for the agent.
+        coordinator: the job's coordinator if it runs in this loop, else None.
+        address: numeric address at which the other nodes reach this one.
     """
 
     def __init__(self, address: str) -> None:
@@ -59,32 +59,32 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
-        """Hand over all that waits, and let time pass for the other side.
+        """Deliver every message that waits, and let time pass for the other side.
 
         Args:
-            agent: of this node.
-            now_s: on the monotonic clock.
+            agent: the agent of this node.
+            now_s: the current time on the monotonic clock.
         """
 
     @abc.abstractmethod
     def is_needed(self, now_s: float) -> bool:
-        """Whether this process has to stay although its own agent has ended."""
+        """Return whether this process must stay although its own agent has ended."""
 
     @abc.abstractmethod
     def cut(self) -> None:
-        """Lose the coordinator, as a fault on purpose."""
+        """Lose the coordinator, as an injected fault."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of every descriptor."""
+        """Close every descriptor."""
 
 
 class HostLink(Link):
-    """To a coordinator in this very loop, which other nodes may reach through a port.
+    """A link to a coordinator in the same loop, which other nodes may reach through a port.
 
     Args:
-        coordinator: of the job.
-        port: None if there is only this node.
+        coordinator: the job's coordinator.
+        port: port for the other nodes; None if there is only this node.
     """
 
     def __init__(self, coordinator: Coordinator, port: CoordinatorPort | None) -> None:
@@ -101,7 +101,7 @@ class HostLink(Link):
         self._reports.append(message)
 
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
-        """Hand over all that waits, and what comes of it, until nothing does."""
+        """Deliver every message that waits, and those that follow from it, until none is left."""
         self._exchange(agent)
         if self._port is not None:
             self._port.tick(now_s)
@@ -109,13 +109,13 @@ class HostLink(Link):
         self._exchange(agent)
 
     def is_needed(self, now_s: float) -> bool:
-        """While an agent is connected, for a while."""
+        """Return True while an agent is connected, but only for a limited time."""
         if self._until_s is None:
             self._until_s = now_s + FAREWELL_S
         return self._port is not None and self._port.has_guests() and now_s < self._until_s
 
     def cut(self) -> None:
-        """Impossible, so the job ends."""
+        """End the job: there is no connection that could be lost."""
         self._coordinator.end(FAILED, "fault store: this agent coordinates, so it has no connection to be cut")
 
     def close(self) -> None:
@@ -132,21 +132,23 @@ class HostLink(Link):
 
 
 class GuestLink(Link):
-    """To a coordinator in another process. If that is lost, the ranks train on, and this looks for it again.
+    """A link to a coordinator in another process.
+
+    If the coordinator is lost, the ranks continue to train while this looks for it again.
 
     Args:
-        join: connects with it as the node of the number that it takes, and proves itself; may take long, and looks
-            at what it is given in between, which says whether to give up.
+        join: called with a node number and a function; connects to the coordinator as that node and proves itself.
+            It may take long, and polls the function, which returns whether to give up.
         number: this node's number, or :data:`~checkpointless.agent.handshake.SPARE`.
-        nproc: how many ranks it runs.
-        selector: of the loop.
-        silence_s: after how many seconds without a word the coordinator is lost.
-        say: takes lines for the terminal.
-        stopped: whether to give up the first attempt.
-        clock: what the times of :meth:`deliver` are read from; one that stands still while this process does.
+        nproc: how many ranks this node runs.
+        selector: selector of the loop.
+        silence_s: after how many seconds of silence the coordinator counts as lost.
+        say: called with each line for the terminal.
+        stopped: returns whether to give up the first attempt to join.
+        clock: clock of the times given to :meth:`deliver`; it should stand still while this process does not run.
 
     Raises:
-        JoinError: it cannot be reached, or has no place for this node.
+        JoinError: the coordinator cannot be reached, or has no place for this node.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class GuestLink(Link):
             self._kept.append(message)
 
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
-        """Hand over what has come; if the coordinator is lost, look for it, and end the job here if it stays so."""
+        """Deliver what has come. If the coordinator is lost, look for it; if it stays lost, end the job here."""
         if self._search is not None:
             self._look(self._search, agent)
             return
@@ -195,7 +197,7 @@ class GuestLink(Link):
         if self._channel.bytes_heard != self._heard:
             self._heard, self._heard_at_s = self._channel.bytes_heard, now_s
         elif now_s >= self._heard_at_s + self._silence_s and not self._lost:
-            self._channel.send(Searching())  # it may only have been paused, and reads this before the end
+            self._channel.send(Searching())  # if it was only paused, it reads this before the end
             self._channel.close()
             self._lost = f"no word from it for {self._silence_s:g} s"
         try:
@@ -205,16 +207,16 @@ class GuestLink(Link):
             agent.end(End(FAILED, [f"the coordinator at {self._where} does not keep to the protocol: {error}"]))
         if self._lost and agent.outcome is None:
             self._say(f"the coordinator at {self._where} was lost ({self._lost}): training goes on without it")
-            if agent.workers:  # a spare has got a number with its ranks
+            if agent.workers:  # a spare got its number with its ranks
                 self._number = min(agent.workers) // self._nproc
             self._search = _Search(self._join, self._number)
 
     def is_needed(self, now_s: float) -> bool:
-        """Never: the coordinator hears of the end by the connection's."""
+        """Return False: the coordinator learns of the end when the connection closes."""
         return False
 
     def cut(self) -> None:
-        """Close the connection; it is looked for again in the next turn."""
+        """Close the connection; the coordinator is looked for again in the next turn."""
         if self._search is None:
             self._channel.close()
             self._lost = "cut on purpose"
@@ -226,7 +228,7 @@ class GuestLink(Link):
         self._channel.close()
 
     def _look(self, search: _Search, agent: NodeAgent) -> None:
-        if agent.outcome is not None:  # its ranks are on their way out, and nobody should count on them
+        if agent.outcome is not None:  # its ranks are ending, so nobody should count on them
             search.stop()
             return
         if agent.has_ended_well:
@@ -235,7 +237,7 @@ class GuestLink(Link):
         found = search.result()
         if isinstance(found, JoinError):
             words = [f"the coordinator at {self._where} was lost: {self._lost}", str(found)]
-            if isinstance(found, RefusedError):  # at once: others may be where these ranks were
+            if isinstance(found, RefusedError):  # at once: others may have taken their place
                 agent.end(End(FAILED, words), grace_s=0.0)
             else:
                 agent.end(End(FAILED, words))
@@ -244,7 +246,7 @@ class GuestLink(Link):
             self._search, self._lost = None, ""
             self.address = found.own_address
             self._channel = self._open(found)
-            while self._kept:  # first, so that what led to the standing is known when that is looked at
+            while self._kept:  # first, so that what led to the standing is known when it arrives
                 self._channel.send(self._kept.popleft())
             if agent.workers:
                 self._channel.send(agent.standing())
@@ -261,7 +263,7 @@ class GuestLink(Link):
 
 
 class _Search:
-    """Joins in a thread of its own, so that the loop goes on meanwhile."""
+    """Joins in a separate thread, so that the loop continues meanwhile."""
 
     def __init__(self, join: Callable[[int, Callable[[], bool]], Joining], number: int) -> None:
         self._stopped = threading.Event()
@@ -269,14 +271,14 @@ class _Search:
         threading.Thread(target=self._run, args=(join, number), name="checkpointless-join", daemon=True).start()
 
     def result(self) -> Joining | JoinError | None:
-        """What it came to; None as long as it goes on."""
+        """Return the outcome of the search, or None while it continues."""
         try:
             return self._found.get_nowait()
         except queue.Empty:
             return None
 
     def stop(self) -> None:
-        """Give it up."""
+        """Give up the search."""
         self._stopped.set()
 
     def _run(self, join: Callable[[int, Callable[[], bool]], Joining], number: int) -> None:

@@ -1,10 +1,10 @@
-"""What the ranks of this node measured, from the lines that they and its agent append to the event log.
+"""What the ranks of this node measured, from the lines that they and the node's agent append to the event log.
 
-The ranks write each stage of a recovery there anyway, with its seconds, so metrics cost a rank nothing, and the
-agent's loop neither. Messages on the ranks' sockets would wake the loop just while it recovers, and be lost with a
-rank that dies; a line that is written stays. A thread of its own reads what was appended, since the run directory
-may be on a disk of many nodes that does not answer: health must be told then, too. It reads only while somebody
-asks for metrics, at most :data:`MAX_BYTES` once per second.
+The ranks log each stage of a recovery with its duration anyway, so metrics cost neither a rank nor the agent's
+loop anything. Messages on the ranks' sockets would wake the loop just while it recovers, and would be lost with a
+rank that dies; a line that is written stays. A separate thread reads what was appended, because the run directory
+may be on a disk that many nodes share and that may stop answering: health must be reported even then. The thread
+reads only while somebody asks for metrics, at most :data:`MAX_BYTES` once per second.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 1024 * 1024
-ASKED_FOR_S = 300.0  # after a question, reading goes on for so long
-QUIET_S = 600.0  # an incident of whose ranks nothing was heard for so long is over
+ASKED_FOR_S = 300.0  # how long reading continues after a request
+QUIET_S = 600.0  # an incident is over when its ranks were silent for so long
 STAGE_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 RESPAWN = "respawn"
 #: ``detect`` is measured between processes, and only for a fault that was injected.
@@ -41,20 +41,21 @@ MEASURED_STAGES = (RESPAWN, *(stage for stage in STAGES if stage != "detect"))
 OTHER = "other"
 _EVERY_S = 1.0
 _CLOSE_TIMEOUT_S = 1.0
-_WITHOUT_INCIDENT = frozenset({"abort", "finalize", "health"})  # a rank may not have been told its name yet
-_OF_THE_ENDED = frozenset({RESPAWN, "notify", "barrier", *_WITHOUT_INCIDENT})  # the others are of the next one
+_WITHOUT_INCIDENT = frozenset({"abort", "finalize", "health"})  # the rank may not know the incident's name yet
+# These stages are logged with the generation that ended, the others with the next one.
+_OF_THE_ENDED = frozenset({RESPAWN, "notify", "barrier", *_WITHOUT_INCIDENT})
 _OWNER = re.compile(rb'"node":(-?\d{1,9}),"rank":(null|\d{1,9}),')
-_OWNER_WITHIN = 256  # bytes of a line
+_OWNER_WITHIN = 256  # bytes from the start of a line
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was read so far.
+    """What was read from the event log so far.
 
     Attributes:
-        stages: of each incident, how long each stage took the rank of this node that took longest.
-        transfer_bytes: how much the ranks of this node received from living replicas.
-        faults: faults that were caused on purpose in them, by kind; others than known kinds as ``other``.
+        stages: durations of each stage; each incident counts with the rank of this node that took longest.
+        transfer_bytes: how many bytes the ranks of this node received from living replicas.
+        faults: number of faults injected into the ranks of this node, by kind; unknown kinds count as ``other``.
     """
 
     stages: Mapping[str, Durations]
@@ -63,15 +64,16 @@ class Measured:
 
 
 class Measuring:
-    """Reads an event log on behalf of a node while somebody asks for what is in it.
+    """Reads an event log on behalf of a node while somebody asks for its contents.
 
     Args:
-        path: the log; what is in it already was written for another agent, and is left out.
-        node: the agent's own number in it.
-        ranks: tells the ranks of this node, and whether the job is over. A spare has none until it takes a place.
+        path: path of the log; what it already contains was written for another agent, and is left out.
+        node: the agent's own number in the log.
+        ranks: returns the ranks of this node, and whether the job is over. A spare has no ranks until it takes a
+            place.
 
     Attributes:
-        measured: the newest; replaced, never changed.
+        measured: the newest result; it is replaced, never changed.
     """
 
     def __init__(self, path: Path, node: int, ranks: Callable[[], tuple[frozenset[int], bool]]) -> None:
@@ -84,7 +86,7 @@ class Measuring:
         self.measured = self._tally.measured()
 
     def ask(self) -> Measured:
-        """What is known, at once; from now on for :data:`ASKED_FOR_S` that is kept up to date."""
+        """Return at once what is known, and keep it up to date for the next :data:`ASKED_FOR_S` seconds."""
         self._asked_at_s = time.monotonic()
         if self._thread is None and not self._closing.is_set():
             self._thread = threading.Thread(target=self._read, name="checkpointless-measured", daemon=True)
@@ -92,10 +94,10 @@ class Measuring:
         return self.measured
 
     def look(self, now_s: float) -> None:
-        """Read what was appended.
+        """Read the lines that were appended.
 
         Args:
-            now_s: on the monotonic clock.
+            now_s: the current time on the monotonic clock.
         """
         ranks, over = self._ranks()
         self._tally.take(self._tail.lines(), self._node, ranks, now_s)
@@ -103,10 +105,10 @@ class Measuring:
         self.measured = self._tally.measured()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(_CLOSE_TIMEOUT_S)  # and not for ever: the disk may not answer
+            self._thread.join(_CLOSE_TIMEOUT_S)  # not forever: the disk may not answer
 
     def _read(self) -> None:
         try:
@@ -122,13 +124,13 @@ class Measuring:
 
 @dataclass
 class _Incident:
-    """What the ranks of this node have said of an incident so far.
+    """What the ranks of this node have logged about an incident so far.
 
     Attributes:
         spent: seconds by stage and rank; several spans of a rank add up.
         running: spans that have begun and not ended, by rank and stage.
-        resumed: ranks that have made their first step after it.
-        heard_at_s: when the last line was read.
+        resumed: ranks that have made their first step after the incident.
+        heard_at_s: when the last line about the incident was read.
     """
 
     spent: dict[str, Counter[int | None]] = field(default_factory=dict)
@@ -140,9 +142,9 @@ class _Incident:
 class MeasuredTally:
     """Counts lines of the event log.
 
-    An incident is known by the generation that it ended, since a rank begins to clean up before it is told the
-    incident's name. Its stages are counted once, when all ranks of the node have made a step again, or another
-    incident followed, or the job is over, or nothing more was heard of it.
+    An incident is identified by the generation that it ended, because a rank begins to clean up before it is told
+    the incident's name. The stages of an incident are counted once: when all ranks of the node have made a step
+    again, another incident followed, the job is over, or nothing more was heard of it.
     """
 
     def __init__(self) -> None:
@@ -150,20 +152,20 @@ class MeasuredTally:
         self._transfer_bytes = 0
         self._faults = Counter({kind.value: 0 for kind in FaultKind})
         self._open: dict[int, _Incident] = {}
-        self._counted = -2  # the newest generation of whose end the stages were counted; -1 is before the first
+        self._counted = -2  # the newest generation whose end was counted; -1 is before the first
 
     def measured(self) -> Measured:
-        """What was counted so far."""
+        """Return what was counted so far."""
         return Measured(dict(self._stages), self._transfer_bytes, dict(self._faults))
 
     def take(self, lines: Iterable[bytes], node: int, ranks: frozenset[int], now_s: float) -> None:
-        """Take note of what these lines say of a node.
+        """Count what these lines say about a node.
 
         Args:
-            lines: of any nodes, without newlines; what is no event is left out.
-            node: its agent's number.
-            ranks: its ranks, which go with their agent's place in the job rather than with its number.
-            now_s: on the monotonic clock.
+            lines: lines from any nodes, without newlines; a line that is not an event is skipped.
+            node: number of the node's agent.
+            ranks: the node's ranks, which belong to its agent's place in the job, not to the agent's number.
+            now_s: the current time on the monotonic clock.
         """
         for line in lines:
             owner = _OWNER.search(line[:_OWNER_WITHIN])
@@ -181,12 +183,12 @@ class MeasuredTally:
                 self._take(record, now_s)
 
     def settle(self, ranks: frozenset[int], now_s: float, *, over: bool = False) -> None:
-        """Count the incidents of which nothing more is to come.
+        """Count the incidents about which nothing more will come.
 
         Args:
-            ranks: as above.
-            now_s: as above.
-            over: the job is.
+            ranks: the node's ranks.
+            now_s: the current time on the monotonic clock.
+            over: whether the job is over.
         """
         newest = max(self._open, default=0)
         for ended, incident in sorted(self._open.items()):
@@ -208,14 +210,14 @@ class MeasuredTally:
         if stage not in self._stages:
             return
         if record.get("incident") is None and stage not in _WITHOUT_INCIDENT:
-            return  # the job's beginning
+            return  # this is the start of the job
         ended = generation if stage in _OF_THE_ENDED else generation - 1
         if ended <= self._counted:
             return
         incident = self._open.setdefault(ended, _Incident())
         incident.heard_at_s = now_s
         if record.get("edge") == "begin":
-            if stage == RESPAWN:  # what the dead process was in will not end
+            if stage == RESPAWN:  # the spans of the dead process will not end
                 incident.running = {(who, what) for who, what in incident.running if who != rank}
             incident.running.add((rank, stage))
         elif record.get("edge") == "end":

@@ -1,4 +1,4 @@
-"""A snapshot in Prometheus's text format, written by ``prometheus_client`` (the extra ``metrics``)."""
+"""Writes a snapshot in Prometheus's text format, using ``prometheus_client`` (the extra ``metrics``)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from checkpointless.agent.workers import WorkerState
 
 __all__ = ["CONTENT_TYPE", "render"]
 
-_CAUSES = ("SIGKILL", "exception", "exit", "hang", "node", "replace")  # from the start, so that rates see the first
+_CAUSES = ("SIGKILL", "exception", "exit", "hang", "node", "replace")  # always present, so that rates see the first
 _NODE_STATES = ("absent", "joined", "loading")
 
 
 def render(snapshot: Snapshot, measured: Measured | None = None) -> bytes:
-    """The metrics, in the format that :data:`CONTENT_TYPE` names.
+    """Return the metrics in the format that :data:`CONTENT_TYPE` names.
 
     Args:
-        snapshot: of a node's agent, or of a coordinator in a process of its own, which tells of the job alone.
-        measured: by the ranks of the node.
+        snapshot: snapshot of a node's agent, or of a coordinator in a separate process, which tells of the job
+            alone.
+        measured: what the ranks of the node measured; None leaves it out.
     """
     registry = CollectorRegistry()
     registry.register(_Families(snapshot, measured))
@@ -34,14 +35,14 @@ def render(snapshot: Snapshot, measured: Measured | None = None) -> bytes:
 
 
 class _Families(Collector):
-    """The families of one snapshot; what is not known yet has no sample."""
+    """The metric families of one snapshot; a value that is not known yet has no sample."""
 
     def __init__(self, snapshot: Snapshot, measured: Measured | None) -> None:
         self._snapshot = snapshot
         self._measured = measured
 
     def collect(self) -> Iterator[Metric]:
-        """Every family that this node can tell of."""
+        """Yield every family that this node can report."""
         now = self._snapshot
         yield _gauge("generation", "How often all ranks have begun together, less one.", now.generation)
         yield _gauge("high_water_step", "Newest committed optimizer step that this node knows of.", now.high_water)

@@ -1,4 +1,4 @@
-"""A node's agent: one loop that starts the ranks of the node, hears them and does what the coordinator says."""
+"""A node's agent: it starts the ranks of the node, listens to them and does what the coordinator says."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ from checkpointless.telemetry.events import Edge, EventLog
 logger = logging.getLogger(__name__)
 
 TERM_GRACE_S = 5.0
-EXIT_GRACE_S = 1.0  # for a process that hung up, or that said it would exit, to be gone
+EXIT_GRACE_S = 1.0  # for a process to end after it hung up or said that it would exit
 _PROGRESS_EVERY_S = 0.25
 _SILENT_EVERY_S, _SILENT_RARELY_S = 0.2, 5.0  # the longer a silence is, the less its length in seconds means
 _SILENT_SHARE = 1 / 100
-_WARM_UP_STEPS = 2  # of a generation: they compile, connect and allocate
+_WARM_UP_STEPS = 2  # the first of a generation compile, connect and allocate
 _FAILED = 1
 
 
@@ -93,26 +93,26 @@ class NodeAgent:
     Args:
         index: the node's number.
         heartbeat: how long a rank in its block may show no progress.
-        address: tells where the other nodes reach this one, a number.
-        report: tells the coordinator something; what it answers comes to :meth:`obey`, and not before ``report``
-            has returned.
-        selector: of the loop that this agent runs in.
-        starter: starts the processes.
-        fresh_starter: makes the starter to be used if the zygote must not be forked.
-        make_worker: makes what a rank needs, given its number, when its first process is to be started.
-        rank_env: what every rank's environment gets besides what the coordinator says.
+        address: returns the numeric address at which the other nodes reach this one.
+        report: sends a message to the coordinator. The answer comes to :meth:`obey`, and not before ``report`` has
+            returned.
+        selector: selector of the loop that this agent runs in.
+        starter: starts the ranks' processes.
+        fresh_starter: makes the starter to use if the zygote must not be forked.
+        make_worker: makes the worker of a rank, given the rank's number, before its first process is started.
+        rank_env: environment variables of every rank, besides those that the coordinator sends.
         events: the job's event log.
-        say: takes lines for the terminal.
-        clock: what the times of :meth:`tick` are read from; one that stands still while this process does, so that
-            ranks are not blamed for what it did not see.
+        say: called with each line for the terminal.
+        clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run, so
+            that ranks are not blamed for what the agent did not see.
 
     Attributes:
         index: the node's number.
-        clock: the clock.
-        generation: the one that began last.
-        joined: whether it can start processes.
+        clock: clock of the times given to :meth:`tick`.
+        generation: the generation that began last (-1: none).
+        joined: whether this node can start processes.
         finished: whether every rank's block has returned, on this node and all others.
-        outcome: how the job ended; None as long as it has not.
+        outcome: how the job ended; None until it has.
         began_after: the highest step that was known to be committed when the generation began.
     """
 
@@ -155,9 +155,9 @@ class NodeAgent:
         self._run_id = ""
         self._store: GenerationStore | None = None
         self._discarding = False
-        self._failures = 0  # processes that exited with another code than 0 since the generation began
-        self._longest_s = 0.0  # from one beat to the next in a step of this generation
-        self._pause_s = 0.0  # likewise outside of a step, in all generations
+        self._failures = 0  # processes that exited with a nonzero code since the generation began
+        self._longest_s = 0.0  # longest time between beats within a step of this generation
+        self._pause_s = 0.0  # longest time between beats outside of a step, in all generations
         self._shows_progress = False
         self._target = NO_STEP
         self._told_progress: Progress | None = None
@@ -174,7 +174,7 @@ class NodeAgent:
         """Act on the time that has passed.
 
         Args:
-            now_s: on the monotonic clock.
+            now_s: the current time on the monotonic clock.
         """
         self._hear_starter()
         for worker in self.workers.values():
@@ -194,11 +194,11 @@ class NodeAgent:
 
     @property
     def has_ended_well(self) -> bool:
-        """Whether every rank's block has returned, and every process here exited with 0."""
+        """Whether every rank's block has returned and every process of this node exited with code 0."""
         return self.finished and self._failures == 0 and not self.alive()
 
     def alive(self) -> list[Worker]:
-        """The ranks whose processes have not ended."""
+        """Return the ranks whose processes have not ended."""
         return [worker for worker in self.workers.values() if worker.state is not WorkerState.GONE]
 
     @property
@@ -208,18 +208,18 @@ class NodeAgent:
         return None if together or self.outcome is not None else self._incident
 
     def interrupted(self, number: int) -> None:
-        """This process got a signal: end the job, and at the second SIGINT at once."""
+        """End the job because this process got a signal; kill the ranks at once at a SIGINT while the job ends."""
         if self.outcome is None:
             self._leave(f"stopped by {signal_name(number)}")
         elif number == signal.SIGINT:
             self._kill_all_at_s = self.clock()
 
     def end(self, outcome: End, grace_s: float = TERM_GRACE_S) -> None:
-        """The job is over: ask the ranks that are left to end, and see to it that they do.
+        """Ask the remaining ranks to end because the job is over, and kill those that do not end in time.
 
         Args:
-            outcome: how it ended.
-            grace_s: how long they may take.
+            outcome: how the job ended.
+            grace_s: how many seconds the ranks may take to end.
         """
         if self.outcome is not None:
             return
@@ -230,7 +230,7 @@ class NodeAgent:
                 self._starter.signal(worker.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Kill and reap what is left, and let go of everything."""
+        """Kill and reap the remaining processes, and release all resources."""
         self._starter.close()
         self._close_store()
         for worker in self.workers.values():
@@ -240,7 +240,7 @@ class NodeAgent:
             worker.log.close()
 
     def _leave(self, reason: str) -> None:
-        """This node can take part no longer."""
+        """End the job on this node, and tell the coordinator that the node no longer takes part."""
         self._report(Leaving(reason))
         self.end(End(_FAILED, [reason]))
 
@@ -250,7 +250,7 @@ class NodeAgent:
         """Do what the coordinator says.
 
         Raises:
-            ValueError: it speaks of a rank that this node does not run.
+            ValueError: the command is for a rank that this node does not run.
         """
         if self.outcome is not None:
             return
@@ -289,8 +289,8 @@ class NodeAgent:
         return self.workers[rank]
 
     def standing(self) -> Standing:
-        """What a coordinator that has just begun needs to know of the ranks that run here."""
-        self._told_progress, self._told_silent = None, False  # it has been told neither
+        """Return what a coordinator that has just begun needs to know of the ranks that run here."""
+        self._told_progress, self._told_silent = None, False  # the coordinator has been told neither
         ranks = []
         for worker in self.workers.values():
             reading = worker.board.read()
@@ -300,7 +300,7 @@ class NodeAgent:
         return Standing(self.generation, incident, self.began_after, self._run_id, self.finished, ranks)
 
     def _discard(self) -> None:
-        """The ranks are no longer wanted: a coordinator has taken them for dead."""
+        """End the ranks, which a coordinator has taken for dead, and join again without them."""
         self._say("this node was taken for lost: its ranks are ended, and it joins the job anew")
         self._discarding = True
         self._close_store()
@@ -324,7 +324,7 @@ class NodeAgent:
         self._report(StoreOpened(generation, self._store.address, self._store.port))
 
     def _close_store(self) -> None:
-        """Free who waits in it."""
+        """Close the store, which frees the ranks that wait in it."""
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -338,7 +338,7 @@ class NodeAgent:
         now_s = self.clock()
         for worker in self.workers.values():
             if worker.state is not WorkerState.READY:
-                continue  # it has ended since; the coordinator hears of it
+                continue  # its process has ended since; the coordinator hears of that
             worker.state = WorkerState.RUNNING
             worker.beat = worker.beat_at_begin = worker.board.read().beat
             worker.beat_at_s, worker.in_step = now_s, False
@@ -353,7 +353,8 @@ class NodeAgent:
             self._close_store()
         culprit = interrupt.culprit if interrupt.culprit >= 0 else None
         notice = FaultNotice(interrupt.generation, interrupt.incident, interrupt.cause, culprit)
-        # A rank that failed by itself may be at the barrier before this comes; a successor ignores what is over.
+        # A rank that failed by itself may reach the barrier before this notice; its successor ignores a notice of a
+        # generation that is over.
         told = [worker for worker in self.workers.values() if worker.state in (*IN_BLOCK, WorkerState.READY)]
         self._emit("notify", "begin")
         for worker in told:
@@ -433,7 +434,7 @@ class NodeAgent:
         except StarterLostError as error:
             self._starter_lost = True
             self._unwatch_starter()
-            for worker in self.workers.values():  # they died with it
+            for worker in self.workers.values():  # they died with the starter
                 self._disconnect(worker)
                 worker.state = WorkerState.GONE
             self._leave(str(error))
@@ -468,7 +469,7 @@ class NodeAgent:
         if worker.state is not WorkerState.GONE:
             raise ValueError(f"rank {worker.rank} is to be started, but its process has not ended")
         worker.incarnation = spawn.incarnation
-        self.generation = max(self.generation, spawn.generation - 1)  # a spare's agent has seen none yet
+        self.generation = max(self.generation, spawn.generation - 1)  # a spare's agent has seen no generation yet
         self._incident = spawn.incident or None
         self._run_id = spawn.env.get("TORCHELASTIC_RUN_ID", "")
         ours, theirs = socket.socketpair()
@@ -497,12 +498,12 @@ class NodeAgent:
         if worker.state is WorkerState.GONE:
             return
         if worker.pid is None:
-            worker.kill_at_s = self.clock()  # again when its pid is known
+            worker.kill_at_s = self.clock()  # try again when its pid is known
         else:
             self._starter.signal(worker.pid, signal.SIGKILL)
 
     def _on_exit(self, worker: Worker, code: int) -> None:
-        self._hear(worker)  # what it said before it ended
+        self._hear(worker)  # take what it said before it ended
         self._disconnect(worker)
         worker.state, worker.kill_at_s = WorkerState.GONE, None
         self._failures += code != 0

@@ -1,7 +1,8 @@
 """The messages between the agent of a node and the coordinator of the job: plain data, as between rank and agent.
 
-The coordinator decides: who belongs together, when a generation begins and ends, who is replaced, when the job is
-over. A node's agent starts and ends processes, passes on what its ranks say, and looks after their boards.
+The coordinator decides which ranks belong together, when a generation begins and ends, which ranks and nodes are
+replaced, and when the job is over. A node's agent starts and ends processes, passes on what its ranks say, and
+manages their boards.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ class Joined:
 
 @dataclass(frozen=True)
 class Standing:
-    """The node runs ranks already: what a coordinator that has just begun needs to know of them.
+    """The node already runs ranks; a coordinator that has just begun needs to know this about them.
 
     Attributes:
-        generation: the one that began last on this node (-1: none).
-        incident: the number of the last incident that it heard of (0: none).
-        high_water: the highest optimizer step that it was told any rank has committed (-1: none).
-        run_id: of the job.
+        generation: the generation that began last on this node (-1: none).
+        incident: number of the last incident that the node heard of (0: none).
+        high_water: the highest optimizer step that any rank has committed, as the node was told (-1: none).
+        run_id: the job's run ID.
         finished: whether every rank's block has returned.
-        ranks: for each its number, its incarnation, the index of its state in :data:`STATES`, and its board's
-            committed step and step in the making (-1: none).
+        ranks: for each rank its number, its incarnation, the index of its state in :data:`STATES`, and the
+            committed step and the step in the making on its board (-1: none).
     """
 
     type: ClassVar[str] = "standing"
@@ -48,10 +49,10 @@ class Standing:
 
 @dataclass(frozen=True)
 class StoreOpened:
-    """The node has the store of ``generation``.
+    """The node has opened the store of ``generation``.
 
     Attributes:
-        address: of the node, a number, as the others reach it.
+        address: numeric address of the node, as the other nodes reach it.
     """
 
     type: ClassVar[str] = "store"
@@ -65,10 +66,10 @@ class RankReady:
     """A rank is at the barrier.
 
     Attributes:
-        incarnation: of its process.
-        pid: of its process.
-        committed: the last optimizer step on its board (-1: none).
-        making: the step in the making on its board (-1: none).
+        incarnation: incarnation of the rank's process.
+        pid: process ID of the rank.
+        committed: the last committed optimizer step on the rank's board (-1: none).
+        making: the step in the making on the rank's board (-1: none).
     """
 
     type: ClassVar[str] = "ready"
@@ -84,9 +85,9 @@ class Trouble:
     """Something went wrong with a rank in ``generation``: a :class:`~checkpointless.agent.incidents.Cause`.
 
     Attributes:
-        kind: the number of its ``CauseKind``.
-        committed: the last optimizer step on the rank's board.
-        making: the step in the making on its board.
+        kind: number of the cause's ``CauseKind``.
+        committed: the last committed optimizer step on the rank's board.
+        making: the step in the making on the rank's board.
     """
 
     type: ClassVar[str] = "trouble"
@@ -105,7 +106,7 @@ class Trouble:
 
     @classmethod
     def of(cls, generation: int, rank: int, cause: Cause, committed: int, making: int) -> Trouble:
-        """What a node says of ``cause``."""
+        """Return the message that reports ``cause``."""
         return cls(
             generation,
             rank,
@@ -126,7 +127,7 @@ class Trouble:
         """What went wrong.
 
         Raises:
-            ValueError: there is no such kind.
+            ValueError: there is no ``CauseKind`` with this number.
         """
         return Cause(
             CauseKind(self.kind),
@@ -146,12 +147,12 @@ class RankEnded:
     """A rank's process has ended.
 
     Attributes:
-        code: its exit code, or minus the number of the signal that killed it.
-        forgiven: whether its end follows from what is known already.
-        committed: the last optimizer step on its board.
-        making: the step in the making on its board.
-        log_path: of the rank.
-        last_lines: the end of that log.
+        code: exit code of the process, or minus the number of the signal that killed it.
+        forgiven: whether the end of the process follows from what is known already.
+        committed: the last committed optimizer step on the rank's board.
+        making: the step in the making on the rank's board.
+        log_path: path of the rank's log.
+        last_lines: the last lines of the rank's log.
     """
 
     type: ClassVar[str] = "ended"
@@ -167,7 +168,7 @@ class RankEnded:
 
 @dataclass(frozen=True)
 class RankDone:
-    """The block of a rank returned in ``generation``."""
+    """The block of a rank has returned in ``generation``."""
 
     type: ClassVar[str] = "rank-done"
     rank: int
@@ -176,7 +177,7 @@ class RankDone:
 
 @dataclass(frozen=True)
 class Answered:
-    """A rank answered the inquiry ``id``."""
+    """A rank has answered the inquiry ``id``."""
 
     type: ClassVar[str] = "answered"
     id: int
@@ -187,13 +188,13 @@ class Answered:
 
 @dataclass(frozen=True)
 class Silent:
-    """The ranks of the node that have shown no progress for a good part of the limit; nobody, when that is over.
+    """Lists the ranks of the node that have shown no progress for a good part of their limit.
 
     Attributes:
-        ranks: for each its number, its beat, the milliseconds since it changed, the step in the making, whether it
-            is in that step (1) or between two of them (0), and a
+        ranks: for each silent rank its number, its beat, the milliseconds since the beat changed, the step in the
+            making, whether the rank is in that step (1) or between two steps (0), and a
             :class:`~checkpointless.agent.process_state.ProcessLook`: the code of its process's state and the
-            milliseconds of processor time that it has used.
+            milliseconds of processor time that the process has used. Empty once no rank is silent any more.
     """
 
     type: ClassVar[str] = "silent"
@@ -202,16 +203,17 @@ class Silent:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the ranks of the node stand.
+    """Reports how far the ranks of the node have come.
 
     Attributes:
         oldest: the smallest committed optimizer step on their boards.
-        newest: the largest.
-        making: the largest step in the making.
-        longest_ms: the longest that a rank took from one beat to the next in a step of this generation (0: not
-            known yet).
-        pause_ms: likewise outside of a step, since this agent began.
-        shows: whether a rank has ever beaten after the entry of its block.
+        newest: the largest committed optimizer step on their boards.
+        making: the largest step in the making on their boards.
+        longest_ms: the longest time in milliseconds that a rank took from one beat to the next within a step of
+            this generation (0: not known yet).
+        pause_ms: the longest time in milliseconds that a rank took from one beat to the next outside of a step,
+            since this agent began.
+        shows: whether any rank has ever shown progress after it entered its block.
     """
 
     type: ClassVar[str] = "progress"
@@ -225,21 +227,21 @@ class Progress:
 
 @dataclass(frozen=True)
 class Alive:
-    """Nothing to say: this side of the connection is still there."""
+    """This side of the connection is still alive, and has nothing else to say."""
 
     type: ClassVar[str] = "alive"
 
 
 @dataclass(frozen=True)
 class Searching:
-    """The node has heard nothing of the coordinator for too long: its ranks go on, and it connects anew."""
+    """The node has not heard from the coordinator for too long: its ranks continue, and it connects again."""
 
     type: ClassVar[str] = "searching"
 
 
 @dataclass(frozen=True)
 class JobOver:
-    """The job cannot go on: a rank gave it up; ``code`` is what it exits with."""
+    """The job cannot continue: a rank gave it up, or a node cannot open a store; ``code`` is its exit code."""
 
     type: ClassVar[str] = "over"
     reason: str
@@ -248,7 +250,7 @@ class JobOver:
 
 @dataclass(frozen=True)
 class Leaving:
-    """The node takes part no longer: its agent was told to stop, or cannot start processes any more."""
+    """The node no longer takes part: its agent was told to stop, or can no longer start processes."""
 
     type: ClassVar[str] = "leaving"
     reason: str
@@ -259,10 +261,10 @@ class Spawn:
     """Start a process for ``rank``.
 
     Attributes:
-        incarnation: 0 for its first process, +1 at each respawn.
-        generation: the one that it will join.
-        incident: the incident that it belongs to ("" at the first start).
-        env: what it gets besides what all ranks of the node get.
+        incarnation: 0 for the rank's first process, +1 at each respawn.
+        generation: the generation that the process will join.
+        incident: the incident that the start belongs to ("" at the first start).
+        env: environment variables of the process, besides those that all ranks of the node get.
     """
 
     type: ClassVar[str] = "spawn"
@@ -275,7 +277,7 @@ class Spawn:
 
 @dataclass(frozen=True)
 class OpenStore:
-    """Open a store for ``generation``, and close the one before."""
+    """Open a store for ``generation``, and close the previous one."""
 
     type: ClassVar[str] = "open-store"
     generation: int
@@ -283,20 +285,20 @@ class OpenStore:
 
 @dataclass(frozen=True)
 class Discard:
-    """The ranks of this node were taken for dead: end them, and join as a node that has none."""
+    """End the ranks of this node, which were taken for dead, and join as a node that has none."""
 
     type: ClassVar[str] = "discard"
 
 
 @dataclass(frozen=True)
 class Begin:
-    """All ranks are present: let those of the node enter their block.
+    """All ranks are present: let the ranks of the node enter their block.
 
     Attributes:
         incident: the incident that led here ("" at the first start).
-        env: to be put into the ranks' environment.
+        env: variables to put into the ranks' environment.
         high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
-        target: the step that was in the making: progress to it is to be told at once (-1: none).
+        target: the step that was in the making; progress to it must be reported at once (-1: none).
     """
 
     type: ClassVar[str] = "begin"
@@ -324,7 +326,7 @@ class Interrupt:
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask these ranks where their main threads stand."""
+    """Ask ``ranks`` where their main threads are."""
 
     type: ClassVar[str] = "ask"
     id: int
@@ -333,10 +335,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Kill:
-    """End the process of ``rank``, if no generation after ``generation`` has begun; that is no fault by itself.
+    """End the process of ``rank`` if no generation after ``generation`` has begun; its end is no fault by itself.
 
     Attributes:
-        beat: only if its main thread is still stuck at this one (-1: in any case).
+        beat: the process is ended only if its main thread is still stuck at this beat (-1: in any case).
     """
 
     type: ClassVar[str] = "kill"
@@ -348,7 +350,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class AllDone:
-    """Every rank's block returned."""
+    """Every rank's block has returned."""
 
     type: ClassVar[str] = "all-done"
 
@@ -358,8 +360,8 @@ class End:
     """The job is over.
 
     Attributes:
-        code: for the agent to exit with.
-        last_words: to be said at the end.
+        code: exit code of the agent.
+        last_words: lines that the agent prints at the end.
     """
 
     type: ClassVar[str] = "end"

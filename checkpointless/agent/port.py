@@ -1,4 +1,4 @@
-"""The coordinator's port: lets agents in that know the job's token, and nobody else near the coordinator."""
+"""The coordinator's port: it admits agents that know the job's token, and keeps everybody else out."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from checkpointless.agent.roster import Node
 logger = logging.getLogger(__name__)
 
 PROOF_TIMEOUT_S = 5.0
-MAX_UNPROVED = 128  # connections that have not proved themselves; the oldest makes room for a new one
+MAX_UNPROVED = 128  # connections that have proved nothing yet; the oldest makes room for a new one
 _ACCEPTS_PER_TURN = 16
 
 
 @dataclass
 class _Guest:
-    """A connection.
+    """A connection to the port.
 
     Attributes:
-        node: who it is, once it has proved that.
-        heard_at_s: when something came last; until the proof, when it was made.
-        heard: how many bytes had come by then.
+        node: the node at the other end, once it has proved that it knows the token.
+        heard_at_s: when something was received last; until the proof, when the connection was made.
+        heard: how many bytes had been received at ``heard_at_s``.
     """
 
     challenge: Challenge
@@ -45,20 +45,20 @@ class CoordinatorPort:
     """Listens for the agents of other nodes.
 
     Args:
-        address: to be bound to.
-        port: likewise (0: any).
-        token: of the job.
-        coordinator: hears those who know the token.
-        selector: of the loop.
-        silence_s: after how many seconds without a word a node is lost.
-        clock: what the times of :meth:`tick` are read from; one that stands still while this process does.
+        address: address to bind to.
+        port: port to bind to (0: any free port).
+        token: the job's token.
+        coordinator: receives the messages of the agents that know the token.
+        selector: selector of the loop.
+        silence_s: after how many seconds of silence a node counts as lost.
+        clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run.
 
     Raises:
         OSError: the address cannot be bound to.
 
     Attributes:
-        address: that is listened on.
-        port: likewise.
+        address: the address that is listened on.
+        port: the port that is listened on.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CoordinatorPort:
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def tick(self, now_s: float) -> None:
-        """Send signs of life, and give up those who send none."""
+        """Send signs of life, and drop the connections that send none."""
         if now_s >= self._next_alive_s:
             self._next_alive_s = now_s + self._silence_s / 5
             for guest in self._guests:
@@ -106,7 +106,7 @@ class CoordinatorPort:
                 self._coordinator.lose(guest.node, f"no word from it for {self._silence_s:g} s")
 
     def has_guests(self) -> bool:
-        """Whether an agent is still connected."""
+        """Return whether an agent is still connected."""
         return any(guest.node is not None for guest in self._guests)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class CoordinatorPort:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # nobody waits, or who waited has gone
+            except OSError:  # nobody waits, or the client has gone
                 return
             unproved = [guest for guest in self._guests if guest.node is None]
             if len(unproved) >= MAX_UNPROVED:

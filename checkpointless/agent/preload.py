@@ -1,4 +1,4 @@
-"""Which modules are worth importing once, before the ranks are forked, and importing them."""
+"""Finds the modules that are worth importing once, before the ranks are forked, and imports them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OWN_PACKAGE = "checkpointless"
 
 
 def preloads_of(script: Script) -> tuple[str, ...]:
-    """The names that ``script`` imports, anywhere in the file, from installed distributions.
+    """Return the names that ``script`` imports, anywhere in the file, from installed distributions.
 
-    Modules of the user's own are left out: they belong to the run of the script. ``from a.b import c`` gives
+    The user's own modules are left out, because they belong to the run of the script. ``from a.b import c`` gives
     ``a.b.c``, whether ``c`` is a module or not.
 
     Returns:
-        Sorted dotted names; none if the source cannot be found or parsed (running it will say why).
+        Sorted dotted names; empty if the source cannot be found or parsed (running it will say why).
     """
     source = _source(script)
     if source is None:
@@ -49,11 +49,11 @@ def preloads_of(script: Script) -> tuple[str, ...]:
 
 
 def preload(names: tuple[str, ...], script: Script | None = None) -> list[str]:
-    """Import ``names``; one that fails is logged and left to the script.
+    """Import ``names``; a name that fails is logged and left to the script.
 
     Args:
-        names: dotted names.
-        script: what lies beside it is found too, as it will be when the script runs.
+        names: dotted names to import.
+        script: modules beside this script are found too, as they will be when it runs.
 
     Returns:
         The names that could not be imported.

@@ -1,4 +1,4 @@
-"""A rank's process and those that it started: they are one process group, and end together."""
+"""A rank's process and those that it started: one process group of the operating system, ended together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _END_S = 0.1  # a killed process takes milliseconds
 
 
 class ProcessGroup:
-    """What belongs to one rank, and what that leaves.
+    """The processes of one rank, and the files that they leave.
 
     Args:
-        leader: pid of the rank's process, which has made the group, or is about to.
-        folder: where it keeps its sockets (:mod:`checkpointless.agent.temp_folder`).
+        leader: pid of the rank's process, which has made the group or is about to.
+        folder: folder in which the rank keeps its sockets (:mod:`checkpointless.agent.temp_folder`).
     """
 
     def __init__(self, leader: int, folder: Path | None) -> None:
@@ -28,13 +28,16 @@ class ProcessGroup:
         self._killed = {leader}
 
     def kill(self) -> None:
-        """SIGKILL all of them. Only while the leader has not been waited for: then its pid is free for others."""
+        """Kill all processes of the group with SIGKILL.
+
+        Call this only before the leader has been waited for: after that its pid is free for others.
+        """
         self._killed.update(_members(self.leader))
         with contextlib.suppress(ProcessLookupError):  # the leader has not made its group yet
             os.killpg(self.leader, signal.SIGKILL)
 
     def clean(self) -> None:
-        """Remove what they left; the leader has been waited for, and the others been killed."""
+        """Remove the files that the processes left; the leader was waited for, and the others were killed."""
         temp_folder.remove(self._folder, self.leader)
         deadline_s = time.monotonic() + _END_S
         for pid in self._killed:
@@ -45,15 +48,15 @@ class ProcessGroup:
 def _members(group: int) -> list[int]:
     found = []
     for name in os.listdir("/proc"):
-        with contextlib.suppress(ValueError, OSError):  # no process, or not any more
+        with contextlib.suppress(ValueError, OSError):  # not a process, or one that has ended
             if os.getpgid(int(name)) == group:
                 found.append(int(name))
     return found
 
 
 def _wait(pid: int, timeout_s: float) -> None:
-    """Until the process has ended; not at all if it has been reaped, or the kernel (before 5.3) cannot tell."""
-    with contextlib.suppress(OSError, AttributeError):  # the latter where Python was built without it
+    """Wait for the process to end; not at all if it was reaped, or if the kernel (before 5.3) cannot tell."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: Python was built without pidfd_open
         descriptor = os.pidfd_open(pid)
         try:
             poll = select.poll()

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-BUSY_SHARE = 0.2  # of one core: less is what idle threads of a framework use
+BUSY_SHARE = 0.2  # of one core; the idle threads of a framework use less
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ProcessState(Enum):
-    """Why a process may be silent."""
+    """The reasons why a process may be silent."""
 
     UNKNOWN = "no sign of life"
     STOPPED = "stopped by a signal"
@@ -27,8 +27,8 @@ class ProcessLook:
     """One look at a process.
 
     Attributes:
-        letter: the code of the state of its main thread, as in ``/proc/PID/stat`` (0: not known).
-        cpu_ms: the processor time of all its threads so far.
+        letter: character code of the main thread's state, as in ``/proc/PID/stat`` (0: not known).
+        cpu_ms: processor time of all its threads so far, in milliseconds.
     """
 
     letter: int = 0
@@ -36,23 +36,23 @@ class ProcessLook:
 
     @classmethod
     def at(cls, pid: int | None) -> ProcessLook:
-        """Look at the process now; nothing is known of one that is not there."""
+        """Look at the process now; nothing is known of a process that does not exist."""
         if pid is None:
             return cls()
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
             return cls()
-        after = text.rpartition(")")[2].split()  # the name before may contain anything
+        after = text.rpartition(")")[2].split()  # the name before it may contain anything
         ticks = int(after[11]) + int(after[12])
         return cls(ord(after[0]), ticks * 1000 // _TICKS_PER_S)
 
 
 def state_of(first: ProcessLook, last: ProcessLook, seconds: float) -> ProcessState:
-    """What two looks at one process tell.
+    """Return what two looks at one process tell about its state.
 
     Args:
-        seconds: between them. A process that could run and has not is starved, so counts as busy.
+        seconds: time between the two looks. A process that could run but did not is starved, and counts as busy.
     """
     letter = chr(last.letter)
     if letter in "T":

@@ -1,4 +1,4 @@
-"""The messages between a rank and its agent: JSON objects, one per line, nothing evaluated or unpickled."""
+"""The messages between a rank and its agent: JSON objects, one per line; nothing is evaluated or unpickled."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, ClassVar, get_type_hints
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 * 1024
 AGENT_FD_ENV = "CHECKPOINTLESS_AGENT_FD"
-FAULT_AT_ENV = "CHECKPOINTLESS_FAULT_AT"  # what a new process comes after, in seconds of the monotonic clock
+FAULT_AT_ENV = "CHECKPOINTLESS_FAULT_AT"  # time of the fault before a new process, in seconds (monotonic clock)
 _SHORTENED = "[... shortened ...]"
 
 
 class ProtocolError(ValueError):
-    """What came (or was to be sent) is no message of this protocol."""
+    """The data received (or to be sent) is not a message of this protocol."""
 
 
 class Sender(Enum):
-    """Who speaks; both sides have a message of type ``fault``."""
+    """The side that sends a message; both sides have a message of type ``fault``."""
 
     RANK = "rank"
     AGENT = "agent"
@@ -27,10 +27,10 @@ class Sender(Enum):
 
 @dataclass(frozen=True)
 class Hello:
-    """The rank stands at the entry of its RCB and waits for ``go``.
+    """The rank is at the entry of its block and waits for ``go``.
 
     Attributes:
-        generation: the one in the rank's environment.
+        generation: the generation in the rank's environment.
     """
 
     type: ClassVar[str] = "hello"
@@ -46,7 +46,7 @@ class FaultReport:
     Attributes:
         error: name of the exception's type.
         step: the optimizer step in the making, from 1 (-1: none).
-        victim: the error is a broken collective or store connection, so probably somebody else's fault.
+        victim: whether the error is a broken collective or store connection, so probably another rank's fault.
     """
 
     type: ClassVar[str] = "fault"
@@ -68,7 +68,7 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Replace:
-    """The rank's process must not be used again; it exits next and wants a successor."""
+    """The rank's process must not be used again; it exits next and asks for a successor."""
 
     type: ClassVar[str] = "replace"
     generation: int
@@ -77,7 +77,7 @@ class Replace:
 
 @dataclass(frozen=True)
 class Done:
-    """The rank's RCB returned; it waits for ``finish``, or a ``fault`` if somebody still needs it."""
+    """The rank's block has returned; it waits for ``finish``, or for ``fault`` if another rank still needs it."""
 
     type: ClassVar[str] = "done"
     generation: int
@@ -85,7 +85,7 @@ class Done:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The job cannot go on; ``reason`` is its last word, ``code`` what it exits with."""
+    """The job cannot continue; ``reason`` is its last message and ``code`` its exit code."""
 
     type: ClassVar[str] = "giveup"
     generation: int
@@ -95,7 +95,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Answer:
-    """Reply to ``inquire``: whether the main thread waits in a collective, and its stack as text."""
+    """The reply to ``inquire``: whether the main thread waits in a collective, and its stack as text."""
 
     type: ClassVar[str] = "answer"
     id: int
@@ -105,11 +105,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Go:
-    """All ranks are present: enter the RCB.
+    """All ranks are present: the rank enters its block.
 
     Attributes:
         incident: the incident that led here (None at the first start).
-        env: to be put into ``os.environ``.
+        env: variables to put into ``os.environ``.
         high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
     """
 
@@ -125,8 +125,8 @@ class FaultNotice:
     """Generation ``generation`` is over.
 
     Attributes:
-        cause: one line.
-        rank: the culprit, where one is known.
+        cause: the cause in one line.
+        rank: the rank to blame (None: not known).
     """
 
     type: ClassVar[str] = "fault"
@@ -138,7 +138,7 @@ class FaultNotice:
 
 @dataclass(frozen=True)
 class Inquire:
-    """Where does the rank's main thread stand?"""
+    """Ask where the rank's main thread is."""
 
     type: ClassVar[str] = "inquire"
     id: int
@@ -160,8 +160,8 @@ class Vocabulary:
     """The messages that one side may send: dataclasses of plain values, each with a ``type``.
 
     Args:
-        sender: whose they are, for what is said of a wrong one.
-        classes: the dataclasses.
+        sender: name of the side that sends the messages, for error messages.
+        classes: the dataclasses of the messages.
     """
 
     def __init__(self, sender: str, *classes: Any) -> None:
@@ -170,10 +170,11 @@ class Vocabulary:
         self._hints = {cls: {each.name: get_type_hints(cls)[each.name] for each in fields(cls)} for cls in classes}
 
     def decode(self, line: bytes) -> Any:
-        """The message in ``line``, which may end in a newline.
+        """Return the message in ``line``, which may end in a newline.
 
         Raises:
-            ProtocolError: malformed, oversized, of another version, or of a type unknown from this sender.
+            ProtocolError: the line is malformed, oversized, of another version, or of a type unknown from this
+                sender.
         """
         if len(line) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
@@ -205,7 +206,7 @@ _VOCABULARIES = {
 
 
 def encode(message: Any) -> bytes:
-    """One line, newline included. Texts too long for a message lose their middle.
+    """Return ``message`` as one line, newline included; texts that are too long lose their middle.
 
     Args:
         message: a message of any vocabulary.
@@ -227,27 +228,27 @@ def encode(message: Any) -> bytes:
 
 
 def decode(line: bytes, sender: Sender) -> Message:
-    """The message in ``line``.
+    """Return the message in ``line``.
 
     Args:
         line: one line, with or without its newline.
-        sender: whose message it is.
+        sender: the side that sent the line.
 
     Raises:
-        ProtocolError: malformed, oversized, of another version, or of a type unknown from this sender.
+        ProtocolError: the line is malformed, oversized, of another version, or of a type unknown from this sender.
     """
     message: Message = _VOCABULARIES[sender].decode(line)
     return message
 
 
 class LineBuffer:
-    """Turns the pieces that a socket gives into whole lines."""
+    """Turns the pieces that a socket delivers into whole lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that ``data`` completes, without their newlines.
+        """Return the lines that ``data`` completes, without their newlines.
 
         Raises:
             ProtocolError: a line is longer than a message may be.
@@ -263,7 +264,7 @@ def _dump(body: dict[str, Any]) -> bytes:
 
 
 def _shorten(text: str, length: int) -> str:
-    """``text`` with about ``length`` characters: a third from its start, the rest from its end."""
+    """Cut ``text`` to about ``length`` characters: a third from its start, the rest from its end."""
     head = length // 3
     return f"{text[:head]}\n{_SHORTENED}\n{text[-(length - head - len(_SHORTENED) - 2) :]}"
 
@@ -285,5 +286,5 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _is_small(value: object) -> bool:
-    """Whether ``value`` is a whole number of at most 64 bits: nothing here is larger, and floats cannot be."""
+    """Return whether ``value`` is an integer of at most 64 bits: nothing here is larger, and floats cannot be."""
     return type(value) is int and -(1 << 63) <= value < 1 << 63

@@ -1,4 +1,4 @@
-"""What ranks print: the file that it goes to, the end of it, and its copy on the agent's own output."""
+"""The output of ranks: the log files that it goes to, their last lines, and their copy on the agent's output."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _LOOK_S = 1.0
 
 
 class RankLog:
-    """The log file of a rank. A disk that does not answer keeps neither a rank from being started nor the agent.
+    """The log file of a rank. A disk that does not answer blocks neither the start of a rank nor the agent.
 
     Args:
-        path: the file.
-        errands: go to its disk.
-        say: takes lines for the terminal.
+        path: path of the file.
+        errands: runs what accesses the file's disk.
+        say: called with each line for the terminal.
 
     Attributes:
-        path: the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path, errands: Errands, say: Callable[[str], None]) -> None:
@@ -39,10 +39,10 @@ class RankLog:
         self._instead: int | None = None
 
     def open(self) -> int:
-        """A descriptor for the output of a process that is being started; the caller closes it.
+        """Return a descriptor for the output of a process that is being started; the caller closes it.
 
-        If the file cannot be opened now, it is that of a file without a name among the temporary ones, which goes
-        with the process, or leads nowhere.
+        If the file cannot be opened now, the output goes to an unnamed temporary file, which disappears with the
+        process, or nowhere if that cannot be made either.
         """
         self.close()
         why = "its disk does not answer"
@@ -62,7 +62,7 @@ class RankLog:
         return os.dup(self._instead)
 
     def last_lines(self, count: int = 10) -> list[str]:
-        """The end of what was printed, or one line that says why it cannot be read."""
+        """Return the last lines that were printed, or one line that says why they cannot be read."""
         if self._instead is not None:
             return _end(self._instead)[-count:]
         try:
@@ -72,7 +72,7 @@ class RankLog:
         return [f"{self.path} cannot be read: its disk does not answer"] if lines is None else lines[-count:]
 
     def close(self) -> None:
-        """Let go of what was printed elsewhere."""
+        """Close the temporary file, if the output went to one."""
         if self._instead is not None:
             os.close(self._instead)
             self._instead = None
@@ -89,12 +89,12 @@ class RankLog:
 
 
 class LogCopies:
-    """Copies what ranks print, each line with its rank in front, in threads of its own.
+    """Copies what ranks print, with the rank in front of each line, in separate threads.
 
     Args:
-        paths: the log of each rank.
-        out: what it is copied to.
-        errands: go to the disk of the logs.
+        paths: path of each rank's log.
+        out: stream that the logs are copied to.
+        errands: runs what accesses the disk of the logs.
     """
 
     def __init__(self, paths: Mapping[int, Path], out: TextIO, errands: Errands) -> None:
@@ -116,10 +116,10 @@ class LogCopies:
             thread.start()
 
     def stop(self) -> bool:
-        """Copy what is left, however long ``out`` takes for it, and end.
+        """Copy what is left, however long ``out`` takes to accept it, and end the threads.
 
         Returns:
-            False if the disk does not answer; then what is left is not copied.
+            False if the disk does not answer; what is left is then not copied.
         """
         self._finished.set()
         for thread, path in zip(self._threads, self._paths.values(), strict=True):
@@ -132,7 +132,7 @@ class LogCopies:
 
 
 def _answers(path: Path) -> bool:
-    """Whether the disk of ``path`` says anything, if only that it cannot be read."""
+    """Return True as soon as the disk of ``path`` answers, if only with an error."""
     try:
         with path.open("rb", buffering=0) as log:
             log.seek(-1, os.SEEK_END)

@@ -1,6 +1,6 @@
-"""What a rank's process does before the user's script: becomes a process of its own, then runs the script.
+"""Sets up the process of a rank, then runs the user's script in it.
 
-``python -m checkpointless.agent.rank_process`` is a rank in a fresh interpreter, for where forking is not possible.
+``python -m checkpointless.agent.rank_process`` runs a rank in a fresh interpreter where forking is not possible.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ORPHAN_EXIT_CODE = 1
 
 @dataclass(frozen=True)
 class Script:
-    """What the ranks run, as ``python`` takes it.
+    """What the ranks run, as it is given to ``python``.
 
     Attributes:
         target: path of a script, or name of a module.
-        args: its arguments.
+        args: arguments of the script or module.
         module: whether ``target`` is a module (``python -m``).
     """
 
@@ -48,7 +48,7 @@ class Script:
     module: bool = False
 
     def to_json(self) -> str:
-        """The script as text for a command line."""
+        """Return the script as text for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -59,40 +59,40 @@ class Script:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
+    """Have the kernel kill this process when its parent ends, for whatever reason."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it ended before the kernel was asked
+    if os.getppid() != parent_pid:  # the parent ended before the kernel was asked
         os._exit(_ORPHAN_EXIT_CODE)
 
 
 def call_hooks(names: list[str]) -> None:
-    """Call functions given as ``package.module:function``.
+    """Call the functions in ``names``, each given as ``package.module:function``.
 
     Raises:
-        ImportError, AttributeError: there is no such function.
+        ImportError, AttributeError: a function does not exist.
     """
     for name in names:
         pkgutil.resolve_name(name)()
 
 
 def run_script(script: Script) -> NoReturn:
-    """Run ``script`` as ``__main__``, then leave the process with the code that ``python`` would give.
+    """Run ``script`` as ``__main__``, then exit the process with the code that ``python`` would give.
 
-    The interpreter is not taken down: with large frameworks loaded that takes longer than most recoveries.
+    The interpreter is not shut down: with large frameworks loaded that takes longer than most recoveries.
     """
     code = 1
     apply_log_level()
     LogRelay().install()
-    for stream in (sys.stdout, sys.stderr):  # files; what a rank has printed must not die with it
+    for stream in (sys.stdout, sys.stderr):  # files; what a rank has printed must not be lost with it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    # A preloaded module that is then run as the script has been imported before: that is what preloading is for.
+    # A preloaded module that is run as the script was imported before, which is the purpose of preloading.
     warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
     try:
         code = _run(script)
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
         atexit._run_exitfuncs()
     except BaseException:  # noqa: BLE001 - the edge of the process
         traceback.print_exc()
@@ -133,11 +133,11 @@ def _flush() -> None:
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
-            continue  # closed or replaced by the script: nowhere to say so
+            continue  # closed or replaced by the script: there is nowhere to report it
 
 
 def main() -> NoReturn:
-    """Be one rank, in this interpreter."""
+    """Run one rank in this interpreter."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--after-preload", action="append", default=[])

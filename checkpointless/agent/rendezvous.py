@@ -1,6 +1,7 @@
-"""What the ranks of one generation meet at: a store of their own, and the environment that leads there.
+"""Where the ranks of one generation meet: a separate store, and the environment variables that lead to it.
 
-The store lives in the agent of a node and not with the coordinator: the ranks do not notice if that is lost.
+The store runs in the agent of a node and not with the coordinator, so the ranks do not notice if the coordinator is
+lost.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ LOOPBACK = "127.0.0.1"
 
 
 class GenerationStore:
-    """A c10d store that lives in the agent, for one generation.
+    """A c10d store for one generation, which runs in the agent.
 
     It is bound to one address, on a free port. Closing it frees every rank that waits for a key in it.
 
     Args:
-        generation: whose store it is.
-        address: of this node, a number, as the others reach it.
+        generation: the generation that meets at the store.
+        address: numeric address of this node, as the other nodes reach it.
 
     Raises:
-        OSError, RuntimeError: it cannot be opened.
+        OSError, RuntimeError: the store cannot be opened.
     """
 
     def __init__(self, generation: int, address: str = LOOPBACK) -> None:
@@ -48,25 +49,25 @@ class GenerationStore:
 
 
 def resolve(address: str) -> str:
-    """The number of an address; a name is looked up.
+    """Return the numeric form of an address; a name is looked up.
 
     Raises:
-        OSError: it cannot be.
+        OSError: the name cannot be looked up.
     """
     return str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
 
 
 class Rendezvous:
-    """Where the ranks of the coming generation meet, and the environment that leads there.
+    """Where the ranks of the coming generation meet, and the environment variables that lead there.
 
     Args:
         nnodes: how many nodes there are.
-        nproc: how many ranks on each.
+        nproc: how many ranks each node runs.
 
     Attributes:
-        run_id: of the job.
-        generation: whose store was asked for last (-1: none).
-        host: the number of the node that was asked.
+        run_id: the job's run ID.
+        generation: the generation whose store was asked for last (-1: none).
+        host: number of the node that was asked for that store (-1: none).
     """
 
     def __init__(self, nnodes: int, nproc: int) -> None:
@@ -79,18 +80,18 @@ class Rendezvous:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is there."""
+        """Whether the store is open."""
         return self._where is not None
 
     def ask(self, generation: int, host: int) -> None:
-        """A node is asked for the store of ``generation``; there is none until it says where."""
+        """Note that node ``host`` is asked for the store of ``generation``; none is open until it says where."""
         self.generation, self.host, self._where = generation, host, None
 
     def opened(self, generation: int, host: int, address: str, port: int) -> bool:
-        """A node has a store.
+        """Note that a node has opened a store.
 
         Returns:
-            Whether it is the one that was asked for.
+            Whether it is the store that was asked for.
         """
         if (generation, host) != (self.generation, self.host):
             return False
@@ -98,10 +99,10 @@ class Rendezvous:
         return True
 
     def go_env(self) -> dict[str, str]:
-        """What changes in a rank's environment when the generation begins.
+        """Return the environment variables of a rank that change when the generation begins.
 
         Raises:
-            RuntimeError: there is no store.
+            RuntimeError: no store is open.
         """
         if self._where is None:
             raise RuntimeError(f"generation {self.generation} has no store")
@@ -114,7 +115,7 @@ class Rendezvous:
         }
 
     def rank_env(self, rank: int, node: int) -> dict[str, str]:
-        """All that a new rank needs to know to join the generation, as torchrun says it."""
+        """Return all environment variables that a new rank needs to join the generation, named as by torchrun."""
         world_size = str(self.nnodes * self.nproc)
         return {
             "RANK": str(rank),

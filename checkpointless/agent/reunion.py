@@ -1,4 +1,4 @@
-"""What to do with the ranks of a node that comes back to its coordinator: each has seen its own side only."""
+"""What to do with the ranks of a node that returns to its coordinator: each of the two saw only its own side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _AT_WORK = (*IN_BLOCK, WorkerState.LEAVING)
 
 
 class Reunion(Enum):
-    """What brings both views of a rank together."""
+    """What it takes to make both views of a rank agree."""
 
     AGREED = "nothing"
     READY = "it is at the barrier, and that was not heard"
@@ -22,10 +22,10 @@ class Reunion(Enum):
 
 
 def assumed(said: WorkerState) -> WorkerState:
-    """What is known of a rank whose node was taken for lost, so that the whole job has to regroup.
+    """Return what is known of a rank whose node was taken for lost, so that the whole job has to regroup.
 
     Args:
-        said: its state, as the node says.
+        said: the rank's state as its node reports it.
     """
     if said in _AT_WORK:
         return WorkerState.LEAVING
@@ -33,11 +33,11 @@ def assumed(said: WorkerState) -> WorkerState:
 
 
 def reunite(known: WorkerState, said: WorkerState) -> Reunion:
-    """What to do with one rank.
+    """Return what to do with one rank.
 
     Args:
-        known: its state, as the coordinator knows it.
-        said: its state, as its node says, after all that it had to report.
+        known: the rank's state as the coordinator knows it.
+        said: the rank's state as its node reports it, after everything else that the node had to report.
     """
     if known is said:
         return Reunion.AGREED

@@ -1,4 +1,4 @@
-"""Who takes part in a job, as the coordinator knows it: nodes, spares, ranks, and how many are in which state."""
+"""The members of a job as the coordinator knows them: nodes, spares, ranks, and how many are in which state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Node:
     """A node of the job.
 
     Attributes:
-        index: its number, from 0.
-        nproc: how many ranks it runs.
-        send: gives its agent a command.
-        joined: whether its agent can start processes.
-        lost: why its agent cannot be reached any more ("" if it can).
-        searching: whether it said that it lost sight of the coordinator, and has not come back yet.
-        is_back: whether it has come back in the place of itself, and has not said yet what its ranks do.
+        index: the node's number, from 0.
+        nproc: how many ranks the node runs.
+        send: sends a command to the node's agent.
+        joined: whether the node's agent can start processes.
+        lost: why the node's agent can no longer be reached ("" if it can).
+        searching: whether the node said that it lost the coordinator, and has not come back yet.
+        is_back: whether the node has come back to its own place, and has not said yet what its ranks do.
     """
 
     index: int
@@ -41,11 +41,11 @@ class Rank:
     """A rank as the coordinator knows it.
 
     Attributes:
-        state: as its node's agent sees it, or will when it has heard the last command. Only ``Roster.move``
-            changes it.
-        incarnation: of the process that was asked for last.
-        committed: the last optimizer step that was read from its board.
-        making: the step in the making that was read from it.
+        state: the rank's state as its node's agent sees it, or will see it after the last command. Only
+            ``Roster.move`` changes it.
+        incarnation: incarnation of the process that was asked for last.
+        committed: the last committed optimizer step that was read from the rank's board.
+        making: the step in the making that was read from the rank's board.
     """
 
     number: int
@@ -57,19 +57,19 @@ class Rank:
 
 
 class Roster:
-    """The nodes and ranks of a job, counted so that no message makes anyone look at all of them.
+    """The nodes and ranks of a job, counted so that no message requires a look at all of them.
 
     Args:
         nnodes: how many nodes there are.
-        nproc: how many ranks on each.
+        nproc: how many ranks each node runs.
 
     Attributes:
-        nodes: by number.
-        spares: nodes that wait to take a lost one's place.
-        ranks: by number; those of a lost node are GONE.
+        nodes: the job's nodes, by number.
+        spares: nodes that wait to take the place of a lost node.
+        ranks: the job's ranks, by number; the ranks of a lost node are GONE.
         in_state: how many ranks are in each state.
-        lost: the numbers of nodes that cannot be reached.
-        not_joined: the numbers of nodes that cannot start processes, those that are lost among them.
+        lost: numbers of the nodes that cannot be reached.
+        not_joined: numbers of the nodes that cannot start processes, including the lost ones.
     """
 
     def __init__(self, nnodes: int, nproc: int) -> None:
@@ -81,7 +81,7 @@ class Roster:
         self.not_joined = set(range(nnodes))
 
     def put_in_place(self, node: Node, index: int) -> None:
-        """Let ``node`` be the one of that number, with its ranks."""
+        """Give ``node`` the number ``index`` and the ranks that belong to it."""
         node.index = index
         self.nodes[index] = node
         self.lost.discard(index)
@@ -89,45 +89,45 @@ class Roster:
             rank.node = node
 
     def is_in_place(self, node: Node) -> bool:
-        """Whether it is one of the job's nodes: no spare, and not replaced."""
+        """Return whether ``node`` is one of the job's nodes: neither a spare nor replaced."""
         return node.index >= 0 and self.nodes[node.index] is node
 
     def ranks_of(self, node: Node) -> list[Rank]:
-        """The ranks of a node that is in place."""
+        """Return the ranks of a node that is in place."""
         return self.ranks[node.index * node.nproc : (node.index + 1) * node.nproc]
 
     def rank_of(self, number: int, node: Node) -> Rank:
-        """The rank that ``node`` speaks of.
+        """Return the rank with this number, which ``node`` speaks of.
 
         Raises:
-            ValueError: it does not run that one.
+            ValueError: the node does not run that rank.
         """
         if not 0 <= number < len(self.ranks) or self.ranks[number].node is not node:
             raise ValueError(f"node {node.index} speaks of rank {number}, which it does not run")
         return self.ranks[number]
 
     def move(self, rank: Rank, state: WorkerState) -> None:
-        """A rank is in another state; nothing else sets it, so the count is right."""
+        """Move a rank to another state; nothing else sets the state, so the count is right."""
         self.in_state[rank.state] -= 1
         self.in_state[state] += 1
         rank.state = state
 
     def all_are(self, state: WorkerState) -> bool:
-        """Whether every rank is in ``state``."""
+        """Return whether every rank is in ``state``."""
         return self.in_state[state] == len(self.ranks)
 
 
 class Standings:
-    """What the nodes said last of where their ranks stand.
+    """The latest report of each node on how far its ranks have come.
 
-    The nodes of a job are a step or two apart, so of all they say there are only few different steps to look at.
+    The nodes of a job are a step or two apart, so their reports name only a few different steps.
     """
 
     def __init__(self) -> None:
         self._said: dict[int, Progress] = {}
         self._oldest: Counter[int] = Counter()
         self._newest: Counter[int] = Counter()
-        self._timed = 0  # how many of them know how long a step takes
+        self._timed = 0  # how many nodes know how long a step takes
         self._longest_ms = 0
 
     def __len__(self) -> int:
@@ -145,11 +145,11 @@ class Standings:
 
     @property
     def longest_s(self) -> float:
-        """The longest that any rank took from one beat to the next in a step; 0 until every node knows."""
+        """The longest time that any rank took from one beat to the next in a step; 0 until every node knows."""
         return self._longest_ms / 1000 if self._timed == len(self._said) else 0.0
 
     def put(self, node: int, progress: Progress) -> None:
-        """A node says where its ranks stand now."""
+        """Record a node's new report."""
         self.drop(node)
         self._said[node] = progress
         self._oldest[progress.oldest] += 1
@@ -158,7 +158,7 @@ class Standings:
         self._longest_ms = max(self._longest_ms, progress.longest_ms)
 
     def drop(self, node: int) -> None:
-        """Forget what a node said, if it said anything."""
+        """Forget a node's report, if there is one."""
         before = self._said.pop(node, None)
         if before is not None:
             _take_one(self._oldest, before.oldest)

@@ -1,4 +1,4 @@
-"""The loop of ``checkpointless run``: the agent of this node, and its coordinator here or elsewhere."""
+"""The loop of ``checkpointless run``: it runs this node's agent, and links it to the coordinator."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def serve(
     """Run a node's part of a job until every rank's process has ended.
 
     Args:
-        agent: of this node.
-        link: to the coordinator.
-        selector: which both register their descriptors with; the data of each is called when it is ready.
+        agent: the agent of this node.
+        link: the agent's link to the coordinator.
+        selector: selector with which both register their descriptors; the data of a descriptor's key is called when
+            the descriptor is ready.
         signals: the signals that this process got; a handler appends to it.
-        watch: looks at the job in every turn.
-        clock: what limits are measured with.
+        watch: looks at the job in every turn of the loop.
+        clock: clock with which limits are measured.
 
     Returns:
         How the job ended.

@@ -1,7 +1,7 @@
-"""The files in shared memory that killed processes leave.
+"""Removes the files in shared memory that killed processes leave.
 
 torch makes a file in ``/dev/shm`` for each tensor that a data-loader worker hands over, opens it and removes it at
-once: a worker that is killed in between leaves it. Its name has the worker's pid
+once; a worker that is killed in between leaves the file. The file's name contains the worker's pid
 (``torch_<pid>_<random>_<counter>``: ``NewProcessWideShmHandle`` in torch's ``MapAllocator.cpp``).
 """
 
@@ -19,14 +19,15 @@ FOLDER = Path("/dev/shm")  # shm_open(3)
 
 
 def remove(pids: Iterable[int]) -> None:
-    """Remove what processes that have ended left, unless another one uses it.
+    """Remove the files that processes that have ended left, unless another process uses them.
 
-    Containers may share the folder (``--ipc=host``), but not their pids: so a file is left alone while anyone has
-    it open. With torch's sharing strategy ``file_system`` nobody has, while a message carries it: this does not
-    protect what another container of the same user sends from a process that had one of ``pids`` there.
+    Containers may share the folder (``--ipc=host``) but not their pids, so a file is left alone while any process
+    has it open. With torch's sharing strategy ``file_system``, no process has a file open while a message carries
+    it. This does not protect what another container of the same user sends from a process that had one of ``pids``
+    there.
 
     Args:
-        pids: of the processes that have ended.
+        pids: pids of the processes that have ended.
     """
     for pid in pids:
         for path in FOLDER.glob(f"torch_{pid}_*"):
@@ -36,13 +37,13 @@ def remove(pids: Iterable[int]) -> None:
 
 
 def _is_unused(path: Path) -> bool:
-    """Whether no process of this machine has the file open or mapped: only then is a write lease granted."""
+    """Return whether no process on this machine has the file open or mapped; a write lease needs that."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             return False
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # who opens it now is told so by a harmless signal
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # an open from now on raises a harmless signal
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:  # it is in use, or the file system has no leases
         return False

@@ -1,4 +1,4 @@
-"""The client of a rank that nobody else belongs to and no agent of ours started."""
+"""The client of a rank that is alone in its job and was not started by an agent of this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from checkpointless.telemetry.events import event_log
 
 
 class FaultLimits:
-    """The agent's limits on incidents, kept by ranks themselves from what they report.
+    """The agent's limits on incidents, applied by the ranks themselves to what they report.
 
     Attributes:
         high_water: the highest optimizer step that must have been committed, as far as reports tell (-1: none).
@@ -23,7 +23,7 @@ class FaultLimits:
         """Count one more incident.
 
         Returns:
-            Its cause, and why the job must end, if it must.
+            The incident's cause, and the reason why the job must end (None: it need not).
         """
         cause = exception_cause(
             rank, report.error, report.message, report.traceback, report.step, victim=report.victim
@@ -37,7 +37,7 @@ class FaultLimits:
 
 
 def tell(generation: int, incident: str, cause: Cause) -> None:
-    """Have the run's events say what an incident came from, where no agent does: by the rank that reported it."""
+    """Log the cause of an incident where no agent does; the rank that reported the incident calls this."""
     event_log().emit(
         "detect",
         "point",
@@ -50,7 +50,7 @@ def tell(generation: int, incident: str, cause: Cause) -> None:
 
 
 class StandaloneClient(RankClient):
-    """Regroups the one rank of a job that consists of this process."""
+    """Regroups the only rank of a job that consists of this process."""
 
     def __init__(self) -> None:
         super().__init__(rank=0)
@@ -58,7 +58,7 @@ class StandaloneClient(RankClient):
         self._limits = FaultLimits()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close the client, which holds no resources."""
         self._lose("closed")
 
     def _send(self, message: RankMessage) -> None:

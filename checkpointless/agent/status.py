@@ -1,6 +1,6 @@
 """What the agent's loop tells other threads: an immutable snapshot that it replaces a few times per second.
 
-The loop alone calls :class:`Watch`; others only read its ``snapshot``, so nobody ever waits for anybody.
+Only the loop calls :class:`Watch`; other threads only read its ``snapshot``, so no thread ever waits for another.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from checkpointless.agent.roster import Node
 
 RECOVERY_BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-OUTSIDE = -1  # in place of its number: the coordinator in a process of its own is no node
-STALE_S = 5.0  # a loop that has not turned for so long does not turn
+OUTSIDE = -1  # in place of a node's number: a coordinator in a separate process is no node
+STALE_S = 5.0  # a loop that has not turned for this long counts as stuck
 _EVERY_S = 0.25
 _SHARE = 50  # looking takes less than a fiftieth of the loop's time, however many ranks there are
 _RUNGS = tuple(rung.label for rung in Rung)
@@ -40,9 +40,9 @@ class RankStatus:
     """A rank of this node.
 
     Attributes:
-        committed: the last optimizer step that its board shows (None: none yet).
-        making: the step in the making (likewise).
-        beat_age_s: seconds since it showed progress last; None while it is in no block.
+        committed: the last optimizer step that the rank's board shows (None: none yet).
+        making: the step in the making that the rank's board shows (None: none yet).
+        beat_age_s: seconds since the rank last showed progress; None while it is not in its block.
     """
 
     rank: int
@@ -59,8 +59,8 @@ class JobNode:
     """A node, as the coordinator knows it.
 
     Attributes:
-        state: ``joined``, ``loading`` (its agent is here and cannot start ranks yet) or ``absent``.
-        why: it is absent.
+        state: ``joined``, ``loading`` (its agent is connected but cannot start ranks yet) or ``absent``.
+        why: why the node is absent.
     """
 
     node: int
@@ -83,13 +83,14 @@ class JobStatus:
     """The whole job, which only the coordinator knows.
 
     Attributes:
-        spares: nodes that wait to take a lost one's place.
-        incidents: how many there were, with the one in progress.
-        cause: how the cause of the one in progress came about: ``exception``, ``hang``, ``SIGKILL``...
-        causes: how many the ranks have met again after, by how their cause came about.
-        recoveries: those after which the lost step was made: how long from the fault until then.
-        rungs: the same, by how far up they went (the labels of :class:`~checkpointless.telemetry.incidents.Rung`).
-        steps_lost: committed steps that storage did not bring back.
+        spares: how many nodes wait to take the place of a lost node.
+        incidents: how many incidents there were, including the one in progress.
+        cause: how the cause of the incident in progress came about: ``exception``, ``hang``, ``SIGKILL``...
+        causes: how many incidents the ranks have met again after, by how the incident's cause came about.
+        recoveries: time from the fault until the lost step was made, of the incidents after which it was made.
+        rungs: the times in ``recoveries``, by how far up the recovery went (the labels of
+            :class:`~checkpointless.telemetry.incidents.Rung`).
+        steps_lost: how many committed steps storage did not bring back.
     """
 
     nodes: tuple[JobNode, ...]
@@ -108,15 +109,15 @@ class Snapshot:
     """One look at this node's part of the job.
 
     Attributes:
-        node: its number; :data:`OUTSIDE` if this is the coordinator, in a process of its own.
-        at_s: when, in seconds since the epoch.
-        looked_at_s: likewise, on the monotonic clock; None: the agent has not joined the job.
-        generation: the one that began last (None: none yet).
-        high_water: the highest committed step that this node knows of (likewise).
-        incident: the one that ranks are being brought together for.
-        respawns: processes that were started to take a dead one's place.
-        exit_code: how the job ended, if it has.
-        job: None where the coordinator is not.
+        node: number of the node; :data:`OUTSIDE` for a coordinator in a separate process.
+        at_s: when the look was taken, in seconds since the epoch.
+        looked_at_s: when the look was taken, on the monotonic clock (None: the agent has not joined the job).
+        generation: the generation that began last (None: none yet).
+        high_water: the highest committed step that this node knows of (None: none yet).
+        incident: the incident that the ranks are being brought together for (None: none).
+        respawns: how many processes were started in place of dead ones.
+        exit_code: the job's exit code (None: the job has not ended).
+        job: the whole job; None where the coordinator does not run.
     """
 
     node: int
@@ -131,10 +132,10 @@ class Snapshot:
     job: JobStatus | None = None
 
     def health(self, now_s: float) -> tuple[bool, str]:
-        """Whether the loop turns and the job goes on, and that in a few words.
+        """Return whether the loop turns and the job goes on, and a short text that says so.
 
         Args:
-            now_s: on the monotonic clock.
+            now_s: the current time on the monotonic clock.
         """
         if self.looked_at_s is None:
             return False, "the agent has not joined the job yet"
@@ -153,13 +154,13 @@ class Tally:
     """Counts what the agent of this node, or the coordinator, writes into the event log.
 
     Attributes:
-        incidents: how many were seen.
-        open: how the cause of each came about whose ranks have not met again.
-        causes: how many there were of each kind of the others.
-        recoveries: as in :class:`JobStatus`.
-        rungs: likewise.
-        respawns: as in :class:`Snapshot`.
-        steps_lost: as in :class:`JobStatus`.
+        incidents: how many incidents were seen.
+        open: how the cause came about, for each incident whose ranks have not met again.
+        causes: how many of the other incidents there were, by how the cause came about.
+        recoveries: see :class:`JobStatus`.
+        rungs: see :class:`JobStatus`.
+        respawns: see :class:`Snapshot`.
+        steps_lost: see :class:`JobStatus`.
     """
 
     incidents: int = 0
@@ -171,7 +172,7 @@ class Tally:
     steps_lost: int = 0
 
     def event(self, stage: str, edge: str, incident: str | None, fields: Mapping[str, Any]) -> None:
-        """Take note of an event; of several ``detect`` of an incident the last knows best how it came about."""
+        """Count an event; of several ``detect`` events of an incident, the last knows best how it came about."""
         if stage == "respawn" and edge == "begin":
             self.respawns += 1
         elif stage == "detect" and incident is not None:
@@ -188,13 +189,13 @@ class Tally:
 
 
 class Watch:
-    """Keeps the snapshot of a loop.
+    """Keeps the snapshot of a loop up to date.
 
     Args:
-        node: index of this node, or :data:`OUTSIDE`.
+        node: number of this node, or :data:`OUTSIDE`.
 
     Attributes:
-        snapshot: the newest; replaced, never changed.
+        snapshot: the newest snapshot; it is replaced, never changed.
         measuring: reads what the ranks of this node measured; None before :meth:`log`, and outside of nodes.
     """
 
@@ -205,10 +206,10 @@ class Watch:
         self._began_s = self._again_at_s = 0.0
 
     def log(self, path: Path | None) -> EventLog:
-        """The event log of this node's agent, or the coordinator's, of which note is taken here.
+        """Return the event log of this node's agent, or of the coordinator; what is written to it is counted here.
 
         Args:
-            path: None drops what is written, after note was taken.
+            path: path of the log; None drops what is written after it was counted.
         """
         node = self.snapshot.node
         if node != OUTSIDE and path is not None:
@@ -216,11 +217,11 @@ class Watch:
         return _WatchedLog(path, node, self._tally)
 
     def look(self, agent: NodeAgent, coordinator: Coordinator | None, now_s: float) -> None:
-        """Replace the snapshot if it is time to.
+        """Replace the snapshot if it is due.
 
         Args:
-            coordinator: None on nodes other than its own.
-            now_s: on the monotonic clock.
+            coordinator: the job's coordinator; None on nodes where it does not run.
+            now_s: the current time on the monotonic clock.
         """
         if not self._is_due(now_s):
             return
@@ -241,7 +242,7 @@ class Watch:
         self._looked(now_s)
 
     def look_from_outside(self, coordinator: Coordinator, now_s: float) -> None:
-        """Likewise, of a coordinator in a process of its own."""
+        """Replace the snapshot of a coordinator in a separate process, if it is due."""
         if not self._is_due(now_s):
             return
         job = self._job(coordinator)
@@ -302,7 +303,7 @@ class _WatchedLog(EventLog):
         rank: int | None = None,
         **fields: Any,
     ) -> None:
-        """Append one event, and take note of it."""
+        """Append one event, and count it."""
         super().emit(stage, edge, generation=generation, incident=incident, rank=rank, **fields)
         self._tally.event(stage, edge, incident, fields)
 
@@ -326,5 +327,5 @@ def _node(node: Node) -> JobNode:
 
 
 def _known(number: int) -> int | None:
-    """A step or a generation, or None for -1."""
+    """Return a step or a generation, or None for -1."""
     return None if number == NO_STEP else number

@@ -1,4 +1,4 @@
-"""The client of a rank that torchrun, srun or the like started together with others."""
+"""The client of a rank that torchrun, srun or a similar launcher started together with others."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ POLL_S = 0.05
 CONNECT_TIMEOUT_S = 60.0
 FIRST_GATHER_TIMEOUT_S = 600.0
 REGROUP_TIMEOUT_S = 120.0
-LEAVE_TIMEOUT_S = 10.0  # for the others to hear of the end before the rank that hosts a store goes
+LEAVE_TIMEOUT_S = 10.0  # for the others to hear of the end before the rank that hosts a store exits
 _PREFIX = "checkpointless"
 
 
 class StoreClient(RankClient):
-    """Regroups ranks among themselves through a c10d store; a daemon thread polls it.
+    """Regroups ranks among themselves through a c10d store, which a daemon thread polls.
 
-    Nobody respawns a process here, so the job ends when a rank needs a new one. Rank 0 hosts a store of its own
-    for the process groups of each generation: keys of the one before would lead to addresses that are gone.
+    Nothing respawns a process here, so the job ends when a rank needs a new one. Rank 0 hosts a separate store for
+    the process groups of each generation: keys of the previous generation would lead to addresses that are gone.
 
     Args:
-        rank: this process's global rank.
+        rank: global rank of this process.
         world_size: number of ranks.
-        store: shared by all ranks, and by no other job or restart of this one.
-        address: where the others reach rank 0.
+        store: store that is shared by all ranks, and by no other job or restart of this one.
+        address: address at which the other ranks reach rank 0.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store, address: str) -> None:
@@ -60,7 +60,7 @@ class StoreClient(RankClient):
         self._limits = FaultLimits()
         self._incidents = 0
         self._entered: int | None = None  # the generation that this rank is in, or was in last
-        self._coming: int | None = None  # the one that it waits for
+        self._coming: int | None = None  # the generation that it waits for
         self._gather_by_s = 0.0
         self._done: int | None = None
         self._groups_store: TCPStore | None = None
@@ -73,7 +73,7 @@ class StoreClient(RankClient):
         """Connect to torchrun's store, or to one that rank 0 hosts where there is none.
 
         Raises:
-            DistStoreError, DistNetworkError: it cannot be reached within 60 s.
+            DistStoreError, DistNetworkError: the store cannot be reached within 60 s.
             KeyError: RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not set.
         """
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -172,7 +172,7 @@ class StoreClient(RankClient):
         env = {
             "MASTER_ADDR": self._address,
             "MASTER_PORT": self._store.get(f"port/{generation}").decode(),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # nobody in the process group hosts the store
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank of the process group hosts the store
             "TORCHELASTIC_RESTART_COUNT": str(generation),
             "JOB_RESTART_COUNT": str(generation),
         }

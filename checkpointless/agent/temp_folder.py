@@ -1,14 +1,14 @@
 """A private folder for the sockets of the processes that ranks start.
 
 A data-loader worker hands tensors over through a Unix socket in its temporary folder
-(``multiprocessing.util.get_temp_dir``), which it removes when it ends by itself. One that is killed leaves it. So
-an agent makes a folder in which each rank's process has one of its own, shared with all that it starts, and
-removes that when the process has ended, however it ended.
+(``multiprocessing.util.get_temp_dir``), which it removes when it ends by itself. A worker that is killed leaves the
+folder. So an agent makes a folder in which each rank's process has a subfolder, shared with all processes that it
+starts. The agent removes the subfolder when the rank's process has ended, however it ended.
 
-An agent that is killed leaves its folder. It held a lock on it, which ended with it (and with the ranks, if it was
-forked with them): the next agent removes folders that nobody has locked. Since nodes may share a file system and
-yet not hear of each other's locks, the name of a folder tells whose kernel knows; those from before a machine was
-started anew are left to whoever cleans up its temporary files.
+An agent that is killed leaves its folder. It held a lock on the folder, which ended with the agent (and with the
+ranks, if they inherited it through a fork). The next agent removes folders that nobody has locked. Because nodes
+may share a file system and yet not see each other's locks, the name of a folder tells which kernel knows its lock.
+Folders from before a machine was rebooted are left to whatever cleans up its temporary files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _PREFIX = "ckpl-"  # short: see the next line
-_LONGEST_SOCKET_PATH = 107  # sockaddr_un's sun_path, without its end
+_LONGEST_SOCKET_PATH = 107  # sockaddr_un's sun_path, without the final zero
 _BELOW = "/ckpl-kernel12345678/4194304/pymp-12345678/listener-12345678"
 _LONGEST_TMPDIR = _LONGEST_SOCKET_PATH - len(_BELOW)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -38,10 +38,10 @@ _TRIES = 5
 
 @contextlib.contextmanager
 def private_temp_folder() -> Iterator[Path | None]:
-    """Make a folder for an agent's ranks; it is removed at the end, with all that is in it.
+    """Make a folder for an agent's ranks, and remove it with all its contents at the end.
 
     Yields:
-        The folder; None if none could be made, or its path would be too long for a socket in it: then processes
+        The folder; None if none could be made, or if its path would be too long for a socket in it. Processes then
         use Python's defaults.
     """
     try:
@@ -58,7 +58,7 @@ def private_temp_folder() -> Iterator[Path | None]:
 
 
 def use(folder: Path | None) -> None:
-    """Have this process, and all that it starts, keep multiprocessing's sockets in one of its own in ``folder``."""
+    """Keep multiprocessing's sockets of this process and of all that it starts in a subfolder of ``folder``."""
     if folder is None:
         return
     own = folder / str(os.getpid())
@@ -75,13 +75,13 @@ def use(folder: Path | None) -> None:
 
 
 def remove(folder: Path | None, pid: int) -> None:
-    """Remove what the process ``pid`` and those that it started have left; they have ended."""
+    """Remove what the process ``pid`` and those that it started have left; all of them must have ended."""
     if folder is not None:
         shutil.rmtree(folder / str(pid), ignore_errors=True)
 
 
 def _make() -> tuple[Path, int]:
-    """A new folder, and the descriptor that locks it."""
+    """Make a folder, and return it with the descriptor that locks it."""
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent)) > _LONGEST_TMPDIR:
         raise OSError(f"{parent} is longer than {_LONGEST_TMPDIR} bytes, and so too long for sockets below it")
@@ -92,7 +92,7 @@ def _make() -> tuple[Path, int]:
         try:
             lock = _lock(path)
         except FileNotFoundError:
-            continue  # another agent took it for abandoned in this very moment
+            continue  # another agent took it for abandoned just now
         except OSError:  # a file system without locks
             path.rmdir()
             raise
@@ -104,7 +104,7 @@ def _make() -> tuple[Path, int]:
 def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove the folders of agents that were killed."""
     for folder in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # it is just being removed, or another user's
+        with contextlib.suppress(OSError):  # it is just being removed, or belongs to another user
             lock = _lock(folder)
             if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -112,17 +112,17 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
 
 
 def _kernel() -> str:
-    """Six characters that differ from machine to machine, and from boot to boot."""
+    """Return six characters that differ from machine to machine, and from boot to boot."""
     digest = hashlib.sha256(_BOOT_ID.read_bytes()).digest()
     return base64.urlsafe_b64encode(digest)[:6].decode()
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder of this user, for as long as the descriptor is open; None if somebody else has it.
+    """Lock a folder of this user for as long as the returned descriptor is open; return None if it is locked.
 
     Raises:
-        FileNotFoundError: it has been removed.
-        OSError: it cannot be locked, or is another user's.
+        FileNotFoundError: the folder has been removed.
+        OSError: the folder cannot be locked, or belongs to another user.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""The ranks as the agent sees them, and the two ways of starting their processes."""
+"""The ranks as the agent sees them, and the two ways to start their processes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class WorkerState(Enum):
-    """Where a rank stands."""
+    """The state of a rank."""
 
-    STARTING = "starting"  # its process was started and has not said hello
+    STARTING = "starting"  # its process was started but has not said hello
     READY = "ready"  # at the barrier
-    RUNNING = "running"  # in its RCB
+    RUNNING = "running"  # in its block
     LEAVING = "leaving"  # was told of a fault and is not at the barrier yet
-    DONE = "done"  # its RCB returned
-    FINISHED = "finished"  # so did everybody's
+    DONE = "done"  # its block has returned
+    FINISHED = "finished"  # every rank's block has returned
     GONE = "gone"  # its process has ended
 
 
 IN_BLOCK = (WorkerState.RUNNING, WorkerState.DONE)
-COUNTED = (WorkerState.READY, *IN_BLOCK, WorkerState.LEAVING)  # its end is a fault
+COUNTED = (WorkerState.READY, *IN_BLOCK, WorkerState.LEAVING)  # the end of their process is a fault
 
 
 @dataclass
@@ -51,15 +51,15 @@ class Worker:
 
     Attributes:
         incarnation: 0 for the first process, +1 at each respawn.
-        pid: of the living process; None until it is known.
-        said_hello: whether the living process did.
-        forgiven: whether the process's end is a consequence of what is known already, and no fault by itself.
+        pid: process ID of the living process; None until it is known.
+        said_hello: whether the living process has said hello.
+        forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
         beat: the last beat seen on the board.
         beat_at_begin: the beat when the generation began.
-        beat_at_s: when it changed last, on the monotonic clock.
-        in_step: whether the rank is within an optimizer step, and not in the first of a generation.
-        kill_at_s: when the agent kills the process if it is still there.
-        started_at_s: when the living process was.
+        beat_at_s: when the beat last changed, on the monotonic clock.
+        in_step: whether the rank is within an optimizer step, but not in the first ones of a generation.
+        kill_at_s: when the agent kills the process if it still runs (None: never).
+        started_at_s: when the living process was started.
     """
 
     rank: int
@@ -80,10 +80,10 @@ class Worker:
     kill_at_s: float | None = None
 
     def send(self, message: AgentMessage) -> bool:
-        """Say ``message``.
+        """Send ``message`` to the rank.
 
         Returns:
-            False if the rank cannot be reached: it has ended, or has read nothing for long.
+            False if the rank cannot be reached: it has ended, or has read nothing for a long time.
         """
         if self.connection is None:
             return False
@@ -97,10 +97,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class Order:
-    """Start one process.
+    """The order to start one process.
 
     Attributes:
-        env: what it gets on top of the agent's environment.
+        env: environment variables of the process, on top of the agent's environment.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Descriptors:
-    """What a rank inherits; the starter only borrows them."""
+    """The descriptors that a rank inherits; the starter only borrows them."""
 
     log: int
     agent: int
@@ -119,7 +119,7 @@ class Descriptors:
 
 @dataclass(frozen=True)
 class Started:
-    """A process is there."""
+    """A process was started."""
 
     rank: int
     incarnation: int
@@ -128,7 +128,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Exited:
-    """A process has ended, with an exit code or minus the number of a signal."""
+    """A process has ended; ``code`` is its exit code, or minus the number of the signal that killed it."""
 
     rank: int
     incarnation: int
@@ -157,7 +157,7 @@ class Starter(abc.ABC):
     """Starts, signals and reaps the processes of ranks.
 
     Attributes:
-        readable: becomes readable when there is news; None if one has to ask.
+        readable: socket that becomes readable when there is news; None if the caller has to poll :meth:`news`.
     """
 
     readable: socket.socket | None = None
@@ -168,33 +168,33 @@ class Starter(abc.ABC):
 
     @abc.abstractmethod
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a rank; SIGKILL goes to its own children too. One that has ended is left alone."""
+        """Send a signal to a rank; SIGKILL also goes to its children. A rank that has ended is left alone."""
 
     @abc.abstractmethod
     def news(self) -> list[Started | Exited | Ready]:
-        """What happened since the last call; does not block.
+        """Return what happened since the last call, without blocking.
 
         Raises:
-            StarterLostError: nothing can be started any more.
+            StarterLostError: no process can be started any more.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Kill and reap every process that is left (bounded)."""
+        """Kill and reap every remaining process, in bounded time."""
 
 
 class ZygoteStarter(Starter):
-    """Has ranks forked by a zygote.
+    """Has a zygote fork the ranks.
 
     Args:
         script: what the ranks run.
         preload: names that the zygote imports.
-        after_preload: functions (``module:function``) that it calls then.
-        env: what the zygote gets on top of this process's environment.
-        log_path: where the zygote's own output goes.
-        folder: where the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
-        fork_here: fork the zygote from this process, which has imported everything, rather than start an
-            interpreter; this process must have one thread and no CUDA context.
+        after_preload: functions (``module:function``) that the zygote calls after the imports.
+        env: environment variables of the zygote, on top of this process's environment.
+        log_path: file that the zygote's own output goes to.
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
+        fork_here: whether to fork the zygote from this process, which has imported everything, instead of starting
+            an interpreter; this process must have one thread and no CUDA context.
     """
 
     def __init__(
@@ -261,14 +261,14 @@ class ZygoteStarter(Starter):
                 raise self._lost() from error
             if not data:
                 if found:
-                    return found  # the end is seen again at the next call
+                    return found  # the next call sees the end again
                 raise self._lost()
             found.append(self._event(json.loads(data)))
 
     def close(self) -> None:
         self._connection.close()
         if not self._is_ready:
-            self.process.kill()  # it would first import all that is left
+            self.process.kill()  # it would first finish its imports
         try:
             self.process.wait(_CLOSE_TIMEOUT_S + 1)
         except subprocess.TimeoutExpired:
@@ -287,7 +287,7 @@ class ZygoteStarter(Starter):
         try:
             socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
         except OSError as error:
-            logger.warning("the zygote cannot be reached: %s", error)  # news() says so too
+            logger.warning("the zygote cannot be reached: %s", error)  # news() reports this too
 
     def _event(self, body: dict[str, Any]) -> Started | Exited | Ready:
         if body["type"] == "ready":
@@ -309,7 +309,7 @@ class ZygoteStarter(Starter):
 
 
 def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """Be the zygote, in a process that was forked for it."""
+    """Run the zygote in this process, which was forked for it."""
     from checkpointless.agent import zygote
 
     wanted = _zygote_env(env)
@@ -321,17 +321,20 @@ def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> 
 
 
 def _zygote_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Without the rank that a pod may have given to the agent: libraries look whether it is 0 when imported."""
+    """Return the zygote's environment, without the rank that a pod may have given to the agent.
+
+    Libraries check whether that rank is 0 when they are imported.
+    """
     return {**{name: value for name, value in os.environ.items() if name != "RANK"}, **env}
 
 
 class FreshStarter(Starter):
-    """Starts every rank in an interpreter of its own.
+    """Starts every rank in a separate interpreter.
 
     Args:
         script: what the ranks run.
-        after_preload: functions (``module:function``) that a rank calls before it.
-        folder: where the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
+        after_preload: functions (``module:function``) that a rank calls before the script.
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
     """
 
     def __init__(self, script: Script, after_preload: tuple[str, ...], folder: Path | None) -> None:

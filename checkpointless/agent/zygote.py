@@ -1,7 +1,7 @@
 """A process that has imported the frameworks once and forks ranks: ``python -m checkpointless.agent.zygote``.
 
-It talks to the agent over a socket that keeps message boundaries. Each request to start a rank brings three
-descriptors: the rank's log, its connection to the agent, its board.
+It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
+descriptors: the rank's log, its connection to the agent, and its board.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _KILL_GRACE_S = 5.0
 
 
 class Zygote:
-    """Forks ranks on request, and says at once how each of them ended.
+    """Forks ranks on request, and reports at once how each of them ended.
 
     Args:
-        connection: to the agent; its end ends the zygote and every rank.
+        connection: connection to the agent; when it closes, the zygote and every rank end.
         script: what the ranks run.
-        folder: where they keep their sockets (:mod:`checkpointless.agent.temp_folder`).
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
     """
 
     def __init__(self, connection: socket.socket, script: Script, folder: Path | None) -> None:
@@ -58,14 +58,14 @@ class Zygote:
         self._open = True
 
     def serve(self) -> None:
-        """Serve until the agent closes the connection, then kill what is left."""
+        """Serve until the agent closes the connection, then kill the remaining ranks."""
         while self._open:
             for key, _ in self._selector.select():
                 key.data()
         self._end_all()
 
     def say(self, **event: Any) -> None:
-        """Tell the agent."""
+        """Send an event to the agent."""
         try:
             self._connection.send(json.dumps(event).encode())
         except OSError as error:
@@ -94,7 +94,7 @@ class Zygote:
         self.say(type="started", rank=request["rank"], incarnation=request["incarnation"], pid=pid)
 
     def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> None:
-        """In the child: run the script; does not return."""
+        """Run the script in the forked child; does not return."""
         try:
             os.setsid()  # the terminal's Ctrl-C is for the agent, and the rank's own children die with its group
             die_with_parent(zygote_pid)
@@ -114,7 +114,7 @@ class Zygote:
             _tell_rank(int(env["RANK"]))
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed()  # a fresh interpreter's state differs from rank to rank
-            logging.getLogger().handlers.clear()  # the zygote's own set-up
+            logging.getLogger().handlers.clear()  # the zygote's own handlers
             temp_folder.use(self._folder)
             run_script(self._script)
         finally:
@@ -126,7 +126,7 @@ class Zygote:
             pass
 
     def _reap(self, flags: int) -> bool:
-        """Take one ended child, and with it what it left in its process group."""
+        """Reap one child that has ended, and what it left in its process group; return whether there was one."""
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | flags)
         except ChildProcessError:
@@ -146,7 +146,7 @@ class Zygote:
 
     def _signal(self, pid: int, number: int) -> None:
         if pid not in self._ranks:
-            return  # ended meanwhile
+            return  # it has ended meanwhile
         if number == signal.SIGKILL:
             self._ranks[pid][2].kill()
         os.kill(pid, number)
@@ -162,14 +162,14 @@ class Zygote:
 
 
 def _tell_rank(rank: int) -> None:
-    """Lightning notes the rank when it is imported, which was in the zygote, and the zygote has none."""
+    """Tell Lightning the rank: it notes the rank when it is imported, and the zygote that imported it has none."""
     module = sys.modules.get("lightning_utilities.core.rank_zero")
     if module is not None:
         module.rank_zero_only.rank = rank
 
 
 def _can_fork() -> bool:
-    """Whether forked children can use CUDA, as far as torch is concerned."""
+    """Return whether forked children can use CUDA, as far as torch is concerned."""
     torch = sys.modules.get("torch")
     if torch is None:
         return True
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Preload, then serve the agent.
 
     Args:
-        arguments: default: the command line's.
+        arguments: command-line arguments (default: those of this process).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failed = preload(tuple(name for name in options.preload.split(",") if name), options.script)
     call_hooks(options.after_preload)
     gc.collect()
-    gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not look at it
+    gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it
     zygote = Zygote(connection, options.script, options.temp_folder)
     can_fork = _can_fork()
     zygote.say(type="ready", can_fork=can_fork, failed=failed, seconds=time.monotonic() - started_s)

@@ -1,4 +1,4 @@
-"""The demo: a small NeMo GPT on real text, trained through faults, and the proof that nothing was lost."""
+"""The demo: it trains a small NeMo GPT on real text through faults, and proves that nothing was lost."""
 
 from checkpointless.demo.config import DemoConfig, DemoError, parse_layout
 

@@ -1,4 +1,4 @@
-"""Chaos: many small jobs with drawn faults, each held against what must come of it and an undisturbed run."""
+"""Chaos: many small jobs with drawn faults, each compared with its expected outcome and with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _SMALL_BUCKETS = ("checkpointless.memory_budget_bytes=262144",)  # so that a tra
 
 @dataclass(frozen=True)
 class ChaosConfig:
-    """Which cases are to be run.
+    """Configuration of the cases to be run.
 
     Attributes:
-        cases: how many.
-        seed: that they are drawn from.
-        overlap: let half of them have a second fault.
-        only: the number of the one case to be run; None: all.
-        steps: optimizer steps of each job.
-        most_ranks: of a job.
-        run_dir: where the jobs of cases that went wrong are kept, and the results.
+        cases: number of cases.
+        seed: seed from which the cases are drawn.
+        overlap: whether half of the cases have a second fault.
+        only: number of the one case to be run; None: all cases.
+        steps: number of optimizer steps of each job.
+        most_ranks: largest number of ranks of a job.
+        run_dir: directory for the results and for the jobs of cases that went wrong.
     """
 
     cases: int
@@ -58,10 +58,10 @@ class ChaosConfig:
     run_dir: Path
 
     def drawn(self) -> list[Case]:
-        """The cases.
+        """Return the cases.
 
         Raises:
-            ValueError: they cannot be drawn so.
+            ValueError: the cases cannot be drawn with this configuration.
         """
         numbers = range(self.cases) if self.only is None else (self.only,)
         return [
@@ -70,7 +70,7 @@ class ChaosConfig:
         ]
 
     def repeat(self, case: Case) -> str:
-        """The command that runs one of them again."""
+        """Return the command that runs ``case`` again."""
         overlap = " --overlap" if self.overlap else ""
         return (
             f"checkpointless demo --chaos {self.cases} --seed {self.seed}{overlap} --steps {self.steps} "
@@ -80,12 +80,15 @@ class ChaosConfig:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a case.
+    """Result of a case.
 
     Attributes:
-        outcome: what it was; None if it was none of them.
-        problem: what is wrong with that ("" if nothing is).
-        seconds: from the first fault to the end of the first step of the last incident; None if there was none.
+        case: the case.
+        outcome: outcome of the job; None if it is none of the known outcomes.
+        problem: what is wrong with the result ("" if nothing is).
+        seconds: time from the first fault to the end of the first step after the last incident; None if there was
+            no such step.
+        took_s: duration of the job, in seconds.
     """
 
     case: Case
@@ -96,17 +99,17 @@ class Result:
 
 
 def run_chaos(config: ChaosConfig, console: Console) -> int:
-    """Run all cases, and show what came of them.
+    """Run all cases and show their results.
 
     Args:
-        config: which.
-        console: takes text as it is.
+        config: configuration of the cases.
+        console: console that shows text as it is.
 
     Returns:
         0 if every case ended as it must, else 1.
 
     Raises:
-        ValueError: the cases cannot be drawn as asked.
+        ValueError: the cases cannot be drawn with this configuration.
         ImportError: NeMo is not installed.
     """
     cases = config.drawn()
@@ -135,13 +138,13 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
 
 
 def judge(case: Case, ended: Ended, run_dir: Path, calm: Steps) -> Result:
-    """Hold a job against what must come of it.
+    """Compare a job with its expected outcome and with a run without faults.
 
     Args:
-        case: what was run.
-        ended: how the agent of node 0 did.
-        run_dir: of the job.
-        calm: the steps of a run without faults.
+        case: case that was run.
+        ended: how the agent of node 0 ended.
+        run_dir: run directory of the job.
+        calm: steps of a run without faults.
     """
     incidents = summarize(read_events(run_dir))
     outcome = None if ended.code is None else outcome_of(ended.code, incidents)
@@ -162,7 +165,7 @@ def _differences(case: Case, steps: Steps, calm: Steps) -> list[str]:
     if verdict.difference is not None:
         return [verdict.sentence]
     if case.outcome is Outcome.REFUSED:
-        return []  # it ended earlier, and what it did until then is the same
+        return []  # the job ended early, and its steps until then are the same
     if verdict.missing or (verdict.repeated and case.outcome is not Outcome.STORAGE):
         return [verdict.sentence]
     return []
@@ -175,7 +178,7 @@ def _seconds(incidents: Sequence[IncidentSummary]) -> float | None:
 
 
 class _Calm:
-    """Undisturbed runs, each kind made once."""
+    """Undisturbed runs; each kind is run once."""
 
     def __init__(self, nursery: Nursery, directory: Path) -> None:
         self.nursery = nursery
@@ -183,7 +186,7 @@ class _Calm:
         self._known: dict[tuple[Any, ...], Steps] = {}
 
     def steps(self, case: Case) -> Steps:
-        """Those that a case must make.
+        """Return the steps that a run of ``case`` must make.
 
         Raises:
             RuntimeError: the run without faults failed.
@@ -279,7 +282,7 @@ def _port() -> int:
 
 
 def table(results: Iterable[Result]) -> Table:
-    """Kind, phase and outcome of every fault, how many cases there were of each, and their median seconds."""
+    """Return a table of faults by kind, phase and outcome, with the number of cases and their median seconds."""
     shown = Table("kind", "phase", "what came of it", "cases", "median s", title="chaos", title_justify="left")
     groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for result in results:

@@ -1,4 +1,4 @@
-"""What a demo is to run, and whether that is possible."""
+"""The configuration of a demo, and the checks that it can run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RECIPE = "tiny_gpt_cpu"
-MOST_RANKS = 32  # more than that, of one machine's CPUs, spend their time on waiting for each other
+MOST_RANKS = 32  # more ranks than that, on one machine's CPUs, spend their time waiting for each other
 
-#: What the recipe's model and data are made of; a test compares it with the recipe.
+#: Sizes of the recipe's model and batches; a test compares them with the recipe.
 LAYERS, HEADS = 4, 4
 MICRO_BATCH, GLOBAL_BATCH = 2, 16
 EXPERTS = 4
@@ -28,24 +28,24 @@ _LAYOUT_OVERRIDES = {
 
 
 class DemoError(ValueError):
-    """The demo cannot run as asked; the message is one line that says what to do."""
+    """Raised if the demo cannot run as asked; the message is one line that says what to do."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """One demo.
+    """Configuration of one demo.
 
     Attributes:
         nproc: number of ranks, on this machine's CPUs.
-        steps: optimizer steps of each of the two runs.
-        layout: parallel sizes by key of :data:`LAYOUT_KEYS`; a key that is not there is 1.
-        dropout: probability in [0, 1).
+        steps: number of optimizer steps of each of the two runs.
+        layout: parallel sizes by key of :data:`LAYOUT_KEYS`; a missing key means 1.
+        dropout: dropout probability, in [0, 1).
         faults: fault specs of the second run.
-        run_dir: where both runs are kept; None: a new directory under ``runs/``.
+        run_dir: directory in which both runs are kept; None: a new directory under ``runs/``.
 
     Raises:
-        DemoError: the ranks cannot be laid out so that each shard is held twice, the model cannot be cut so, or a
-            number is out of range.
+        DemoError: the ranks cannot be laid out so that each shard is held twice, the model cannot be divided as
+            asked, or a number is out of range.
     """
 
     nproc: int = 4
@@ -99,19 +99,19 @@ class DemoConfig:
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step: the recipe's, or as many more as make whole microbatches for every rank."""
+        """Samples per step: the recipe's number, rounded up to whole microbatches for every data-parallel rank."""
         ranks = self.nproc // (self.layout.get("tp", 1) * self.layout.get("pp", 1))
         return math.ceil(GLOBAL_BATCH / (MICRO_BATCH * ranks)) * MICRO_BATCH * ranks
 
 
 def parse_layout(text: str) -> dict[str, int]:
-    """Read a layout such as ``tp=2,pp=1``.
+    """Parse a layout such as ``tp=2,pp=1``.
 
     Args:
         text: ``key=size`` pairs with commas between them; empty for none.
 
     Raises:
-        DemoError: a key is unknown or there twice, or a size is not a whole number of at least 1.
+        DemoError: a key is unknown or occurs twice, or a size is not a whole number of at least 1.
     """
     layout: dict[str, int] = {}
     for part in text.split(",") if text.strip() else ():
@@ -129,13 +129,13 @@ def parse_layout(text: str) -> dict[str, int]:
 def overrides(
     steps: int, layout: Mapping[str, int], dropout: float, global_batch: int = GLOBAL_BATCH
 ) -> tuple[str, ...]:
-    """The recipe's overrides for a run.
+    """Return the overrides of the recipe for a run.
 
     Args:
-        steps: optimizer steps.
-        layout: as in :class:`DemoConfig`.
-        dropout: likewise.
-        global_batch: samples of a step.
+        steps: number of optimizer steps.
+        layout: parallel sizes, as in :class:`DemoConfig`.
+        dropout: dropout probability, in [0, 1).
+        global_batch: samples per step.
     """
     changed = [
         f"trainer.max_steps={steps}",
@@ -150,7 +150,7 @@ def overrides(
             "model.config.num_moe_experts=4",
             "model.config.moe_router_topk=2",
             "model.config.moe_grouped_gemm=false",
-            # Megatron-core 0.15 leaves the router's bias uninitialised: without biases there is none
+            # Megatron-core 0.15 leaves the router's bias uninitialised, so the model has no biases.
             "model.config.add_bias_linear=false",
         ]
     return tuple(changed)

@@ -1,4 +1,4 @@
-"""A process that has imported NeMo once, and forks the agents of whole jobs, one job after the other."""
+"""A process that has imported NeMo once and forks the agents of whole jobs, one job after the other."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Ended:
     """How an agent ended.
 
     Attributes:
-        code: its exit code, or minus the number of the signal that killed it; None if it was still running.
-        said: its lines for the terminal.
+        code: exit code, or the negative number of the signal that killed the agent; None if it was still running.
+        said: lines of the agent for the terminal.
     """
 
     code: int | None
@@ -35,10 +35,10 @@ class Ended:
 
 
 class Nursery:
-    """This process, from now on: with NeMo on the CPU platform, and with one thread.
+    """Turns this process into one that forks agents, with NeMo imported on the CPU platform and with one thread.
 
     Args:
-        preload: names of modules that ranks would import else, each for itself.
+        preload: names of the modules to import now, so that each rank need not import them itself.
 
     Raises:
         ImportError: NeMo is not installed.
@@ -46,7 +46,7 @@ class Nursery:
 
     def __init__(self, preload: Sequence[str]) -> None:
         os.environ["CHECKPOINTLESS_CPU"] = "1"
-        os.environ["OMP_NUM_THREADS"] = "1"  # or sums would depend on how many ranks a node has
+        os.environ["OMP_NUM_THREADS"] = "1"  # otherwise sums would depend on the number of ranks of a node
         from checkpointless.recipes import runner
 
         runner.prepare_process()
@@ -62,8 +62,8 @@ class Nursery:
         """Run the agents of one job until all have ended.
 
         Args:
-            configs: one per agent.
-            limit_s: after how many seconds those that are left are killed.
+            configs: one configuration per agent.
+            limit_s: number of seconds after which the agents that are left are killed.
         """
         agents = [(_fork(config), config) for config in configs]
         codes: dict[int, int | None] = {}
@@ -100,7 +100,7 @@ def _fork(config: LaunchConfig) -> int:
 
 @contextmanager
 def _into(log: Path) -> Iterator[None]:
-    """Whatever this process and its children print goes to a file."""
+    """Redirect everything that this process and its children print to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     with log.open("ab") as file:

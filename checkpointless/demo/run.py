@@ -1,4 +1,4 @@
-"""The demo: one small NeMo GPT trained twice, undisturbed and through faults, and compared bit by bit."""
+"""The demo: it trains a small NeMo GPT twice, undisturbed and through faults, and compares the runs bit by bit."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ HEARTBEAT_TIMEOUT_S = 20.0  # a step of the demo takes a tenth of a second; its 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What both runs said.
+    """Result of both runs.
 
     Attributes:
-        verdict: the comparison of what they recorded.
+        verdict: comparison of what the two runs recorded.
         undisturbed: steps of the run without faults.
         disturbed: steps of the run with faults.
-        incidents: of the run with faults.
-        not_fired: fault specs that never happened, or not as often as they should.
-        complete: every step that was asked for is there.
+        incidents: incidents of the run with faults.
+        not_fired: specs of faults that never happened, or not as often as they should.
+        complete: whether every step that was asked for was recorded on every rank.
     """
 
     verdict: Verdict
@@ -52,10 +52,10 @@ class DemoResult:
 
 
 def run_demo(config: DemoConfig) -> int:
-    """Train twice, compare, and show everything.
+    """Train twice, compare the runs, and show everything.
 
     Args:
-        config: what to run.
+        config: configuration of the demo.
 
     Returns:
         0 if losses and parameters are bit-identical and every fault happened, else 1.

@@ -1,4 +1,4 @@
-"""What the demo shows: the plan, the incidents, both loss curves, the verdict, and a picture."""
+"""Output of the demo: the plan, the incidents, both loss curves, the verdict, and a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_ROWS = 24
 
 
 def plan(console: Console, config: DemoConfig, run_dir: Path) -> None:
-    """Say what is going to happen."""
+    """Show what the demo is going to do."""
     layout = ", ".join(f"{key}={size}" for key, size in config.layout.items()) or "data parallel"
     console.print(
         f"A NeMo GPT on the English text of Python's own manual, {config.nproc} CPU ranks ({layout}), "
@@ -37,7 +37,7 @@ def plan(console: Console, config: DemoConfig, run_dir: Path) -> None:
 
 
 def result(console: Console, config: DemoConfig, outcome: DemoResult, run_dir: Path) -> None:
-    """Show incidents, losses and verdict, and draw both curves."""
+    """Show the incidents, the losses and the verdict, and draw both curves."""
     if outcome.incidents:
         console.print(incidents_table(outcome.incidents))
     console.print(losses_table(outcome.undisturbed, outcome.disturbed))
@@ -53,7 +53,7 @@ def result(console: Console, config: DemoConfig, outcome: DemoResult, run_dir: P
 
 
 def incidents_table(incidents: Sequence[IncidentSummary]) -> Table:
-    """Every incident and how long its stages took, in seconds."""
+    """Return a table of all incidents and how long their stages took, in seconds."""
     stages = [stage for stage in _stage_order(incidents) if any(stage in each.stages_s for each in incidents)]
     table = Table(title="incidents: seconds per stage (the slowest rank's)", title_justify="left")
     table.add_column("incident")
@@ -78,12 +78,12 @@ def incidents_table(incidents: Sequence[IncidentSummary]) -> Table:
 
 
 def _growth(extra_bytes: int | None) -> str:
-    """How much more than before the fault, in MiB."""
+    """Format how much more memory was used than before the fault, in MiB."""
     return "-" if extra_bytes is None else f"+{extra_bytes / 2**20:.1f} MiB"
 
 
 def losses_table(undisturbed: Steps, disturbed: Steps) -> Table:
-    """Both loss curves of the first rank that reports one."""
+    """Return a table of both loss curves, each from the first rank that reports one."""
     table = Table(title="losses", title_justify="left")
     for column in ("step", "undisturbed", "with faults", "same bits"):
         table.add_column(column, justify="right")
@@ -100,7 +100,7 @@ def losses_table(undisturbed: Steps, disturbed: Steps) -> Table:
 
 
 def curve(steps: Steps) -> dict[int, float]:
-    """Step -> loss on the first rank whose losses are not all zero (pipeline stages in between report none)."""
+    """Return the losses by step of the first rank with any but zeros (pipeline stages in between report none)."""
     for rank in sorted(steps):
         losses = {record.step: float.fromhex(record.loss) for record in steps[rank]}
         if any(losses.values()):
@@ -109,7 +109,7 @@ def curve(steps: Steps) -> dict[int, float]:
 
 
 def draw(undisturbed: Steps, disturbed: Steps, incidents: Sequence[IncidentSummary], path: Path) -> None:
-    """Draw both curves over each other, with a mark where each incident was."""
+    """Draw both curves over each other, with a mark at each incident."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""Bytes of real English for a tiny language model: a tokenizer, a dataset and a NeMo data module.
+"""Real English text as bytes for a tiny language model: a tokenizer, a dataset and a NeMo data module.
 
-The text is the one that ships with Python (`pydoc_data.topics`, about 460 kB), so nothing is downloaded and every
-machine with the same Python has the same bytes.
+The text ships with Python (`pydoc_data.topics`, about 460 kB), so nothing is downloaded and every machine with the
+same Python has the same bytes.
 """
 
 import functools
@@ -21,7 +21,7 @@ _BYTES = 256
 
 
 class ByteTokenizer(TokenizerSpec):
-    """One token per UTF-8 byte, and three special ones after them: begin, end and padding."""
+    """Tokenizer with one token per UTF-8 byte and three special tokens after them: begin, end and padding."""
 
     bos_id = _BYTES
     eos_id = _BYTES + 1
@@ -30,53 +30,53 @@ class ByteTokenizer(TokenizerSpec):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Every token and its id."""
+        """All tokens and their ids."""
         return {self.ids_to_tokens([i])[0]: i for i in range(self.vocab_size)}
 
     def text_to_tokens(self, text: str) -> list[str]:
-        """One two-digit hex token per byte of `text`."""
+        """Return one two-digit hex token per byte of `text`."""
         return self.ids_to_tokens(self.text_to_ids(text))
 
     def tokens_to_text(self, tokens: Sequence[str]) -> str:
-        """The text of `tokens`; special tokens and broken UTF-8 are left out."""
+        """Return the text of `tokens`; special tokens and broken UTF-8 are left out."""
         return self.ids_to_text(self.tokens_to_ids(tokens))
 
     def tokens_to_ids(self, tokens: Sequence[str]) -> list[int]:
-        """The id of each token."""
+        """Return the id of each token."""
         special = {"<s>": self.bos_id, "</s>": self.eos_id, "<pad>": self.pad_id}
         return [special[token] if token in special else int(token, 16) for token in tokens]
 
     def ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """The token of each id."""
+        """Return the token of each id."""
         special = {self.bos_id: "<s>", self.eos_id: "</s>", self.pad_id: "<pad>"}
         return [special.get(i, f"{i:02x}") for i in ids]
 
     def text_to_ids(self, text: str) -> list[int]:
-        """The UTF-8 bytes of `text`."""
+        """Return the UTF-8 bytes of `text`."""
         return list(text.encode())
 
     def ids_to_text(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens and broken UTF-8 are left out."""
+        """Return the text of `ids`; special tokens and broken UTF-8 are left out."""
         return bytes(i for i in ids if i < _BYTES).decode(errors="ignore")
 
 
 @functools.cache
 def english() -> bytes:
-    """The text of Python's own help topics, in the order of their names."""
+    """Return the text of Python's own help topics, in the order of their names."""
     topics: dict[str, str] = pydoc_topics.topics
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 class TextWindows(Dataset):
-    """Windows of `text`, back to back, in an order that `seed` shuffles anew for every pass over the text.
+    """Dataset of back-to-back windows of `text`, in an order that `seed` shuffles anew for every pass over it.
 
-    Item `i` depends on `i`, `seed` and the text alone: never on the process, the rank or what was read before.
+    Item `i` depends on `i`, `seed` and the text alone, never on the process, the rank or what was read before.
 
     Args:
-        text: the bytes to cut into windows.
+        text: bytes to cut into windows.
         seq_length: tokens per window.
-        num_samples: how many items there are; more than one pass over the text is fine.
-        seed: of the shuffled order.
+        num_samples: number of items; more than one pass over the text is fine.
+        seed: seed of the shuffled order.
 
     Raises:
         ValueError: the text is shorter than one window.
@@ -92,7 +92,7 @@ class TextWindows(Dataset):
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._loss_mask = torch.ones(seq_length, dtype=torch.float32)
         self._position_ids = torch.arange(seq_length, dtype=torch.int64)
-        # True: masked. Megatron's own layers need it; only TransformerEngine makes one itself.
+        # True means masked. Megatron's own layers need a mask; only TransformerEngine makes one itself.
         self._attention_mask = torch.ones(1, seq_length, seq_length, dtype=torch.bool).triu(1)
         self._pass_number = -1
 
@@ -100,7 +100,7 @@ class TextWindows(Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One training sample.
+        """Return one training sample.
 
         Returns:
             `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each of shape (seq_length,), and
@@ -125,22 +125,22 @@ class TextWindows(Dataset):
 
 
 class TextDataModule(pl.LightningDataModule):
-    """Python's help topics as a NeMo data module, in the manner of `llm.PreTrainingDataModule`.
+    """NeMo data module with Python's help topics, in the manner of `llm.PreTrainingDataModule`.
 
-    The position in the data is the number of consumed samples and nothing else: `state_dict()` gives it and
-    `load_state_dict()` takes it, in whichever layout.
+    The position in the data is the number of consumed samples and nothing else: `state_dict()` returns it and
+    `load_state_dict()` accepts it in any layout.
 
     Args:
         seq_length: tokens per sample.
-        micro_batch_size: samples per micro-batch and data-parallel rank.
+        micro_batch_size: samples per microbatch and data-parallel rank.
         global_batch_size: samples per optimizer step over all ranks.
         num_train_samples: samples before the data ends; None: as many as `trainer.max_steps` needs.
         num_val_samples: samples of the validation set, which is the last tenth of the text.
-        seed: of the shuffled order.
-        num_workers: processes that read ahead; 0: the training process reads.
-        persistent_workers: keep the workers from one epoch to the next.
-        pin_memory: page-locked batches; for CUDA only.
-        tokenizer: of one token per byte; None: `ByteTokenizer()`.
+        seed: seed of the shuffled order.
+        num_workers: number of data-loader workers that read ahead; 0: the training process reads.
+        persistent_workers: whether to keep the data-loader workers from one epoch to the next.
+        pin_memory: whether to use page-locked batches; for CUDA only.
+        tokenizer: tokenizer with one token per byte; None: `ByteTokenizer()`.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class TextDataModule(pl.LightningDataModule):
         )
 
     def setup(self, stage: str = "") -> None:
-        """Cut the text; every rank does, it takes milliseconds."""
+        """Cut the text into windows; every rank does so, which takes milliseconds."""
         samples = self.num_train_samples
         if samples is None:
-            # One step more than is trained: NeMo refuses to set up data of which nothing is left to consume, and a
-            # fault after the last step sets up the data once again.
+            # One step more than is trained: NeMo refuses to set up data with nothing left to consume, and a fault
+            # after the last step sets up the data once again.
             samples = (self._attached().max_steps + 1) * self.global_batch_size
         text = english()
         split = len(text) * 9 // 10
@@ -185,20 +185,20 @@ class TextDataModule(pl.LightningDataModule):
         self._validation = TextWindows(text[split:], self.seq_length, self.num_val_samples, self.seed)
 
     def train_dataloader(self) -> WrappedDataLoader:
-        """Training samples, from the first one that was not consumed."""
+        """Return a loader of the training samples, from the first one that was not consumed."""
         return self._dataloader(self._train, "train")
 
     def val_dataloader(self) -> WrappedDataLoader:
-        """Validation samples."""
+        """Return a loader of the validation samples."""
         return self._dataloader(self._validation, "validation")
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of samples consumed since the start of training."""
+        """Return the number of samples consumed since the start of training."""
         steps = self._attached().global_step - self.init_global_step
         return {"consumed_samples": self.data_sampler.compute_consumed_samples(steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the samples that `state_dict` says were consumed."""
+        """Resume after the samples that `state_dict` says were consumed."""
         consumed_samples = state_dict["consumed_samples"]
         self.data_sampler.init_consumed_samples = consumed_samples
         self.data_sampler.prev_consumed_samples = consumed_samples
@@ -206,7 +206,7 @@ class TextDataModule(pl.LightningDataModule):
         update_num_microbatches(consumed_samples=consumed_samples, consistency_check=False)
 
     def _dataloader(self, dataset: TextWindows, mode: str) -> WrappedDataLoader:
-        # `step_i` of NeMo's steps is the trainer's: what the sampler counts from has to move with it.
+        # `step_i` of NeMo's steps is the trainer's: the step that the sampler counts from has to move with it.
         self.init_global_step = self._attached().global_step
         self.data_sampler.init_global_step = self.init_global_step
         return WrappedDataLoader(
@@ -219,7 +219,7 @@ class TextDataModule(pl.LightningDataModule):
         )
 
     def reconfigure_limit_batches(self) -> None:
-        """Count `limit_train_batches` and `limit_val_batches` in micro-batches, as NeMo's loops do."""
+        """Count `limit_train_batches` and `limit_val_batches` in microbatches, as NeMo's loops do."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
         from nemo.collections.llm.gpt.data.utils import _reconfigure_limit_batches
 

@@ -1,4 +1,4 @@
-"""Faults caused on purpose, to prove what the recovery does about them.
+"""Faults that are caused on purpose, to prove how the recovery handles them.
 
-Nothing here acts unless a fault was asked for by name, and each fault that happens is written down first.
+Nothing here acts unless a fault was requested by name, and each fault is recorded before it happens.
 """

@@ -1,6 +1,6 @@
-"""Chaos: faults drawn by a seed from all that can be caused, each with what must come of it.
+"""Chaos: faults that a seed draws from all that can be caused, each with the outcome that it must have.
 
-Everything here is a pure function of the seed, so a case is repeated by its number alone.
+Everything here is a pure function of the seed, so a case can be repeated by its number alone.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPh
 from checkpointless.telemetry.incidents import IncidentSummary, Rung
 from checkpointless.telemetry.incidents import Outcome as Ending
 
-#: Kinds after which the process goes on, and those after which it is another one.
+#: Groups of kinds: those after which the process goes on, and those after which another process replaces it.
 IN_PROCESS = (FaultKind.EXCEPTION, FaultKind.OOM, FaultKind.DATALOADER)
 DEADLY = (FaultKind.SIGKILL, FaultKind.EXIT, FaultKind.SEGFAULT, FaultKind.ABORT, FaultKind.SIGTERM)
 HANGING = (FaultKind.HANG, FaultKind.GIL, FaultKind.SIGSTOP)
 NODES = (FaultKind.NODE, FaultKind.PARTITION, FaultKind.STORE)
 
-#: How often a case is drawn of each group: who hangs is found only at the limit, and nodes take time to start.
+#: Weight of each group in the draws. A hang is found only at the heartbeat limit, and nodes take time to start.
 _GROUPS = {IN_PROCESS: 5, DEADLY: 5, HANGING: 2, NODES: 2, (FaultKind.SLOW,): 1, (FaultKind.BITFLIP,): 1}
-#: Phases of a step whose interruption makes the step again, and can be followed by one in the set-up.
+#: Phases of a step in which a fault makes the step run again, and can be followed by a fault in the set-up.
 _BEFORE_UPDATE = (FaultPhase.DATA, FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.SYNC)
 DROPOUT = 0.1
 _PARTITION_S, _LINGER_S = 5, 4
 
 
 class Outcome(enum.Enum):
-    """What must come of a case. Losses and parameters are those of an undisturbed run, up to where it ends."""
+    """The required outcome of a case. Up to its end, losses and parameters are those of an undisturbed run."""
 
     NOTHING = "no incident"
     IN_PROCESS = "recovered in process"
@@ -48,11 +48,11 @@ _OF_RUNG = {
 
 
 def outcome_of(code: int, incidents: Sequence[IncidentSummary]) -> Outcome | None:
-    """What came of a job; None if that is nothing that may come of one.
+    """Return the outcome of a job, or None if it is not an outcome that a job may have.
 
     Args:
-        code: its exit code.
-        incidents: all that it had, in order.
+        code: exit code of the job.
+        incidents: all incidents of the job, in order.
     """
     if code == 0:
         if not incidents:
@@ -65,12 +65,12 @@ def outcome_of(code: int, incidents: Sequence[IncidentSummary]) -> Outcome | Non
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share a model.
+    """How the ranks of a job share a model.
 
     Attributes:
-        nproc: how many ranks.
-        sizes: parallel sizes by ``tp``, ``pp``, ``ep``; one that is not there is 1.
-        holders: ranks that hold each shard of the optimizer.
+        nproc: number of ranks.
+        sizes: parallel sizes by ``tp``, ``pp``, ``ep``; a missing size is 1.
+        holders: number of ranks that hold each shard of the optimizer.
     """
 
     nproc: int
@@ -79,15 +79,15 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """A description for people."""
         sizes = ",".join(f"{key}={size}" for key, size in self.sizes.items()) or "data parallel"
         return f"{self.nproc} ranks, {sizes}" + (f", {self.holders} holders" if self.holders != 2 else "")
 
     def replicas(self, rank: int) -> frozenset[int]:
-        """The ranks that hold the same shard of model and optimizer as ``rank``, itself among them.
+        """Return the ranks that hold the same shard of model and optimizer as ``rank``, including ``rank``.
 
-        Megatron-core's order of ranks is tp-cp-ep-dp-pp, the first the fastest; its distributed optimizer divides
-        the data-parallel ranks into ``holders`` instances of consecutive ones
+        Megatron-core orders ranks as tp-cp-ep-dp-pp, where the first varies fastest; its distributed optimizer
+        divides the data-parallel ranks into ``holders`` instances of consecutive ranks
         (``parallel_state.initialize_model_parallel``).
         """
         tensor, pipeline = self.sizes.get("tp", 1), self.sizes.get("pp", 1)
@@ -101,7 +101,7 @@ class Layout:
         )
 
 
-#: Where cases are drawn from; each holds every shard at least twice.
+#: The layouts from which cases are drawn; each holds every shard at least twice.
 LAYOUTS = (
     Layout(2),
     Layout(4),
@@ -111,7 +111,7 @@ LAYOUTS = (
     Layout(6, holders=3),
     Layout(8, {"tp": 2, "pp": 2}),
 )
-_OFTEN = (2, 4, 4, 4, 3, 2, 1)  # larger ones take longer
+_OFTEN = (2, 4, 4, 4, 3, 2, 1)  # weights in the draws: larger layouts take longer
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,19 @@ class Case:
     """One run with faults.
 
     Attributes:
-        seed: that it was drawn from.
-        number: which of that seed's.
-        layout: of the job.
-        steps: optimizer steps of the job.
-        faults: specs.
-        outcome: what must come of it.
-        reason: what a refusal has to say.
-        nodes: how many nodes the ranks are on.
-        spares: how many more wait.
-        workers: of each data loader.
+        seed: seed that the case was drawn from.
+        number: number of the case among those of the seed.
+        layout: layout of the job.
+        steps: number of optimizer steps of the job.
+        faults: specs of the faults.
+        outcome: outcome that the case must have.
+        reason: text that a refusal has to contain.
+        nodes: number of nodes that the ranks are on.
+        spares: number of spare nodes that wait.
+        workers: number of workers of each data loader.
         checksum: whether replicas are compared.
-        checkpoint_every: steps between two of NeMo's own checkpoints (0: none).
-        dropout: probability in [0, 1).
+        checkpoint_every: optimizer steps between two of NeMo's own checkpoints (0: none).
+        dropout: dropout probability in [0, 1).
     """
 
     seed: int
@@ -150,18 +150,18 @@ class Case:
 
 
 def draw(seed: int, number: int, *, steps: int = 6, overlap: bool = False, most_ranks: int = 8) -> Case:
-    """The case of that number.
+    """Return the case with a given number.
 
     Args:
-        seed: of all draws.
-        number: from 0; the others do not matter to it.
-        steps: optimizer steps of the job; at least 6.
-        overlap: let half of the cases have a second fault, during the recovery from the first or on a rank of
-            another replica group at once.
-        most_ranks: of a layout.
+        seed: seed of all draws.
+        number: number of the case, from 0; the case does not depend on the other cases.
+        steps: number of optimizer steps of the job; at least 6.
+        overlap: let half of the cases have a second fault, either during the recovery from the first or at the same
+            time on a rank of another replica group.
+        most_ranks: largest number of ranks that the layout may have.
 
     Raises:
-        ValueError: no layout has so few ranks, or the steps are too few.
+        ValueError: no layout has so few ranks, or there are too few steps.
     """
     if steps < 6:
         raise ValueError(f"chaos needs at least 6 steps, not {steps}")
@@ -180,20 +180,20 @@ def draw(seed: int, number: int, *, steps: int = 6, overlap: bool = False, most_
 def draw_faults(
     seed: int, count: int, *, nproc: int, steps: int, overlap: bool = False
 ) -> tuple[tuple[str, ...], Outcome]:
-    """Faults for a job that is not ours, about whose shards and steps nothing is known but their number.
+    """Draw faults for a job that is not ours, of whose shards and steps only the number is known.
 
-    Only kinds that any job of one node survives as long as each shard has a second holder; at most one rank loses
-    its state at a time.
+    Only kinds are drawn that any job on one node survives as long as each shard has a second holder. At most one
+    rank loses its state at a time.
 
     Args:
-        seed: of the draws.
-        count: how many incidents.
+        seed: seed of the draws.
+        count: number of incidents.
         nproc: number of ranks.
-        steps: optimizer steps of the job.
-        overlap: let half of them be followed by an exception while they are recovered from.
+        steps: number of optimizer steps of the job.
+        overlap: let half of the faults be followed by an exception during the recovery from them.
 
     Returns:
-        The specs, and the highest rung that is needed.
+        The specs and the highest rung that the job needs.
 
     Raises:
         ValueError: there are not enough steps to have one fault at a time.
@@ -216,7 +216,7 @@ def draw_faults(
 
 
 class _Drawn:
-    """What the dice say of one case."""
+    """The random choices of one case."""
 
     def __init__(self, dice: random.Random, seed: int, number: int, layout: Layout, steps: int) -> None:
         self._dice = dice
@@ -228,7 +228,7 @@ class _Drawn:
         self._rank = dice.randrange(layout.nproc)
 
     def alone(self, kind: FaultKind) -> Case:
-        """One fault, at any moment of a step."""
+        """Return a case with one fault, at any moment of a step."""
         dice, rank, step = self._dice, self._rank, self._step
         if kind is FaultKind.BITFLIP:
             return self._bitflip()
@@ -243,13 +243,13 @@ class _Drawn:
         return self._case(_spec(kind, phase, rank, step) + more, outcome=outcome, workers=workers)
 
     def during_recovery(self) -> Case:
-        """A second fault while the first is recovered from."""
+        """Return a case with a second fault during the recovery from the first."""
         dice, step = self._dice, self._step
         first = dice.choice((FaultKind.EXCEPTION, *DEADLY[:-1]))
         phase = dice.choice((FaultPhase.INIT, FaultPhase.RECOVERY, FaultPhase.TRANSFER))
         second = dice.choice((FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY))
         rank, other = self._rank, dice.randrange(self._layout.nproc)
-        if phase is FaultPhase.TRANSFER:  # comes only where something is sent
+        if phase is FaultPhase.TRANSFER:  # this phase comes only where something is sent
             first = dice.choice(DEADLY[:-1])
             other = dice.choice(sorted(self._layout.replicas(rank) - {rank}))
         faults = (_spec(first, dice.choice(_BEFORE_UPDATE), rank, step), _spec(second, phase, other, step - 1))
@@ -259,12 +259,12 @@ class _Drawn:
         return self._unless_all_are_lost(lost, Outcome.PROCESS, *faults)
 
     def at_once(self) -> Case:
-        """Two ranks fail in the same phase of a step, and never all holders of a shard."""
+        """Return a case in which two ranks fail in the same phase of a step, but never all holders of a shard."""
         dice, rank = self._dice, self._rank
         others = set(range(self._layout.nproc)) - self._layout.replicas(rank)
         kinds = (FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY[:-1])
         first, second = dice.choice(kinds), dice.choice(kinds)
-        if not others:  # every rank holds all: a second fault must not cost it
+        if not others:  # every rank holds the one shard, which the second fault must not lose
             others, second = set(range(self._layout.nproc)) - {rank}, FaultKind.EXCEPTION
         phase, other = dice.choice(_BEFORE_UPDATE), dice.choice(sorted(others))
         faults = (_spec(first, phase, rank, self._step), _spec(second, phase, other, self._step))
@@ -272,7 +272,7 @@ class _Drawn:
         return self._case(*faults, outcome=higher)
 
     def _node(self, kind: FaultKind) -> Case:
-        """The second of two nodes is lost; a spare waits only where it cannot come back by itself."""
+        """Return a case that loses the second of two nodes; a spare waits only if it cannot come back by itself."""
         if self._layout.nproc % 2 or self._layout.nproc > 6:
             self._layout = Layout(4)
         half, step = self._layout.nproc // 2, self._step
@@ -280,14 +280,14 @@ class _Drawn:
         faults = [_spec(kind, self._dice.choice(_BEFORE_UPDATE), rank, step)]
         if kind is FaultKind.PARTITION:
             faults[0] += f",seconds={_PARTITION_S}"
-            # so that the job is not over before it is noticed
+            # so that the job does not end before the partition is noticed
             faults.append(_spec(FaultKind.SLOW, FaultPhase.BETWEEN, 0, step) + f",seconds={_LINGER_S}")
-        lost = set(range(half, 2 * half)) if kind is FaultKind.NODE else set()  # the others are taken back
+        lost = set(range(half, 2 * half)) if kind is FaultKind.NODE else set()  # after the others, it is taken back
         spares = int(kind is FaultKind.NODE)
         return self._unless_all_are_lost(lost, Outcome.NODE, *faults, nodes=2, spares=spares)
 
     def _bitflip(self) -> Case:
-        """A bit of a replica, found in the next recovery; or of a bucket on its way."""
+        """Return a case that flips a bit of a replica, found in the next recovery, or of a bucket in transfer."""
         rank, step = self._rank, self._step
         partners = sorted(self._layout.replicas(rank) - {rank})
         if self._dice.random() < 0.5:

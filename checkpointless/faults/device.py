@@ -1,6 +1,6 @@
-"""Faults of memory and of the GPU, brought about by torch itself in a process that has imported it.
+"""Faults of memory and of the GPU, caused by torch itself in a process that has imported it.
 
-Torch is looked up, not imported: a process that trains has it.
+Torch is looked up, not imported, because a process that trains has imported it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ _NO_HOST_HAS_BYTES = 1 << 62  # more than the address space holds, so that the k
 
 
 def has_torch() -> bool:
-    """Whether this process has imported torch."""
+    """Return whether this process has imported torch."""
     return "torch" in sys.modules
 
 
 def has_cuda() -> bool:
-    """Whether this process can train on a GPU with CUDA."""
+    """Return whether this process can train on a GPU with CUDA."""
     return has_torch() and bool(_torch().cuda.is_available())
 
 
 def run_out_of_memory() -> None:
-    """Ask for more memory than exists: of the current GPU where CUDA is in use, else of the host.
+    """Request more memory than exists: on the current GPU if CUDA is in use, otherwise on the host.
 
-    Nothing is kept: it is asked for in one piece, which is refused.
+    No memory is kept, because it is requested in one piece, which is refused.
 
     Raises:
-        RuntimeError: torch's own; on a GPU ``torch.OutOfMemoryError``.
+        RuntimeError: torch refused the memory; on a GPU this is ``torch.OutOfMemoryError``.
     """
     torch = _torch()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -39,10 +39,10 @@ def run_out_of_memory() -> None:
 
 
 def fail_device_assert() -> None:
-    """Have a kernel read outside of a tensor on the current GPU, and wait until it has.
+    """Make a kernel read outside a tensor on the current GPU, and wait until it has done so.
 
     Raises:
-        RuntimeError: torch's own, of the assertion that failed. This process's CUDA context is lost.
+        RuntimeError: torch reports the assertion that failed. This process's CUDA context is lost.
     """
     torch = _torch()
     outside = torch.ones(1, dtype=torch.int64, device="cuda")

@@ -1,4 +1,4 @@
-"""Causing faults: the calls that a training loop makes at each phase, and what they do where a fault is due."""
+"""Cause faults: the calls that a training loop makes at each phase, and what they do when a fault is due."""
 
 from __future__ import annotations
 
@@ -35,20 +35,22 @@ _HANG_S = 3600.0
 
 
 class InjectedFault(RuntimeError):
-    """What a fault of kind ``exception`` raises, and a data-loader worker with ``dataloader``."""
+    """Raised by a fault of kind ``exception``, and in a data-loader worker by one of kind ``dataloader``."""
 
 
 class FaultInjector:
     """Causes the faults of one rank when they are due.
 
     Args:
-        specs: all faults of the job, in the order that all ranks share.
-        rank: this rank.
-        ledger: remembers what has been caused.
+        specs: all faults of the job, in the same order on all ranks.
+        rank: global rank of this process.
+        ledger: remembers which faults have been caused.
 
     Attributes:
-        damage: flips a bit of this rank's training state; set by who knows where that is.
-        batches: torch's iterator over this rank's training data, or None if it has no workers; set by who knows it.
+        damage: function that flips a bit of this rank's training state; set by the code that knows where the state
+            is.
+        batches: function that returns torch's iterator over this rank's training data, or None if the data loader
+            has no workers; set by the code that knows the iterator.
     """
 
     def __init__(self, specs: Sequence[FaultSpec], rank: int, ledger: FaultLedger) -> None:
@@ -62,17 +64,17 @@ class FaultInjector:
                 self._by_phase.setdefault(spec.phase, []).append((index, spec))
 
     def at(self, phase: FaultPhase, step: int, generation: int, damage: Callable[[], None] | None = None) -> None:
-        """Cause what is due here; returns if nothing is, or if it is survived.
+        """Cause the faults that are due; return if none is, or if this process survives them.
 
         Args:
-            phase: where this rank is.
-            step: the optimizer step being made, counted from 1; in a set-up phase the last one committed.
-            generation: the generation that this rank is in. In generation 0 set-up phases cause nothing.
-            damage: flips a bit of what this phase works on; default: :attr:`damage`.
+            phase: the phase that this rank is in.
+            step: the optimizer step in progress, counted from 1; in a set-up phase, the last committed step.
+            generation: the generation that this rank is in. In generation 0, set-up phases cause nothing.
+            damage: function that flips a bit of what this phase works on. Default: :attr:`damage`.
 
         Raises:
             InjectedFault: a fault of kind ``exception`` was due, or a data-loader worker raised it.
-            RuntimeError: torch's own, where the fault is one that torch reports.
+            RuntimeError: torch raised it, because the fault is one that torch reports.
             FaultSpecError: the fault cannot be caused here; it does not count as caused.
         """
         if phase in SETUP_PHASES and generation < 1:
@@ -85,7 +87,7 @@ class FaultInjector:
                     cause()
 
     def _drawn(self, index: int, spec: FaultSpec, step: int, generation: int) -> bool:
-        """Whether chance wants it: a draw of its own for each step, the same in whichever process it is made."""
+        """Return whether the fault is drawn. Each step has a separate draw, which is the same in every process."""
         if spec.prob is None:
             return True
         draws = random.Random(f"{spec.seed}/{index}/{self.rank}/{step}/{generation}")
@@ -100,10 +102,10 @@ class FaultInjector:
         flush_all()  # the fault may end this process
 
     def _prepare(self, spec: FaultSpec, damage: Callable[[], None] | None) -> Callable[[], None]:
-        """What causes the fault.
+        """Return the function that causes the fault.
 
         Raises:
-            FaultSpecError: it cannot be caused here.
+            FaultSpecError: the fault cannot be caused here.
         """
         text = spec.text or str(spec)
         if spec.kind is FaultKind.EXCEPTION:
@@ -158,7 +160,7 @@ def _hang() -> None:
         time.sleep(_HANG_S)
 
 
-#: Kinds that end or stop this process, which needs nothing but the process.
+#: Kinds that end or stop this process; causing them needs nothing but the process.
 _ENDS: dict[FaultKind, Callable[[], Any]] = {
     FaultKind.SIGTERM: lambda: os.kill(os.getpid(), signal.SIGTERM),
     FaultKind.SIGKILL: lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -168,16 +170,16 @@ _ENDS: dict[FaultKind, Callable[[], Any]] = {
     FaultKind.ABORT: os.abort,
     FaultKind.GIL: lambda: ctypes.PyDLL(None).sleep(
         int(_HANG_S)
-    ),  # unlike CDLL, without letting the interpreter go
+    ),  # unlike CDLL, PyDLL does not release the GIL in a call
     FaultKind.HANG: _hang,
 }
 
 
 def from_environment(rank: int) -> FaultInjector | None:
-    """The injector that ``CHECKPOINTLESS_FAULTS`` (a JSON list of specs) asks for; None if it asks for nothing.
+    """Return the injector for ``CHECKPOINTLESS_FAULTS`` (a JSON list of specs), or None if it asks for nothing.
 
     Args:
-        rank: this rank.
+        rank: global rank of this process.
 
     Raises:
         FaultSpecError: the variable is not a JSON list of fault specs.

@@ -1,4 +1,4 @@
-"""The ledger: which faults have been caused already, remembered over the deaths that they cause."""
+"""The ledger of the faults that have been caused, which survives the process deaths that they cause."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ logger = logging.getLogger(__name__)
 
 FAULTS_DIR = "faults"
 
-# Where there is no run directory: outlives a restart of the block in this process, which is all that can be said.
+# Claims without a run directory. They outlive a restart of the block in this process, and nothing more.
 _in_memory: Counter[tuple[int, str]] = Counter()
 
 
 class FaultLedger:
-    """Hands out each fault ``times`` times over all processes of a job.
+    """Hands out each fault ``times`` times, counted over all processes of a job.
 
     Args:
-        run_dir: the run directory, where every claim is a file; None keeps the claims in this process's memory.
+        run_dir: the run directory, in which every claim is a file; None keeps the claims in this process's memory.
     """
 
     def __init__(self, run_dir: Path | None) -> None:
         self.directory = None if run_dir is None else run_dir / FAULTS_DIR
 
     def claim(self, index: int, spec: FaultSpec, **about: Any) -> bool:
-        """Whether the fault is still to be caused, once more; if so it counts as caused from now on.
+        """Return whether the fault is to be caused once more; if so, count it as caused from now on.
 
         Args:
-            index: its place among the job's faults.
+            index: the fault's place among the job's faults.
             spec: the fault.
-            **about: what else to write down (rank, step, generation).
+            **about: other facts to record (rank, step, generation).
 
         Raises:
             OSError: the claim cannot be written.
@@ -53,10 +53,10 @@ class FaultLedger:
 
 
 def fired(run_dir: Path) -> dict[str, int]:
-    """How often each fault was caused in a run, by the spec's text.
+    """Return how often each fault was caused in a run, by the spec's text.
 
     Args:
-        run_dir: the run directory; one in which nothing was caused gives an empty answer.
+        run_dir: the run directory; if no fault was caused in it, the result is empty.
     """
     counts: Counter[str] = Counter()
     for path in sorted((run_dir / FAULTS_DIR).glob("*.json")):
@@ -68,11 +68,11 @@ def fired(run_dir: Path) -> dict[str, int]:
 
 
 def not_fired(specs: Iterable[FaultSpec], run_dir: Path) -> tuple[str, ...]:
-    """The faults that were to happen for certain and did not, or not as often as they should, by the spec's text.
+    """Return the spec texts of the faults that were certain to happen but did not, or not often enough.
 
     Args:
         specs: the faults of a run that is over.
-        run_dir: its run directory.
+        run_dir: the run directory of that run.
     """
     wanted: Counter[str] = Counter()
     for spec in specs:
@@ -82,7 +82,7 @@ def not_fired(specs: Iterable[FaultSpec], run_dir: Path) -> tuple[str, ...]:
 
 
 def _create(path: Path, data: bytes) -> bool:
-    """Create ``path`` with ``data``; False if it is there already."""
+    """Create ``path`` with ``data``; return False if the file exists already."""
     try:
         with open(path, "xb", buffering=0) as file:
             file.write(data)

@@ -1,7 +1,7 @@
-"""Faults in the worker processes of a torch data loader, seen by the training process as torch shows them to it.
+"""Faults in the worker processes of a torch data loader, seen by the training process as torch reports them.
 
-What the workers have read ahead is used up, so that the fault shows at the very batch it was asked for. An iterator
-that has failed is of no use afterwards anyway.
+Batches that the workers have prefetched are used up, so that the fault shows at exactly the batch for which it was
+requested. An iterator that has failed is of no use afterwards anyway.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class _BadBatch:
-    """What a sampler could name as the indices of a batch, but that no dataset can read.
+    """Stand-in for the indices of a batch that a sampler yields, which no dataset can read.
 
     Args:
-        error: raised in the worker that tries.
+        error: exception that is raised in the worker that tries to read the batch.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -29,14 +29,15 @@ class _BadBatch:
 
 
 def raise_in_worker(iterator: Any, error: Exception) -> None:
-    """Have a worker raise while it reads a batch.
+    """Make a worker raise while it reads a batch.
 
     Args:
         iterator: torch's iterator over a ``DataLoader`` with workers.
-        error: what the worker raises; it is pickled, and its type must take a message alone.
+        error: exception that the worker raises; it is pickled, and its type must accept a message as only argument.
 
     Raises:
-        Exception: of the type of ``error``, as torch raises it again, with the worker's traceback in its message.
+        Exception: an exception of the type of ``error``, which torch raises with the worker's traceback in its
+            message.
     """
     iterator._sampler_iter = itertools.repeat(_BadBatch(error))
     _use_up(iterator)
@@ -49,11 +50,11 @@ def kill_worker(iterator: Any) -> None:
         iterator: torch's iterator over a ``DataLoader`` with workers.
 
     Raises:
-        RuntimeError: torch's own, which finds the worker dead.
+        RuntimeError: torch raises it when it finds the worker dead.
     """
     worker = next(each for each in iterator._workers if each.is_alive())
     os.kill(worker.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # torch's handler of SIGCHLD asks how it ended
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # torch's SIGCHLD handler asks how it ended
     _use_up(iterator)
 
 

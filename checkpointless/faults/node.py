@@ -1,4 +1,4 @@
-"""Faults of a whole node: what a rank can do to the agent that started it."""
+"""Faults of a whole node, which a rank causes through the agent that started it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import subprocess
 import time
 
 AGENT_PID_ENV = "CHECKPOINTLESS_AGENT_PID"
-CUT_SIGNAL = signal.SIGUSR1  # has an agent drop its connection to the coordinator; only where faults are asked for
+CUT_SIGNAL = signal.SIGUSR1  # makes an agent drop its connection to the coordinator; only if faults are requested
 _HANG_S = 3600.0
-_NOTICED_S = 10.0  # by then what was done to the agent has been noticed
-_TURN_S = 0.02  # so that this thread can be interrupted
+_NOTICED_S = 10.0  # by then the job has noticed what was done to the agent
+_TURN_S = 0.02  # short, so that this thread can be interrupted
 
 
 def agent_pid() -> int | None:
-    """The agent of this rank's node, in a job of several."""
+    """Return the process id of this node's agent in a job of several nodes, or None in any other job."""
     pid = os.environ.get(AGENT_PID_ENV)
     return None if pid is None else int(pid)
 
@@ -27,9 +27,9 @@ def lose(agent: int) -> None:
 
 
 def cut_off(agent: int, seconds: float) -> None:
-    """Have the agent hear and say nothing for a while, with all its connections open, as if the network were gone.
+    """Stop the agent for ``seconds`` seconds, with all its connections open, as if the network were gone.
 
-    Who wakes it up again outlives this process, which may be killed meanwhile.
+    The process that wakes the agent up again outlives this process, which may be killed meanwhile.
     """
     subprocess.Popen(
         ["/bin/sh", "-c", 'sleep "$0"; kill -CONT "$1"', f"{seconds:g}", str(agent)],
@@ -40,7 +40,7 @@ def cut_off(agent: int, seconds: float) -> None:
 
 
 def drop_coordinator(agent: int) -> None:
-    """Have the agent close its connection to the coordinator, and wait for what follows."""
+    """Make the agent close its connection to the coordinator, and wait for what follows."""
     os.kill(agent, CUT_SIGNAL)
     until_s = time.monotonic() + _NOTICED_S
     while time.monotonic() < until_s:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 
 class FaultKind(enum.Enum):
-    """What goes wrong."""
+    """The kind of a fault: what goes wrong."""
 
     EXCEPTION = "exception"
     SIGKILL = "sigkill"
@@ -33,7 +33,7 @@ class FaultKind(enum.Enum):
 
 
 class FaultPhase(enum.Enum):
-    """Where in a step, or in the set-up of a generation, it goes wrong."""
+    """The phase of a step, or of the set-up of a generation, in which a fault happens."""
 
     DATA = "data"
     FORWARD = "forward"
@@ -48,12 +48,12 @@ class FaultPhase(enum.Enum):
     RECOVERY = "recovery"
 
 
-#: Phases that lie in the set-up of a generation after the first; ``step`` is the last one committed before.
+#: Phases in the set-up of a generation after the first; ``step`` is then the last step committed before it.
 SETUP_PHASES = frozenset({FaultPhase.INIT, FaultPhase.TRANSFER, FaultPhase.RECOVERY})
 
 _ALL_PHASES = frozenset(FaultPhase)
 
-#: Which kinds can be caused in which phases.
+#: Phases in which each kind can be caused.
 SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
     FaultKind.EXCEPTION: _ALL_PHASES,
     FaultKind.OOM: _ALL_PHASES,
@@ -74,7 +74,7 @@ SUPPORT: dict[FaultKind, frozenset[FaultPhase]] = {
     FaultKind.BITFLIP: _ALL_PHASES - {FaultPhase.INIT, FaultPhase.RECOVERY},
 }
 
-#: What each kind is expected to come to. Whatever it is, the losses are those of a run without the fault.
+#: The expected outcome of each kind. In every case, the losses are those of a run without the fault.
 EXPECTED: dict[FaultKind, str] = {
     FaultKind.EXCEPTION: "recovered in process",
     FaultKind.OOM: "recovered in process",
@@ -98,10 +98,10 @@ EXPECTED: dict[FaultKind, str] = {
 #: The variants (``how=``) of the kinds that have any, the default one first.
 VARIANTS: dict[FaultKind, tuple[str, ...]] = {FaultKind.DATALOADER: ("raise", "kill")}
 
-#: Kinds that happen to a node, so there must be several.
+#: Kinds that happen to a node, so the job must have several nodes.
 NODE_KINDS = frozenset({FaultKind.PARTITION, FaultKind.STORE, FaultKind.NODE})
 
-#: How long the kinds take that take a while, unless ``seconds=`` says.
+#: Duration in seconds of the kinds that have one, unless ``seconds=`` sets it.
 DEFAULT_S: dict[FaultKind, float] = {FaultKind.SLOW: 2.0, FaultKind.PARTITION: 15.0}
 _KEYS = ("rank", "step", "times", "prob", "seed", "how", "seconds")
 _Member = TypeVar("_Member", bound=enum.Enum)
@@ -109,7 +109,7 @@ _FORM = "KIND[@PHASE][:key=value,...], for example exception@forward:rank=2,step
 
 
 class FaultSpecError(ValueError):
-    """A fault spec that is not understood or can never happen; the message is one line that says why."""
+    """A fault spec that cannot be understood or can never happen; the message says why in one line."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,15 @@ class FaultSpec:
 
     Attributes:
         kind: what goes wrong.
-        phase: where.
-        rank: on which rank; None (only with ``prob``): on any.
-        step: in which optimizer step, counted from 1 (in a set-up phase: after which committed step); None
-            (only with ``prob``): in any.
-        times: how often in all, over every process of the rank.
-        prob: chance of each opportunity, in (0, 1]; None: certain.
-        seed: of the draws for ``prob``, which never touch the training's random numbers.
-        how: a variant of the kind; None: the first of its :data:`VARIANTS`.
-        seconds: how long it takes, for the kinds in :data:`DEFAULT_S`; None: what stands there.
+        phase: phase in which the fault happens.
+        rank: rank on which the fault happens; None (only with ``prob``) means any rank.
+        step: optimizer step in which the fault happens, counted from 1 (in a set-up phase: the committed step after
+            which it happens); None (only with ``prob``) means any step.
+        times: how often the fault happens in all, over every process of the rank.
+        prob: probability at each opportunity, in (0, 1]; None means that the fault is certain.
+        seed: seed of the draws for ``prob``, which never touch the training's random numbers.
+        how: variant of the kind; None means the first of the kind's :data:`VARIANTS`.
+        seconds: duration in seconds, for the kinds in :data:`DEFAULT_S`; None means the duration given there.
         text: the spec as the user wrote it.
     """
 
@@ -143,11 +143,11 @@ class FaultSpec:
 
     @property
     def duration_s(self) -> float:
-        """How long it takes (0: no time of its own)."""
+        """The duration of the fault in seconds (0 if its kind has none)."""
         return DEFAULT_S.get(self.kind, 0.0) if self.seconds is None else self.seconds
 
     def __str__(self) -> str:
-        """The spec in full, in the form that :func:`parse` reads."""
+        """Return the complete spec in the form that :func:`parse` reads."""
         options = [
             f"{key}={value!r}" if isinstance(value, float) else f"{key}={value}"
             for key, value, default in (
@@ -168,10 +168,11 @@ def parse(text: str) -> FaultSpec:
     """Read one fault spec.
 
     Args:
-        text: ``KIND[@PHASE][:key=value,...]``; without a phase it is ``forward``.
+        text: ``KIND[@PHASE][:key=value,...]``; the phase defaults to ``forward``.
 
     Raises:
-        FaultSpecError: it is malformed, names something unknown, or asks for what this version cannot cause.
+        FaultSpecError: the spec is malformed, names something unknown, or asks for a fault that this version cannot
+            cause.
     """
     head, colon, tail = text.strip().partition(":")
     kind_text, at, phase_text = head.partition("@")
@@ -222,9 +223,9 @@ def validate(
 
     Args:
         specs: the faults.
-        world_size: number of ranks; None where it is not known.
-        max_steps: last optimizer step of the run; None where it is not known.
-        cuda: whether the ranks train on GPUs with CUDA; None where it is not known.
+        world_size: number of ranks; None if it is not known.
+        max_steps: last optimizer step of the run; None if it is not known.
+        cuda: whether the ranks train on GPUs with CUDA; None if that is not known.
 
     Raises:
         FaultSpecError: a rank or a step is out of range, or a GPU is missing, so the fault could never happen.

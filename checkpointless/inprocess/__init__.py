@@ -1,7 +1,7 @@
 """Re-run a block of code inside a living process.
 
-A fault notice interrupts the main thread wherever it is, communicators are aborted, the block is left, cleaned up
-after and entered again with every other rank. Knows torch, and no training framework.
+A fault notice interrupts the main thread wherever it is. Communicators are aborted, and the rank leaves the block,
+cleans up and enters the block again together with every other rank. It uses torch, but no training framework.
 """
 
 from checkpointless.inprocess.abort import (

@@ -21,18 +21,21 @@ gloo_sockets = GlooSockets()
 
 
 class Abort(ABC):
-    """Stops one kind of activity. Runs in the fault thread, and must return soon and be safe to repeat."""
+    """An action that stops one kind of activity of a rank.
+
+    It runs in the fault thread. It must return soon and be safe to repeat.
+    """
 
     @abstractmethod
     def __call__(self, state: HPState) -> None:
-        """Stop it.
+        """Stop the activity.
 
         Args:
             state: the rank's place in the job.
         """
 
     def after_block(self, state: HPState) -> None:  # noqa: B027 - most have nothing to do then
-        """Stop what nobody may touch while the block still runs: in the main thread, which has left it.
+        """Stop, in the main thread after the block, what must not be touched while the block still runs.
 
         Args:
             state: the rank's place in the job.
@@ -46,7 +49,7 @@ class TrainerAbort(Abort):
         self._trainer: weakref.ref[Any] | None = None
 
     def register_attributes(self, trainer: Any) -> None:
-        """Take note of the running trainer (held weakly)."""
+        """Keep a weak reference to the running trainer."""
         self._trainer = weakref.ref(trainer)
 
     @property
@@ -56,7 +59,7 @@ class TrainerAbort(Abort):
 
 
 class HPAbortTorchDistributed(Abort):
-    """Abort every communicator: NCCL by ``abort()``, gloo by shutting down its connections.
+    """Aborts every communicator: NCCL by ``abort()``, gloo by shutting down its connections.
 
     A rank that is blocked in a collective of either backend raises at once.
     """
@@ -78,7 +81,7 @@ def _backend(group: Any, device: str) -> Any:
 
 
 class HPDataLoaderAbort(TrainerAbort):
-    """Stop the data-loader workers, so that a main thread that waits for a batch is freed and nothing is left."""
+    """Stops the data-loader workers, which frees a main thread that waits for a batch and leaves nothing behind."""
 
     def __call__(self, state: HPState) -> None:
         trainer = self.trainer
@@ -90,9 +93,9 @@ class HPDataLoaderAbort(TrainerAbort):
 
 
 class HPCheckpointingAbort(TrainerAbort):
-    """Stop asynchronous checkpoint writers, unless the strategy keeps their saves and finishes them later.
+    """Stops asynchronous checkpoint writers, unless the strategy keeps their saves and finishes them later.
 
-    What nobody finishes is not a checkpoint.
+    A save that is not finished is not a checkpoint.
     """
 
     def __call__(self, state: HPState) -> None:
@@ -110,15 +113,15 @@ class HPCheckpointingAbort(TrainerAbort):
 
 
 class AbortTransformerEngine(Abort):
-    """Drop what TransformerEngine keeps of process groups that are gone, once the main thread has left the block.
+    """Drops what TransformerEngine keeps for process groups that are gone, once the main thread has left the block.
 
-    Its FP8 state must not be reset while the block is inside of ``fp8_autocast``, whose end counts on it, nor its
-    communicators of overlapped tensor parallelism while kernels wait in them. Does nothing where TransformerEngine
-    was not imported.
+    TransformerEngine's FP8 state must not be reset while the block is inside ``fp8_autocast``, whose exit relies on
+    it, and its communicators for overlapped tensor parallelism must not be dropped while kernels wait in them. This
+    abort does nothing if TransformerEngine was not imported.
     """
 
     def __call__(self, state: HPState) -> None:
-        """Nothing can be done while the block still runs."""
+        """Do nothing, because nothing can be dropped while the block still runs."""
 
     def after_block(self, state: HPState) -> None:
         """Drop FP8 state, user buffers (``destroy_ub``) and workspaces."""
@@ -126,11 +129,14 @@ class AbortTransformerEngine(Abort):
 
 
 class CheckpointlessAbortManager:
-    """Makes and changes compositions of aborts."""
+    """Creates and changes compositions of aborts."""
 
     @staticmethod
     def get_default_checkpointless_abort() -> Compose:
-        """TransformerEngine, checkpoint writers, torch.distributed and data loaders: run from last to first."""
+        """Return the aborts for TransformerEngine, checkpoint writers, torch.distributed and data loaders.
+
+        They run from last to first.
+        """
         return Compose(
             AbortTransformerEngine(), HPCheckpointingAbort(), HPAbortTorchDistributed(), HPDataLoaderAbort()
         )
@@ -140,7 +146,7 @@ class CheckpointlessAbortManager:
         """Compose only the given aborts.
 
         Raises:
-            ValueError: none was given.
+            ValueError: no abort was given.
         """
         if not abort_instances:
             raise ValueError("create_custom_abort() needs at least one abort instance")
@@ -148,7 +154,7 @@ class CheckpointlessAbortManager:
 
     @staticmethod
     def override_abort(abort_compose: Compose, abort_type: type, new_abort: Abort) -> Compose:
-        """A copy of ``abort_compose`` with the instances of ``abort_type`` replaced by ``new_abort``.
+        """Return a copy of ``abort_compose`` in which ``new_abort`` replaces the instances of ``abort_type``.
 
         Raises:
             ValueError: ``abort_compose`` is not a composition, or holds no ``abort_type``.
@@ -161,7 +167,7 @@ class CheckpointlessAbortManager:
 
 
 def communicators_first(abort: Any) -> Any:
-    """Have the communicators' abort run before everything else of a composition (``early_abort_communicator``)."""
+    """Reorder a composition so that it aborts communicators first (``early_abort_communicator``)."""
     if not isinstance(abort, Compose):
         return abort
     first = [each for each in abort.instances if isinstance(each, HPAbortTorchDistributed)]
@@ -170,7 +176,7 @@ def communicators_first(abort: Any) -> Any:
 
 
 def after_block(abort: Any, state: HPState) -> None:
-    """Have an abort, or those of a composition, do what they do in the main thread once the block is left."""
+    """Run the ``after_block`` of an abort or of a composition's aborts, in the main thread, after the block."""
     for each in reversed(abort.instances) if isinstance(abort, Compose) else (abort,):
         if isinstance(each, Abort):
             each.after_block(state)
@@ -179,8 +185,8 @@ def after_block(abort: Any, state: HPState) -> None:
 def destroy_process_groups() -> None:
     """Destroy every process group of this process, in the main thread, after the abort.
 
-    Also what an interrupted ``init_process_group`` leaves behind: torch counts the groups that it has named, and a
-    rank that counted one more than the others would wait for them under another name for ever.
+    This includes what an interrupted ``init_process_group`` leaves behind: torch counts the groups that it has
+    named, and a rank that has counted one more than the others would wait for them forever under another name.
     """
     world = c10d._world
     bury(list(world.pg_map))

@@ -1,4 +1,4 @@
-"""Have another thread wait in C++, and wait for it in Python, where an interruption is heard."""
+"""Let a helper thread wait in C++, and wait for the helper in Python, where an interruption is handled."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _TURN_S = 0.05
 
 T = TypeVar("T")
 
-_awaited: int | None = None  # the thread that the main thread waits for
+_awaited: int | None = None  # identifier of the thread that the main thread waits for
 
 
 def awaited_thread() -> int | None:
-    """The identifier of the thread that works on behalf of the main thread just now, or None."""
+    """Return the identifier of the thread that currently works on behalf of the main thread, or None."""
     return _awaited
 
 
 class Helper:
-    """A thread that waits on behalf of another one."""
+    """A thread that waits on behalf of another thread."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -29,7 +29,7 @@ class Helper:
         self._thread.start()
 
     def run(self, blocking: Callable[[], T]) -> T:
-        """Call ``blocking`` in the helper and wait for it, interruptibly."""
+        """Call ``blocking`` in the helper thread, wait for it interruptibly and return its result."""
         done = self._done = threading.Event()
         outcome: list[Any] = []
 
@@ -54,7 +54,7 @@ class Helper:
         return cast(T, result)
 
     def idle(self) -> bool:
-        """Whether nothing is waited for."""
+        """Return whether the thread has no call in progress."""
         return self._done.is_set()
 
     def end(self) -> None:
@@ -64,4 +64,4 @@ class Helper:
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            call = None  # what it raised holds the frames of the waiting thread
+            call = None  # an exception that it raised holds the frames of the waiting thread

@@ -1,4 +1,4 @@
-"""What ended a run of the re-executable code block, and what of it is kept."""
+"""How a run of the re-executable code block ended, and what is kept of the exception that ended it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _VICTIM_MARKS = (
 
 
 def is_return(error: BaseException | None) -> bool:
-    """Whether the block ended well: it returned, or left by ``sys.exit()`` or ``sys.exit(0)``.
+    """Return whether the block ended normally: it returned, or left by ``sys.exit()`` or ``sys.exit(0)``.
 
-    A kind of ``SystemExit`` of its own is something else: with Lightning's, a process that got SIGTERM ends.
+    A subclass of ``SystemExit`` does not count: Lightning ends a process that received SIGTERM with one.
     """
     return error is None or (type(error) is SystemExit and error.code in (None, 0))
 
 
 def exit_code(leaving: SystemExit) -> int:
-    """The code that a process exits with for this, as Python says: a text is 1."""
+    """Return the exit code that Python gives a process that ends by ``leaving``; for a text it is 1."""
     if leaving.code is None:
         return 0
     return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether ``error`` says that a peer or the store went away, rather than that this rank failed."""
+    """Return whether ``error`` says that a peer or the store went away, rather than that this rank failed."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, RankShouldRestart) or type(seen).__name__.startswith("Dist"):
@@ -45,7 +45,7 @@ def is_victim(error: BaseException) -> bool:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Clear the frames of ``error`` and of its causes: their locals hold the old trainer, model and optimizer."""
+    """Clear the frames of ``error`` and of its causes, whose locals hold the old trainer, model and optimizer."""
     pending = [error]
     while pending:
         each = pending.pop()

@@ -1,4 +1,4 @@
-"""Which parameter of a block wants the running wrapper."""
+"""Pass the running wrapper to the parameter of a block that asks for it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _ANYTHING = ("Any", "typing.Any", "object")
 def with_caller(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], caller: object
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``fn``, with ``caller`` where its parameter for that was given nothing or None.
+    """Return the arguments of ``fn``, with ``caller`` filled in if its parameter was omitted or None.
 
-    That parameter is the first one that is annotated ``HPCallWrapper``, ``Optional[HPCallWrapper]`` or the like, or
-    that is named ``caller`` and annotated with nothing (or anything).
+    The parameter for ``caller`` is the first one that is annotated ``HPCallWrapper``, ``Optional[HPCallWrapper]``
+    or similar, or that is named ``caller`` and has no annotation (or one that allows anything).
     """
     try:
         signature = inspect.signature(fn)
-    except ValueError:  # of something built in
+    except ValueError:  # fn is a built-in
         return args, kwargs
     name = next((each.name for each in signature.parameters.values() if _wants_caller(each)), None)
     if name is None:
         return args, kwargs
     try:
         bound = signature.bind_partial(*args, **kwargs)
-    except TypeError:  # fn itself says what is wrong
+    except TypeError:  # fn itself reports what is wrong
         return args, kwargs
     if bound.arguments.get(name) is None:
         bound.arguments[name] = caller

@@ -10,13 +10,13 @@ logger = logging.getLogger(__name__)
 
 
 class Compose:
-    """Call ``instances`` from the last to the first, as a composition of functions does.
+    """Calls ``instances`` from the last to the first, as a composition of functions does.
 
-    So does HyperPod's, and NVRx's. Every instance runs even if one before it raises: half a clean-up is worse than
-    a noisy one. The first error is raised at the end, the others are logged.
+    HyperPod's and NVRx's ``Compose`` do the same. Every instance runs even if one before it raises, because half a
+    clean-up is worse than a noisy one. All errors are logged, and the first one is raised at the end.
 
     Args:
-        *instances: callables with one common signature.
+        *instances: callables that share one signature.
     """
 
     def __init__(self, *instances: Callable[..., Any]) -> None:
@@ -34,7 +34,7 @@ class Compose:
             raise first
 
     def register_attributes(self, trainer: Any) -> None:
-        """Pass the trainer on to every instance that wants it."""
+        """Pass the trainer to every instance that has a method of this name."""
         for instance in self.instances:
             register = getattr(instance, "register_attributes", None)
             if register is not None:

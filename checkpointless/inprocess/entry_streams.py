@@ -1,7 +1,8 @@
-"""The random streams at the entry of the block, the same at every entry.
+"""The random streams at the entry of the block, which are the same at every entry.
 
-A process that enters its block again has drawn from streams that were seeded before it, at the top of the script; a
-new process, which has run that part afresh, has not. Without this they would draw different numbers in the block.
+A process that re-enters its block has drawn from streams that were seeded before the block, at the top of the
+script; a new process, which has just run that part, has not. Without this module, the two would draw different
+numbers in the block.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 
 @dataclass(frozen=True)
 class EntryStreams:
-    """The streams of this process at one moment.
+    """The states of this process's random streams at one moment.
 
     Attributes:
-        python: of the module ``random``.
-        torch_cpu: torch's default one.
-        numpy: NumPy's global one; None if NumPy was not imported.
-        cuda: the current device's; None if CUDA was not in use.
+        python: state of the ``random`` module.
+        torch_cpu: state of torch's default CPU generator.
+        numpy: state of NumPy's global generator; None if NumPy was not imported.
+        cuda: state of the current device's generator; None if CUDA was not in use.
     """
 
     python: tuple[Any, ...]
@@ -32,7 +33,7 @@ class EntryStreams:
 
     @classmethod
     def capture(cls) -> EntryStreams:
-        """Take them."""
+        """Capture the current states."""
         numpy = _numpy_random()
         return cls(
             random.getstate(),
@@ -42,7 +43,10 @@ class EntryStreams:
         )
 
     def restore(self) -> None:
-        """Put them back. A CUDA that was not in use then is seeded as torch would do it at the first use."""
+        """Restore the captured states.
+
+        If CUDA was not in use at the capture, it is seeded as torch would seed it at the first use.
+        """
         random.setstate(self.python)
         torch.set_rng_state(self.torch_cpu)
         numpy = _numpy_random()

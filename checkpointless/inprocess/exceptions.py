@@ -1,22 +1,22 @@
-"""What ends a run of the re-executable code block."""
+"""Exceptions that end a run of the re-executable code block."""
 
 from __future__ import annotations
 
 
 class RankShouldRestart(BaseException):
-    """Raised in the main thread of a rank that has to leave the block because of a fault, its own or another's.
+    """Raised in the main thread of a rank that has to leave the block because of a fault on this or another rank.
 
-    A ``BaseException``, so that an ``except Exception`` in user code cannot swallow it.
+    It is a ``BaseException``, so that an ``except Exception`` in user code cannot swallow it.
     """
 
 
 class HealthCheckError(RuntimeError):
-    """A health check refused this process: it must be replaced by a new one."""
+    """A health check rejected this process, which must be replaced by a new one."""
 
 
 class InternalError(RuntimeError):
-    """The engine itself cannot go on in this process; the message says why."""
+    """The engine itself cannot continue in this process; the message says why."""
 
 
 class UnrecoverableError(RuntimeError):
-    """No rung is left: the job must end, with this message as its last word."""
+    """No rung of recovery is left, so the job must end with this message."""

@@ -1,4 +1,4 @@
-"""The thread that interrupts the main thread when a fault notice comes, wherever the main thread is."""
+"""The thread that interrupts the main thread, wherever it is, when a fault notice arrives."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ T = TypeVar("T")
 _RAISE_AGAIN_S = 0.05
 _SLOW_S = 1.0
 _CLEANING_S = 10.0  # a data loader waits 5 s for each worker that does not end
-_INNERMOST = 10  # frames that are looked at
+_INNERMOST = 10  # number of innermost frames that are inspected
 _COLLECTIVE_FILES = ("torch/distributed/", "torch/futures/", "inprocess/gloo_wait.py")
 _WAITING_FILES = (
     "/threading.py",
     "inprocess/aside.py",
     "inprocess/store_wait.py",
-)  # how a collective is waited for
-#: Where descriptors and child processes have no owner, not yet or not any more; in which functions, if not in all.
+)  # code in which a thread waits for a collective
+#: Files, and functions in them (none means all), in which descriptors and child processes have no owner, either not
+#: yet or not any more.
 _OWNERLESS: dict[str, tuple[str, ...]] = {
     "/multiprocessing/connection.py": ("Pipe",),
     "/multiprocessing/popen_fork.py": ("_launch", "poll"),
@@ -46,17 +47,18 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
 
 
 class MainThread:
-    """The thread that runs the re-executable code block, and the door through which it leaves.
+    """The thread that runs the re-executable code block, and the means to make it leave the block.
 
-    An interruption is a signal that is never sent: Python is told that it came, so no system call is cut short. Its
-    handler runs in the main thread, between two bytecodes or where C code asks, and sees the frames that it would
-    interrupt. It raises only if the block's own frame is among them. So nothing that runs before or after the block
-    can be hit, whenever the interruption was asked for and however late it comes. (What another thread sets with
-    ``PyThreadState_SetAsyncExc`` is raised wherever the thread is by then.) One that is raised in a destructor is
-    swallowed; so it is raised again until the thread has left, but not in the midst of what releases something.
+    An interruption is a signal that is never sent: Python is told that it arrived, so no system call is cut short.
+    Its handler runs in the main thread, between two bytecodes or where C code checks for signals, and sees the
+    frames that it would interrupt. It raises only if the block's frame is among them. Code before or after the
+    block is therefore never hit, no matter when the interruption was requested or how late it is handled. (An
+    exception that another thread sets with ``PyThreadState_SetAsyncExc`` is raised wherever the thread is by then.)
+    Python swallows an exception that is raised in a destructor, so the interruption is repeated until the thread
+    has left the block, but not in the middle of code that releases resources.
 
     Raises:
-        InternalError: this is not the main thread, the only one that hears signals.
+        InternalError: the current thread is not the main thread, the only one that handles signals.
     """
 
     def __init__(self) -> None:
@@ -65,8 +67,8 @@ class MainThread:
                 "HPWrapper runs its function in the main thread of a process, and this is another one"
             )
         self._ident = threading.get_ident()
-        self._entered = 0  # how often the block was entered
-        self._to_leave = 0  # which of these entries is to be left
+        self._entered = 0  # number of times that the block was entered
+        self._to_leave = 0  # the entry that is to be left
         self._waited_s = 0.0
         self._left = threading.Event()
         self._left.set()
@@ -74,14 +76,14 @@ class MainThread:
         signal.signal(self._signal, self._hear)
 
     def close(self) -> None:
-        """Interrupt no more; gives the signal back."""
+        """Stop interrupting and restore the signal's default action."""
         signal.signal(self._signal, signal.SIG_DFL)
 
     def run(self, block: Callable[[], T]) -> T:
-        """Run ``block``, which may be interrupted; nothing after it is.
+        """Run ``block``, which may be interrupted; code after it is not.
 
         Raises:
-            RankShouldRestart: it was interrupted.
+            RankShouldRestart: the block was interrupted.
         """
         self._entered += 1
         self._left.clear()
@@ -94,7 +96,7 @@ class MainThread:
         """Raise :class:`RankShouldRestart` in the block, if the thread is still in it.
 
         Args:
-            waited_s: for how long it should have left, in seconds: nothing is spared for ever.
+            waited_s: for how many seconds the thread should have left already; no code is spared forever.
         """
         entry = self._entered
         if self._left.is_set():
@@ -104,19 +106,19 @@ class MainThread:
         _thread.interrupt_main(self._signal)  # type: ignore[arg-type]  # typeshed knows none without a name
 
     def _hear(self, _: int, frame: FrameType | None) -> None:
-        """In the main thread: raise, if it is in the block that is to be left, and nothing has to be spared."""
+        """Raise in the main thread, if it is in the entry that is to be left and not in code to be spared."""
         if self._to_leave == self._entered and _is_in_block(frame) and self._waited_s >= _spared_s(frame):
             raise RankShouldRestart
 
     def interrupt_until_left(self, timeout_s: float, free: Callable[[], object]) -> bool:
-        """Interrupt, again and again, until the block is left.
+        """Interrupt the thread repeatedly until it has left the block.
 
         Args:
-            timeout_s: how long at most.
-            free: called before each interruption after the first: frees what the thread may block in by now.
+            timeout_s: time limit in seconds.
+            free: called before each interruption; frees what the thread may block in by then.
 
         Returns:
-            False if it was not left within ``timeout_s``.
+            False if the thread has not left the block within ``timeout_s``.
         """
         began = time.monotonic()
         told = False
@@ -129,7 +131,7 @@ class MainThread:
         return self._left.is_set()
 
     def where(self) -> tuple[bool, str]:
-        """Whether the thread waits in a collective, and its stack as text, innermost call last."""
+        """Return whether the thread waits in a collective, and its stack as text, innermost call last."""
         frame = sys._current_frames().get(self._ident)
         if frame is None:
             return False, "the main thread has ended"
@@ -144,7 +146,7 @@ class MainThread:
 
 
 def _the_block(block: Callable[[], T]) -> T:
-    """The frame by which an interruption knows that it is inside of the block."""
+    """Run ``block`` in a frame by which an interruption knows that it is inside the block."""
     return block()
 
 
@@ -157,12 +159,12 @@ def _is_in_block(frame: FrameType | None) -> bool:
 
 
 def _spared_s(frame: FrameType | None) -> float:
-    """For how long the thread must not be interrupted where it is, in seconds; 0 almost everywhere.
+    """Return for how many seconds the thread must not be interrupted in ``frame``; 0 almost everywhere.
 
-    Between taking a lock and the ``try`` that releases it, ``logging`` and the import system can be interrupted
-    like any other code; every thread of the process would then wait for that lock. And what is interrupted while it
-    closes descriptors or joins a child process does not do it later: out of a destructor, where most of that is
-    done, an exception does not even come.
+    ``logging`` and the import system can be interrupted, like any other code, between taking a lock and the ``try``
+    that releases it; every thread of the process would then wait for that lock. Code that is interrupted while it
+    closes descriptors or joins a child process does not do so later. Most of that code runs in destructors, from
+    which an exception does not even propagate.
     """
     spared_s = 0.0
     for _ in range(_INNERMOST):
@@ -180,7 +182,7 @@ def _spared_s(frame: FrameType | None) -> float:
 
 
 def _unused_signal() -> int:
-    """A real-time signal that nobody has a use for; not the first or the last, which programs restore by name."""
+    """Return an unused real-time signal, but not the first or the last, which programs restore by name."""
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
         if signal.getsignal(number) == signal.SIG_DFL:
             return number
@@ -194,18 +196,18 @@ def _is_ownerless(name: str, function: str) -> bool:
 
 
 def _is_in_collective(frame: FrameType) -> bool:
-    """Whether a thread whose innermost frame this is waits for its peers."""
+    """Return whether the thread whose innermost frame is ``frame`` waits for its peers."""
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITING_FILES):
         frame = frame.f_back
     return any(part in frame.f_code.co_filename for part in _COLLECTIVE_FILES)
 
 
 class FaultThread:
-    """Handles the notices of one rank, in the order in which they come, in a thread of its own.
+    """Handles the fault notices of one rank, in order of arrival, in a separate thread.
 
     Args:
-        handle: called with the generation that is over; must be bounded.
-        failed: called with the reason if it raised: this process cannot be trusted to leave its block.
+        handle: called with the generation that is over; its run time must be bounded.
+        failed: called with the reason if ``handle`` raised; this process cannot be trusted to leave its block then.
     """
 
     def __init__(self, handle: Callable[[int], None], failed: Callable[[str], None]) -> None:
@@ -216,7 +218,7 @@ class FaultThread:
         self._thread.start()
 
     def notify(self, generation: int) -> None:
-        """Hand over a notice; returns at once."""
+        """Queue a notice and return at once."""
         self._notices.put(generation)
 
     def shutdown(self, timeout_s: float = 5.0) -> None:

@@ -20,21 +20,24 @@ _framework_cleanups: dict[str, Callable[[], None]] = {}
 
 
 def register_cleanup(name: str, cleanup: Callable[[], None]) -> None:
-    """Have ``cleanup`` run at every restart of this process: how a framework drops its globals.
+    """Register ``cleanup``, which drops the globals of a framework at every restart of this process.
 
     Args:
-        name: registering the same name again replaces the earlier one.
-        cleanup: idempotent; runs before the process groups are destroyed.
+        name: name of the clean-up; registering a name again replaces the earlier clean-up.
+        cleanup: idempotent function that runs before the process groups are destroyed.
     """
     _framework_cleanups[name] = cleanup
 
 
 class Finalize(ABC):
-    """Cleans up one kind of thing. Runs in the main thread, and must be safe to repeat."""
+    """An action that cleans up one kind of thing.
+
+    It runs in the main thread and must be safe to repeat.
+    """
 
     @abstractmethod
     def __call__(self, state: HPState) -> None:
-        """Clean it up.
+        """Clean up.
 
         Args:
             state: the rank's place in the job.
@@ -42,10 +45,10 @@ class Finalize(ABC):
 
 
 class CheckpointlessFinalizeCleanup(Finalize):
-    """Drop what the frameworks keep in globals, by the clean-ups that they registered (:func:`register_cleanup`).
+    """Runs the clean-ups that frameworks registered (:func:`register_cleanup`) to drop what they keep in globals.
 
-    Nothing is searched for in the heap. Process groups and garbage are not its business: the engine sees to them
-    after any clean-up.
+    It does not search the heap. It leaves process groups and garbage to the engine, which handles them after any
+    clean-up.
     """
 
     def __init__(self) -> None:
@@ -53,19 +56,19 @@ class CheckpointlessFinalizeCleanup(Finalize):
 
     @property
     def trainer(self) -> Any:
-        """The trainer of the generation that is over, while it lives, or None."""
+        """The trainer of the generation that is over, as long as it exists, or None."""
         return self._trainer() if self._trainer is not None else None
 
     def register_attributes(self, trainer: Any) -> None:
-        """Take note of the running trainer (held weakly)."""
+        """Keep a weak reference to the running trainer."""
         self._trainer = weakref.ref(trainer)
 
     def __call__(self, *a: Any, **kw: Any) -> None:
         """Clean up.
 
         Args:
-            *a: the engine gives the rank's :class:`HPState`; anything, or nothing, is taken.
-            **kw: likewise.
+            *a: any arguments are accepted and ignored; the engine passes the rank's :class:`HPState`.
+            **kw: any keyword arguments are accepted and ignored.
         """
         failed: Exception | None = None
         for name, cleanup in list(_framework_cleanups.items()):
@@ -79,7 +82,7 @@ class CheckpointlessFinalizeCleanup(Finalize):
 
 
 def collect_garbage() -> None:
-    """Free unreachable memory of this process and what CUDA's allocator keeps of it."""
+    """Free unreachable memory of this process, including what CUDA's caching allocator keeps of it."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

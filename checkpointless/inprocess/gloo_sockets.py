@@ -1,14 +1,15 @@
-"""Free a rank that is blocked in gloo by closing gloo's own connections.
+"""Free a rank that is blocked in gloo by shutting down gloo's own connections.
 
-``ProcessGroupGloo.abort()`` frees nobody: a rank that waits in a collective waits until a peer's socket closes.
-So the sockets that a process group opens are noted while it is made, and shut down to abort it. Sockets of anybody
-else (loggers, data loaders) are never touched.
+``ProcessGroupGloo.abort()`` does not free a rank that waits in a collective: it waits until a peer's socket closes.
+The sockets that a process group opens are therefore recorded while the group is created, and shut down to abort it.
+Other sockets (of loggers, data loaders) are never touched.
 
-They are shut for reading only, and kept open until all ranks have left their blocks, though gloo closes its own
-descriptor. What the peer had sent is then still read, and after it the end of the stream, which fails every
-pending operation; and what is written meanwhile, here or by the peer, goes nowhere but does not fail. For where a
-write fails (shut for writing, or closed by the peer) gloo puts the send into its transmit queue and forgets it when
-the end of the stream is read: who waits for it is not told before the group's timeout, 30 minutes by default.
+The sockets are shut down for reading only, and kept open until all ranks have left their blocks, although gloo
+closes its own descriptor. What the peer has sent is then still read, followed by the end of the stream, which fails
+every pending operation. What is written meanwhile, by this rank or by the peer, is lost but does not fail. If a
+write failed (because the socket is shut down for writing, or closed by the peer), gloo would put the send into its
+transmit queue and forget it when it reads the end of the stream; its waiter would not be notified before the
+group's timeout, 30 minutes by default.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ _FACTORY = "_new_process_group_helper"  # every process group, default or not, i
 
 
 class GlooSockets:
-    """Notes which sockets process groups open, and shuts them down on demand.
+    """Records which sockets process groups open, and shuts them down on demand.
 
-    A group's sockets are known by their inode, so a descriptor number that was reused since is not mistaken.
+    A group's sockets are identified by their inodes, so a descriptor number that has been reused is not mistaken.
     """
 
     def __init__(self) -> None:
         self._inodes: set[int] = set()
-        self._before: set[int] | None = None  # the process's sockets when the group in the making was begun
-        self._kept: list[socket.socket] = []  # duplicates that keep connections open for the peer's sake
+        self._before: set[int] | None = None  # this process's sockets before the group that is being created
+        self._kept: list[socket.socket] = []  # duplicates that keep connections open for the peer
         self._mutex = threading.Lock()
         self._original: Any = None
 
     def install(self) -> None:
-        """Begin to take notes (idempotent)."""
+        """Start recording sockets (idempotent)."""
         if self._original is not None:
             return
         original = getattr(c10d, _FACTORY)
@@ -64,19 +65,19 @@ class GlooSockets:
         setattr(c10d, _FACTORY, noting)
 
     def uninstall(self) -> None:
-        """Stop taking notes and put torch's function back."""
+        """Stop recording sockets and restore torch's function."""
         if self._original is not None:
             setattr(c10d, _FACTORY, self._original)
             self._original = None
 
     def shutdown(self) -> int:
-        """Shut down every connected TCP socket of the noted groups, of one that is being made, and of the store.
+        """Shut down every connected TCP socket of the recorded groups, of a group being created, and of the store.
 
-        To be repeated while the main thread is still making a group: it may go on connecting. The groups'
-        connections stay open until :meth:`release`.
+        Repeat the call while the main thread is still creating a group, because it may continue to connect. The
+        groups' connections stay open until :meth:`release`.
 
         Returns:
-            How many sockets were shut down.
+            The number of sockets that were shut down.
         """
         present = _sockets()
         with self._mutex:
@@ -88,15 +89,15 @@ class GlooSockets:
         for descriptor, inode in present.items():
             try:
                 duplicate = os.dup(descriptor)
-            except OSError:  # closed since it was listed
+            except OSError:  # it was closed after it was listed
                 continue
-            if _socket_inode(duplicate) != inode:  # and its number used again, by a file perhaps
+            if _socket_inode(duplicate) != inode:  # its number has been reused, perhaps by a file
                 os.close(duplicate)
                 continue
             candidate = socket.socket(fileno=duplicate)
             noted = inode in wanted
             if _is_connected_tcp(candidate) and (noted or _peer(candidate) == store):
-                with contextlib.suppress(OSError):  # gone already
+                with contextlib.suppress(OSError):  # it is closed already
                     candidate.shutdown(socket.SHUT_RD)
                     count += 1
                     if noted:
@@ -106,23 +107,23 @@ class GlooSockets:
         return count
 
     def release(self) -> None:
-        """Close what :meth:`shutdown` kept open: every rank has left its block, nobody writes any more."""
+        """Close what :meth:`shutdown` kept open, once every rank has left its block and no rank writes any more."""
         kept, self._kept = self._kept, []
         for connection in kept:
             connection.close()
 
 
 def _connects(group_size: int = -1, group_rank: int | None = -1, *_: object, **__: object) -> bool:
-    """Whether a group of so many ranks, in which this one is ``group_rank``, opens connections in this process.
+    """Return whether a group of ``group_size`` ranks, of which this is ``group_rank``, opens connections here.
 
-    Every rank goes through the making of every group, and there are about as many groups as ranks: to look at all
-    descriptors for each of them would take a time that grows with the square of the ranks.
+    Every rank takes part in the creation of every group, and there are about as many groups as ranks: inspecting
+    all descriptors for each group would take time that grows with the square of the number of ranks.
     """
     return group_rank is not None and group_size != 1
 
 
 def _sockets() -> dict[int, int]:
-    """Descriptor -> inode of every socket of this process."""
+    """Return the inode of every socket of this process, by descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         inode = _socket_inode(int(name))
@@ -132,10 +133,13 @@ def _sockets() -> dict[int, int]:
 
 
 def _socket_inode(descriptor: int) -> int | None:
-    """The inode, or None if it is no socket or is closed. (A quarter of the time that reading its link takes.)"""
+    """Return the inode of ``descriptor``, or None if it is not a socket or is closed.
+
+    This takes a quarter of the time that reading the descriptor's link takes.
+    """
     try:
         status = os.fstat(descriptor)
-    except OSError:  # the directory's own descriptor, or one closed meanwhile
+    except OSError:  # the descriptor of the directory itself, or one that was closed meanwhile
         return None
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 

@@ -1,9 +1,9 @@
-"""Let a thread that waits for gloo hear an interruption, even if gloo has lost the operation.
+"""Make a thread that waits for gloo interruptible, even if gloo has lost the operation.
 
-When a connection breaks, gloo fails the operations that wait for the peer, but forgets a send that stands in its
-transmit queue: whoever waits for it is not told (``Pair::signalException`` in gloo's TCP transport signals bound
-buffers of that queue only). The wait then lasts until the group's timeout, 30 minutes by default. So ``Work.wait``
-is made to wait in short turns, between which an asynchronous exception is delivered. (The destructor of such a
+When a connection breaks, gloo fails the operations that wait for the peer, but forgets a send that is in its
+transmit queue and does not notify its waiter (``Pair::signalException`` in gloo's TCP transport signals only bound
+buffers of that queue). The wait then lasts until the group's timeout, 30 minutes by default. ``Work.wait`` is
+therefore made to wait in short turns, between which an asynchronous exception is delivered. (The destructor of the
 group would wait too: see :mod:`checkpointless.inprocess.group_graveyard`.)
 """
 
@@ -21,15 +21,16 @@ from checkpointless.inprocess.aside import Helper
 
 _TURN = timedelta(milliseconds=50)
 _TIMED_OUT = "Operation timed out"
-# c10d::OpType of the works whose wait can be cut into turns. Of the others, a send or receive fails if its wait
-# times out, and gloo's reduce-scatter (of no type of its own) waits to the end whatever timeout it is given.
+# The c10d::OpType of each work whose wait can be split into turns. Of the others, a send or receive fails if its
+# wait times out, and gloo's reduce-scatter (which has no separate type) waits until it completes, whatever the
+# timeout.
 _IN_TURNS = frozenset({0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15})
 
 
 class InterruptibleWait:
-    """Stands in for ``torch.distributed.Work.wait`` in a process without CUDA.
+    """Replacement for ``torch.distributed.Work.wait`` in a process without CUDA.
 
-    (With CUDA, waits are for NCCL, whose ``wait`` only orders streams, and whose ``abort`` frees who blocks.)
+    (With CUDA, waits are for NCCL, whose ``wait`` only orders streams and whose ``abort`` frees blocked threads.)
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class InterruptibleWait:
         self._helper: Helper | None = None
 
     def install(self) -> None:
-        """Begin (idempotent)."""
+        """Replace torch's method (idempotent)."""
         if self._original is not None or torch.cuda.is_available():
             return
         original = self._original = c10d.Work.wait
@@ -46,7 +47,7 @@ class InterruptibleWait:
             if timeout > timedelta(0):
                 return bool(original(work, timeout))
             if threading.current_thread() is not threading.main_thread():
-                return bool(original(work))  # nobody interrupts that one
+                return bool(original(work))  # no other thread is interrupted
             if work._get_op_type() in _IN_TURNS:
                 return _wait_in_turns(original, work)
             return self._wait_aside(lambda: bool(original(work)))
@@ -54,7 +55,7 @@ class InterruptibleWait:
         c10d.Work.wait = wait  # type: ignore[method-assign, assignment]
 
     def uninstall(self) -> None:
-        """Put torch's method back."""
+        """Restore torch's method."""
         if self._original is not None:
             c10d.Work.wait = self._original  # type: ignore[method-assign]
             self._original = None
@@ -63,7 +64,7 @@ class InterruptibleWait:
             self._helper = None
 
     def _wait_aside(self, blocking: Callable[[], bool]) -> bool:
-        """Have another thread wait, and wait for it in turns."""
+        """Let a helper thread wait, and wait for the helper in short turns."""
         helper, self._helper = self._helper or Helper(), None
         try:
             return helper.run(blocking)
@@ -71,7 +72,7 @@ class InterruptibleWait:
             if helper.idle():
                 self._helper = helper
             else:
-                helper.end()  # it ends by itself should its operation ever do
+                helper.end()  # the helper ends when its operation does, if ever
 
 
 def _wait_in_turns(original: Callable[..., Any], work: Any) -> bool:
@@ -81,4 +82,4 @@ def _wait_in_turns(original: Callable[..., Any], work: Any) -> bool:
         except RuntimeError as error:
             if _TIMED_OUT not in str(error):
                 raise
-    return bool(original(work))  # it was completed between two turns: this returns, or raises what it failed of
+    return bool(original(work))  # it completed between two turns: this returns, or raises the error of the work

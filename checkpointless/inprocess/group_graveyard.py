@@ -1,8 +1,8 @@
-"""Where the process groups of earlier generations end without anybody waiting for them.
+"""Release the process groups of earlier generations without making any other thread wait.
 
 The destructor of a gloo group joins its threads, and a thread that waits for an operation that gloo has lost
-(see :mod:`checkpointless.inprocess.gloo_wait`) does not end before the group's timeout, 30 minutes by default. So a
-group is held here until nobody else refers to it, and then let go in a thread of its own.
+(see :mod:`checkpointless.inprocess.gloo_wait`) does not end before the group's timeout, 30 minutes by default. A
+group is therefore held here until nothing else refers to it, and then released in a separate thread.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 
 _buried: list[Any] = []
-_REFERENCES = 4  # this list, the one taken by bury(), the variable of reap(), and the argument of getrefcount()
+_REFERENCES = 4  # this list, the one added by bury(), the variable of reap(), and the argument of getrefcount()
 
 
 def bury(groups: list[Any]) -> None:
-    """Hold ``groups`` until :func:`reap` finds that nobody else does; beyond the interpreter's end, if need be."""
+    """Hold ``groups`` until :func:`reap` finds no other reference, if necessary past the interpreter's end."""
     held = {id(group) for group in _buried}
     for group in groups:
         if id(group) not in held:
@@ -28,12 +28,12 @@ def bury(groups: list[Any]) -> None:
 
 
 def bury_all() -> None:
-    """Hold every group that there is."""
+    """Hold every process group that torch has registered."""
     bury(list(c10d._world.pg_map))
 
 
 def reap() -> None:
-    """Let every group go that nobody else refers to any more. To be called after the collector has run."""
+    """Release every group that nothing else refers to any more. Call this after the garbage collector has run."""
     index = 0
     while index < len(_buried):
         group = _buried[index]
@@ -41,11 +41,11 @@ def reap() -> None:
             index += 1
             continue
         holder = [_buried.pop(index)]
-        del group  # before the thread starts: whoever lets go last waits for the destructor
+        del group  # before the thread starts: whichever thread drops the last reference waits for the destructor
         threading.Thread(target=_let_go, args=(holder,), name="checkpointless-reaper", daemon=True).start()
 
 
 def _let_go(holder: list[Any]) -> None:
     group = holder.pop()
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
-    del group  # the destructor runs here, without the interpreter's lock
+    del group  # the destructor runs here, without the GIL

@@ -1,4 +1,4 @@
-"""Is this process still fit to train? Asked after clean-up, before it meets the others again."""
+"""Check that this process is still fit to train, after clean-up and before it rejoins the other ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from checkpointless.inprocess.state import HPState
 
 
 class HealthCheck(ABC):
-    """Raises if this process must not be used again; the agent then replaces it."""
+    """A check that raises if this process must not be used again; the agent then replaces the process."""
 
     @abstractmethod
     def __call__(
         self, state: HPState, train_ex: BaseException | None = None
     ) -> tuple[HPState, BaseException | None]:
-        """Check.
+        """Check this process.
 
         Args:
             state: the rank's place in the job.
-            train_ex: what ended the block.
+            train_ex: the exception that ended the block.
 
         Returns:
             Both arguments, unchanged.
@@ -31,12 +31,13 @@ class HealthCheck(ABC):
 
 
 class CudaHealthCheck(HealthCheck):
-    """Synchronize with the GPU, within a limit, to see that its context is not corrupted.
+    """Synchronizes with the GPU, within a time limit, to verify that its context is not corrupted.
 
-    Uses the device of ``LOCAL_RANK``, else the current one. Passes where CUDA was not used.
+    The check uses the device of ``LOCAL_RANK``, or the current device if ``LOCAL_RANK`` is not set. It passes if
+    CUDA was not used.
 
     Args:
-        timeout: how long the synchronization may take.
+        timeout: time limit for the synchronization.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
@@ -45,10 +46,10 @@ class CudaHealthCheck(HealthCheck):
     def __call__(
         self, state: HPState, train_ex: BaseException | None = None
     ) -> tuple[HPState, BaseException | None]:
-        """Check the device.
+        """Check this process's device.
 
         Raises:
-            TimeoutError: the GPU did not answer in time.
+            TimeoutError: the GPU did not synchronize within the limit.
             RuntimeError: CUDA reported an error.
         """
         if not torch.cuda.is_initialized():

@@ -1,10 +1,10 @@
-"""End the worker processes of torch's data loaders, and free whoever would wait for what they leave behind.
+"""End the worker processes of torch's data loaders, and free threads that would wait for what they leave behind.
 
-A worker shares an event with the process that started it, and the event has a lock: the worker takes it for each
-batch, to see whether it is to end; the other process takes it to say so (``_shutdown_workers``). A worker that is
-killed while it has the lock never gives it back, and the other process waits in C for ever, where no interruption
-is heard (``benchmarks/soak/worker_locks.py`` counts how often). Likewise a message that was written in part only is
-read for ever, as the reading process itself holds the other end of the pipe.
+A worker shares an event with the process that started it, and the event has a lock. The worker takes the lock for
+each batch, to see whether it has to end; the other process takes it to tell the worker so (``_shutdown_workers``).
+A worker that is killed while it holds the lock never releases it, and the other process waits forever in C, where
+no interruption is handled (``benchmarks/soak/worker_locks.py`` counts how often). A read of a message that was only
+partly written never ends either, because the reading process itself holds the other end of the pipe.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from checkpointless.inprocess import worker_sockets
 
 logger = logging.getLogger(__name__)
 
-_END_S = 1.0  # a worker that was asked to end takes milliseconds
-_LOCK_S = 1.0  # a living process has the lock for microseconds
+_END_S = 1.0  # a worker that is asked to end does so within milliseconds
+_LOCK_S = 1.0  # a living process holds the lock for microseconds
 
 
 def worker_iterators(combined_loader: Any) -> list[Any]:
-    """The multiprocessing iterators inside a Lightning ``CombinedLoader``."""
+    """Return the multiprocessing iterators inside a Lightning ``CombinedLoader``."""
     mode_iterator = getattr(combined_loader, "_iterator", None)
     return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]
 
 
 def end_workers(iterator: Any) -> None:
-    """End the workers of one iterator, and see that nobody waits for what they had.
+    """End the workers of one iterator, and free threads that would wait for what the workers held.
 
-    Takes milliseconds, at most three seconds, in any thread.
+    This takes milliseconds, three seconds at most. Any thread may call it.
 
     Args:
         iterator: torch's ``_MultiProcessingDataLoaderIter``.
@@ -47,7 +47,7 @@ def end_workers(iterator: Any) -> None:
         if _is_alive(worker):
             worker.terminate()
     if not _have_ended(workers):
-        for worker in workers:  # one that was forked just now has the handlers of its parent, and may ignore it
+        for worker in workers:  # a newly forked one has its parent's handlers and may ignore SIGTERM
             if _is_alive(worker):
                 worker.kill()
         if not _have_ended(workers):
@@ -63,10 +63,10 @@ def end_workers(iterator: Any) -> None:
 
 
 def _watch_no_more(iterator: Any) -> None:
-    """See that torch's handler of SIGCHLD, which raises wherever the main thread is, takes it for no failure."""
+    """Keep torch's SIGCHLD handler, which raises wherever the main thread is, from reporting a failure."""
     if getattr(iterator, "_worker_pids_set", False):
         iterator._worker_pids_set = False
-        with contextlib.suppress(ValueError):  # the main thread did it at the same time
+        with contextlib.suppress(ValueError):  # the main thread did so at the same time
             signal_handling._remove_worker_pids(id(iterator))
 
 
@@ -78,24 +78,27 @@ def _have_ended(workers: Sequence[Any]) -> bool:
 
 
 def _is_alive(worker: Any) -> bool:
-    """Not ``Process.is_alive`` alone: it is true for ever if the main thread was interrupted while it reaped."""
+    """Return whether ``worker`` is alive, by its sentinel as well.
+
+    ``Process.is_alive`` alone stays true forever if the main thread was interrupted while it reaped the worker.
+    """
     return worker.is_alive() and not connection.wait([worker.sentinel], 0)
 
 
 def _free_lock(iterator: Any) -> None:
-    """Give back the event's lock, if it is a dead worker that has it."""
+    """Release the event's lock if a dead worker holds it."""
     condition = getattr(getattr(iterator, "_workers_done_event", None), "_cond", None)
     if condition is None:
         return
     if not condition.acquire(True, _LOCK_S):
         logger.warning("a data-loader worker died with a lock; it is given back")
-    with contextlib.suppress(ValueError):  # the main thread, which had it after all, has given it back
+    with contextlib.suppress(ValueError):  # the main thread held it after all and has released it
         condition.release()
 
 
 def _end_messages(iterator: Any) -> None:
-    """Let who reads a message that will never be complete come to its end."""
-    if getattr(iterator, "_pin_memory_thread", None) is None:  # that one is told to end by a message
+    """Let the reader of a message that will never be complete reach the end of the stream."""
+    if getattr(iterator, "_pin_memory_thread", None) is None:  # the pin-memory thread is told by a message to end
         writer = getattr(getattr(iterator, "_worker_result_queue", None), "_writer", None)
         if writer is not None:
             writer.close()

@@ -1,4 +1,4 @@
-"""What this process holds: memory, threads, descriptors."""
+"""The memory, threads and descriptors that this process holds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import torch
 
 _PROC = Path("/proc/self")
 _RESET_PEAK = "5"  # see proc(5), clear_refs
-_before: dict[str, int] = {}  # what was held when the peak was last reset
+_before: dict[str, int] = {}  # bytes held when the peak was last reset
 
 
 def memory_status() -> dict[str, int]:
-    """Resident host memory and, where CUDA is in use, device memory, in bytes; threads and open descriptors."""
+    """Return the memory of this process in bytes, and its numbers of threads and open descriptors.
+
+    The memory is resident host memory and, where CUDA is in use, device memory.
+    """
     process = psutil.Process()
     status = {
         "rss_bytes": int(process.memory_info().rss),
@@ -28,7 +31,7 @@ def memory_status() -> dict[str, int]:
 
 
 def reset_peak() -> None:
-    """From now on :func:`peak_growth` counts. Does nothing where the kernel does not allow it."""
+    """Begin the measurement of :func:`peak_growth`; of host memory only where the kernel allows it."""
     _before.clear()
     with contextlib.suppress(OSError):
         (_PROC / "clear_refs").write_text(_RESET_PEAK)
@@ -39,9 +42,9 @@ def reset_peak() -> None:
 
 
 def peak_growth() -> dict[str, int]:
-    """How much more memory than at :func:`reset_peak` was held at the most since then, in bytes.
+    """Return by how many bytes memory has at most exceeded what was held at :func:`reset_peak`.
 
-    Empty where that was never called (a process that is new) or is not known.
+    The result is empty if :func:`reset_peak` was never called (in a new process) or the peak is not known.
     """
     grown: dict[str, int] = {}
     if "rss" in _before:

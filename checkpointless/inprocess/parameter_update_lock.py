@@ -1,4 +1,4 @@
-"""The lock around the local optimizer update: the one moment at which a rank must not be disturbed."""
+"""The lock around the local optimizer update, the only time at which a rank must not be interrupted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class CommitState:
     """What a rank knows about its own optimizer steps.
 
     Attributes:
-        committed: the last optimizer step applied to all of the rank's shard (-1: no whole state yet).
-        ready: the rank holds the final gradients of step ``committed + 1`` and can apply them on its own.
-        torn: an update began and failed; the shard is of no step and must be refilled.
+        committed: the last optimizer step applied to all of the rank's shard (-1: no complete state yet).
+        ready: whether the rank holds the final gradients of step ``committed + 1`` and can apply them without other
+            ranks.
+        torn: whether an update began and failed; the shard then belongs to no step and must be refilled.
     """
 
     committed: int
@@ -29,15 +30,16 @@ class CommitState:
 
 
 class ParameterUpdateLock:
-    """Brackets the local optimizer update and knows which step it committed.
+    """A lock that brackets the local optimizer update and knows which step it committed.
 
-    The training thread goes through ``mark_ready(step)`` (its gradients are final) and ``with update(step)`` (it
-    changes parameters). The fault thread calls :meth:`close`: from then on no update can begin, and one that has
-    begun is finished first. Nothing waits longer than it is told to, and an update that fails says so at once.
+    The training thread calls ``mark_ready(step)`` when its gradients are final, and changes parameters inside
+    ``with update(step)``. The fault thread calls :meth:`close`: from then on no update can begin, and one that has
+    begun finishes first. No call waits longer than its time limit, and an update that fails is reported at once.
     """
 
     def __init__(self) -> None:
-        # A plain lock: an asynchronous exception inside a Condition's own __enter__ would leave it locked for ever.
+        # A plain lock: an asynchronous exception inside a Condition's __enter__ would leave the Condition locked
+        # forever.
         self._mutex = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
@@ -52,38 +54,38 @@ class ParameterUpdateLock:
         return self._committed
 
     def state(self) -> CommitState:
-        """A consistent look at the commit state; for when no update can be in progress."""
+        """Return a consistent view of the commit state. Call this only when no update can be in progress."""
         ready = self._ready_step == self._committed + 1 and not self._torn
         return CommitState(self._committed, ready, self._torn)
 
     def set_committed(self, step: int) -> None:
-        """Say that the rank's state is whole and is that after ``step`` (start of training, or a restore)."""
+        """Record that the rank holds the complete state after ``step`` (start of training, or a restore)."""
         self._ready_step = None
         self._torn = False
         self._committed = step
 
     def forget(self) -> None:
-        """The rank holds no usable state (it is about to build a new one)."""
+        """Record that the rank holds no usable state (it is about to build a new one)."""
         self.set_committed(UNKNOWN_STEP)
 
     def open(self) -> None:
-        """Let updates through again, at the entry of a new generation."""
+        """Allow updates again, at the entry of a new generation."""
         with self._mutex:
             self._closed = False
         self._idle.set()
 
     def close(self, timeout: timedelta) -> bool:
-        """Keep new updates out and wait for the one in progress to end, well or not.
+        """Keep new updates from beginning and wait for the one in progress to end, successfully or not.
 
         Returns:
-            False if it has not ended within ``timeout``.
+            False if the update has not ended within ``timeout``.
         """
         with self._mutex:
             self._closed = True
         return self._idle.wait(timeout.total_seconds())
 
     def mark_ready(self, step: int) -> None:
-        """The gradients of ``step`` are final on this rank: it could apply them without anybody's help."""
+        """Record that the gradients of ``step`` are final: this rank could apply them without other ranks."""
         self._ready_step = step
 
     @contextmanager
@@ -95,7 +97,7 @@ class ParameterUpdateLock:
         """
         with self._mutex:
             if not self._closed:
-                self._idle.clear()  # from here on the fault thread waits, and interrupts nobody
+                self._idle.clear()  # from here on, the fault thread waits and does not interrupt
         if self._idle.is_set():
             raise RankShouldRestart(f"a fault is being handled; step {step} is not applied")
         try:

@@ -1,4 +1,4 @@
-"""VizTracer around the block, where it was asked for."""
+"""Trace the block with VizTracer, if that was requested."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Tracing:
 
     @staticmethod
     def require() -> None:
-        """See that viztracer is there.
+        """Check that viztracer is installed.
 
         Raises:
-            ValueError: it is not.
+            ValueError: viztracer is not installed.
         """
         if importlib.util.find_spec("viztracer") is None:
             raise ValueError("trace_file_path needs VizTracer: pip install viztracer")
 
     @contextmanager
     def __call__(self, path: str | None, generation: int) -> Iterator[None]:
-        """Trace the body into ``path``, with rank and generation put before its suffix; None traces nothing."""
+        """Trace the body into ``path``, with rank and generation before its suffix; trace nothing if it is None."""
         if path is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Signal handlers that a block leaves behind: held outside of Python's heap, they hold what they belong to."""
+"""Signal handlers that a block leaves behind; held outside Python's heap, they keep their owners alive."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _CATCHABLE = frozenset(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}
 
 
 class SignalHandlers:
-    """The handlers of this process at one moment; nothing outside the main thread, which alone can set them.
+    """The signal handlers of this process at one moment; empty outside the main thread, which alone can set them.
 
-    Lightning sets handlers for the time of ``fit`` and takes them back when it is over. Where an interruption keeps
-    it from doing so, the handler, a method of the old trainer, would stay for ever, and be called on SIGTERM.
+    Lightning sets handlers for the duration of ``fit`` and restores the earlier ones afterwards. If an interruption
+    prevents that, the handler, a method of the old trainer, would stay forever and be called on SIGTERM.
 
-    Torch sets one for SIGCHLD once per process, to hear of data-loader workers that die. Lightning takes that back,
-    too, when ``fit`` is over; here torch is told, so that it sets it again.
+    Torch sets a SIGCHLD handler once per process, to detect data-loader workers that die. Lightning removes that
+    handler, too, when ``fit`` is over; this class lets torch know, so that torch sets it again.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class SignalHandlers:
             self._handlers = {number: signal.getsignal(number) for number in _CATCHABLE}
 
     def restore(self) -> None:
-        """Put those back that have been changed since. (One that C code installed cannot be, and is left.)"""
+        """Restore the handlers that have changed. (One that C code installed cannot be restored, and is left.)"""
         for number, handler in self._handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)

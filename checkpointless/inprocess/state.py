@@ -1,4 +1,4 @@
-"""The plain facts about this rank that health checks, aborts and clean-ups are given."""
+"""The plain facts about a rank that aborts, clean-ups and health checks receive."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HPState:
-    """Where a rank stands while it restarts.
+    """A rank's place in the job while it restarts.
 
     Attributes:
         rank: global rank.
-        world_size: number of ranks.
-        local_rank: rank on this node.
+        world_size: number of ranks in the job.
+        local_rank: rank within this node.
         generation: the generation that is over.
         incident: id of the incident being handled, or None.
     """
@@ -26,7 +26,7 @@ class HPState:
 
     @classmethod
     def from_environment(cls, generation: int, incident: str | None = None) -> HPState:
-        """Read the torchrun variables (a lone process is rank 0 of 1)."""
+        """Create the state from torchrun's environment variables (a lone process is rank 0 of 1)."""
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),

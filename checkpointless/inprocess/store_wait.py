@@ -1,7 +1,7 @@
-"""Wait for a store in Python before torch does in C++, where no interruption is heard until its timeout.
+"""Wait for a store in Python before torch does so in C++, where no interruption is handled before the timeout.
 
-A store that closes while a fault is handled is not waited for: torch's own client would go on connecting to it for
-minutes.
+A store that closes while a fault is handled is not waited for, whereas torch's own client would keep connecting to
+it for minutes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _ATTEMPT = timedelta(seconds=20)
 
 
 class InterruptibleStore:
-    """Stands in for torch's store factory while a block runs."""
+    """Replacement for torch's store factory while a block runs."""
 
     def __init__(self) -> None:
         self._original: Any = None
 
     def install(self) -> None:
-        """Begin (idempotent)."""
+        """Replace torch's function (idempotent)."""
         if self._original is not None:
             return
         original = self._original = getattr(rendezvous, _FACTORY)
@@ -44,7 +44,7 @@ class InterruptibleStore:
         @functools.wraps(original)
         def create(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any) -> Any:
             if rank == 0 and not rendezvous._torchelastic_use_agent_store():
-                return original(hostname, port, rank, world_size, timeout, *more)  # it hosts the store
+                return original(hostname, port, rank, world_size, timeout, *more)  # this rank hosts the store
             deadline = time.monotonic() + timeout.total_seconds()
             while True:
                 _wait_until_listening(hostname, port, deadline)
@@ -60,14 +60,14 @@ class InterruptibleStore:
         setattr(rendezvous, _FACTORY, create)
 
     def uninstall(self) -> None:
-        """Put torch's function back."""
+        """Restore torch's function."""
         if self._original is not None:
             setattr(rendezvous, _FACTORY, self._original)
             self._original = None
 
 
 def _connect(create: Callable[[], Any]) -> Any:
-    """Make the client in another thread: a store that closes just now keeps torch busy until its timeout."""
+    """Create the client in a helper thread: if the store closes meanwhile, torch blocks until its timeout."""
     helper = Helper()
     try:
         return helper.run(create)
@@ -76,7 +76,7 @@ def _connect(create: Callable[[], Any]) -> Any:
 
 
 def _wait_until_listening(hostname: str, port: int, deadline: float) -> None:
-    """Return when something listens there; at the deadline too, for torch to say what is wrong."""
+    """Return when a server listens at the address, or at the deadline, so that torch reports the error."""
     while time.monotonic() < deadline:
         try:
             socket.create_connection((hostname, port), timeout=_CONNECT_TIMEOUT_S).close()

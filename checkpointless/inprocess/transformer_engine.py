@@ -1,11 +1,11 @@
-"""What TransformerEngine keeps in globals over a restart, where it was imported."""
+"""What TransformerEngine, if it was imported, keeps in globals across a restart."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-_FP8 = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # 2.8 and later; before
+_FP8 = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # 2.8 and later; earlier
 _MODULES = "transformer_engine.pytorch.module.base"
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 
@@ -13,8 +13,8 @@ _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 def drop() -> None:
     """Reset FP8 state and drop the communicators of overlapped tensor parallelism, workspaces and cached tensors.
 
-    Idempotent. ``initialize_ub`` fails while there are communicators, and makes the workspace that it finds three
-    times as large.
+    This is idempotent. Without it, ``initialize_ub`` fails because communicators exist, and makes the workspace
+    that it finds three times as large.
     """
     for name in _FP8:
         manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)

@@ -1,7 +1,7 @@
-"""The sockets through which worker processes hand descriptors to the process that started them.
+"""The sockets through which worker processes pass descriptors to the process that started them.
 
-A process makes them in a temporary folder of its own, unless the one that started it had such a folder already:
-then all of them are in that one, where they can be found when their makers were killed.
+A process creates its sockets in a private temporary folder, unless the process that started it already had one:
+then all sockets are in that folder, where they can be found after the processes that created them were killed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _BOUND = Path("/proc/net/unix")  # unix(7): the eighth field is the path that a 
 
 
 def share_folder() -> None:
-    """Have the processes that this one starts from now on make their sockets in its own folder."""
+    """Make the processes that this one starts from now on create their sockets in this process's folder."""
     try:
         util.get_temp_dir()
-    except OSError as error:  # data loaders with workers will say so, too; others need none
+    except OSError as error:  # data loaders with workers report it, too; others need no folder
         logger.warning("no temporary folder for sockets of data-loader workers: %s", error)
 
 
 def remove_unused() -> None:
-    """Remove the sockets in this process's folder whose makers have ended.
+    """Remove the sockets in this process's folder whose creators have ended.
 
     Raises:
-        OSError: there is no temporary folder, or the kernel does not tell which sockets are bound.
+        OSError: there is no temporary folder, or the kernel does not report which sockets are bound.
     """
     found = [str(path) for path in Path(util.get_temp_dir()).glob("listener-*")]
     if not found:

@@ -56,42 +56,43 @@ logger = logging.getLogger(__name__)
 DEFAULT_ABORT_TIMEOUT_S = 60.0
 REPLACED_EXIT_CODE = 75  # EX_TEMPFAIL: the agent starts a successor
 GAVE_UP_EXIT_CODE = 1
-_SETTLED_STEPS = 2  # after so many steps everything of the generation before has been let go
+_SETTLED_STEPS = 2  # after this many steps, everything that the previous generation held has been released
 
 _active: HPCallWrapper | None = None
 
 
 def active_call_wrapper() -> HPCallWrapper | None:
-    """The wrapper whose block runs in this process now, or None."""
+    """Return the wrapper whose block is running in this process, or None."""
     return _active
 
 
 class HPWrapper:
-    """Makes a function a re-executable code block (RCB).
+    """Decorator that makes a function a re-executable code block (RCB).
 
     ``@HPWrapper()`` on the function that builds and fits the trainer is a complete configuration: when any rank
-    fails, every rank leaves the function, cleans up, meets the others at the agent's barrier and enters the
-    function again. A parameter of the function that is annotated ``HPCallWrapper``, or named ``caller`` without an
-    annotation, is given the running :class:`HPCallWrapper` unless it is given something else than None.
+    fails, every rank leaves the function, cleans up, waits for the others at the agent's barrier and enters the
+    function again. A parameter of the function that is annotated ``HPCallWrapper``, or is named ``caller`` and has
+    no annotation, receives the running :class:`HPCallWrapper` unless the call passes a value other than None.
 
-    ``sys.exit()`` and ``sys.exit(0)`` in the function are its normal end, and the wrapped function returns None;
-    ``sys.exit(n)`` ends the job with that code. The function runs in the main thread of the process. Python's,
-    NumPy's and torch's random streams are the same at every entry.
+    ``sys.exit()`` and ``sys.exit(0)`` in the function count as a normal return, and the wrapped function returns
+    None; ``sys.exit(n)`` ends the job with exit code ``n``. The function runs in the main thread of the process.
+    Python's, NumPy's and torch's random streams are in the same state at every entry.
 
     Args:
-        abort: what stops the rank's activity when a fault comes; runs in the fault thread. Default: all of
+        abort: stops the rank's activity after a fault; runs in the fault thread. Default: all aborts of
             :meth:`CheckpointlessAbortManager.get_default_checkpointless_abort`. (The documented default aborts only
             torch.distributed, which leaves data-loader workers behind.)
-        finalize: clean-up in the main thread. Default: :class:`CheckpointlessFinalizeCleanup`. (The documented
-            default is none.) Whatever it does, process groups are destroyed and garbage is collected after it.
+        finalize: cleans up in the main thread. Default: :class:`CheckpointlessFinalizeCleanup`. (The documented
+            default is none.) Process groups are always destroyed and garbage is always collected after it.
         health_check: raises if this process must be replaced. Default: :class:`CudaHealthCheck`.
-        hp_api_factory: makes the client of the agent. Default: :class:`HPAgentK8sAPIFactory`, the agent that
-            started this process, whichever it is.
-        abort_timeout: seconds that each part of a restart may take: the update in progress, the abort, the main
-            thread leaving the block, the clean-up, the destruction of groups, the health check (beyond a
-            ``timeout`` of its own). Default: 60. A rank that takes longer is replaced.
+        hp_api_factory: makes the client of the agent. Default: :class:`HPAgentK8sAPIFactory`, which makes the
+            client of whichever agent started this process.
+        abort_timeout: time limit in seconds for each part of a restart: the update in progress, the abort, the main
+            thread's exit from the block, the clean-up, the destruction of process groups, and the health check (in
+            addition to the health check's own ``timeout``, if any). Default: 60. A rank that takes longer is
+            replaced.
         enabled: False makes the wrapper a pass-through.
-        trace_file_path: where VizTracer writes its trace, one file per rank and generation; needs ``viztracer``.
+        trace_file_path: path of VizTracer's trace, with one file per rank and generation; needs ``viztracer``.
         async_raise_before_abort: interrupt the main thread before the abort runs rather than after it.
         early_abort_communicator: abort the communicators before anything else.
         checkpoint_manager: keeps and restores the state; see :class:`checkpointless.recovery.CheckpointManager`.
@@ -99,7 +100,7 @@ class HPWrapper:
         check_memory_status: log and record the process's memory at every restart.
 
     Raises:
-        ValueError: a wrong ``abort_timeout``, or ``trace_file_path`` without viztracer.
+        ValueError: ``abort_timeout`` is not positive, or ``trace_file_path`` is set and viztracer is not installed.
     """
 
     def __init__(
@@ -135,14 +136,14 @@ class HPWrapper:
         self.check_memory_status = check_memory_status
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``fn``; the function itself is returned if the wrapper is disabled."""
+        """Wrap ``fn``, or return it unchanged if the wrapper is disabled."""
         if not self.enabled:
             return fn
 
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if _active is not None:
-                return fn(*args, **kwargs)  # a block inside the block is part of it
+                return fn(*args, **kwargs)  # a nested block is part of the outer one
             call = HPCallWrapper(self)
             try:
                 return call.run(fn, args, kwargs)
@@ -153,25 +154,25 @@ class HPWrapper:
 
 
 class HPCallWrapper:
-    """One call of a wrapped function: runs the block, and again after every fault, until it returns.
+    """One call of a wrapped function, which runs the block again after every fault until it returns.
 
     Args:
-        wrapper: the settings.
+        wrapper: the wrapper that holds the settings.
 
     Attributes:
         generation: the generation that the block runs in.
-        step_upon_restart: optimizer steps committed since the block was entered last.
-        parameter_update_lock: brackets the optimizer update of this rank.
-        checkpoint_manager: keeps the state over restarts (None until the strategy installs one).
-        high_water: the highest optimizer step that any rank of the job was seen to commit (-1: none).
+        step_upon_restart: number of optimizer steps committed since the block was last entered.
+        parameter_update_lock: lock that brackets the optimizer update of this rank.
+        checkpoint_manager: keeps the state across restarts (None until the strategy installs one).
+        high_water: the highest optimizer step that any rank of the job is known to have committed (-1: none).
         incident: id of the incident that led to this generation (None at the first start).
-        recovering_since_s: when this node noticed it, on the monotonic clock (None if that is not known).
-        board: this rank's board, or None under another launcher.
-        facts: what this rank's block told that a later generation, or a successor of this process, must know.
-        making_step: the optimizer step in the making (-1: none).
-        making_loss: its loss, once it is known and somebody records it.
-        restart_in_process: False has this process replaced after a fault instead of re-entering the block.
-        phase_hook: told each phase of a step as training reaches it (fault injection).
+        recovering_since_s: when this node noticed the incident, in monotonic-clock seconds (None if unknown).
+        board: this rank's board (None under another launcher).
+        facts: what this rank's block recorded for later generations and for a successor of this process.
+        making_step: the optimizer step in progress (-1: none).
+        making_loss: loss of the optimizer step in progress, once it is known and if it is recorded (else None).
+        restart_in_process: if False, this process is replaced after a fault instead of re-entering the block.
+        phase_hook: called with each phase of a step as training reaches it (for fault injection).
     """
 
     def __init__(self, wrapper: HPWrapper) -> None:
@@ -187,7 +188,7 @@ class HPCallWrapper:
         self._open_span: tuple[str, float] | None = None
         self.recovering_since_s: float | None = None
         told = os.environ.pop(FAULT_AT_ENV, "")
-        self._fault_at_s = float(told) if told else None  # of the fault that this process comes after
+        self._fault_at_s = float(told) if told else None  # time of the fault after which this process was started
         self.high_water = -1
         self.incident: str | None = None
         self.generation = int(os.environ.get("JOB_RESTART_COUNT", "0"))
@@ -199,9 +200,9 @@ class HPCallWrapper:
         self._main = MainThread()
         self._signal_handlers = SignalHandlers()
         self._abort_mutex = threading.Lock()
-        self._generation_mutex = threading.Lock()  # a fault of the old generation is not handled in the new one
+        self._generation_mutex = threading.Lock()  # no fault of the old generation is handled in the new one
         self._aborted_generation = -1
-        self._noticed_generation = -1  # read in the block: no lock that an interruption could leak
+        self._noticed_generation = -1  # read in the block without a lock, which an interruption could leak
         self._fault_thread: FaultThread | None = None
         self._entry_streams: EntryStreams | None = None
         worker_sockets.share_folder()
@@ -212,14 +213,14 @@ class HPCallWrapper:
         _active = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HPCallWrapper:
-        """The one wrapper of this process, also for NeMo's deep copies of what a trainer is given."""
+        """Return this wrapper itself: a process has only one, although NeMo deep-copies what a trainer is given."""
         return self
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run ``fn`` until it returns and every other rank's has returned too.
+        """Run ``fn`` until it has returned on this rank and on every other rank.
 
         Raises:
-            SystemExit: the job cannot go on, or the block has ended it; the agent knows why.
+            SystemExit: the job cannot continue, or the block has ended it; the agent knows why.
         """
         self.start_hp_fault_handling_thread()
         self.client.hello(self.generation)
@@ -247,7 +248,7 @@ class HPCallWrapper:
         self.client.on_inquire = self._main.where
 
     def initialize_barrier(self) -> None:
-        """Wait until every rank is ready to enter the block, and take over the new generation's environment."""
+        """Wait until every rank is ready to enter the block, then adopt the new generation's environment."""
         entering_first = self._aborted_generation < 0
         after = self.generation - 1 if entering_first else self.generation
         with event_log().span("barrier", generation=self.generation, incident=self.incident):
@@ -270,7 +271,7 @@ class HPCallWrapper:
         """Run the block once.
 
         Returns:
-            What it returned and None, or None and what it raised.
+            The block's return value and None, or None and the exception that the block raised.
         """
         result: Any = None
         error: BaseException | None = None
@@ -293,15 +294,15 @@ class HPCallWrapper:
             return fn(*args, **kwargs)
 
     def handle_fn_exception(self, call_ex: BaseException) -> None:
-        """Tell the agent what the block raised, unless it was interrupted because of another rank's fault.
+        """Report the block's exception to the agent, unless another rank's fault interrupted the block.
 
         Args:
-            call_ex: what the block raised.
+            call_ex: the exception that the block raised.
 
         Raises:
-            SystemExit: the job cannot go on.
+            SystemExit: the job cannot continue.
         """
-        if isinstance(call_ex, (UnrecoverableError, FaultSpecError)):  # a test that cannot be made proves nothing
+        if isinstance(call_ex, (UnrecoverableError, FaultSpecError)):  # a fault test that cannot run proves nothing
             self.client.give_up(self.generation, str(call_ex))
             raise SystemExit(GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
@@ -319,15 +320,14 @@ class HPCallWrapper:
         )
 
     def restart(self, term_ex: BaseException) -> None:
-        """Abort, keep the state, clean up and check this process, so that it can enter the block again.
+        """Abort, keep the state, clean up and check this process, so that it can re-enter the block.
 
         Args:
-            term_ex: what ended the block; its traceback is cleared, since its frames hold the old state.
+            term_ex: the exception that ended the block; its frames are cleared, because they hold the old state.
 
-        Raises:
-            SystemExit: this process cannot go on and has asked to be replaced.
+        If this process cannot continue, it asks to be replaced and ends; this method does not return then.
         """
-        self.beat()  # the block has been left: who was taken for hung is not
+        self.beat()  # a rank that was taken for hung has left the block after all
         self._adopt_incident()
         self._open_span = None
         self.phase_hook = None
@@ -346,7 +346,7 @@ class HPCallWrapper:
                 with self._bounded("the abort"):
                     after_block(self.wrapper.abort, state)
                 with self._bounded("the clean-up"):
-                    bury_all()  # before anybody can wait for the destructor of a group
+                    bury_all()  # before any thread can wait in a group's destructor
                     self.wrapper.finalize(state)
                 with self._bounded("the destruction of process groups"):
                     destroy_process_groups()
@@ -365,16 +365,17 @@ class HPCallWrapper:
             self._replace(f"{type(error).__name__}: {error}")
 
     def beat(self) -> None:
-        """Show the agent that the main thread makes progress."""
+        """Show the agent that the main thread is making progress."""
         if self.board is not None:
             self.board.beat()
 
     def keep_fact(self, name: str, value: Any) -> None:
-        """Keep something that a later generation, or a successor of this process, must know from the beginning.
+        """Record a fact that a later generation, or a successor of this process, must know from the start.
 
         Args:
-            name: its key in :attr:`facts`. ``environment``: variables that a successor is given.
-            value: plain data.
+            name: key of the fact in :attr:`facts`. The fact ``environment`` holds environment variables that a
+                successor is given.
+            value: the fact, as plain data.
         """
         if self.facts.get(name) != value:
             self.facts = {**self.facts, name: value}
@@ -382,24 +383,24 @@ class HPCallWrapper:
                 self.board.put_facts(self.facts)
 
     def enter_phase(self, phase: str, step: int, damage: Callable[[], None] | None = None) -> None:
-        """Training reaches ``phase`` of ``step`` (the words of fault specs).
+        """Report that training has reached ``phase`` of ``step``; phases are named as in fault specs.
 
         Args:
-            damage: damages what this phase works on, for a fault that wants that.
+            damage: function that damages what this phase works on, for faults that need it.
         """
         if self.phase_hook is not None:
             self.phase_hook(phase, step, damage)
 
     def begin_data(self, samples_per_step: int | None = None) -> None:
-        """The state is in place; the first batch is asked for.
+        """Report that the state is in place and that the first batch is requested.
 
         Args:
-            samples_per_step: how many samples of the whole job a step takes, if that is known, for the report.
+            samples_per_step: number of samples that a step of the whole job takes, for the report; None if unknown.
         """
         self._begin_stage("data", **({} if samples_per_step is None else {"samples_per_step": samples_per_step}))
 
     def begin_step(self, step: int) -> None:
-        """The optimizer step ``step`` is in the making."""
+        """Report that optimizer step ``step`` begins."""
         self.making_step = step
         self.making_loss = None
         if self.board is not None:
@@ -410,7 +411,7 @@ class HPCallWrapper:
             self._begin_stage("first_step")
 
     def end_step(self) -> None:
-        """The step in the making is over and committed."""
+        """Report that the optimizer step in progress is complete and committed."""
         self.step_upon_restart += 1
         if self.step_upon_restart == _SETTLED_STEPS and self.incident is not None:
             event_log().emit(
@@ -418,21 +419,21 @@ class HPCallWrapper:
             )
         if self._open_span is not None:
             self._end_stage(step=self.making_step)
-            gc.collect()  # the trainer of the generation before refers to itself
+            gc.collect()  # the previous generation's trainer is part of reference cycles
             reap()
         self.beat()
 
     def end_training(self, step: int) -> None:
-        """No step is left to make after ``step``; what is left to do is no training."""
+        """Report that ``step`` was the last step; what remains to be done is not training."""
         event_log().emit("trained", "point", generation=self.generation, step=step)
 
     def committed(self, step: int) -> None:
-        """The rank's state is that after ``step``."""
+        """Report that the rank's state is the state after ``step``."""
         if self.board is not None:
             self.board.set_committed(step)
 
     def shutdown(self) -> None:
-        """Stop listening; the process leaves the block for good."""
+        """Stop listening for faults; the process has left the block and does not enter it again."""
         global _active
         _active = None
         if self._fault_thread is not None:
@@ -457,7 +458,7 @@ class HPCallWrapper:
             event_log().emit(stage, "end", generation=self.generation, incident=self.incident, **fields)
 
     def _end_job(self, leaving: SystemExit) -> NoReturn:
-        """The block has left by ``sys.exit`` with something else than 0."""
+        """End the job after the block has called ``sys.exit`` with a code other than 0."""
         at = f" in step {self.making_step}" if self.making_step >= 0 else ""
         reason = f"rank {os.environ.get('RANK', '0')} left the block{at} by sys.exit({leaving.code!r})"
         self.client.give_up(self.generation, reason, exit_code(leaving))
@@ -480,7 +481,7 @@ class HPCallWrapper:
             self._fault_at_s = time.monotonic()
 
     def _on_fault(self, generation: int) -> None:
-        """In the fault thread: free the main thread and see that it leaves the block."""
+        """Free the main thread and make sure that it leaves the block. Runs in the fault thread."""
         with self._generation_mutex:
             if generation != self.generation:
                 return
@@ -495,7 +496,7 @@ class HPCallWrapper:
                 self._replace(f"the main thread did not leave the block within {timeout_s:.0f} s")
 
     def _abort(self, generation: int) -> bool:
-        """Abort ``generation`` once, by whichever thread comes first; the other waits for it.
+        """Abort ``generation`` once, in whichever thread comes first; the other thread waits for it.
 
         Returns:
             False if the update in progress did not end in time.
@@ -524,7 +525,7 @@ class HPCallWrapper:
         return event_log().span(stage, generation=self.generation, incident=self.incident)
 
     def _replace(self, reason: str) -> NoReturn:
-        """Ask for a successor and end this process at once: nothing in it can be trusted any more."""
+        """Ask for a successor and end this process at once, because nothing in it can be trusted any more."""
         try:
             self.client.request_replacement(self.generation, reason)
             logger.error("rank %s is replaced: %s", os.environ.get("RANK"), reason)

@@ -1,1 +1,1 @@
-"""The few places that know Megatron-core: its parallel state, optimizer and clean-up, and a CPU to run it on."""
+"""The code that knows Megatron-core: its parallel state, optimizer and clean-up, and a CPU platform for it."""

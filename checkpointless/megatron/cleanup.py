@@ -21,7 +21,7 @@ _HOOK_MAKER = "_make_backward_post_hook"
 
 
 def install() -> None:
-    """Prepare this process for being re-entered: leak-free gradient hooks, clean-up, random streams. Idempotent."""
+    """Prepare this process for re-entry: leak-free gradient hooks, clean-up, random streams (idempotent)."""
     maker = getattr(DistributedDataParallel, _HOOK_MAKER)
     if not getattr(maker, "_checkpointless", False):
         setattr(DistributedDataParallel, _HOOK_MAKER, _weak_hooks(maker))
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def drop_globals() -> None:
-    """Forget process groups, microbatch calculator and caches of the generation that is over."""
+    """Drop the process groups, microbatch calculator and caches of the generation that is over."""
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
@@ -38,14 +38,14 @@ def drop_globals() -> None:
         if clear is not None:
             clear()
     if cpu_platform.installed():
-        cpu_platform.install()  # an interrupted fork of the tracker is forgotten
+        cpu_platform.install()  # this forgets an interrupted fork of the tracker
 
 
 def _weak_hooks(maker: Callable[[Any, torch.nn.Parameter], Callable[..., None]]) -> Any:
-    """Make the gradient hooks hold the model weakly.
+    """Return a maker of gradient hooks that hold the model weakly.
 
-    Megatron's hook closes over the wrapper and the parameter and is held by the parameter's ``AccumulateGrad`` node
-    in C++: a cycle that Python's collector cannot see, which keeps every earlier generation's model alive.
+    Megatron's hook closes over the wrapper and the parameter, and the parameter's ``AccumulateGrad`` node holds the
+    hook in C++. Python's collector cannot see this cycle, which keeps every earlier generation's model alive.
     """
 
     def weak(self: Any, parameter: torch.nn.Parameter) -> Callable[..., None]:
@@ -63,7 +63,7 @@ def _weak_hooks(maker: Callable[[Any, torch.nn.Parameter], Callable[..., None]])
 
 
 def _tracker_states() -> dict[str, bytes]:
-    """As bytes, which are cheaper to write down than tensors."""
+    """Return the tracker's states as bytes, which are cheaper to store than tensors."""
     return {name: state.numpy().tobytes() for name, state in get_cuda_rng_tracker().get_states().items()}
 
 

@@ -1,28 +1,28 @@
 """CPU as a real platform: Megatron-core and NeMo train on CPU over gloo, unchanged.
 
 Megatron-core calls `torch.cuda` directly. `install()` replaces what it calls there, and the factories and methods
-that place a tensor, so that "the current CUDA device" is the CPU. Each replacement is one row of one table and
-`uninstall()` puts the very object back that stood there before. `torch.cuda.is_available()` stays False: whoever
-asks gets the truth, and Lightning picks its CPU accelerator and gloo.
+that place a tensor, so that "the current CUDA device" is the CPU. Each replacement is one row of one table, and
+`uninstall()` restores the very object that was there before. `torch.cuda.is_available()` stays False: every caller
+gets the truth, and Lightning picks its CPU accelerator and gloo.
 
-Random numbers. A GPU has a generator of its own beside the CPU's, and Megatron relies on that: its tracker swaps
-the state of the *CUDA* generator, so that dropout and initialisation inside `tracker.fork()` draw from the tracked
+Random numbers. A GPU has a separate generator beside the CPU's, and Megatron relies on that: its tracker swaps the
+state of the *CUDA* generator, so that dropout and initialisation inside `tracker.fork()` draw from the tracked
 stream, and it expects the CPU generator to be left alone. Here every tensor is a CPU tensor, so torch alone would
 draw everything from the CPU's default generator, and two streams that are separate on a GPU would be entangled: a
 data loader that draws a seed would change the dropout masks, and tensor-parallel ranks would get equal weights.
 
-So the platform has a device stream: one `torch.Generator`, which is what `torch.cuda.manual_seed`,
-`get_rng_state`, `set_rng_state`, `default_generators` and with them Megatron's tracker act on. A draw goes there
+The platform therefore has a device stream: one `torch.Generator`, on which `torch.cuda.manual_seed`,
+`get_rng_state`, `set_rng_state`, `default_generators` and, through them, Megatron's tracker act. A draw uses it
 
 * always for `dropout`, and for factories that are asked for a CUDA device (`torch.rand(..., device="cuda")`);
-* inside `CudaRNGStatesTracker.fork()`, for every random function and method in `_DRAWS`;
+* inside `CudaRNGStatesTracker.fork()`, for every random function in `_DRAWS` and every method in `_DRAW_METHODS`;
 
-and to the CPU's default generator otherwise. The draw is directed by passing the generator to it; no state is
+and the CPU's default generator otherwise. The platform directs a draw by passing the generator to it; no state is
 swapped into the default generator. A swap would let `torch.get_rng_state()` inside a fork read the wrong stream
 (activation recomputation under sequence parallelism does just that), would let another thread draw from it, and
-could be left half done by an exception that arrives asynchronously. What this cannot tell apart is an in-place
-draw outside of a fork on what would have been a CUDA tensor: it comes from the CPU's generator, as deterministic
-and as much part of the state to be recovered, but not the stream a GPU would have used.
+could be left half done by an exception that arrives asynchronously. One case cannot be told apart: an in-place draw
+outside a fork on what would have been a CUDA tensor. It uses the CPU's generator, which is as deterministic and as
+much part of the state to be recovered, but is not the stream that a GPU would have used.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ _DRAW_METHODS = (
 
 @dataclass(frozen=True)
 class Patch:
-    """One row of the table: `target.attribute` becomes `make(what stands there now, or None)`."""
+    """One row of the table: `target.attribute` becomes `make(its current value, or None)`."""
 
     target: Any
     attribute: str
@@ -99,21 +99,21 @@ _inside_fork: ContextVar[bool] = ContextVar("checkpointless_cpu_platform_inside_
 
 
 def requested() -> bool:
-    """Whether the environment asks for the platform (`CHECKPOINTLESS_CPU=1`)."""
+    """Return whether the environment asks for the platform (`CHECKPOINTLESS_CPU=1`)."""
     return os.environ.get(ENV_CPU, "") == "1"
 
 
 def installed() -> bool:
-    """Whether the platform is in place."""
+    """Return whether the platform is installed."""
     return bool(_applied)
 
 
 def install() -> None:
-    """Put the platform in place; where it is already, a fork that was left by force is forgotten.
+    """Install the platform, or, if it is installed already, forget a fork that was interrupted.
 
     Imports parts of Megatron-core if it is installed (a few seconds, once per process or per zygote), because the
-    tracker is part of the platform. NeMo is not imported; a call after NeMo was adds what NeMo needs to load a
-    checkpoint and for LoRA.
+    tracker is part of the platform. NeMo is not imported; a call after NeMo has been imported adds what NeMo
+    needs to load a checkpoint and for LoRA.
 
     Raises:
         RuntimeError: CUDA is available or in use in this process.
@@ -148,7 +148,7 @@ def _apply(patches: list[Patch]) -> None:
 
 
 def uninstall() -> None:
-    """Put back exactly what `install()` replaced; does nothing where the platform is not in place."""
+    """Restore exactly what `install()` replaced; do nothing if the platform is not installed."""
     while _applied:
         undo = _applied.pop()
         if undo.original is _ABSENT:
@@ -158,7 +158,7 @@ def uninstall() -> None:
 
 
 def _table() -> list[Patch]:
-    """Every replacement that `install()` makes."""
+    """Return every replacement that `install()` makes."""
     cuda, functional = torch.cuda, torch.nn.functional
     rows = [
         Patch(cuda, "current_device", _constant(_CPU), "tensors are created on `torch.cuda.current_device()`"),
@@ -213,7 +213,7 @@ def _table() -> list[Patch]:
         optimizer = importlib.import_module(_MEGATRON_OPTIMIZER)
         if not optimizer.HAVE_APEX_OR_TE:
             distributed = optimizer.DistributedOptimizer
-            # Checkpoints of an optimizer that is torch's own Adam, whose state has a `step`.
+            # These rows serve checkpoints of torch's own Adam, whose state has a `step`.
             rows += [
                 Patch(distributed, "state_dict", _with_state, "it asks for the step, before the first one too"),
                 Patch(
@@ -226,7 +226,10 @@ def _table() -> list[Patch]:
 
 
 def _nemo_rows() -> list[Patch]:
-    """The replacements in NeMo that are still to be made, where it was imported: to import it takes ten seconds."""
+    """Return the replacements that are still to be made in NeMo.
+
+    Modules that were not imported are skipped, because importing NeMo takes ten seconds.
+    """
     rows: list[Patch] = []
     checkpoint_io = sys.modules.get(_NEMO_CHECKPOINT_IO)
     if checkpoint_io is not None:
@@ -266,13 +269,13 @@ def _if_there_are_names(gather: Any) -> Any:
 
 
 class _NoTransformerEngine:
-    """`transformer_engine.pytorch`, of whose layers there are none."""
+    """Stand-in for `transformer_engine.pytorch`, of whose layers no instance exists."""
 
     Linear = type("Linear", (), {})
 
 
 class Stream:
-    """A CUDA stream on which everything is done at once."""
+    """Stand-in for a CUDA stream, on which all work is done at once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -287,7 +290,7 @@ class Stream:
         """Return at once: nothing is queued."""
 
     def query(self) -> bool:
-        """Everything is done."""
+        """Return True: all work is done."""
         return True
 
     def wait_stream(self, stream: "Stream") -> None:
@@ -304,32 +307,32 @@ class Stream:
 
 
 class Event:
-    """A CUDA event that has happened as soon as it is recorded."""
+    """Stand-in for a CUDA event, which has happened as soon as it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recorded_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        """Note the time."""
+        """Record the current time."""
         self._recorded_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Return at once: it has happened."""
+        """Return at once: the event has happened."""
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Return at once: it has happened."""
+        """Return at once: the event has happened."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """Return True: the event has happened."""
         return True
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds from this event to `end`, as `torch.cuda.Event` counts."""
+        """Return the milliseconds from this event to `end`, as `torch.cuda.Event` does."""
         return (end._recorded_s - self._recorded_s) * 1e3
 
 
 # --- where tensors are -----------------------------------------------------------------------------------------
-# A replacement may outlive `uninstall()` in a module that imported it by name: each then acts as the original.
+# A replacement may outlive `uninstall()` in a module that imported it by name; it then acts as the original.
 
 
 def _is_cuda(device: object) -> bool:
@@ -386,7 +389,7 @@ def _with_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def state_dict(self: Any) -> Any:
         if _applied and self.optimizer is not None and not self.optimizer.state:
-            # What Adam makes when it takes its first.
+            # Adam creates this state when it takes its first step.
             self.init_state_fn(self.optimizer, self.config)
             for state in self.optimizer.state.values():
                 state["step"] = torch.tensor(0.0)
@@ -423,7 +426,7 @@ def _keeping_step(original: Callable[..., Any]) -> Callable[..., Any]:
             group, position = self.model_param_group_index_map[model_param]
             main_param = self.optimizer.param_groups[group]["params"][position]
             tensors = {**tensors, "step": self.optimizer.state[main_param]["step"]}
-        with torch.no_grad():  # in fp32 a main parameter is a view of the model's
+        with torch.no_grad():  # in fp32 a main parameter is a view of the model's parameter
             original(self, model_param, tensors)
 
     return set_states
@@ -452,7 +455,7 @@ def _device_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         if not (_applied and training and 0.0 < p < 1.0 and input.numel()):
             return original(input, p, training, inplace)
-        # The arithmetic of ATen's native dropout, which takes no generator.
+        # This is the arithmetic of ATen's native dropout, which takes no generator.
         noise = torch.empty_like(input).bernoulli_(1.0 - p, generator=_stream).div_(1.0 - p)
         return input.mul_(noise) if inplace else input * noise
 
@@ -474,7 +477,7 @@ def _forked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Generators:
-    """`torch.cuda.default_generators`: whatever the index, the one device's stream."""
+    """Stand-in for `torch.cuda.default_generators`, which has the one device's stream at every index."""
 
     def __getitem__(self, device: object) -> torch.Generator:
         return _stream
@@ -508,7 +511,7 @@ def _set_stream_state(new_state: torch.Tensor, device: Any = "cuda", graph_safe:
 
 
 def _stream_bytes() -> bytes:
-    """The stream's state, which is cheaper to write down so than as a tensor."""
+    """Return the stream's state as bytes, which are cheaper to store than a tensor."""
     return _stream.get_state().numpy().tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Which ranks hold the same shard of model and optimizer state."""
+"""Find the ranks that hold the same shard of model and optimizer state."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def replica_group(optimizers: Sequence[Any]) -> tuple[int, ...]:
-    """The global ranks that hold this rank's shard, itself included, in ascending order.
+    """Return the global ranks that hold this rank's shard, including this rank, in ascending order.
 
-    With the distributed optimizer these are the ranks of the inter-distributed-optimizer-instance group (alone, if
-    there is one instance); without it, all ranks of the data-parallel group.
+    With the distributed optimizer these are the ranks of the inter-distributed-optimizer-instance group (only
+    this rank if there is one instance); without it, all ranks of the data-parallel group.
 
     Args:
         optimizers: the Megatron optimizers of this rank.
@@ -23,10 +23,10 @@ def replica_group(optimizers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def replicas(distributed_optimizer: bool) -> tuple[int, ...]:
-    """As :func:`replica_group`, where the optimizers are not made yet.
+    """Return what :func:`replica_group` returns, before the optimizers are created.
 
     Args:
-        distributed_optimizer: whether they will be Megatron's distributed ones.
+        distributed_optimizer: whether the optimizers will be Megatron's distributed ones.
     """
     if distributed_optimizer:
         group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)

@@ -15,7 +15,7 @@ from checkpointless.recovery.tensors import TrainingTensors
 
 
 class MegatronTensors(TrainingTensors):
-    """Model and optimizer of one rank; what an optimizer owns is a shard, with the distributed optimizer.
+    """The tensors of one rank's model and optimizer; what a distributed optimizer owns is a shard.
 
     Args:
         chunks: the model's chunks (one, or several with virtual pipeline stages).
@@ -27,11 +27,11 @@ class MegatronTensors(TrainingTensors):
         super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
 
     def group(self) -> tuple[int, ...]:
-        """The ranks that hold the same shard."""
+        """Return the ranks that hold the same shard."""
         return replica_group(self.optimizers)
 
     def scalers(self) -> list[dict[str, Any] | None]:
-        """The state of every optimizer's loss scaler, copied; None for one that has none."""
+        """Return a copy of every optimizer's loss-scaler state; None for an optimizer without a loss scaler."""
         return [
             {name: _copy(value) for name, value in scaler.state_dict().items()}
             if (scaler := getattr(optimizer, "grad_scaler", None)) is not None
@@ -41,7 +41,7 @@ class MegatronTensors(TrainingTensors):
 
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what :meth:`groups`, :meth:`plain_state` and :meth:`scalers` gave."""
+        """Load what :meth:`groups`, :meth:`plain_state` and :meth:`scalers` returned."""
         super().load_objects(objects)
         for optimizer, scaler in zip(self.optimizers, objects["scalers"]):
             if scaler is not None:
@@ -53,7 +53,7 @@ class MegatronTensors(TrainingTensors):
             update_locally(self.optimizers)
 
     def settle(self) -> None:
-        """Derive the model's parameters from the shards of all ranks. Collective."""
+        """Derive the model's parameters from the shards of all ranks. This is a collective."""
         with torch.no_grad():
             for optimizer in self.optimizers:
                 if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:

@@ -1,8 +1,8 @@
 """Megatron's optimizer update, guarded: the local change under the lock, then the parameter gather.
 
-Megatron's ``step_with_ready_grads`` mixes the two. Taken apart, the update is guarded like any other
-(:mod:`checkpointless.recovery.guard`), and a gather that did not finish is done again from the shards. A step whose
-gradients overflow changes no parameter, but the loss scaler: it is guarded, too, with nothing to apply.
+Megatron's ``step_with_ready_grads`` combines the two. Once they are separated, the update is guarded like any other
+(:mod:`checkpointless.recovery.guard`), and a gather that did not finish is repeated from the shards. A step whose
+gradients overflow changes the loss scaler but no parameter; it is guarded, too, with nothing to apply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNSCALED = (torch.float32, torch.bfloat16)
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers chained in ``optimizer``, or itself."""
+    """Return the optimizers chained in ``optimizer``, or a list of ``optimizer`` alone."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -30,7 +30,7 @@ def update_locally(optimizers: Sequence[Any]) -> bool:
     """Apply the gradients that the optimizers hold to this rank's shards, without communication.
 
     Returns:
-        Whether every optimizer says that it succeeded.
+        Whether every optimizer reports that it succeeded.
     """
     succeeded = True
     for optimizer in optimizers:
@@ -42,10 +42,10 @@ def update_locally(optimizers: Sequence[Any]) -> bool:
 
 
 def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
-    """Gather every rank's shards into the model's parameters. Collective.
+    """Gather every rank's shards into the model's parameters. This is a collective.
 
     Args:
-        force: also where the optimizer leaves it to the next forward pass (``overlap_param_gather``).
+        force: gather even where the optimizer leaves it to the next forward pass (``overlap_param_gather``).
     """
     chunks: list[Any] = []
     for optimizer in optimizers:
@@ -56,13 +56,13 @@ def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
 
 
 def unguardable(optimizer: Any) -> str | None:
-    """Why the update of ``optimizer`` cannot be guarded, or what it keeps cannot be taken along.
+    """Return why the update of ``optimizer`` cannot be guarded, or why its state cannot be carried over.
 
     Args:
         optimizer: the (chained) Megatron optimizer.
 
     Returns:
-        What to set, in one line; None if all is well.
+        One line that says what to set; None if there is no obstacle.
     """
     config = optimizer.config
     if getattr(config, "overlap_param_gather_with_optimizer_step", False):
@@ -92,18 +92,18 @@ def unguardable(optimizer: Any) -> str | None:
 
 
 class NotedNorms:
-    """Notes what one Megatron optimizer makes of its final gradients on the way to their update.
+    """Records the gradient norm and the zero count that one Megatron optimizer computes from its final gradients.
 
     Args:
         optimizer: the (chained) Megatron optimizer.
 
     Attributes:
-        grad_norm: of all gradients, or None if it was not computed.
-        num_zeros: how many are zero, or None.
+        grad_norm: norm of all gradients; if it was not computed, what Megatron then returns (None or 0.0).
+        num_zeros: number of gradients that are zero; if they were not counted, what Megatron returns (None or 0).
     """
 
     def __init__(self, optimizer: Any) -> None:
-        # What Megatron returns where it is not asked for them.
+        # Megatron returns these values if it is not asked for the norm and the zero count.
         self._not_asked = (0.0, 0) if isinstance(optimizer, MixedPrecisionOptimizer) else (None, None)
         self.grad_norm: Any = None
         self.num_zeros: Any = None
@@ -112,7 +112,7 @@ class NotedNorms:
         optimizer.count_zeros = self._noting(optimizer.count_zeros, "num_zeros")
 
     def forget(self) -> None:
-        """A step begins."""
+        """Forget the recorded values, because a new step begins."""
         self.grad_norm, self.num_zeros = self._not_asked
 
     def _noting(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -125,22 +125,22 @@ class NotedNorms:
 
 
 class GuardedUpdate:
-    """Stands in for ``prepare_grads`` and ``step_with_ready_grads`` of one Megatron optimizer.
+    """Replacement for ``prepare_grads`` and ``step_with_ready_grads`` of one Megatron optimizer.
 
     Args:
         optimizer: the (chained) Megatron optimizer.
-        lock: brackets the local update.
-        step: returns the optimizer step in the making.
+        lock: lock that brackets the local update.
+        step: returns the optimizer step in progress.
         ready: called with the step when the gradients are final, before the vote.
-        applied: called with the step inside the lock, when its update is applied.
-        committed: called with the step when the lock is left.
-        phase: told ``optimizer`` inside the lock and ``after_optimizer`` behind it.
+        applied: called with the step inside the lock, when the step's update has been applied.
+        committed: called with the step when the lock has been released.
+        phase: called with ``optimizer`` inside the lock and with ``after_optimizer`` after it.
 
     Raises:
         UnrecoverableError: the update cannot be guarded; the message says what to set.
 
     Attributes:
-        overflow: whether the gradients of the step in the making overflow, so that nothing is to be applied.
+        overflow: whether the gradients of the step in progress overflow, so that nothing is to be applied.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class GuardedUpdate:
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Make the gradients final; where they overflow, all ranks commit a step that applies nothing.
+        """Make the gradients final; if they overflow, all ranks commit a step that applies nothing.
 
         Returns:
-            Whether they overflow.
+            Whether the gradients overflow.
         """
         self.overflow = bool(self._prepare_grads())
         if self.overflow:
@@ -183,7 +183,7 @@ class GuardedUpdate:
 
     @torch.no_grad()
     def __call__(self) -> bool:
-        """Vote, update, gather."""
+        """Vote, apply the update and gather the parameters."""
         succeeded = self._guarded()
         gather_parameters(self._optimizers)
         return succeeded

@@ -1,4 +1,4 @@
-"""The pictures of the page as plain values: bars at places in per cent of a line, and dots in a field."""
+"""The pictures of the page as plain values: bars on a line and dots in a field, with positions in per cent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NS_PER_S = 1e9
 
 @dataclass(frozen=True)
 class Bar:
-    """A part of a line.
+    """A bar on a line.
 
     Attributes:
-        x: where it begins, in per cent.
-        width: in per cent.
-        css: its class, for the colour.
-        title: what it is, in words.
+        x: beginning of the bar, in per cent of the line.
+        width: width of the bar, in per cent of the line.
+        css: CSS class of the bar, for its colour.
+        title: description of the bar, in words.
     """
 
     x: float
@@ -36,12 +36,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """One line of bars with its name.
+    """A line of bars with a name.
 
     Attributes:
-        name: what stands before it.
-        bars: what is in it.
-        note: what stands behind it.
+        name: text before the line.
+        bars: bars on the line.
+        note: text after the line.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Dot:
     """A point in a field.
 
     Attributes:
-        x: from the left, in per cent.
-        y: from the top, in per cent.
-        css: its class.
-        title: what it is, in words.
+        x: distance from the left, in per cent.
+        y: distance from the top, in per cent.
+        css: CSS class of the dot.
+        title: description of the dot, in words.
     """
 
     x: float
@@ -67,7 +67,7 @@ class Dot:
 
 
 def run_strip(report: Report) -> tuple[Bar, ...]:
-    """What the run's time was spent on, from left to right."""
+    """Return bars that show what the run's time was spent on, from left to right."""
     if report.spent is None or not report.spent.periods:
         return ()
     begin_ns = report.spent.periods[0].begin_ns
@@ -84,7 +84,7 @@ def run_strip(report: Report) -> tuple[Bar, ...]:
 
 
 def incident_marks(report: Report) -> tuple[Dot, ...]:
-    """Where in the run each incident began."""
+    """Return a dot for each incident, at the moment of the run at which the incident began."""
     begin_ns, end_ns = report.run.begin_ns or 0, report.run.end_ns or 0
     span_ns = max(1, end_ns - begin_ns)
     return tuple(
@@ -99,7 +99,7 @@ def incident_marks(report: Report) -> tuple[Dot, ...]:
 
 
 def incident_field(report: Report) -> tuple[tuple[Dot, ...], float]:
-    """Every incident over the run's time, by how long it took, and the seconds at the top of the field."""
+    """Return a dot for each incident, by its beginning and duration, and the seconds at the top of the field."""
     took = [incident.headline_s or 0.0 for incident in report.incidents]
     top_s = _round_up(max(took, default=0.0))
     return tuple(
@@ -109,11 +109,11 @@ def incident_field(report: Report) -> tuple[tuple[Dot, ...], float]:
 
 
 def tile_bars(incident: IncidentSummary, longest_s: float | None = None) -> tuple[Bar, ...]:
-    """One incident's own time, stage by stage, without overlap.
+    """Return bars that show one incident's time, stage by stage, without overlap.
 
     Args:
         incident: the incident.
-        longest_s: how many seconds are 100 %; None: those of this incident.
+        longest_s: time that corresponds to 100 %, in seconds; None: the length of this incident.
     """
     whole_s = longest_s or sum(incident.tiles_s.values()) or 1.0
     bars, at_s = [], 0.0
@@ -126,7 +126,7 @@ def tile_bars(incident: IncidentSummary, longest_s: float | None = None) -> tupl
 
 
 def comparison_lanes(comparison: Comparison) -> tuple[Lane, Lane]:
-    """Recovery and restarts, on one scale."""
+    """Return a lane for recovery and a lane for restarts, on one scale."""
     whole_s = max(comparison.restart_s, comparison.recovered_s) or 1.0
     parts = {
         "detection": sum(restart.detect_s for restart in comparison.restarts),
@@ -148,14 +148,14 @@ def comparison_lanes(comparison: Comparison) -> tuple[Lane, Lane]:
 
 
 def rank_lanes(incident: IncidentSummary, events: Sequence[Event]) -> tuple[tuple[Lane, ...], int]:
-    """What each rank did in an incident, and how many ranks are not shown.
+    """Return lanes that show what each rank did in an incident, and the number of ranks that are not shown.
 
-    Of many ranks those are shown first that the incident was about: the one that failed, those with a new process,
-    those that state came from.
+    If there are too many ranks, those that the incident was about come first: the rank that failed, ranks with a
+    new process, and ranks that sent state.
 
     Args:
         incident: the incident.
-        events: its events.
+        events: events of the incident.
     """
     until_ns = incident.end_ns or max((event.ts for event in events), default=incident.start_ns)
     span_ns = max(1, until_ns - incident.start_ns)
@@ -212,7 +212,7 @@ def _headline(incident: IncidentSummary) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 5, 10, ... times a power of ten."""
+    """Round up to 1, 2, 5 or 10 times a power of ten."""
     if not 0 < value < math.inf:
         return 1.0
     unit = 10.0 ** math.floor(math.log10(value))

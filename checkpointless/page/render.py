@@ -1,4 +1,4 @@
-"""Fills in the page's template."""
+"""Rendering of the page from its template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.incidents import IncidentSummary, Outcome, by_incident
 from checkpointless.telemetry.report import PHASE_OF, PHASES, Report, RunState, utc
 
-#: Of more incidents than this only the telling ones are shown in full.
+#: If there are more incidents than this, only the most informative ones are shown in full.
 _MOST_IN_FULL = 20
 _SLOWEST = 6
 _OPEN = 2
@@ -31,15 +31,15 @@ class IncidentView:
     """An incident as the page shows it.
 
     Attributes:
-        number: its place in the run, from 1.
+        number: number of the incident in the run, from 1.
         incident: the incident.
-        samples_lost: samples that were gone through again; None if not known.
-        bars: its time by stage, on a scale that all incidents share.
-        in_full: whether all is shown of it.
-        lanes: what each rank did; empty where it is not shown in full.
-        lanes_hidden: how many ranks are not shown.
-        restart_s: what a restart would have cost; None if it is not compared. Seconds.
-        traceback: the last lines of what the rank that failed raised; empty if it raised nothing.
+        samples_lost: number of samples that were processed again; None if not known.
+        bars: time of the incident by stage, on a scale that all incidents share.
+        in_full: whether everything about the incident is shown.
+        lanes: what each rank did; empty if the incident is not shown in full.
+        lanes_hidden: number of ranks that are not shown.
+        restart_s: what a restart would have cost, in seconds; None if the incident is not compared.
+        traceback: last lines of the traceback of the rank that failed; empty if it raised nothing.
     """
 
     number: int
@@ -58,12 +58,12 @@ class KindView:
     """All incidents of one kind.
 
     Attributes:
-        kind: the kind.
-        count: how many there were.
-        resumed: how many training went on after.
-        median_s: how long those took, in the middle; None without any.
-        longest_s: and at the most.
-        rungs: how far up they went.
+        kind: kind of the faults.
+        count: number of incidents.
+        resumed: number of incidents after which training resumed.
+        median_s: median duration of the incidents after which training resumed, in seconds; None without any.
+        longest_s: longest duration of the incidents after which training resumed, in seconds; None without any.
+        rungs: levels to which the recoveries escalated.
     """
 
     kind: str
@@ -75,12 +75,12 @@ class KindView:
 
 
 def render(report: Report, events: Sequence[Event], tracebacks: Mapping[str, str] | None = None) -> str:
-    """The page.
+    """Render the page.
 
     Args:
-        report: the run, summed up.
-        events: all of its events, in any order.
-        tracebacks: what the ranks that failed raised, by the incident's id.
+        report: report of the run.
+        events: all events of the run, in any order.
+        tracebacks: tracebacks of the ranks that failed, by the incident's id.
     """
     views = _views(report, events, tracebacks or {})
     field, field_top_s = pictures.incident_field(report)
@@ -170,7 +170,7 @@ def _views(report: Report, events: Sequence[Event], tracebacks: Mapping[str, str
 
 
 def _last_lines(text: str) -> tuple[str, ...]:
-    """The end of a traceback, line by line, with its indentation."""
+    """Return the last lines of a traceback, with their indentation."""
     lines = text.rstrip().splitlines()[-_TRACEBACK_LINES:]
     return tuple(
         " " * min(len(line) - len(line.lstrip(" ")), 40) + wording.printable(line, _LONGEST_TEXT) for line in lines
@@ -178,7 +178,11 @@ def _last_lines(text: str) -> tuple[str, ...]:
 
 
 def _telling(incidents: Sequence[IncidentSummary]) -> set[str]:
-    """Those to be shown in full: all of a few; of many those that ended badly, the slowest, one of each kind."""
+    """Return the ids of the incidents to be shown in full.
+
+    If there are few incidents, they are all of them; if there are many, those that ended badly, the slowest ones,
+    and one of each kind.
+    """
     if len(incidents) <= _MOST_IN_FULL:
         return {incident.incident for incident in incidents}
     badly = [each for each in incidents if each.outcome is not Outcome.RESUMED]

@@ -1,4 +1,7 @@
-"""Who is healthy, at which step, who sends what to whom; moving the state and checking it. Knows torch only."""
+"""Recovery of the training state: which ranks are healthy and at which step, who sends what to whom.
+
+The package also moves the state and checks it. Of the frameworks it knows only torch.
+"""
 
 from checkpointless.recovery.checksum import MemoryChecksumManager
 from checkpointless.recovery.local import LocalCheckpointError, LocalCheckpointManager

@@ -1,18 +1,18 @@
-"""How the bytes of a state are cut into messages: a pure plan that both ends make from the tensors' sizes."""
+"""Plan how the bytes of a state are cut into messages: pure functions of the tensors' sizes, equal at both ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Of a bucket that small tensors share: with less there are more messages, with more it leaves the caches.
+# Size of a bucket that small tensors share: a smaller one means more messages, a larger one leaves the caches.
 PACKED_BYTES = 4 * 1024 * 1024
-_WHOLE = 2  # a tensor of at least this part of a shared bucket is sent from where it lies, and not packed
+_WHOLE = 2  # a tensor of at least 1 / _WHOLE of a shared bucket is sent from where it lies, and not packed
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Bytes ``start`` to ``stop`` of the tensor with number ``index``."""
+    """Bytes ``start`` to ``stop`` (exclusive) of the tensor with number ``index``."""
 
     index: int
     start: int
@@ -20,7 +20,7 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """Its length in bytes."""
+        """The slice's length in bytes."""
         return self.stop - self.start
 
 
@@ -28,13 +28,14 @@ Bucket = tuple[Slice, ...]
 
 
 def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """Cut tensors into buckets of at most ``bucket_bytes``. Empty tensors need none.
+    """Cut tensors into buckets of at most ``bucket_bytes``. Empty tensors need no bucket.
 
-    A large tensor has buckets of its own, so that it can be sent and received without a copy; small ones share.
+    A large tensor gets separate buckets, so that it can be sent and received without a copy; small tensors share
+    buckets.
 
     Args:
         sizes: the tensors' sizes in bytes.
-        bucket_bytes: at least 1.
+        bucket_bytes: the largest size of a bucket in bytes, at least 1.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
@@ -62,24 +63,24 @@ def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
 
 
 def size_of(bucket: Bucket) -> int:
-    """The bucket's length in bytes."""
+    """Return the bucket's length in bytes."""
     return sum(part.nbytes for part in bucket)
 
 
 def stripe(count: int, place: int, places: int) -> list[int]:
-    """The numbers of the buckets that the holder at ``place`` of ``places`` sends at first."""
+    """Return the numbers of the buckets that the holder at ``place`` of ``places`` sends in the first round."""
     return list(range(place, count, places))
 
 
 @dataclass(frozen=True)
 class Shares:
-    """All buckets, and who sends which.
+    """All buckets of a transfer, and which holder sends which bucket.
 
     Attributes:
-        buckets: those of the shard, then those of the tensors inside of the objects.
-        first: how many are the shard's.
+        buckets: the buckets of the shard, then those of the tensors inside the objects.
+        first: how many buckets belong to the shard.
         places: how many holders there are.
-        alike: the places of those that have the first holder's tensors in their objects.
+        alike: the places of the holders whose objects contain the same tensors as the first holder's.
     """
 
     buckets: list[Bucket]
@@ -91,14 +92,14 @@ class Shares:
     def of(
         cls, shard: Sequence[int], inside: Sequence[int], bucket_bytes: int, places: int, alike: Sequence[int]
     ) -> Shares:
-        """Plan the buckets.
+        """Plan the buckets of a shard and of the tensors inside the objects.
 
         Args:
             shard: sizes of the shard's tensors in bytes.
-            inside: sizes of the tensors inside of the objects in bytes.
-            bucket_bytes: at least 1.
+            inside: sizes of the tensors inside the objects in bytes.
+            bucket_bytes: the largest size of a bucket in bytes, at least 1.
             places: how many holders there are.
-            alike: the places of those that have the first holder's tensors in their objects.
+            alike: the places of the holders whose objects contain the same tensors as the first holder's.
         """
         of_shard = plan_buckets(shard, bucket_bytes)
         of_objects = [
@@ -108,13 +109,13 @@ class Shares:
         return cls(of_shard + of_objects, len(of_shard), places, alike)
 
     def sender(self, index: int, attempt: int) -> int:
-        """The place of the holder that sends a bucket; at every attempt the next one, if there is one."""
+        """Return the place of the holder that sends a bucket; each attempt takes the next one, if there is one."""
         if index < self.first:
             return (index + attempt) % self.places
         return self.alike[(index - self.first + attempt) % len(self.alike)]
 
     def split(self, indices: Iterable[int], attempt: int) -> list[list[int]]:
-        """``indices``, in ascending order, by the place of their sender."""
+        """Return ``indices`` by the place of their sender, each list in ascending order."""
         wanted: list[list[int]] = [[] for _ in range(self.places)]
         for index in sorted(indices):
             wanted[self.sender(index, attempt)].append(index)

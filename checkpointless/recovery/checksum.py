@@ -1,4 +1,4 @@
-"""Digests of tensors (position-aware, any dtype, on the device where the tensor lies) and of modules."""
+"""Digests of tensors (position-aware, for any dtype, computed on the tensor's device) and of modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xxhash
 from checkpointless.recovery.tensor_memory import dtype_name, tensor_bytes
 
 _LANE_BYTES = 8
-_CHUNK_LANES = 1 << 22  # 32 MiB at a time: what the intermediate results of a digest on a GPU take, four times over
+_CHUNK_LANES = 1 << 22  # 32 MiB at a time; the intermediate results of a digest on a GPU take four times as much
 _GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as a signed number
 # The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014): shifts and
 # multipliers, as signed numbers. A weaker mix lets the sign bits of two floats in two lanes cancel out.
@@ -20,10 +20,10 @@ _weights: dict[torch.device, torch.Tensor] = {}
 
 
 def digest_bytes(flat: torch.Tensor) -> int:
-    """Digest of a flat uint8 tensor, shape ``(n,)``: 64 bits.
+    """Return the 64-bit digest of a flat uint8 tensor of shape ``(n,)``.
 
-    xxh3-64 on the CPU; on another device a digest of its own kind, so that nothing is copied to the host. Two
-    digests can be compared if their bytes lay on the same kind of device.
+    On the CPU this is xxh3-64. On another device it is a different digest, so that nothing is copied to the host.
+    Two digests can be compared only if their bytes lay on the same kind of device.
     """
     if flat.device.type != "cpu":
         return digest_on_device(flat)
@@ -31,7 +31,7 @@ def digest_bytes(flat: torch.Tensor) -> int:
 
 
 def digest_parts(parts: Iterable[torch.Tensor]) -> int:
-    """What :func:`digest_bytes` gives for the parts, flat uint8 tensors, laid end to end on the CPU."""
+    """Return what :func:`digest_bytes` gives for the parts, flat uint8 tensors, laid end to end on the CPU."""
     total = xxhash.xxh3_64()
     for part in parts:
         total.update(part.cpu().numpy().data)
@@ -39,10 +39,11 @@ def digest_parts(parts: Iterable[torch.Tensor]) -> int:
 
 
 def digest_on_device(flat: torch.Tensor) -> int:
-    """Digest of a flat uint8 tensor by torch's operations alone, where it lies: 64 bits.
+    """Return the 64-bit digest of a flat uint8 tensor, computed on its device with torch operations alone.
 
-    The sum over all 8-byte lanes of a bijective mix of the lane with a weight of its position: a change of one lane
-    always changes it, and an exchange of two changes it unless they are equal or the mixes happen to collide.
+    The digest is the sum over all 8-byte lanes of a bijective mix of the lane with a weight for its position. A
+    change of one lane always changes the digest. An exchange of two lanes changes it unless the lanes are equal or
+    their mixes happen to collide.
     """
     whole = flat.numel() // _LANE_BYTES * _LANE_BYTES
     sums: list[tuple[int, torch.Tensor]] = []
@@ -59,16 +60,16 @@ def digest_on_device(flat: torch.Tensor) -> int:
             sums.append((number, _mixed_sum(lanes[start : start + _CHUNK_LANES])))
     if not sums:
         return 0
-    values = torch.stack([value for _, value in sums]).tolist()  # the device is waited for here, once
+    values = torch.stack([value for _, value in sums]).tolist()  # the only point that waits for the device
     weighed = sum((2 * number + 5) * value for (number, _), value in zip(sums, values))
     return (flat.numel() + weighed) & _WORD
 
 
 def _mixed_sum(lanes: torch.Tensor) -> torch.Tensor:
-    """The sum of the mixed lanes of one chunk, int64, shape ``()``."""
+    """Return the sum of the mixed lanes of one chunk: int64, shape ``()``."""
     mixed = lanes + _positions(lanes.device)[: lanes.numel()]
     for shift, factor in _FINALIZER:
-        shifted = (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # without the sign
+        shifted = (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # a logical shift: no sign bits
         mixed = mixed.bitwise_xor_(shifted)
         if factor != 1:
             mixed = mixed.mul_(factor)
@@ -76,19 +77,22 @@ def _mixed_sum(lanes: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(device: torch.device) -> torch.Tensor:
-    """A weight per lane of a chunk, int64, shape ``(_CHUNK_LANES,)``."""
+    """Return one weight per lane of a chunk: int64, shape ``(_CHUNK_LANES,)``."""
     if device not in _weights:
         _weights[device] = torch.arange(1, _CHUNK_LANES + 1, dtype=torch.int64, device=device) * _GOLDEN
     return _weights[device]
 
 
 def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
-    """Digest of names and bytes of all parameters (xxh3-128, hex): what two runs are compared by."""
+    """Return the digest (xxh3-128, hex) of the names and bytes of all parameters, for comparing two runs."""
     return _digest_named(named for module in modules for named in module.named_parameters())
 
 
 def digest_buffers(modules: Iterable[torch.nn.Module]) -> str:
-    """Likewise of all buffers, those too that a ``state_dict`` leaves out: they take part in the next step."""
+    """Return the digest (xxh3-128, hex) of the names and bytes of all buffers.
+
+    It includes the buffers that a ``state_dict`` leaves out, because they take part in the next step.
+    """
     return _digest_named(named for module in modules for named in module.named_buffers())
 
 
@@ -101,7 +105,7 @@ def _digest_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 class MemoryChecksumManager:
-    """Digests of a rank's tensors, to compare replicas and to check what was moved.
+    """Computes digests of a rank's tensors, to compare replicas and to check what was moved.
 
     Args:
         enabled: compare the replicas of every shard before a recovery.
@@ -111,11 +115,11 @@ class MemoryChecksumManager:
         self.enabled = enabled
 
     def digest(self, tensor: torch.Tensor) -> int:
-        """Digest of one tensor's bytes (64 bits)."""
+        """Return the 64-bit digest of one tensor's bytes."""
         return digest_bytes(tensor_bytes(tensor))
 
     def digest_all(self, tensors: Mapping[tuple, torch.Tensor]) -> str:
-        """One digest over keys, dtypes, shapes and bytes, in the mapping's order (128 bits, hex)."""
+        """Return one digest (128 bits, hex) over keys, dtypes, shapes and bytes, in the mapping's order."""
         total = xxhash.xxh3_128()
         for key, tensor in tensors.items():
             total.update(f"{key}|{dtype_name(tensor.dtype)}|{tuple(tensor.shape)}|".encode())
@@ -127,5 +131,5 @@ class MemoryChecksumManager:
         return total.hexdigest()
 
     def digest_each(self, tensors: Mapping[tuple, torch.Tensor]) -> dict[tuple, int]:
-        """Each tensor's digest by its key, to find out which of them differ."""
+        """Return each tensor's digest by its key, to find out which tensors differ."""
         return {key: self.digest(tensor) for key, tensor in tensors.items()}

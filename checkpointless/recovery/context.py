@@ -1,4 +1,4 @@
-"""What a recovery needs of the running block: its board, its events, and a thread beside it."""
+"""What a recovery needs from the running block: the rank's board, its event log, and a helper thread."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ _Result = TypeVar("_Result")
 
 
 def own_board() -> Board | None:
-    """This rank's board, or None under another launcher or outside of a block."""
+    """Return this rank's board, or None under another launcher or outside a block."""
     call = active_call_wrapper()
     return call.board if call is not None else None
 
 
 def span(stage: str, **fields: Any) -> Any:
-    """A span of ``stage`` in the event log, with the generation and incident of the running block."""
+    """Return a span of ``stage`` in the event log, with the generation and incident of the running block."""
     call = active_call_wrapper()
     generation = call.generation if call is not None else int(os.environ.get("JOB_RESTART_COUNT", "0"))
     return event_log().span(stage, generation=generation, incident=call.incident if call else None, **fields)
 
 
 def aside(transfer: Callable[[], _Result]) -> _Result:
-    """Run a transfer in a thread of its own, which waits for each message without turns; wait for it interruptibly.
+    """Run ``transfer`` in a separate thread and wait for it interruptibly.
 
-    What an interruption leaves running ends when its connections do.
+    The thread waits for each message without polling. A transfer that an interruption leaves running ends when its
+    connections do.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> _Result:
         if device is not None:
-            torch.cuda.set_device(device)  # the current device is the thread's own
+            torch.cuda.set_device(device)  # the current device is per thread
         return transfer()
 
     helper = Helper()

@@ -1,4 +1,4 @@
-"""Which step to resume at, who must be filled and from whom: a pure function of what the ranks report."""
+"""Decide which step to resume at, who must be filled and from whom: a pure function of what the ranks report."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ _NO_PARTITION = "the reported replica groups do not partition the ranks"
 
 
 class Verdict(Enum):
-    """What a decision says."""
+    """The outcome of a decision."""
 
-    RESUME = "resume"  # from memory, at the target step
-    START = "start"  # nothing of this fit was ever committed: begin as a new job does
-    SKIP = "skip"  # this fit was over before the fault: a later one of the same block is to be resumed
+    RESUME = "resume"  # resume from memory, at the target step
+    START = "start"  # no step of this fit was ever committed: begin as a new job does
+    SKIP = "skip"  # this fit was over before the fault: a later fit of the same block is to be resumed
     REFUSE = "refuse"  # memory does not suffice; the reason says why
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank knows of itself.
+    """What one rank knows about itself.
 
     Attributes:
-        rank: global rank.
-        committed: the optimizer step of the whole state that it holds, or None if it holds none.
-        ready: it also holds the final gradients of step ``committed + 1`` and can apply them on its own.
-        torn: an update failed half-way; what it holds is of no step.
-        group: the ranks that hold the same shard of model and optimizer state, itself included.
-        digest: digest of its shard at ``committed``, where checksums are on.
-        stages: the moments after step ``committed`` of which it has its state
+        rank: the global rank.
+        committed: the optimizer step of the whole state that the rank holds, or None if it holds none.
+        ready: whether the rank also holds the final gradients of step ``committed + 1`` and can apply them alone.
+        torn: whether an update failed half-way; the rank's state then belongs to no step.
+        group: the ranks that hold the same shard of model and optimizer state, this rank included.
+        digest: the digest of the rank's shard at ``committed``, if checksums are on.
+        stages: the moments after step ``committed`` at which the rank has its state
             (:class:`~checkpointless.recovery.moment.Stage`).
-        streams: the steps and moments of which its random streams are known.
-        fit: which fit of the block the state that it holds is of, from 1.
-        offset: how many steps of the job lie before that fit's own.
-        begun: the last fit of the block that it knows to have begun.
-        saves: the saves in the background that it has not gone through the end of: the number of each, the step and
-            the stage after which it began, and whether its writer still works on it.
+        streams: the steps and moments for which the rank's random streams are known.
+        fit: the fit of the block that the held state belongs to, counted from 1.
+        offset: how many steps of the job precede that fit.
+        begun: the last fit of the block that the rank knows to have begun.
+        saves: the background saves whose end the rank has not gone through: for each its number, the step and the
+            stage after which it began, and whether its writer still works on it.
     """
 
     rank: int
@@ -56,18 +56,18 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Decision:
-    """How the job goes on.
+    """How the job resumes.
 
     Attributes:
-        verdict: resume, start or refuse.
+        verdict: resume, start, skip or refuse.
         target: the step after which training resumes (None unless resuming).
         stage: how much of what follows that step is not done again: as much as every rank that keeps its state has
-            behind it, and as every other has the random streams of; and no save in the background that a rank has
-            lost its part of, since the state that was saved is at hand still.
-        redo: ranks that apply the gradients of ``target`` that they still hold.
-        refills: rank to fill -> the ranks that hold its shard at ``target`` (after their redo).
-        offset: how many steps of the job lie before those of the fit that is resumed, or that is to be.
-        reason: why it is refused, in one line ("" otherwise).
+            behind it, and for which every other rank has its random streams. A background save of which a rank has
+            lost its part is done again where possible, since the state that was saved is still at hand.
+        redo: the ranks that apply the gradients of ``target``, which they still hold.
+        refills: maps each rank to fill to the ranks that hold its shard at ``target`` (after their redo).
+        offset: how many steps of the job precede the fit that is resumed, now or after fits that are skipped.
+        reason: why recovery is refused, in one line ("" otherwise).
     """
 
     verdict: Verdict
@@ -80,17 +80,17 @@ class Decision:
 
 
 def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Decision:
-    """Decide. Linear in the number of ranks.
+    """Decide how the job resumes, in time linear in the number of ranks.
 
-    The target is the newest committed step that every replica group can reach: a group reaches a step if one of its
-    ranks holds it, or holds the step before and the final gradients. Every rank is then at the target, redoes its
-    update or is refilled; never are two steps mixed. A step that nobody committed is not completed from gradients,
-    although it could be: a rank that did not come as far has neither the random streams nor the loss of it.
+    The target is the newest committed step that every replica group can reach. A group reaches a step if one of its
+    ranks holds it, or holds the step before and the final gradients. Every rank then is at the target, redoes its
+    update or is refilled; two steps are never mixed. A step that no rank committed is not completed from gradients,
+    although it could be: a rank that did not come as far has neither the random streams nor the loss of that step.
 
     Args:
-        reports: one per rank of the job.
+        reports: one report per rank of the job.
         high_water: the highest step that any rank was ever seen to commit (-1: none).
-        fit: which fit of the block asks, from 1.
+        fit: the fit of the block that asks, counted from 1.
 
     Raises:
         ValueError: the reports are not one per rank, or contradict each other about the replica groups.
@@ -140,7 +140,7 @@ def _assign(
 ) -> Decision:
     redo: list[int] = []
     refills: dict[int, tuple[int, ...]] = {}
-    stages: list[set[int]] = []  # of each rank
+    stages: list[set[int]] = []  # one set per rank
     for members in groups:
         sources: list[int] = []
         behind: list[int] = []
@@ -156,7 +156,7 @@ def _assign(
             else:
                 behind.append(rank)
         refills.update(dict.fromkeys(behind, tuple(sources)))
-    # Where nothing is known of a rank's streams, another node has those right after the step, or nobody any.
+    # If a rank's streams are unknown, another node has those right after the step, or no node has any.
     for rank in refills:
         stages.append({stage for step, stage in reports[rank].streams if step == target} or {0})
     common = set.intersection(*stages) if target > 0 else set.intersection(*stages[: len(reports) - len(refills)])
@@ -167,21 +167,21 @@ def _assign(
         )
     stage = max(common)
     if all(any(step == target - 1 for step, _ in report.streams) for report in reports.values()):
-        # What leads to the step is gone through again, with the streams of before it.
+        # Going back repeats what leads to the step, with the random streams from before the step.
         first_lost = min((at for step, at in _lost_saves(reports.values()) if step == target), default=stage)
         stage = max((each for each in common if each <= first_lost), default=stage)
     return Decision(Verdict.RESUME, target, stage, tuple(redo), refills)
 
 
 def _lost_saves(reports: Collection[RankReport]) -> set[tuple[int, int]]:
-    """The steps and stages after which saves began that are not finished, and not every rank goes on with."""
+    """Return the (step, stage) after which each unfinished save began that not every rank continues."""
     begun = {save[:3] for report in reports for save in report.saves}
     going_on = Counter(save[:3] for report in reports for save in report.saves if save[3])
     return {(step, stage) for number, step, stage in begun if going_on[number, step, stage] < len(reports)}
 
 
 def _fit_that_is_held(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> tuple[int, int]:
-    """The newest fit of which every group has a holder, and the steps of the job before it; (0, 0): none."""
+    """Return the newest fit of which every group has a holder, and how many steps precede it; (0, 0) if none."""
     common: set[tuple[int, int]] | None = None
     for members in groups:
         fits = {(holders[rank].fit, holders[rank].offset) for rank in members if rank in holders}
@@ -197,7 +197,7 @@ def _groups(reports: Sequence[RankReport]) -> list[tuple[int, ...]]:
     groups: list[tuple[int, ...]] = []
     for report in reports:
         known = group_of.get(report.rank)
-        if known is None:  # the first of its group; the others' are compared with it, which is cheaper than hashing
+        if known is None:  # the first report of its group; comparing the others with it is cheaper than hashing
             groups.append(report.group)
             for rank in report.group:
                 if rank in group_of:
@@ -212,7 +212,7 @@ def _groups(reports: Sequence[RankReport]) -> list[tuple[int, ...]]:
 
 
 def _corrupt(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> tuple[list[int], str]:
-    """Ranks whose digest the majority of their group contradicts, or a reason if there is no majority."""
+    """Return ranks whose digest the majority of their group contradicts, or a reason if there is no majority."""
     suspects: list[int] = []
     for members in groups:
         by_step: dict[int, dict[int, str]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""Plain messages between ranks: JSON and bytes, never pickle, in chunks, so that no announced size is believed."""
+"""Plain messages between ranks: JSON and bytes, never pickle, in chunks, so that no announced size is trusted."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MAX_BYTES = 64 * 1024 * 1024  # of a message that every rank gets from every other
-MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # of one between two ranks: a state's skeleton fits
+MAX_BYTES = 64 * 1024 * 1024  # limit of a message that every rank gets from every other
+MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # between two ranks: the skeleton of a state fits
 CHUNK_BYTES = 4 * 1024 * 1024
-GATHERED_BYTES = 256 * 1024  # of each rank at a time, where all get all
+GATHERED_BYTES = 256 * 1024  # bytes of each rank per all-gather
 
 
 def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device on which ``group`` moves tensors."""
+    """Return the device on which ``group`` moves tensors."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def all_gather_json(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``message``, in rank order. Collective.
+    """Gather every rank's ``message`` on every rank, in rank order. Collective.
 
     Raises:
         ValueError: a message is larger than 64 MiB.
@@ -48,10 +48,10 @@ def all_gather_json(message: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def send_bytes(data: bytes, destination: int) -> None:
-    """Send ``data``, at least one byte, to the global rank ``destination``, length first.
+    """Send ``data``, at least one byte, to the global rank ``destination``, its length first.
 
     Raises:
-        ValueError: it is larger than 2 GiB.
+        ValueError: ``data`` is larger than :data:`MAX_MESSAGE_BYTES`.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
@@ -63,10 +63,10 @@ def send_bytes(data: bytes, destination: int) -> None:
 
 
 def receive_bytes(source: int) -> bytes:
-    """Receive what :func:`send_bytes` sent from the global rank ``source``; takes memory only as it comes.
+    """Receive what :func:`send_bytes` sent from the global rank ``source``, and take memory only as it arrives.
 
     Raises:
-        ValueError: it claims to be empty, or larger than 2 GiB.
+        ValueError: the message claims to be empty, or larger than :data:`MAX_MESSAGE_BYTES`.
     """
     device = wire_device()
     size = torch.zeros(1, dtype=torch.int64, device=device)
@@ -84,10 +84,10 @@ def receive_bytes(source: int) -> bytes:
 
 
 def to_tensor(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
-    """``data`` as a uint8 tensor of shape ``(len(data),)``."""
+    """Return ``data`` as a uint8 tensor of shape ``(len(data),)``."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a flat uint8 tensor."""
+    """Return the bytes of a flat uint8 tensor."""
     return tensor.cpu().numpy().tobytes()

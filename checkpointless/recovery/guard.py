@@ -2,12 +2,12 @@
 
 Every moment at which a fault can come has one answer:
 
-* before the vote, no rank has changed anything: all resume at the step before;
-* the vote is a barrier that a rank joins once its gradients are final. If any rank passed it, every rank had joined
-  it, so every rank that lives can apply the same update from the gradients that it still holds;
-* inside the lock, the fault thread lets the update finish; a rank that dies there is refilled, and so is one whose
-  update raised (its shard is torn);
-* after the lock the step is committed.
+* Before the vote, no rank has changed anything: all resume at the step before.
+* The vote is a barrier that a rank joins once its gradients are final. If any rank passed it, every rank had joined
+  it, so every living rank can apply the same update from the gradients that it still holds.
+* Inside the lock, the fault thread lets the update finish. A rank that dies there is refilled, and so is a rank
+  whose update raised (its shard is torn).
+* After the lock, the step is committed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def guarded_update(
     Args:
         step: the optimizer step in the making.
         update: changes this rank's parameters from gradients that are final, without communication.
-        lock: brackets ``update``.
+        lock: the lock that brackets ``update``.
         ready: called with ``step`` before the vote.
-        committed: called with ``step`` when it is applied.
-        phase: told ``optimizer`` inside the lock and ``after_optimizer`` behind it.
+        committed: called with ``step`` when the update is applied.
+        phase: called with ``optimizer`` inside the lock and ``after_optimizer`` after it, each with ``step``.
         vote: returns once every rank has called it.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What the recovery needs from the framework side, as small protocols."""
+"""What the recovery needs from the framework side, as a small protocol."""
 
 from __future__ import annotations
 
@@ -15,46 +15,49 @@ class LiveState(Protocol):
     """A rank's training state where it lives: in the model, the optimizer and the trainer."""
 
     def group(self) -> tuple[int, ...]:
-        """The global ranks that hold the same shard as this one, itself included."""
+        """Return the global ranks that hold the same shard as this rank, this rank included."""
 
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """Every tensor of the state, in the same order on every holder; the live storage, not copies.
+        """Return every tensor of the state, in the same order on every holder: the live storage, not copies.
 
         The tensors stay valid when the trainer that they belong to is dropped.
         """
 
     def shard(self) -> dict[Key, torch.Tensor]:
-        """The tensors that this rank's optimizer update owns: what replicas must agree on."""
+        """Return the tensors that this rank's optimizer update owns, on which replicas must agree."""
 
     def moments(self, step: int) -> Mapping[Stage, Moment]:
-        """The state beside parameters and optimizer at every moment after ``step`` that can be resumed at.
+        """Return the state beside parameters and optimizer at every moment after ``step`` that can be resumed at.
 
-        What the next step has changed by now, or what is half done, is in none of them.
+        No moment contains what the next step has already changed, or what is half done.
         """
 
     def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
-        """This rank's own buffers at every such moment, also if its update of ``step`` has failed or is to come."""
+        """Return this rank's own buffers at every moment after ``step`` that can be resumed at.
+
+        They are also known if this rank's update of ``step`` has failed or is to come.
+        """
 
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
-        """Copies of this rank's buffers as they are now."""
+        """Return copies of this rank's buffers as they are now."""
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Parts of a moment's objects, by name, that may differ from rank to rank: no peer has a lost one."""
+        """Return parts of a moment's objects, by name, that may differ between ranks: no peer has a lost one."""
 
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
-        """Tensors and objects are in place: those after ``step`` at ``stage``; :meth:`moments` has them now."""
+        """Note that tensors and objects after ``step`` at ``stage`` are in place; :meth:`moments` has them now."""
 
     def apply_held_update(self) -> None:
         """Apply the optimizer update whose final gradients are held, without communication."""
 
     def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
-        """Put those of ``tensors`` in their place that can be there without a copy. Returns their keys."""
+        """Put in place those of ``tensors`` that need no copy, and return their keys."""
 
     def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-        """Storage for ``entries``: existing tensors, or new ones put in their place in the state."""
+        """Return storage for ``entries``: existing tensors, or new ones put in their place in the state."""
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """Put back the part of a moment's objects that belongs to model and optimizer."""
 
     def settle(self) -> None:
-        """All shards of the job are at one step: derive what follows from them. Collective."""
+        """Derive what follows from the shards, once all shards of the job are at one step. Collective."""

@@ -1,8 +1,9 @@
-"""Checkpoints in a directory of the node: the rung below recovery from memory and above shared storage.
+"""Checkpoints in a directory of each node: the rung below recovery from memory and above shared storage.
 
-Every rank writes its part into its node's directory, and so do the others of its clique if there is a replication
-strategy (:mod:`checkpointless.recovery.replication`). What is found again is the newest save of which every part is
-undamaged somewhere. All ranks decide alike, since they decide by what they have told each other.
+Every rank writes its part into its node's directory. With a replication strategy
+(:mod:`checkpointless.recovery.replication`), the other ranks of its clique write it into theirs, too. A search
+finds the newest save of which every part is undamaged somewhere. All ranks decide alike, since they decide by what
+they have told each other.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class AsyncSave:
     """A save whose files are being written by a thread.
 
     Args:
-        write: writes them.
-        what: what is written, for messages.
+        write: writes the files.
+        what: describes in messages what is written.
     """
 
     def __init__(self, write: Callable[[], None], what: str) -> None:
@@ -50,21 +51,22 @@ class AsyncSave:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether the writing has ended, well or not."""
+        """Return whether the writing has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait until this rank's files are written. Not collective: it says nothing of other ranks' files.
 
         Args:
-            timeout: at most so long; None: as long as it takes.
+            timeout: how long to wait at most; None: as long as it takes.
 
         Raises:
-            LocalCheckpointError: they could not be written. (Every rank's next call of the manager raises it, too.)
-            TimeoutError: they are not yet.
+            LocalCheckpointError: the files could not be written. (Every rank's next call of the manager raises it,
+                too.)
+            TimeoutError: the files are not written yet.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while self._thread.is_alive():  # in turns: a thread that is in a lock hears no interruption
+        while self._thread.is_alive():  # in turns: a thread that waits for a lock hears no interruption
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise TimeoutError(f"{self._what} is still being written")
             self._thread.join(_TURN_S)
@@ -87,18 +89,18 @@ class _Pending:
     work: AsyncSave
 
 
-# --- what all ranks decide alike: plain values --------------------------------------------------------------------
+# --- decisions that are equal on all ranks: plain values ----------------------------------------------------------
 
 
 def missing_parts(
     parts: Sequence[Collection[int]], peers: Sequence[Sequence[int]], world_size: int
 ) -> tuple[int, ...]:
-    """The ranks whose part neither they nor one of their peers have.
+    """Return the ranks whose part is neither on the rank itself nor on one of its peers.
 
     Args:
-        parts: by rank, the parts that it has.
-        peers: by rank, whom it can get parts from.
-        world_size: number of ranks.
+        parts: by rank, the parts that the rank has.
+        peers: by rank, the ranks that it can get parts from.
+        world_size: the number of ranks.
     """
     return tuple(
         rank for rank in range(world_size) if not any(rank in parts[holder] for holder in {rank, *peers[rank]})
@@ -106,7 +108,7 @@ def missing_parts(
 
 
 def _candidates(inventories: Sequence[Mapping[str, Collection[int]]]) -> list[Generation]:
-    """All generations of which some rank has something, the newest first."""
+    """Return all generations of which some rank has a part, the newest first."""
     return sorted({Generation.parse(name) for inventory in inventories for name in inventory}, reverse=True)
 
 
@@ -114,26 +116,26 @@ def _candidates(inventories: Sequence[Mapping[str, Collection[int]]]) -> list[Ge
 
 
 class LocalCheckpointManager:
-    """Saves and loads checkpoints in a directory of each node. Every rank of the job calls each method at once.
+    """Saves and loads checkpoints in a directory of each node. All ranks of the job call each method together.
 
-    It keeps the newest save that is complete on all ranks, and the one that is being made: the directory takes, for
-    each rank of its node, twice its part times the replication factor. An older save is deleted when the next but
-    one begins. A save that all ranks have completed supersedes any of a later iteration, from which training went
-    back.
+    The manager keeps the newest save that is complete on all ranks, and the save that is being made. For each rank
+    of its node, the directory therefore takes twice the rank's part times the replication factor. An older save is
+    deleted when the next but one begins. A save that all ranks have completed supersedes any save of a later
+    iteration, because training went back from there.
 
-    The directory belongs to one job. Its files are this user's only, are written under another name and renamed
-    when they are on the disk, and contain nothing that is evaluated when they are loaded. A state is nested dicts,
-    lists and tuples of plain values (see :mod:`checkpointless.recovery.state_tree`) and strided tensors of any
-    dtype, on the CPU or on a GPU.
+    The directory belongs to one job. Only this user can access its files. They are written under another name and
+    renamed when they are on the disk, and contain nothing that is evaluated when they are loaded. A state is nested
+    dicts, lists and tuples of plain values (see :mod:`checkpointless.recovery.state_tree`) and strided tensors of
+    any dtype, on the CPU or on a GPU.
 
     Every wait for other ranks ends with the timeout of the process group. Without process groups, the job is this
     process alone.
 
     Args:
-        root_local_ckpt_dir: the directory: on a disk of the node, the same for all its ranks, and not shared by
-            jobs.
-        repl_strategy: who keeps copies for whom; None: nobody. To load what was saved, the strategy, its parameters
-            and the world size have to be as they were.
+        root_local_ckpt_dir: the directory, on a disk of the node. All ranks of the node use the same one; jobs must
+            not share it.
+        repl_strategy: decides which ranks keep copies of which parts; None: no copies. To load a save, the
+            strategy, its parameters and the world size have to be as they were when it was made.
 
     Raises:
         OSError: the directory cannot be made, or other users could write to it.
@@ -144,30 +146,31 @@ class LocalCheckpointManager:
     ) -> None:
         self.repl_strategy = repl_strategy
         self._store = PartStore(Path(root_local_ckpt_dir))
-        self._latest: Generation | None = None  # complete on all ranks
-        self._searched = False  # whether _latest says what there is
-        self._shortfall = ""  # why the newest generation there is is not complete
+        self._latest: Generation | None = None  # the newest that is complete on all ranks
+        self._searched = False  # whether _latest is up to date
+        self._shortfall = ""  # why the newest generation that was found is not complete
         self._pending: _Pending | None = None
 
     def save(self, state: Any, iteration: int, is_async: bool = False) -> AsyncSave | None:
         """Save this rank's state, and the copies that it keeps for its peers.
 
-        Copies are exchanged before this returns. They need host memory: as much as the peers' parts take, and with
-        ``is_async`` as much as this rank's part takes, too, until the files are written.
+        Copies are exchanged before this method returns. They need host memory: as much as the peers' parts take,
+        and with ``is_async`` also as much as this rank's part takes, until the files are written.
 
         Args:
             state: a nested state, or an object that has one as its ``state_dict``.
-            iteration: at least 0, the same on all ranks.
-            is_async: write the files in a thread. The state has been copied when this returns, so training can go
-                on.
+            iteration: the iteration, at least 0 and the same on all ranks.
+            is_async: write the files in a thread. The state has been copied when this method returns, so training
+                can go on.
 
         Returns:
-            With ``is_async`` what to wait for this rank's files by; the save counts as complete from the next call
-            of this manager on, at which all ranks tell each other. Otherwise None, and it is complete on all ranks.
+            With ``is_async``, a handle to wait for this rank's files; the save counts as complete from the next
+            call of this manager on, in which all ranks tell each other. Otherwise None; the save is then complete
+            on all ranks.
 
         Raises:
-            LocalCheckpointError: on every rank, if it failed on any, or if the one before, which was asynchronous,
-                did. What was complete before is still there.
+            LocalCheckpointError: on every rank, if the save failed on any rank, or if the asynchronous save before
+                it did. What was complete before is still there.
         """
         content, problem = _attempt(lambda: self._prepare(state, iteration, is_async))
         token = self._open("asynchronous save" if is_async else "save", problem, iteration)
@@ -183,23 +186,23 @@ class LocalCheckpointManager:
             work = AsyncSave(lambda: self._write(parts), f"iteration {iteration} on rank {self._rank}")
             self._pending = _Pending(generation, work)
             return work
-        # Not in a thread: one that outlives an interruption would go on writing tensors that are trained by then.
+        # Not in a thread: one that outlives an interruption would write tensors that are being trained by then.
         _, problem = _attempt(lambda: self._write(parts))
         self._agree(problem, f"writing iteration {iteration}")
         self._complete(generation)
         return None
 
     def find_latest(self) -> int:
-        """Find the newest iteration of which every part is undamaged on its rank or with one of its peers.
+        """Find the newest iteration of which every part is undamaged on its rank or on one of its peers.
 
-        Reads this rank's part to its end, to be sure; the next :meth:`load` loads that iteration.
+        The method reads this rank's part to its end, to be sure. The next :meth:`load` loads that iteration.
 
         Returns:
             The iteration, or -1 if there is none.
 
         Raises:
-            LocalCheckpointError: on every rank, if an asynchronous save failed since the last call on any. The next
-                call searches.
+            LocalCheckpointError: on every rank, if an asynchronous save has failed on any rank since the last call.
+                The next call searches.
         """
         self._open("find_latest")
         self._search()
@@ -208,14 +211,16 @@ class LocalCheckpointManager:
     def load(self) -> tuple[Any, str]:
         """Load this rank's part of the iteration that :meth:`find_latest` found, or would find.
 
-        A part that is not on this node, or is damaged, comes from a peer, and is written to this node's directory.
+        A part that is missing or damaged on this node comes from a peer, and is written to this node's directory.
 
         Returns:
-            The state, its tensors on the CPU, and the name of the part.
+            The state, with its tensors on the CPU, and the name of the part.
 
         Raises:
-            NoReplicasAvailableError: on every rank, if a part is not to be had; names the part and the iteration.
-            LocalCheckpointError: on every rank, if there is no local checkpoint at all, or loading failed on one.
+            NoReplicasAvailableError: on every rank, if a part cannot be obtained; the message names the part and
+                the iteration.
+            LocalCheckpointError: on every rank, if there is no local checkpoint at all, or if loading failed on any
+                rank.
         """
         self._open("load")
         if self._latest is None or not self._searched:
@@ -226,7 +231,7 @@ class LocalCheckpointManager:
             raise LocalCheckpointError(f"no rank has a local checkpoint; this one looked in {self._store.root}")
         return self._load(PartId(self._latest, self._rank))
 
-    # --- agreeing -------------------------------------------------------------------------------------------------
+    # --- agreement ------------------------------------------------------------------------------------------------
 
     @property
     def _rank(self) -> int:
@@ -238,11 +243,11 @@ class LocalCheckpointManager:
 
     @staticmethod
     def _gather(message: Any) -> list[Any]:
-        """Every rank's message."""
+        """Return every rank's message, in rank order. Collective."""
         return all_gather_json(message) if dist.is_initialized() else [message]
 
     def _agree(self, problem: Exception | None, doing: str) -> None:
-        """Raise on every rank what went wrong on any."""
+        """Raise on every rank what went wrong on any rank. Collective."""
         lost = isinstance(problem, NoReplicasAvailableError)
         told = self._gather(None if problem is None else [lost, _words(problem)])
         if any(told):
@@ -250,9 +255,9 @@ class LocalCheckpointManager:
             raise kind(_by_rank(doing, [each[1] if each else "" for each in told])) from problem
 
     def _open(self, call: str, problem: Exception | None = None, iteration: int | None = None) -> str:
-        """Begin a call: all ranks learn how the pending save ended, that they call the same, and who cannot.
+        """Begin a call: all ranks learn how the pending save ended, that all make the same call, and who cannot.
 
-        A rank whose process is new may know less than the others; then none relies on what it knew.
+        A rank whose process is new may know less than the others; then no rank relies on what it knew.
 
         Returns:
             A token for a new generation, the same on all ranks.
@@ -286,15 +291,15 @@ class LocalCheckpointManager:
         return str(told[0]["token"])
 
     def _complete(self, generation: Generation) -> None:
-        """All ranks have written ``generation``."""
+        """Record that all ranks have written ``generation``."""
         before, self._latest, self._searched = self._latest, generation, True
         if before is not None and before > generation:
-            self._store.delete_all_but({generation})  # else the older save would be found, of a later iteration
+            self._store.delete_all_but({generation})  # else a search finds the older save: its iteration is later
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
     def _prepare(self, state: Any, iteration: int, is_async: bool) -> Content:
-        """What can be found out, and has to be copied, before other ranks are needed."""
+        """Check what can be checked, and copy what must be copied, before other ranks are needed."""
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration is a number from 0 on, not {iteration!r}")
         self._store.make()
@@ -302,7 +307,7 @@ class LocalCheckpointManager:
         return content.on_host(copy=True) if is_async else content
 
     def _replicate(self, content: Content, part: PartId) -> list[tuple[PartId, Content]]:
-        """The parts that this rank has to keep."""
+        """Return the parts that this rank has to keep."""
         if self.repl_strategy is None:
             return [(part, content)]
         states, names = self.repl_strategy.replicate(content.state(), str(part))
@@ -342,9 +347,9 @@ class LocalCheckpointManager:
             self._shortfall = self._shortfall or shortfall
 
     def _damaged(self, parts: Mapping[int, Sequence[Path]], peers: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The ranks whose parts of a generation are nowhere undamaged. Collective.
+        """Return the ranks whose parts of a generation are nowhere undamaged. Collective.
 
-        Each rank reads its own; what that leaves open is read by the peers.
+        Each rank reads its own part; where that is damaged or missing, the peers read their copies.
         """
         sound: set[int] = {self._rank} if any_sound(parts.get(self._rank, ())) else set()
         told = self._gather(sorted(sound))
@@ -366,13 +371,13 @@ class LocalCheckpointManager:
         return _present(own).state(), str(part)
 
     def _exchange(self, part: PartId, own: Content | None, copies: Mapping[int, Content]) -> Content:
-        """Have every rank get its part, if there is an undamaged copy of each. Collective."""
+        """Give every rank its part, if there is an undamaged copy of each part. Collective."""
         sound = {self._rank} if own is not None else set()
         told = self._gather({"parts": sorted(sound | copies.keys()), "peers": list(self._peers())})
         parts = [each["parts"] for each in told]
         lost = missing_parts(parts, [each["peers"] for each in told], self._world_size)
         if lost:
-            self._searched = False  # an older one may still be whole
+            self._searched = False  # an older generation may still be whole
             raise NoReplicasAvailableError(_without_copy(part.generation, lost))
         available = {
             rank: [str(PartId(part.generation, each)) for each in numbers] for rank, numbers in enumerate(parts)
@@ -387,11 +392,11 @@ class LocalCheckpointManager:
         return own
 
     def _read_copy(self, part: PartId) -> Content | None:
-        """An undamaged copy of ``part`` in this node's directory, if there is one."""
+        """Return an undamaged copy of ``part`` from this node's directory, or None if there is none."""
         return read_any(self._shelf().get(part.generation, {}).get(part.part, ()))
 
     def _read_copies(self, generation: Generation, wanting: Sequence[int]) -> dict[int, Content]:
-        """The parts of its peers that this rank has and they want."""
+        """Return the parts that this rank's peers want and this rank has."""
         found = {}
         for rank in sorted({*wanting} & {*self._peers()} - {self._rank}):
             content = self._read_copy(PartId(generation, rank))
@@ -402,13 +407,13 @@ class LocalCheckpointManager:
     def _retrieve(
         self, available: Mapping[int, Sequence[str]], wanted: Sequence[str], held: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What this rank wants, from its peers."""
+        """Retrieve the parts that this rank wants from its peers."""
         if self.repl_strategy is None:
             raise NoReplicasAvailableError("without a replication strategy nobody has copies")
         return self.repl_strategy.retrieve_execute(self.repl_strategy.retrieve_plan(available, wanted), held)
 
     def _keep(self, part: PartId, content: Content) -> None:
-        """Write a part that came from a peer, so that it is in two places again. The load succeeds without."""
+        """Write a part that came from a peer, so that it is in two places again. The load succeeds without it."""
         try:
             self._store.make()
             self._write([(part, content)])
@@ -417,7 +422,7 @@ class LocalCheckpointManager:
 
 
 def _attempt(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """What ``do`` returned, or raised: other ranks wait and have to be told before it can be raised."""
+    """Return what ``do`` returned, or what it raised: waiting ranks must be told before it can be raised."""
     try:
         return do(), None
     except Exception as error:  # noqa: BLE001 - every caller hands it to an agreement, which raises it
@@ -425,30 +430,30 @@ def _attempt(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def _present(value: _T | None) -> _T:
-    """A value that an agreement without a problem has made sure of."""
+    """Return ``value``, which an agreement without a problem guarantees to be present."""
     if value is None:
         raise AssertionError("the ranks agreed that there was no problem")
     return value
 
 
 def _plain(state: Any) -> Any:
-    """The nested state in ``state``: itself, or its ``state_dict`` (an attribute, or a method as a module's)."""
+    """Return the nested state in ``state``: itself, or its ``state_dict`` (an attribute, or a module's method)."""
     if isinstance(state, (dict, list, tuple)) or not hasattr(state, "state_dict"):
         return state
     return state.state_dict() if callable(state.state_dict) else state.state_dict
 
 
 def _without_copy(generation: Generation, lost: Sequence[int]) -> str:
-    """What is to be said of parts that are gone."""
+    """Return the message about parts that are gone."""
     parts = ", ".join(PartId(generation, rank).words for rank in lost)
     return f"no undamaged copy is left of {parts}, neither on the rank itself nor with one of its peers"
 
 
 def _words(error: Exception | None) -> str:
-    """``error`` as the other ranks are told of it; "" if there is none."""
+    """Return the text of ``error`` for the other ranks; "" if there is none."""
     return "" if error is None else f"{error}" or type(error).__name__
 
 
 def _by_rank(doing: str, words: Sequence[str]) -> str:
-    """A message of what ranks say."""
+    """Return a message with what each rank says."""
     return f"{doing}: " + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(words) if each)

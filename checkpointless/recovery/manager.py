@@ -1,4 +1,4 @@
-"""Keeps the live state of a rank over a restart, and gives it back: to the rank itself or to its peers."""
+"""Keeps the live state of a rank across a restart, and gives it back to the rank itself or to its peers."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from checkpointless.recovery.transfer import (
 
 logger = logging.getLogger(__name__)
 
-DATA = "the state of the training data"  # the names of what must not be a peer's begin so
+DATA = "the state of the training data"  # prefix of the names of parts that must not come from a peer
 
 
 @dataclass
 class HeldState:
-    """The state that a rank keeps hold of between two generations.
+    """The state that a rank holds between two generations.
 
     Attributes:
-        commit: which step it is of, and whether the next one's update can still be applied.
+        commit: the step that the state belongs to, and whether the update of the next step can still be applied.
         tensors: references to the old model's and optimizer's tensors, not copies. Each is replaced by its
             successor as soon as that is filled, so that at every moment this is the whole state, and little of it
             exists twice.
         moments: the rest of the state, at every moment after the committed step that can be resumed at.
-        digest: digest of the rank's shard, where replicas are to be compared.
+        digest: the digest of the rank's shard, if replicas are to be compared.
         live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
-        fit: which fit of the block it is of.
-        offset: how many steps of the job lie before that fit's own.
-        buffers: the rank's own, at every moment after the committed step and the one after it; they are whole where
-            an update failed half-way, too.
+        fit: the fit of the block that the state belongs to.
+        offset: how many steps of the job precede that fit.
+        buffers: the rank's own buffers, at every moment after the committed step and after the step that follows
+            it. They are whole even if an update failed half-way.
     """
 
     commit: CommitState
@@ -70,7 +70,7 @@ class HeldState:
     buffers: Mapping[tuple[int, Stage], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
 
     def go_back_to(self, stage: Stage) -> dict[str, Any]:
-        """Hold the state as it was at ``stage`` and no other.
+        """Hold the state as it was at ``stage``, and drop all other moments.
 
         Returns:
             The non-tensor state of that moment.
@@ -81,7 +81,7 @@ class HeldState:
         return moment.objects
 
     def let_trainer_go(self) -> None:
-        """No update can be applied any more: say so, and drop the old trainer."""
+        """Record that no update can be applied any more, and drop the old trainer."""
         self.commit = CommitState(self.commit.committed, ready=False, torn=self.commit.torn)
         self.live = None
 
@@ -91,37 +91,37 @@ class CheckpointManager:
 
     A rank whose process lived through the fault keeps references to its model and optimizer (no copy). After the
     block was entered again and everything was rebuilt, all ranks decide together at which step to resume
-    (:mod:`checkpointless.recovery.decide`); each takes its own state back or is filled by its replicas. The held
-    state is dropped only when the new one is complete.
+    (:mod:`checkpointless.recovery.decide`). Each rank takes its own state back or is filled by its replicas. The
+    held state is dropped only when the new state is complete.
 
     Args:
-        enable_checksum: compare the replicas of every shard before a recovery. With three or more holders one that
-            differs is refilled; with two the recovery is refused.
+        enable_checksum: compare the replicas of every shard before a recovery. With three or more holders, one that
+            differs is refilled; with two, the recovery is refused.
         enable_offload: keep the held state in pinned host memory while everything is rebuilt. (Nothing is moved if
-            it lies in host memory already, nor while an update can still be applied to it.)
+            the state lies in host memory already, nor while an update can still be applied to it.)
         allow_restart_from_scratch: if neither memory nor storage holds the state, start over at step 0 instead of
             ending the job.
-        memory_budget_bytes: how much memory the buffers of a transfer may take on each rank that takes part.
+        memory_budget_bytes: how many bytes the buffers of a transfer may take on each rank that takes part.
         rng_replication_jump: how many ranks further on a copy of a rank's random streams is kept, in case its node
-            is lost. None: on the next node, if there is more than one. 0: nowhere.
+            is lost. None: on the next node, if there is more than one. 0: no copy is kept.
 
     Raises:
         ValueError: ``memory_budget_bytes`` is not positive, or ``rng_replication_jump`` is negative.
 
     Attributes:
-        global_step: optimizer step of the held state, or None.
+        global_step: the optimizer step of the held state, or None.
         rng_states: this rank's random streams at the moments after its newest two steps; None: it has none.
         resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
-        verdict: what the last recovery came to; None if there was none.
+        verdict: the verdict of the last recovery; None if there was none.
         was_filled: whether the last recovery gave this rank a peer's state.
-        fit: which fit of the running block is under way, from 1 (0: none has begun).
-        offset: how many steps of the job lie before that fit's own: steps are counted over all fits of a block.
-        finished: by fit, the non-tensor state that it ended in.
-        saves: what a strategy knows of the checkpoints of its newest step.
-        checksum_manager: digests of tensors.
+        fit: the fit of the running block that is under way, counted from 1 (0: none has begun).
+        offset: how many steps of the job precede that fit: steps are counted over all fits of a block.
+        finished: by fit, the non-tensor state in which the fit ended.
+        saves: what a strategy knows about the checkpoints of its newest step.
+        checksum_manager: computes the digests of tensors.
         parameter_update_lock: the lock of the running block.
         refusal: why the last recovery from memory was refused ("" if it was not).
-        bytes_received: bytes of tensors that this rank was sent in the last recovery.
+        bytes_received: how many bytes of tensors were sent to this rank in the last recovery.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class CheckpointManager:
         self._fallback_lock = ParameterUpdateLock()
         self._held: HeldState | None = None
         self._attached: LiveState | None = None
-        self._arrived: Mapping[Key, torch.Tensor] = {}  # what a transfer that was interrupted had filled
+        self._arrived: Mapping[Key, torch.Tensor] = {}  # what an interrupted transfer had filled
         self.resumed_at: tuple[int, Stage] | None = None
         self.verdict: Verdict | None = None
         self.was_filled = False
@@ -156,7 +156,7 @@ class CheckpointManager:
         self.finished: dict[int, dict[str, Any]] = {}
         self.saves: Any = None
         self._begun = 0
-        self._attached_fit = 1, 0  # its number, and the steps of the job before it
+        self._attached_fit = 1, 0  # the fit's number, and the steps of the job before it
 
     @property
     def parameter_update_lock(self) -> ParameterUpdateLock:
@@ -166,7 +166,7 @@ class CheckpointManager:
 
     @property
     def global_step(self) -> int | None:
-        """Optimizer step of the held state, or None if none is held."""
+        """The optimizer step of the held state, or None if none is held."""
         return self._held.commit.committed if self._held is not None else None
 
     @property
@@ -181,23 +181,23 @@ class CheckpointManager:
     # --- while training -------------------------------------------------------------------------------------
 
     def begin_fit(self) -> None:
-        """The block begins a fit. Its steps are counted behind those of the fits before it."""
+        """Begin a fit of the block. Its steps are counted on from those of the fits before it."""
         self.fit += 1
         self.offset = self.parameter_update_lock.committed + 1 if self.fit > 1 else 0
 
     def finish_fit(self, objects: dict[str, Any]) -> None:
-        """The fit under way is over, on all ranks.
+        """Record that the fit under way is over, on all ranks.
 
         Args:
-            objects: the non-tensor state that it ended in, for a block that is entered again later.
+            objects: the non-tensor state in which the fit ended, for a block that is entered again later.
         """
         self.finished = {**self.finished, self.fit: objects}
 
     def finished_fit(self) -> dict[str, Any] | None:
-        """The non-tensor state that the fit under way ended in before the fault. Collective.
+        """Return the non-tensor state in which the fit under way ended before the fault. Collective.
 
         Returns:
-            It, from this rank's memory or a peer's; None if nobody has it.
+            The state, from this rank's memory or a peer's; None if no rank has it.
         """
         mine = self.finished.get(self.fit)
         have = all_gather_json(mine is not None)
@@ -215,10 +215,10 @@ class CheckpointManager:
         return mine
 
     def attach(self, live: LiveState, step: int) -> None:
-        """The rank's state is whole, is that after ``step``, and lives in ``live`` from now on.
+        """Record that the rank's state is whole, is the state after ``step``, and lives in ``live`` from now on.
 
-        What was held before is dropped here and not earlier: until the trainer has loaded everything, a further
-        fault goes back to it.
+        The held state is dropped here and not earlier: until the trainer has loaded everything, a further fault
+        goes back to it.
         """
         self._attached = live
         self._attached_fit = max(self.fit, 1), self.offset
@@ -239,11 +239,11 @@ class CheckpointManager:
         """Keep this rank's random streams as those after ``step``, here and on its board.
 
         Args:
-            step: default: the committed step.
-            loss: the loss of that step, kept with them.
+            step: the optimizer step; default: the committed step.
+            loss: the loss of that step, which is kept with the streams.
             stage: the moment after the step.
-            own: what else this rank alone has then, as plain data that nobody changes; it is kept with them. None:
-                it is too large for that.
+            own: what else this rank alone has at that moment, as plain data that nobody changes; it is kept with
+                the streams. None: it is too large to be kept.
         """
         step = self.parameter_update_lock.committed if step is None else step
         known = self._streams_of(step)
@@ -252,13 +252,13 @@ class CheckpointManager:
         self._keep_rng_states(step, RngStates.capture(loss, stage, own))
 
     def own_of(self, step: int, stage: Stage) -> Mapping[str, Any] | None:
-        """What :meth:`store_rng_states` kept of this rank's own, at ``stage`` after ``step``; None: it is lost."""
+        """Return what :meth:`store_rng_states` kept as ``own`` at ``stage`` after ``step``; None: it is lost."""
         states = self._streams_of(step).get(stage)
         return states.own if states is not None else None
 
     def _keep_rng_states(self, step: int, states: RngStates) -> None:
         kept = {key: each for key, each in (self.rng_states or {}).items() if key[0] >= step - 1}
-        if states.stage is Stage.COMMITTED:  # what followed it the last time that this step was made is void
+        if states.stage is Stage.COMMITTED:  # what followed when this step was made before is void
             kept = {key: each for key, each in kept.items() if key[0] != step}
         board = own_board()
         if states.stage is not Stage.COMMITTED and board is not None and all(key[0] != step for key in kept):
@@ -270,30 +270,30 @@ class CheckpointManager:
             put_on_board(board, step, states, after_the_step)
 
     def begin_buffers(self, live: LiveState) -> None:
-        """A training begins with the state of ``live``: find out which buffers are a rank's own. Collective."""
+        """Begin a training with the state of ``live``: find out which buffers are a rank's own. Collective."""
         self._buffers.begin(live.copy_buffers(), live.group())
 
     def keep_buffers(self, step: int, stage: Stage, buffers: Mapping[Key, torch.Tensor]) -> None:
-        """Keep this rank's buffers as those after ``step``, here and on its board, where they may be its own.
+        """Keep this rank's buffers as those after ``step``, here and on its board, if they may be its own.
 
-        Before :meth:`store_rng_states`, so that who has the streams of a moment has its buffers.
+        Call this before :meth:`store_rng_states`, so that a rank that has the streams of a moment has its buffers.
 
         Args:
             step: the optimizer step.
-            stage: the moment after it.
-            buffers: copies that nobody changes.
+            stage: the moment after the step.
+            buffers: copies of the buffers, which nobody changes.
         """
         self._buffers.keep(step, stage, buffers, own_board())
 
     def keep_data_start(self, streams: RngStates) -> None:
-        """An iterator over the training data begins: its order is drawn from ``streams``, here and on the board."""
+        """Keep ``streams``, from which a new iterator over the training data draws its order, also on the board."""
         self._data_start = streams
         board = own_board()
         if board is not None:
             board.put_snapshot(0, streams.to_bytes(), series=DATA_SERIES)
 
     def data_start(self) -> RngStates | None:
-        """This rank's streams as they were when the newest iterator over the training data began."""
+        """Return this rank's streams as they were when the newest iterator over the training data began."""
         board = own_board()
         if self._data_start is None and board is not None:
             kept = board.snapshot(0, series=DATA_SERIES)
@@ -303,26 +303,26 @@ class CheckpointManager:
     def replicate_rng_states(self, step: int) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
 
-        Its random streams, those of the order of its data, and buffers.
+        This includes its random streams, the streams that the order of its data is drawn from, and its buffers.
 
         Args:
-            step: the optimizer step; its streams and buffers have been stored.
+            step: the optimizer step, whose streams and buffers have been stored.
         """
         if self._attached is not None:
             self._buffers.compare(step, self._attached.group)
         self._rng_replicas.exchange(step, lambda: self._own_state(step, self._streams_of(step)[Stage.COMMITTED]))
 
     def _own_state(self, step: int, states: RngStates) -> bytes:
-        """What is this rank's own at the moment of ``states``, for another node to keep."""
+        """Return what is this rank's own at the moment of ``states``, for another node to keep."""
         record = self._buffers.record(step, states.stage, own_board())
         start = self.data_start()
         return OwnState(states.to_bytes(), start.to_bytes() if start is not None else None, record).to_bytes()
 
     def load_rng_states(self, step: int | None = None) -> bool:
-        """Put the newest streams after ``step`` back (default: the step that was resumed at).
+        """Put back the newest streams after ``step`` (default: the step that was resumed at).
 
         Returns:
-            False if this rank has none for that step.
+            False if this rank has no streams for that step.
         """
         step = self.parameter_update_lock.committed if step is None else step
         states = self.rng_of(step)
@@ -331,7 +331,7 @@ class CheckpointManager:
         return states is not None
 
     def rng_of(self, step: int) -> RngStates | None:
-        """This rank's newest streams after ``step``: from memory, or from the board if the process is new."""
+        """Return this rank's newest streams after ``step``, from memory or, in a new process, from the board."""
         known = self._streams_of(step)
         return known[max(known)] if known else None
 
@@ -343,7 +343,7 @@ class CheckpointManager:
     # --- when a fault comes -----------------------------------------------------------------------------------
 
     def save_checkpoint(self, trainer: Any) -> None:
-        """Keep hold of the state of ``trainer`` as it is now: references, not copies.
+        """Hold the state of ``trainer`` as it is now, as references and not copies.
 
         Args:
             trainer: a trainer whose strategy has ``live_state()``.
@@ -351,14 +351,14 @@ class CheckpointManager:
         self._hold(trainer.strategy.live_state())
 
     def hold(self) -> None:
-        """The block was left because of a fault. Keep the state of the generation that is over.
+        """Hold the state of the generation that is over, after the block was left because of a fault.
 
         If that generation had not got its state back yet, what was held before stays. The state of a trainer is
-        kept by :meth:`save_checkpoint`.
+        held through :meth:`save_checkpoint`.
         """
         attached, self._attached = self._attached, None
         trainer = getattr(attached, "trainer", None)
-        if trainer is not None and trainer.strategy.live_state() is attached:  # and not of a fit that has not begun
+        if trainer is not None and trainer.strategy.live_state() is attached:  # not of a fit that has not begun
             self.save_checkpoint(trainer)
         elif attached is not None:
             self._hold(attached)
@@ -382,9 +382,9 @@ class CheckpointManager:
         self.maybe_offload_checkpoint()
 
     def maybe_offload_checkpoint(self) -> None:
-        """Move the held tensors to pinned host memory, if ``enable_offload`` asks for it.
+        """Move the held tensors to pinned host memory, if ``enable_offload`` is set.
 
-        Not while an update can still be applied to them: that needs the optimizer.
+        They stay in place while an update can still be applied to them, because the update needs the optimizer.
         """
         held = self._held
         if not self.enable_offload or held is None or held.live is not None:
@@ -397,10 +397,10 @@ class CheckpointManager:
             torch.cuda.synchronize()
 
     def delete_checkpoint(self) -> None:
-        """Drop the held state and the random streams, and free what they took.
+        """Drop the held state and the random streams, and free their memory.
 
-        The engine calls it when storage gave the state; after a recovery from memory it drops what it held, and
-        leaves the collection of garbage to the end of the first step.
+        The engine calls this method when the state came from storage. After a recovery from memory it drops what
+        it held, and leaves garbage collection to the end of the first step.
         """
         self._held = None
         self._arrived = {}
@@ -417,11 +417,11 @@ class CheckpointManager:
         """Recover ``trainer`` from memory. Collective: every rank of the job calls it.
 
         Args:
-            trainer: freshly built, its strategy set up.
+            trainer: a freshly built trainer whose strategy is set up.
 
         Returns:
-            The checkpoint for Lightning to load, its tensors being in place; None if there is nothing to recover or
-            if it is refused, as for :meth:`recover`.
+            The checkpoint for Lightning to load, with its tensors in place; None if there is nothing to recover or
+            if recovery is refused (see :meth:`recover`).
         """
         objects = self.recover(trainer.strategy.live_state())
         if objects is None or "checkpoint" not in objects:
@@ -434,11 +434,12 @@ class CheckpointManager:
         """Recover ``live`` from memory. Collective: every rank of the job calls it.
 
         Args:
-            live: the state of a training that was built anew.
+            live: the state of a freshly built training.
 
         Returns:
-            The non-tensor state to load, the tensors being in place; None if there is nothing to recover
-            (:attr:`verdict`: a first start, or a fit that was over) or if it is refused (:attr:`refusal` says why).
+            The non-tensor state to load, with the tensors in place; None if there is nothing to recover
+            (:attr:`verdict`: a first start, or a fit that was over) or if recovery is refused (:attr:`refusal` says
+            why).
         """
         self.refusal = ""
         self.resumed_at = None
@@ -478,11 +479,11 @@ class CheckpointManager:
         logger.error("recovery from memory is not possible: %s", reason)
 
     def checkpointless_recovery_feasible(self, trainer: Any, include_checksum_verification: bool = True) -> bool:
-        """Whether the job could resume from memory now. Collective.
+        """Return whether the job could resume from memory now. Collective.
 
         Args:
-            trainer: freshly built, its strategy set up.
-            include_checksum_verification: compare digests too, where they are enabled.
+            trainer: a freshly built trainer whose strategy is set up.
+            include_checksum_verification: also compare digests, if they are enabled.
         """
         decision = self._decide(trainer.strategy.live_state(), include_checksum_verification)
         if decision.verdict is not Verdict.RESUME or decision.target is None:
@@ -490,13 +491,13 @@ class CheckpointManager:
         return not self._find_rng(decision.target, Stage(decision.stage))
 
     def restore_streams(self, stage: Stage | None = None) -> None:
-        """Put this rank's streams back that it had after the step that was resumed at.
+        """Put back the random streams that this rank had after the step that was resumed at.
 
         Args:
-            stage: the moment after it; default: that which was resumed at.
+            stage: the moment after that step; default: the moment that was resumed at.
 
         Raises:
-            RuntimeError: they are not known, and it is not the start of a fit.
+            RuntimeError: the streams are not known, and it is not the start of a fit.
         """
         if self.resumed_at is None:
             return
@@ -506,10 +507,10 @@ class CheckpointManager:
             raise RuntimeError(f"the random streams of this rank after step {step} ({stage.name}) are not known")
 
     def restore_streams_of(self, step: int, stage: Stage) -> bool:
-        """Put this rank's streams back that it had at ``stage`` after ``step``.
+        """Put back the random streams that this rank had at ``stage`` after ``step``.
 
         Returns:
-            False if they are not known.
+            False if the streams are not known.
         """
         states = self._streams_of(step).get(stage)
         if states is not None:
@@ -563,7 +564,7 @@ class CheckpointManager:
         )
 
     def _known_streams(self) -> tuple[tuple[int, int], ...]:
-        """The newest steps and moments of which this rank has its streams."""
+        """Return the newest steps and moments for which this rank has its streams."""
         board = own_board()
         steps = {step for step, _ in self.rng_states or {}}
         if not steps and board is not None:
@@ -573,7 +574,7 @@ class CheckpointManager:
         return tuple((step, int(stage)) for step, streams in known.items() for stage in sorted(streams))
 
     def _kept_streams(self) -> list[list[int]]:
-        """The newest steps and moments of which this rank keeps another's streams."""
+        """Return the newest steps and moments for which this rank keeps another rank's streams."""
         kept = self._rng_replicas.kept()
         return [
             [step, int(RngStates.from_bytes(OwnState.from_bytes(payload).streams).stage)]
@@ -614,22 +615,22 @@ class CheckpointManager:
 
     @staticmethod
     def _redo(held: HeldState, target: int) -> None:
-        """Apply the gradients of ``target`` that the old optimizer still holds; nothing if that was done before."""
+        """Apply the gradients of ``target`` that the old optimizer still holds, unless that was done before."""
         if held.commit.committed == target:
             return
         live = held.live
         if live is None:
             raise RuntimeError(f"step {target} is to be applied from gradients that this rank holds no longer")
-        # Interrupted in the middle, the shard is of no step and is refilled; afterwards it is the target's.
+        # If the update is interrupted, the shard belongs to no step and is refilled; afterwards it is the target's.
         held.commit = CommitState(target - 1, ready=False, torn=True)
         live.apply_held_update()
         held.tensors = live.tensors()
         held.moments = dict(live.moments(target))
-        held.digest = None  # it was of the step before
+        held.digest = None  # it belonged to the step before
         held.commit = CommitState(target, ready=False, torn=False)
 
     def _fill(self, live: LiveState, sources: Sequence[int]) -> tuple[Any, TransferReport]:
-        """Be filled by ``sources``, with what an interrupted transfer brought, or this rank still had, kept."""
+        """Receive the state from ``sources``; keep what an interrupted transfer brought or this rank still had."""
         known = {**(self._held.tensors if self._held is not None else {}), **self._arrived}
 
         def room(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
@@ -644,7 +645,7 @@ class CheckpointManager:
 
     @staticmethod
     def _serve(held: HeldState, objects: dict[str, Any], decision: Decision, rank: int, target: int) -> None:
-        """Fill every rank of which this one is a source."""
+        """Fill every rank that has this rank as a source."""
         fills = [
             Fill(destination, sources.index(rank), len(sources))
             for destination, sources in sorted(decision.refills.items())
@@ -670,7 +671,7 @@ class CheckpointManager:
 
     @staticmethod
     def _take_back(live: LiveState, held: HeldState) -> TransferReport:
-        """Put this rank's own held tensors in their new place: as they are where that is possible, else copied."""
+        """Put this rank's held tensors in their new place: without a copy where that is possible, else copied."""
         began_s = time.monotonic()
         adopted = live.adopt(held.tensors)
         copied = [key for key in held.tensors if key not in adopted]
@@ -683,13 +684,14 @@ class CheckpointManager:
         return TransferReport(kept=kept, seconds=time.monotonic() - began_s)
 
     def _find_lost_parts(self, live: LiveState, decision: Decision, target: int) -> list[str]:
-        """Compare what ranks keep for themselves, if one has lost that: a peer's is its own only if all are equal.
+        """Compare the parts of the state that ranks keep for themselves, if a rank has lost its parts. Collective.
 
-        Collective. What is no data's is given by a peer all the same, and a warning says so: a callback may keep
-        times of day.
+        A peer's part can replace a lost one only if the parts of all ranks are equal. Parts that do not belong to
+        the training data are taken from a peer nevertheless, and a warning says so: a callback may keep times of
+        day.
 
         Returns:
-            The names of what of the training data is lost.
+            The names of the lost parts of the training data.
         """
         if not decision.refills:
             return []
@@ -698,7 +700,7 @@ class CheckpointManager:
         if held is not None and dist.get_rank() not in decision.refills:
             again = dist.get_rank() in decision.redo and held.live is not None
             moments = held.live.moments(target) if again and held.live is not None else held.moments
-            # A loop of one's own has no moment of a step that is to be redone.
+            # A hand-written loop has no moment of a step that is to be redone.
             moment = moments.get(Stage(decision.stage))
             parts = live.own_parts(moment.objects) if moment is not None else {}
             mine = {name: state_tree.digest(part) for name, part in parts.items()}
@@ -711,7 +713,7 @@ class CheckpointManager:
         return lost
 
     def _find_lost_buffers(self, decision: Decision, target: int) -> dict[int, str]:
-        """Which ranks cannot be given their own buffers, and why. Collective."""
+        """Return the ranks that cannot be given their own buffers, and why. Collective."""
         if not decision.refills:
             return {}
         moment = target, Stage(decision.stage)
@@ -722,7 +724,7 @@ class CheckpointManager:
         return self._buffers.lost(theirs, record, decision.refills, is_filled and held is not None)
 
     def _put_own_buffers(self, live: LiveState, moment: tuple[int, Stage]) -> None:
-        """This rank was filled by a peer: its buffers are its own all the same, where they were kept."""
+        """Put back this rank's own buffers, where they were kept, after a peer has filled the rank."""
         held = self._held
         own = held.buffers.get(moment) if held is not None else None
         if own is None:
@@ -736,10 +738,11 @@ class CheckpointManager:
                 places[key].copy_(buffer)
 
     def _find_rng(self, target: int, stage: Stage) -> list[int]:
-        """Have every rank's own streams after ``target`` at hand, for when the loop resumes. Collective.
+        """Give every rank its own random streams after ``target``, for when the loop resumes. Collective.
 
         Returns:
-            The ranks whose streams are nowhere: they would train on with others. None at step 0, where they begin.
+            The ranks whose streams are nowhere: they would train on with different streams. No rank at step 0,
+            where the streams begin.
         """
         if target == 0:
             return []
@@ -754,7 +757,7 @@ class CheckpointManager:
                 self._buffers.keep_record(target, states.stage, kept.buffers, own_board())
             self._keep_rng_states(target, states)
             known = {states.stage: states}
-        if known and not lost:  # so on all ranks or on none: who keeps them may be new
+        if known and not lost:  # on all ranks or on none: the rank that keeps them may be new
             newest = known.get(stage, known[min(known)])
             self._rng_replicas.exchange(target, lambda: self._own_state(target, newest))
         return lost

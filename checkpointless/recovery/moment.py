@@ -1,4 +1,4 @@
-"""The moments after a step at which a rank can be resumed, and its state there beside parameters and optimizer."""
+"""The moments after a step at which a rank can resume, and its state there beside parameters and optimizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from checkpointless.recovery.transfer import Key
 
 
 class Stage(IntEnum):
-    """How far a rank has come with what follows the update of a step. Ranks may differ by a few of these."""
+    """How far a rank has come with what follows the update of a step. Ranks may differ by a few stages."""
 
     LOADED = -1  # the state was loaded, or is that of a new job, and the loop has not begun
-    COMMITTED = 0  # the update is applied, and nothing that follows it
+    COMMITTED = 0  # the update is applied, and nothing that follows it has happened
     ENDED = 1  # a validation is due; what belongs to the end of the batch has happened: schedulers, hooks, metrics
-    CHECKED = 2  # nothing is due: the next batch can be asked for, or the epoch end
-    TURNED = 3  # and so has the end of the epoch
+    CHECKED = 2  # nothing is due: the next batch can be requested, or the epoch can end
+    TURNED = 3  # the end of the epoch has happened, too
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Buffers of modules that are a rank's own: those of a batch normalisation without synchronisation, for example.
+"""Buffers of modules that are a rank's own, for example those of a batch normalisation without synchronisation.
 
-Parameters and optimizer are the same on all ranks of a replica group, so that a peer can give them. Buffers need
-not be: what a forward pass writes into them follows from the rank's own samples. Whether they are is not asked at
-every step. What has changed since the training began may have changed in another way elsewhere, and is kept, as
-long as it is small, with the random streams: in memory that outlives the process, and with the copy on another
-node. Buffers that never change cost a comparison with what they were. What is too large to be kept is compared from
-rank to rank now and then, and where it differs, a rank whose process was lost cannot be recovered from memory.
+Parameters and optimizer state are the same on all ranks of a replica group, so a peer can give them. Buffers need
+not be: what a forward pass writes into them follows from the rank's own samples. The ranks do not compare them at
+every step. Buffers that have changed since the training began may have changed differently elsewhere. As long as
+they are small, they are kept with the random streams: in memory that outlives the process, and with the copy on
+another node. Buffers that never change cost a comparison with their first values. Buffers that are too large to be
+kept are compared between ranks now and then. If they differ, a rank whose process was lost cannot be recovered from
+memory.
 """
 
 from __future__ import annotations
@@ -28,40 +29,40 @@ from checkpointless.recovery.transfer import Key, TensorEntry
 
 logger = logging.getLogger(__name__)
 
-#: How many bytes of buffers are kept at each moment; the smallest first.
+#: How many bytes of buffers are kept at each moment, the smallest buffers first.
 OWN_BUFFER_BYTES = 4 * 1024 * 1024
-_HEADER_BYTES = 256 * 1024  # what describes them in a record
-#: Of the board, for each moment after a step.
+_HEADER_BYTES = 256 * 1024  # the limit of the header that describes them in a record
+#: The board's series for each moment after a step.
 _SERIES = {
     stage: Board.SMALL_SERIES + number
     for number, stage in enumerate((Stage.COMMITTED, Stage.ENDED, Stage.CHECKED, Stage.TURNED, Stage.LOADED))
 }
-_LENGTH = struct.Struct("<I")  # of the header, which is before the bytes
-NOTHING = b""  # a record: no buffer has changed, and none differs from a peer's
-_AS_AFTER_THE_STEP = b"="  # a record: that of the moment right after the update
+_LENGTH = struct.Struct("<I")  # the length of the header, which precedes the bytes
+NOTHING = b""  # the record that no buffer has changed, and none differs from a peer's
+_AS_AFTER_THE_STEP = b"="  # stands for the record of the moment right after the update
 
 _HELP = "torch.nn.SyncBatchNorm, or a broadcast before each update, makes them the same on all ranks"
 
 
 class OwnBuffers:
-    """Keeps this rank's buffers at the moments after its two newest steps, where they may be its own."""
+    """Keeps this rank's buffers at the moments after its two newest steps, if they may be its own."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known: the training begins, or storage gave the state."""
+        """Forget everything, because the training begins or storage gave the state."""
         self._is_own = False
-        self._first: tuple[tuple[Key, ...], torch.Tensor] | None = None  # keys, and their bytes in the beginning
+        self._first: tuple[tuple[Key, ...], torch.Tensor] | None = None  # keys, and their bytes at the beginning
         self._records: dict[tuple[int, Stage], bytes] = {}
-        self._large: dict[Key, torch.Tensor] = {}  # copies of what is too large, at the newest moment
-        self._differ: set[str] = set()  # names of those among them that were seen to differ
+        self._large: dict[Key, torch.Tensor] = {}  # copies of the buffers that are too large, at the newest moment
+        self._differ: set[str] = set()  # names of large buffers that were seen to differ
 
     def begin(self, buffers: Mapping[Key, torch.Tensor], group: Sequence[int]) -> None:
-        """A training begins. Collective: the ranks compare the buffers that they begin with.
+        """Begin a training: the ranks compare the buffers that they begin with. Collective.
 
         Args:
-            buffers: copies of this rank's.
+            buffers: copies of this rank's buffers.
             group: the ranks that hold the same shard.
         """
         self.forget()
@@ -73,10 +74,10 @@ class OwnBuffers:
         self._compared([answers[rank]["large"] for rank in group], group)
 
     def begun_with(self, buffers: Mapping[Key, torch.Tensor]) -> None:
-        """A rank whose buffers had not changed since the beginning was filled: with what they began with.
+        """Note the first buffers of a rank that was filled, if its buffers had not changed since the beginning.
 
         Args:
-            buffers: copies of this rank's.
+            buffers: copies of this rank's buffers.
         """
         if self._first is None:
             self._first = self._small(buffers)
@@ -86,9 +87,9 @@ class OwnBuffers:
 
         Args:
             step: the optimizer step.
-            stage: the moment after it.
-            buffers: copies that nobody changes.
-            board: this rank's, if it has one.
+            stage: the moment after the step.
+            buffers: copies of the buffers, which nobody changes.
+            board: this rank's board, if it has one.
         """
         keys, flat = self._small(buffers)
         if self._first is None:
@@ -99,7 +100,7 @@ class OwnBuffers:
         self.keep_record(step, stage, record, board)
 
     def keep_record(self, step: int, stage: Stage, record: bytes, board: Board | None) -> None:
-        """Keep what :meth:`record` gave as that of this rank."""
+        """Keep ``record``, as :meth:`record` returns it, for this rank at ``stage`` after ``step``."""
         if self._records.get((step, stage)) == record:
             return
         self._is_own = self._is_own or record != NOTHING
@@ -110,12 +111,12 @@ class OwnBuffers:
             board.put_snapshot(step, _AS_AFTER_THE_STEP if alike else record, series=_SERIES[stage])
 
     def record(self, step: int, stage: Stage, board: Board | None) -> bytes | None:
-        """What was kept at ``stage`` after ``step``; None if that is nowhere.
+        """Return the record that was kept at ``stage`` after ``step``; None if there is none.
 
         Args:
             step: the optimizer step.
-            stage: the moment after it.
-            board: this rank's, with what the process before this one kept.
+            stage: the moment after the step.
+            board: this rank's board, with what the process before this one kept.
         """
         known = self._records.get((step, stage))
         if known is None and board is not None:
@@ -127,11 +128,11 @@ class OwnBuffers:
         return known
 
     def compare(self, step: int, group: Callable[[], Sequence[int]]) -> None:
-        """Compare with the peers what is too large to be kept, at ever fewer steps. Collective.
+        """Compare the buffers that are too large to be kept with the peers', at ever fewer steps. Collective.
 
         Args:
-            step: the optimizer step, whose buffers were kept last.
-            group: gives the ranks that hold the same shard.
+            step: the optimizer step whose buffers were kept last.
+            group: returns the ranks that hold the same shard.
         """
         if step & (step - 1):
             return
@@ -145,13 +146,13 @@ class OwnBuffers:
         refills: Mapping[int, Sequence[int]],
         alive: bool,
     ) -> dict[int, str]:
-        """The ranks that cannot be given their own buffers, and why. Collective.
+        """Return the ranks that cannot be given their own buffers, and why. Collective.
 
         Args:
-            held: this rank's buffers at the moment that is resumed at, if it has them in its memory.
-            record: what was kept of them for this rank; None: nothing is.
-            refills: rank to fill -> its sources.
-            alive: whether this rank is filled, but has its own buffers in its memory.
+            held: this rank's buffers at the moment that is resumed at, if it has them in memory.
+            record: the record of these buffers that was kept for this rank; None: there is none.
+            refills: maps each rank to fill to its sources.
+            alive: whether this rank is to be filled, but has its own buffers in memory.
         """
         kind = "lost" if record is None else "nothing" if record == NOTHING else "own"
         mine: dict[str, object] = {"alive": alive, "record": kind, "differ": sorted(self._differ)}
@@ -174,7 +175,7 @@ class OwnBuffers:
         return found
 
     def _small(self, buffers: Mapping[Key, torch.Tensor]) -> tuple[tuple[Key, ...], torch.Tensor]:
-        """The keys of what is small enough to be kept, and its bytes on the host; the rest is noted as large."""
+        """Return keys and host bytes of the buffers that are small enough to be kept; note the others as large."""
         room, header = OWN_BUFFER_BYTES, _HEADER_BYTES
         small: set[Key] = set()
         for key in sorted(buffers, key=lambda key: buffers[key].nbytes):
@@ -204,10 +205,10 @@ class OwnBuffers:
 
 
 def decode(record: bytes) -> dict[Key, torch.Tensor]:
-    """The buffers of a record, on the host.
+    """Return the buffers of a record, on the host.
 
     Raises:
-        ValueError: an unknown dtype.
+        ValueError: the record names an unknown dtype.
     """
     if record == NOTHING:
         return {}
@@ -217,7 +218,7 @@ def decode(record: bytes) -> dict[Key, torch.Tensor]:
     found: dict[Key, torch.Tensor] = {}
     start = 0
     for entry in map(TensorEntry.from_json, entries):
-        body = flat[start : start + entry.nbytes].clone()  # aligned for its dtype
+        body = flat[start : start + entry.nbytes].clone()  # the copy is aligned for its dtype
         found[entry.key] = body.view(entry.dtype).reshape(entry.shape)
         start += entry.nbytes
     return found
@@ -229,7 +230,7 @@ def _encode(entries: Iterable[TensorEntry], flat: torch.Tensor) -> bytes:
 
 
 def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The bytes of all of them on the host; those of one device are fetched at once."""
+    """Return the bytes of all ``tensors`` on the host; those of one device are fetched together."""
     fetched = [
         torch.cat([tensor_bytes(each) for each in alike]).cpu()
         for _, alike in groupby(tensors, lambda each: each.device)
@@ -243,7 +244,7 @@ def _different(digests: Sequence[Mapping[str, int]]) -> set[str]:
 
 
 def _may_differ(holders: Sequence[Mapping[str, object]]) -> bool:
-    """Whether what is small may differ from rank to rank: one holder alone says nothing of another."""
+    """Return whether small buffers may differ between ranks: one holder alone says nothing about another."""
     return len(holders) < 2 or len({each["small"] for each in holders}) > 1
 
 

@@ -6,9 +6,8 @@ The format, all numbers little-endian::
 
 The header is a state tree (:mod:`checkpointless.recovery.state_tree`) with the part's name, the world size, the
 structure of the state and each tensor's dtype and shape. The digests are one xxh3-64 per tensor. The seal is the
-number of digests and the xxh3-64 of all that is no tensor; it is read first, so nothing is parsed that was not
-written whole. The digests stand behind the tensors, so that a part is written in one pass, from wherever its
-tensors lie.
+number of digests and the xxh3-64 of everything but the tensors. It is read first, so nothing is parsed that was not
+written completely. The digests follow the tensors, so that a part is written in one pass, wherever its tensors lie.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ from checkpointless.recovery.state_tree import StateTreeError, dtype_name, dtype
 _MAGIC = b"CKPTPRT1"
 _NUMBER = struct.Struct("<Q")
 _SEAL = struct.Struct("<QQ")
-_CHUNK_BYTES = 64 * 1024 * 1024  # of a tensor on a GPU that is on its way through host memory
+_CHUNK_BYTES = 64 * 1024 * 1024  # how much of a tensor on a GPU is in host memory at a time
 _GENERATION = r"iter_(?P<iteration>\d{10,})\.(?P<token>[0-9a-f]{24})"
 _PART = _GENERATION + r"\.part_(?P<part>\d+)"
 _FILE_NAME = re.compile(rf"(?P<hidden>\.?){_PART}\.held_(?P<holder>\d+)\.ckpt(?P<unfinished>(\.tmp)?)")
 
 
 class PartFileError(ValueError):
-    """A part file was not written to its end, or is damaged, or is not what its name says."""
+    """A part file was not written to its end, is damaged, or is not what its name says."""
 
 
 @dataclass(frozen=True, order=True)
 class Generation:
-    """One save of all ranks. Later ones are greater.
+    """One save of all ranks. A later save is greater.
 
     Attributes:
         iteration: the iteration that was saved, at least 0.
-        token: 24 hexadecimal digits that all ranks share and no other save has; two saves of one iteration are
-            ordered by it.
+        token: 24 hexadecimal digits that all ranks share and no other save has; they order two saves of one
+            iteration.
     """
 
     iteration: int
@@ -58,10 +57,10 @@ class Generation:
 
     @classmethod
     def parse(cls, text: str) -> Generation:
-        """What ``str`` made.
+        """Parse what ``str`` made.
 
         Raises:
-            ValueError: ``text`` is no generation.
+            ValueError: ``text`` does not name a generation.
         """
         found = re.fullmatch(_GENERATION, text)
         if found is None:
@@ -71,7 +70,7 @@ class Generation:
 
 @dataclass(frozen=True, order=True)
 class PartId:
-    """One rank's part of a generation. Its ``str`` names it wherever it is.
+    """One rank's part of a generation. Its ``str`` is its name everywhere.
 
     Attributes:
         generation: the save.
@@ -86,15 +85,15 @@ class PartId:
 
     @property
     def words(self) -> str:
-        """The part in a sentence."""
+        """The part in words, for messages."""
         return f"part {self.part} of iteration {self.generation.iteration}"
 
     @classmethod
     def parse(cls, text: str) -> PartId:
-        """What ``str`` made.
+        """Parse what ``str`` made.
 
         Raises:
-            ValueError: ``text`` names no part.
+            ValueError: ``text`` does not name a part.
         """
         found = re.fullmatch(_PART, text)
         if found is None:
@@ -108,8 +107,8 @@ class PartName:
 
     Attributes:
         id: the part.
-        holder: the rank that wrote it.
-        finished: False if it is still being written, or was when its writer ended.
+        holder: the rank that wrote the file.
+        finished: False if the file is still being written, or was when its writer ended.
     """
 
     id: PartId
@@ -124,7 +123,7 @@ class PartName:
 
     @classmethod
     def parse(cls, file: str) -> PartName | None:
-        """The name of ``file``, or None if it is no file of ours."""
+        """Parse the name ``file``; return None if it is not the name of a part file."""
         found = _FILE_NAME.fullmatch(file)
         if found is None or bool(found["hidden"]) != bool(found["unfinished"]):
             return None
@@ -137,10 +136,10 @@ class PartName:
 
 @dataclass(frozen=True)
 class Content:
-    """A nested state, taken apart.
+    """A nested state, separated into structure and tensors.
 
     Attributes:
-        structure: everything but the tensors, encoded.
+        structure: the encoding of everything but the tensors.
         tensors: the tensors, in the order in which the structure refers to them.
     """
 
@@ -149,7 +148,7 @@ class Content:
 
     @classmethod
     def of(cls, state: Any) -> Content:
-        """Take ``state`` apart; its tensors are referred to, not copied.
+        """Take ``state`` apart; its tensors are referenced, not copied.
 
         Raises:
             StateTreeError: something in it cannot be stored safely; the message says where it is.
@@ -159,7 +158,7 @@ class Content:
         return cls(state_tree.dumps(skeleton), tuple(tensors))
 
     def state(self) -> Any:
-        """The state, put together again.
+        """Return the state, put together again.
 
         Raises:
             ValueError: structure and tensors do not belong together.
@@ -167,19 +166,19 @@ class Content:
         return _with_tensors(state_tree.loads(self.structure), self.tensors)
 
     def on_host(self, copy: bool = False) -> Content:
-        """This content in host memory.
+        """Return this content in host memory.
 
         Args:
-            copy: share nothing with the original, not even what lies there already.
+            copy: share nothing with the original, not even tensors that lie in host memory already.
         """
         return Content(self.structure, tuple(tensor.to("cpu", copy=copy) for tensor in self.tensors))
 
 
 def _without_tensors(value: Any, path: str, tensors: list[torch.Tensor]) -> Any:
-    """``value`` with a reference in the place of each tensor.
+    """Return ``value`` with a reference in the place of each tensor.
 
-    A reference is a tuple that ends in "tensor"; to tell them apart, every tuple of the user's ends in "tuple". (At
-    the end, so that the state tree's messages count its items as the user does.)
+    A reference is a tuple that ends in "tensor". To tell them apart, "tuple" is appended to each of the user's
+    tuples. (The marks are at the end, so that the state tree's messages count the items as the user does.)
     """
     if isinstance(value, torch.Tensor):
         tensors.append(_storable(value, path))
@@ -194,7 +193,7 @@ def _without_tensors(value: Any, path: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def _with_tensors(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """What :func:`_without_tensors` took apart."""
+    """Put together what :func:`_without_tensors` took apart."""
     if isinstance(value, dict):
         return {key: _with_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, list):
@@ -209,7 +208,7 @@ def _with_tensors(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
 
 
 def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """``tensor`` without its history, if it is nothing more than strided memory."""
+    """Return ``tensor`` without its autograd history, if it is nothing more than strided memory."""
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter):
         raise StateTreeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: give its local, plain tensor")
@@ -222,19 +221,19 @@ def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def write_part(folder: Path, name: PartName, world_size: int, content: Content) -> Path:
-    """Write a part. It has its name when it is whole and on the disk, and not before.
+    """Write a part. The file gets its name only when it is whole and on the disk.
 
     Args:
         folder: the checkpoint directory.
         name: the part and its holder.
-        world_size: ranks of the job, by which parts of another job are told apart.
+        world_size: the number of ranks of the job, which tells parts of another job apart.
         content: the state.
 
     Returns:
         The path of the file.
 
     Raises:
-        OSError: it could not be written; nothing unfinished is left of it.
+        OSError: the part could not be written; no unfinished file is left.
     """
     path = folder / name.file
     unfinished = folder / PartName(name.id, name.holder, finished=False).file
@@ -253,22 +252,22 @@ def write_part(folder: Path, name: PartName, world_size: int, content: Content) 
 
 
 def part_world_size(path: Path) -> int:
-    """The world size in the header of a part file, whose length and seal are checked, but not its tensors.
+    """Return the world size in the header of a part file, and check its length and seal, but not its tensors.
 
     Raises:
-        PartFileError: the file is cut off or damaged, or is another part than its name says.
-        OSError: it cannot be read.
+        PartFileError: the file is cut off or damaged, or is not the part that its name says.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         return _open_part(file, path).world_size
 
 
 def verify_part(path: Path) -> None:
-    """Read a part file to its end and compare every digest; takes as much memory as its largest tensor.
+    """Read a part file to its end and compare every digest. This takes as much memory as the largest tensor.
 
     Raises:
-        PartFileError: as for :func:`part_world_size`; or a tensor is damaged.
-        OSError: it cannot be read.
+        PartFileError: the file or a tensor is cut off or damaged, or the file is not the part that its name says.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         for _ in _tensors(file, _open_part(file, path), path):
@@ -276,11 +275,11 @@ def verify_part(path: Path) -> None:
 
 
 def read_part(path: Path) -> Content:
-    """The content of a part file, on the CPU, every digest compared.
+    """Return the content of a part file, on the CPU, after comparing every digest.
 
     Raises:
-        PartFileError: as for :func:`verify_part`.
-        OSError: it cannot be read.
+        PartFileError: the file or a tensor is cut off or damaged, or the file is not the part that its name says.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         opened = _open_part(file, path)
@@ -289,7 +288,7 @@ def read_part(path: Path) -> Content:
 
 @dataclass(frozen=True)
 class _Opened:
-    """The sealed parts of a file whose tensors come next."""
+    """The sealed header and digests of a part file that is positioned at its first tensor."""
 
     world_size: int
     structure: bytes
@@ -313,7 +312,7 @@ def _write(file: BinaryIO, part: PartId, world_size: int, content: Content) -> N
 
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
-    """Write the bytes of ``tensor``. Returns their digest."""
+    """Write the bytes of ``tensor`` and return their digest."""
     flat = tensor_bytes(tensor)
     digest = xxhash.xxh3_64()
     for start in range(0, flat.numel(), _CHUNK_BYTES):
@@ -324,7 +323,7 @@ def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new name in ``folder`` last over a loss of power."""
+    """Make a new name in ``folder`` survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -333,7 +332,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _open_part(file: BinaryIO, path: Path) -> _Opened:
-    """Check all but the tensors; afterwards ``file`` stands before the first of them."""
+    """Check everything but the tensors, and leave ``file`` positioned at the first tensor."""
     size = os.fstat(file.fileno()).st_size
     begin = len(_MAGIC) + _NUMBER.size
     if size < begin + _SEAL.size:
@@ -359,7 +358,7 @@ def _open_part(file: BinaryIO, path: Path) -> _Opened:
 
 
 def _parse(header: bytes, digests: bytes, path: Path) -> _Opened:
-    """A sealed header, as what it must be."""
+    """Parse a sealed header, and check it against the file's name and its digests."""
     try:
         fields = state_tree.loads(header)
         part, structure = PartId.parse(fields["id"]), fields["structure"]
@@ -377,7 +376,7 @@ def _parse(header: bytes, digests: bytes, path: Path) -> _Opened:
 
 
 def _tensors(file: BinaryIO, opened: _Opened, path: Path) -> Iterator[torch.Tensor]:
-    """The tensors of a file that stands before the first of them, one after the other."""
+    """Yield the tensors of a file that is positioned at its first tensor, and compare their digests."""
     for index, ((dtype, shape), digest) in enumerate(zip(opened.entries, opened.digests)):
         tensor = torch.empty(shape, dtype=dtype)
         memory = tensor_bytes(tensor).numpy().data

@@ -1,4 +1,4 @@
-"""A node's directory of part files: what is in it, and what of that can be used. Knows nothing of other nodes."""
+"""A node's directory of part files: what it contains and what can be used. It knows nothing of other nodes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Shelf = Mapping[Generation, Mapping[int, Sequence[Path]]]
 class PartStore:
     """The part files in one directory, which the ranks of a node share.
 
-    A file that is damaged or cannot be read is taken for missing, with a warning.
+    A file that is damaged or cannot be read counts as missing, with a warning.
 
     Args:
-        root: the directory; made if need be.
+        root: the directory, which is made if it does not exist.
 
     Raises:
-        OSError: as for :meth:`make`.
+        OSError: the directory cannot be made, or other users can write to it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -45,10 +45,10 @@ class PartStore:
         self.make()
 
     def make(self) -> None:
-        """Make the directory, for this user only, if it is not there.
+        """Make the directory, for this user only, if it does not exist.
 
         Raises:
-            OSError: it cannot be made, or is one that other users can write to.
+            OSError: the directory cannot be made, or other users can write to it.
         """
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = self.root.stat()
@@ -59,31 +59,31 @@ class PartStore:
             )
 
     def write(self, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
-        """Write parts, this rank's own and others'.
+        """Write parts: this rank's own and those of other ranks.
 
         Raises:
-            OSError: one could not be written; nothing is left of that one.
+            OSError: a part could not be written; nothing is left of that part.
         """
         for part, content in parts:
             write_part(self.root, PartName(part, holder, finished=True), world_size, content)
 
     def delete_all_but(self, keep: Collection[Generation | None]) -> None:
-        """Delete the files of all generations but ``keep``, unfinished ones, too. A node's ranks share the work."""
+        """Delete all files, also unfinished ones, of generations not in ``keep``. A node's ranks share the work."""
         try:
             for name, path in self._files():
                 if name.id.generation not in keep:
                     path.unlink(missing_ok=True)
-        except OSError as error:  # what has to be written now may still have room; if not, that says so itself
+        except OSError as error:  # there may still be room for the next save; if not, its write raises
             logger.warning("an old local checkpoint cannot be deleted: %s", error)
 
     def shelf(self, holder: int, world_size: int) -> Shelf:
-        """The files that are whole by their seal, by generation and part, whichever rank wrote them.
+        """Return the files that are whole by their seal, by generation and part, whichever rank wrote them.
 
         After a node was replaced, a rank may find its part under another rank's name.
 
         Args:
             holder: this rank; the files that it wrote come first.
-            world_size: only parts of a job of so many ranks.
+            world_size: the number of ranks; parts of a job with another number are left out.
 
         Raises:
             OSError: the directory cannot be read.
@@ -96,7 +96,7 @@ class PartStore:
         return shelf
 
     def _files(self) -> Iterator[tuple[PartName, Path]]:
-        """All files of ours in the directory; none if it is gone."""
+        """Yield all part files in the directory; none if the directory is gone."""
         try:
             paths = sorted(self.root.iterdir())
         except FileNotFoundError:
@@ -108,7 +108,7 @@ class PartStore:
 
 
 def any_sound(paths: Sequence[Path]) -> bool:
-    """Whether one of the files, copies of one part, can be read to its end with every digest right."""
+    """Return whether one of the files, copies of one part, can be read to its end with every digest right."""
 
     def sound(path: Path) -> bool:
         verify_part(path)
@@ -118,7 +118,7 @@ def any_sound(paths: Sequence[Path]) -> bool:
 
 
 def read_any(paths: Sequence[Path]) -> Content | None:
-    """The first of the files, copies of one part, that is undamaged; None if there is none."""
+    """Return the content of the first undamaged file among copies of one part; None if there is none."""
     for path in paths:
         content = _usable(read_part, path)
         if content is not None:
@@ -127,11 +127,11 @@ def read_any(paths: Sequence[Path]) -> Content | None:
 
 
 def _usable(reader: Callable[[Path], _T], path: Path) -> _T | None:
-    """What ``reader`` makes of the file, or None, with a warning, if it cannot be used."""
+    """Return what ``reader`` makes of the file, or None, with a warning, if the file cannot be used."""
     try:
         return reader(path)
     except FileNotFoundError:
-        return None  # another rank of the node has just deleted what nobody needs any more
+        return None  # another rank of the node has just deleted what no rank needs any more
     except (OSError, PartFileError) as error:
         logger.warning("a local checkpoint is taken for missing: %s", error)
         return None

@@ -24,26 +24,26 @@ _MODEL = "model"  # the first word of the key of a parameter or buffer
 class PEFTCheckpointManager(CheckpointManager):
     """A :class:`CheckpointManager` for fine-tuning with adapters (LoRA and the like) on a frozen base model.
 
-    The base model's weights are held by reference from the first time on that they are whole, over all
-    generations, apart from what training changes. A process that lived through a fault keeps them through any
-    number of recoveries, also through one in which its own adapters have to be filled; a new process is given them
-    once, and keeps them if that recovery fails after they came. Adapters, optimizer and schedulers are restored
-    each time, as always.
+    From the first time that the base model's weights are whole, they are held by reference over all generations,
+    apart from what training changes. A process that lived through a fault keeps them through any number of
+    recoveries, even one in which its own adapters have to be filled. A new process is given them once, and keeps
+    them if that recovery fails after they arrived. Adapters, optimizer and schedulers are restored each time.
 
-    What is frozen is known from :attr:`params_to_save`; while that is empty, nothing is, and this is a
-    ``CheckpointManager``.
+    :attr:`params_to_save` determines what is frozen. While it is empty, nothing is frozen, and this manager behaves
+    as a ``CheckpointManager``.
 
     Args:
-        *args: as for ``CheckpointManager``. With ``enable_checksum`` the base weights are compared between
-            replicas, too, and those of a rank that is refilled are compared with its sources'.
-        **kwargs: as for ``CheckpointManager``.
+        *args: the arguments of ``CheckpointManager``. With ``enable_checksum``, the base weights are compared
+            between replicas, too, and those of a rank that is refilled are compared with its sources'.
+        **kwargs: the keyword arguments of ``CheckpointManager``.
 
     Attributes:
         params_to_save: the names of all parameters and buffers that training may change; the strategy sets it when
             the adapters have been added to the model.
-        base_model_weights: the frozen weights by key, references to the running model's own; None before they were
-            whole for the first time.
-        base_model_keys_to_extract: their keys, in the order in which they are sent; None as long as they are.
+        base_model_weights: the frozen weights by key, as references to the running model's weights; None before
+            they were whole for the first time.
+        base_model_keys_to_extract: the keys of the frozen weights, in the order in which they are sent; None as
+            long as ``base_model_weights`` is None.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,12 +55,13 @@ class PEFTCheckpointManager(CheckpointManager):
         self._base_arrived: dict[Key, torch.Tensor] = {}  # what an interrupted transfer had room for, filled or not
 
     def is_adapter_key(self, key: str | tuple[Any, ...]) -> bool:
-        """Whether a tensor belongs to what training changes, and not to the base model.
+        """Return whether a tensor belongs to what training changes, and not to the base model.
 
         Args:
-            key: its name; or its key in the state (:class:`~checkpointless.recovery.tensors.TrainingTensors`),
-                where all that belongs to an optimizer is an adapter's; or a tuple of its name and the parameter
-                itself, of which it counts whether it is trained.
+            key: the tensor's name; or its key in the state
+                (:class:`~checkpointless.recovery.tensors.TrainingTensors`), where everything that belongs to an
+                optimizer is an adapter's; or a tuple of the name and the parameter itself, which counts as an
+                adapter's if it is trained.
         """
         if isinstance(key, tuple):
             if len(key) > 1 and isinstance(key[1], torch.Tensor):
@@ -74,14 +75,14 @@ class PEFTCheckpointManager(CheckpointManager):
         """Keep references to the base model's weights, if they are not kept yet.
 
         Args:
-            trainer: its weights are whole; its strategy has ``live_state()``.
+            trainer: a trainer whose weights are whole and whose strategy has ``live_state()``.
         """
         if self.base_model_weights is None:
             self._keep_base(trainer.strategy.live_state().tensors())
 
     @override
     def save_checkpoint(self, trainer: Any) -> None:
-        """Keep hold of the adapters' state of ``trainer`` as it is now, and of the base model if it is not yet.
+        """Hold the adapters' state of ``trainer`` as it is now, and the base model if it is not held yet.
 
         Args:
             trainer: a trainer whose strategy has ``live_state()``.
@@ -91,20 +92,20 @@ class PEFTCheckpointManager(CheckpointManager):
 
     @override
     def attach(self, live: LiveState, step: int) -> None:
-        """The rank's state is whole and lives in ``live`` from now on; so do the base model's weights.
+        """Record that the rank's state, base model included, is whole and lives in ``live`` from now on.
 
         Args:
             live: the state.
-            step: the optimizer step that it is after.
+            step: the optimizer step that the state belongs to.
         """
         self._keep_base(live.tensors())
         super().attach(live, step)
 
     @override
     def maybe_offload_checkpoint(self) -> None:
-        """Move the base model's weights to pinned host memory, if ``enable_offload`` asks for it.
+        """Move the base model's weights to pinned host memory, if ``enable_offload`` is set.
 
-        The adapters stay where they are: they are small.
+        The adapters stay where they are, because they are small.
         """
         held = self._held
         base = self.base_model_weights
@@ -129,13 +130,13 @@ class PEFTCheckpointManager(CheckpointManager):
             return
         self._separate(held)
         if held.digest is not None and self.base_model_keys_to_extract:
-            tensors = live.tensors()  # and not what has been offloaded: elsewhere it may not have been
+            tensors = live.tensors()  # not the offloaded copies: another rank may not have offloaded
             base = {key: tensors[key] for key in self.base_model_keys_to_extract}
             held.digest += self.checksum_manager.digest_all(base)
         self.maybe_offload_checkpoint()
 
     def _separate(self, held: HeldState) -> None:
-        """Leave in ``held`` what is not kept as base weights."""
+        """Remove from ``held`` the tensors that are kept as base weights."""
         if self.base_model_weights is None:
             self._keep_base(held.tensors)
         base = self.base_model_weights or {}
@@ -154,15 +155,15 @@ class PEFTCheckpointManager(CheckpointManager):
     def try_base_model_checkpointless_load(self, trainer: Any) -> dict[str, Any] | None:
         """Put the base model's weights of ``trainer`` in place, from this rank's memory or a peer's. Collective.
 
-        For those who want the weights early; :meth:`try_checkpointless_load` does it, too, if it was not done. What
-        is kept of the base model stays kept, whatever comes of the rest.
+        Call this method to have the weights early; otherwise :meth:`try_checkpointless_load` puts them in place.
+        The base weights that are kept stay kept, whatever happens to the rest.
 
         Args:
-            trainer: freshly built, its adapters added.
+            trainer: a freshly built trainer whose adapters have been added.
 
         Returns:
-            ``{"state_dict": {key: tensor}}`` with the weights in their place; None if memory cannot give the state
-            (:attr:`refusal` says why; "": there is none yet).
+            ``{"state_dict": {key: tensor}}`` with the weights in place; None if memory cannot give the state
+            (:attr:`refusal` says why; "": there is no state yet).
         """
         self.refusal = ""
         live: LiveState = trainer.strategy.live_state()
@@ -185,7 +186,7 @@ class PEFTCheckpointManager(CheckpointManager):
         return super()._restore(live, decision, target)
 
     def _restore_base(self, live: LiveState, decision: Decision) -> None:
-        """Put the base weights in their place: this rank's own, or those of its sources if it has none."""
+        """Put the base weights in place: this rank's own, or those of its sources if it has none."""
         rank = dist.get_rank()
         lacking = self._ranks_without_base(decision)
         with span("transfer", part="base model", refills=len(lacking)) as fields:
@@ -198,14 +199,14 @@ class PEFTCheckpointManager(CheckpointManager):
             fields.update(asdict(report))
 
     def _ranks_without_base(self, decision: Decision) -> set[int]:
-        """The ranks that must be given the base weights, as all know them."""
+        """Return the ranks that must be given the base weights, the same on every rank. Collective."""
         if not decision.refills:
             return set()
         has_base = self.base_model_weights is not None and not self.enable_checksum
         return {rank for rank, has in enumerate(all_gather_json(has_base)) if not has and rank in decision.refills}
 
     def _fill_base(self, live: LiveState, sources: Sequence[int]) -> TransferReport:
-        """Have the base weights filled by ``sources``, with what is right of those that are here already kept."""
+        """Receive the base weights from ``sources``; keep those that are already here and right."""
         known = {**(self.base_model_weights or {}), **self._base_arrived}
         keys: list[Key] = []
 
@@ -224,7 +225,7 @@ class PEFTCheckpointManager(CheckpointManager):
         return report
 
     def _serve_base(self, decision: Decision, lacking: Iterable[int], rank: int) -> None:
-        """Fill every rank that lacks the base weights and has this one for a source."""
+        """Fill every rank that lacks the base weights and has this rank as a source."""
         fills = [
             Fill(destination, decision.refills[destination].index(rank), len(decision.refills[destination]))
             for destination in sorted(lacking)
@@ -236,7 +237,7 @@ class PEFTCheckpointManager(CheckpointManager):
             aside(lambda: send_state(frozen, {}, fills))
 
     def _take_base_back(self, live: LiveState) -> TransferReport:
-        """Put the kept base weights in their new place: as they are where that is possible, else copied."""
+        """Put the kept base weights in their new place: without a copy where that is possible, else copied."""
         began_s = time.monotonic()
         base = self.base_model_weights or {}
         adopted = live.adopt(base)

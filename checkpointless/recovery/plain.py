@@ -1,4 +1,4 @@
-"""Recovery for a training loop of one's own: any modules, any ``torch.optim`` optimizer, no framework."""
+"""Recovery for a hand-written training loop: any modules, any ``torch.optim`` optimizer, no framework."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlainTraining(TrainingTensors):
-    """Modules, optimizers and schedulers of a training loop that is written by hand, for
+    """Modules, optimizers and schedulers of a hand-written training loop, for
     :class:`~checkpointless.recovery.CheckpointManager`.
 
     Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`::
@@ -37,19 +37,19 @@ class PlainTraining(TrainingTensors):
             loss.backward()            # and the gradients' all-reduce
             training.update()          # in place of optimizer.step() and optimizer.zero_grad()
 
-    What a batch is must follow from the step's number and the random streams, which are this rank's own again after
-    a fault. If it comes from a ``DataLoader`` with workers that draw random numbers, hand the loader to
-    :func:`~checkpointless.recovery.seed_data_workers` and give it a ``generator`` of its own: an iterator takes a
-    number from the training's stream otherwise, and after a fault there is one iterator more. Gradients must be
-    final (reduced and clipped) when :meth:`update` is called. Of the phases of fault specs, ``before_optimizer`` to
+    A batch must follow from the step's number and the random streams; each rank gets its own streams back after a
+    fault. If the batch comes from a ``DataLoader`` whose workers draw random numbers, pass the loader to
+    :func:`~checkpointless.recovery.seed_data_workers` and give it a separate ``generator``. Otherwise each iterator
+    draws a number from the training's stream, and after a fault there is one iterator more. Gradients must be final
+    (reduced and clipped) when :meth:`update` is called. Of the phases of fault specs, ``before_optimizer`` to
     ``between`` and ``recovery`` are announced.
 
     Args:
-        call: the running wrapper; its ``checkpoint_manager`` is used, or one is made.
-        modules: what is trained.
-        optimizers: their optimizers.
-        schedulers: learning-rate schedulers that step with every update.
-        group: the global ranks that hold the same modules and optimizers. Default: all (data parallel).
+        call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
+        modules: the modules that are trained.
+        optimizers: the optimizers of the modules.
+        schedulers: the learning-rate schedulers, which step with every update.
+        group: the global ranks that hold the same modules and optimizers. Default: all ranks (data parallel).
     """
 
     def __init__(
@@ -82,12 +82,13 @@ class PlainTraining(TrainingTensors):
             )
 
     def steps(self, last: int) -> Iterable[int]:
-        """The optimizer steps to make, from the first that is not committed to ``last``.
+        """Yield the optimizer steps to make, from the first that is not committed to ``last``.
 
-        Before the first one the state is recovered, if this is a restart.
+        If this is a restart, the state is recovered before the first of them.
 
         Raises:
             UnrecoverableError: steps were committed and no rank holds them any more.
+            RuntimeError: a step ended without :meth:`update`.
         """
         self._restore()
         while self.step < last:
@@ -105,7 +106,7 @@ class PlainTraining(TrainingTensors):
         """Apply the gradients, on all ranks or on none, and clear them.
 
         Args:
-            loss: kept with the step, where somebody records it.
+            loss: the loss of the step, which is kept with the step if steps are recorded.
         """
         self._call.making_loss = loss
         guarded_update(
@@ -122,7 +123,7 @@ class PlainTraining(TrainingTensors):
             optimizer.zero_grad(set_to_none=True)
 
     def _record(self, loss: float | None) -> None:
-        """Record the committed step, where that is asked for (``--record-steps``) and the loss is known."""
+        """Record the committed step, if that is requested (``--record-steps``) and the loss is known."""
         if self._log is not None and loss is not None:
             rates = [group.get("lr", 0.0) for optimizer in self._optimizers for group in optimizer.param_groups]
             extras = StepExtras(buffers=digest_buffers(self.modules), lr=tuple(float(rate).hex() for rate in rates))
@@ -164,29 +165,29 @@ class PlainTraining(TrainingTensors):
     # --- what the manager asks for (checkpointless.recovery.live_state.LiveState) ---------------------------------
 
     def group(self) -> tuple[int, ...]:
-        """The ranks that hold the same state."""
+        """Return the global ranks that hold the same state."""
         return self._group
 
     def moments(self, step: int) -> Mapping[Stage, Moment]:
-        """The state after the update of ``step``; what the loop's body does behind ``update()`` is its own."""
+        """Return the state after the update of ``step``; what the loop does after ``update()`` is not in it."""
         return {Stage.COMMITTED: self._moments[step]} if step in self._moments else {}
 
     def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
-        """Those of a moment; of a step whose update has failed or is to come, those before it."""
+        """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
         if step in self._moments:
             return {Stage.COMMITTED: self._moments[step].buffers}
         return {Stage.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Nothing: what a batch is follows from the step and the streams."""
+        """Return nothing, because a batch follows from the step and the streams."""
         return {}
 
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
-        """The state is that after ``step``."""
+        """Record that the state is that after ``step``."""
         self._moments = {step: Moment(objects, self.copy_buffers())}
 
     def _moment(self, step: int) -> Moment:
-        """The state as it is now, as that after ``step``."""
+        """Return the state as it is now, as the moment after ``step``."""
         objects = {
             "step": step,
             "groups": self.groups(),
@@ -197,13 +198,13 @@ class PlainTraining(TrainingTensors):
 
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what a moment has."""
+        """Put back the objects of a moment."""
         super().load_objects(objects)
         for scheduler, state in zip(self._schedulers, objects["schedulers"]):
             scheduler.load_state_dict(dict(state))
 
     def apply_held_update(self) -> None:
-        """One step of every optimizer and scheduler."""
+        """Make one step of every optimizer and scheduler."""
         for optimizer in self._optimizers:
             optimizer.step()
         for scheduler in self._schedulers:
@@ -211,4 +212,4 @@ class PlainTraining(TrainingTensors):
         self._moments = {self._ready_step: self._moment(self._ready_step)}
 
     def settle(self) -> None:
-        """Every rank of the group holds everything: nothing follows from other ranks' shards."""
+        """Do nothing: every rank of the group holds everything, so nothing follows from other ranks' shards."""

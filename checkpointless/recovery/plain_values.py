@@ -1,6 +1,7 @@
 """The plain values that travel by name: a fixed table of types, and the classes that both sides have registered.
 
-A name from the wire is looked up in these tables and nowhere else, so none can make a rank import or call a thing.
+A name from the wire is looked up in these tables and nowhere else, so no name can make a rank import or call
+anything.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import torch
 from checkpointless.recovery.tensor_memory import dtype_name, dtype_of, own_device
 
 _Class = TypeVar("_Class", bound=type)
-_PLAIN_INT_BITS = 64  # a larger one is written in hexadecimal: Python limits the digits of decimal ones
+_PLAIN_INT_BITS = 64  # a larger int is written in hexadecimal: Python limits the length of decimal ones
 
 
 class Refused(Exception):
-    """A value cannot travel; on its way up it learns where it was found."""
+    """A value cannot travel; on its way up the exception collects the path to the value."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -36,12 +37,12 @@ class Refused(Exception):
 
 
 def number(value: int) -> int | str:
-    """``value`` as JSON can hold it, whatever its size."""
+    """Return ``value`` in a form that JSON can hold, whatever its size."""
     return value if value.bit_length() <= _PLAIN_INT_BITS else hex(value)
 
 
 def number_of(body: int | str) -> int:
-    """What :func:`number` made."""
+    """Return the integer from which :func:`number` made ``body``."""
     return int(body, 16) if isinstance(body, str) else body
 
 
@@ -78,7 +79,7 @@ def _device_of(body: list[Any]) -> torch.device:
     return own_device(kind) if kind == "cuda" and index is not None else torch.device(kind, index)
 
 
-# Exact types whose values are one small JSON value: the type's name on the wire, the way there and the way back.
+# Exact types whose values are one small JSON value: the type, its name on the wire, the encoder and the decoder.
 _CODECS: list[tuple[type, str, Callable[[Any], Any], Callable[[Any], Any]]] = [
     (
         complex,
@@ -135,7 +136,7 @@ FROM_JSON = {
     **{tag: from_json for _, tag, _, from_json in _CODECS},
 }
 
-# What a defaultdict may make its values with.
+# The factories with which a defaultdict may make its values.
 FACTORIES: dict[str, Any] = {
     "none": None,
     **{made.__name__: made for made in (list, dict, set, int, float, str, bool, tuple, bytes, complex)},
@@ -144,25 +145,25 @@ FACTORIES: dict[str, Any] = {
 
 
 def scalar(value: float | str) -> Any:
-    """A float or a str (exactly these) as JSON holds it without loss."""
+    """Return a float or a str (exactly these types) in a form that JSON holds without loss."""
     if type(value) is float:
         return value if math.isfinite(value) else {"t": "float", "v": value.hex()}
     assert isinstance(value, str)
     if not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
-        return {"t": "str", "v": [ord(each) for each in value]}  # JSON makes one character of two halves
+        return {"t": "str", "v": [ord(each) for each in value]}  # JSON would join two surrogates
     return value
 
 
-# --- classes of the user's ---------------------------------------------------------------------------------------
+# --- the user's classes ------------------------------------------------------------------------------------------
 
 _registered: dict[str, type] = {}
 
 
 def register_plain_type(kind: _Class) -> _Class:
-    """Let members or instances of ``kind`` travel, as members or instances of it. Usable as a decorator.
+    """Let members or instances of ``kind`` travel between ranks and keep their class. Usable as a decorator.
 
-    Every rank registers it, in a module that it imports before training starts. What arrives is looked up among
-    the registered classes; none is ever imported by a name from another rank.
+    Every rank has to register the class, in a module that it imports before training starts. What arrives is looked
+    up among the registered classes; no class is ever imported by a name from another rank.
 
     Args:
         kind: an enum, a dataclass whose fields are all given to ``__init__``, or a named tuple.
@@ -171,7 +172,7 @@ def register_plain_type(kind: _Class) -> _Class:
         ``kind``.
 
     Raises:
-        TypeError: it is another class.
+        TypeError: ``kind`` is any other class.
     """
     if not isinstance(kind, type) or not (
         issubclass(kind, enum.Enum)
@@ -187,18 +188,18 @@ def register_plain_type(kind: _Class) -> _Class:
 
 
 def is_named_tuple(kind: type) -> bool:
-    """Whether ``kind`` was made by ``namedtuple`` or ``NamedTuple``."""
+    """Return whether ``kind`` was made by ``namedtuple`` or ``NamedTuple``."""
     return issubclass(kind, tuple) and hasattr(kind, "_make") and isinstance(getattr(kind, "_fields", None), tuple)
 
 
 def registered_name(kind: type) -> str | None:
-    """The name of a registered class on the wire; None if it is not registered."""
+    """Return the name of a registered class on the wire; None if the class is not registered."""
     name = _name(kind)
     return name if _registered.get(name) is kind else None
 
 
 def parts_of(value: Any) -> Any:
-    """What a value of a registered class is made of: plain data, if its own parts are."""
+    """Return what a value of a registered class is made of: plain data, if the parts themselves are plain."""
     if isinstance(value, enum.Flag):
         return value.value
     if isinstance(value, enum.Enum):
@@ -209,10 +210,10 @@ def parts_of(value: Any) -> Any:
 
 
 def made_of(name: str, parts: Any) -> Any:
-    """What :func:`parts_of` took apart.
+    """Make the value that :func:`parts_of` took apart.
 
     Raises:
-        ValueError: this rank has no class of that name registered.
+        ValueError: no class of that name is registered on this rank.
     """
     kind: Any = _registered.get(name)
     if kind is None:

@@ -1,8 +1,8 @@
-"""Copies of a rank's checkpoint on other nodes: who keeps whose, and how a lost one comes back.
+"""Copies of a rank's checkpoint on other nodes: which ranks keep them, and how a lost part is retrieved.
 
-The ranks of a job form cliques, each of which has its members in different failure domains (nodes). What a rank
-saves is kept by every member of its clique. Cliques and retrieval plans are pure functions of plain values; the
-bytes travel as in a recovery from memory (:mod:`checkpointless.recovery.transfer`).
+The ranks of a job form cliques. The members of a clique are in different failure domains (nodes), and each of them
+keeps what the others save. Cliques and retrieval plans are pure functions of plain values; the bytes travel as in a
+recovery from memory (:mod:`checkpointless.recovery.transfer`).
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # set by torchrun, srun wrappers and our 
 
 
 class NoReplicasAvailableError(RuntimeError):
-    """Nobody who could send it has an undamaged copy of a part."""
+    """No rank that could send a part has an undamaged copy of it."""
 
 
-# --- who keeps whose: plain values --------------------------------------------------------------------------------
+# --- which rank keeps whose parts: plain values -------------------------------------------------------------------
 
 
 def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, ...]:
-    """The ranks that keep each other's parts, ``rank`` among them, in ascending order.
+    """Return the ranks that keep each other's parts, ``rank`` among them, in ascending order.
 
     With J the jump and F the factor, cliques are ``n, n + J, ..., n + (F - 1) J`` for ``n = a J F + b``, with a
-    from 0 to W / (J F) - 1 and b from 0 to J - 1 (the layout of NVIDIA's nvidia-resiliency-ext, in its
-    documentation).
+    from 0 to W / (J F) - 1 and b from 0 to J - 1 (the layout in the documentation of NVIDIA's
+    nvidia-resiliency-ext).
 
     Args:
-        rank: one of the world.
-        world_size: W, ranks of the job; a multiple of J * F.
-        jump: J, at least 1: distance between two members. With J the size of a node, no two are on the same.
-        factor: F, at least 1: members of a clique.
+        rank: a rank of the world.
+        world_size: W, the number of ranks of the job; a multiple of J * F.
+        jump: J, at least 1: the distance between two members. If J is the size of a node, no two members are on the
+            same node.
+        factor: F, at least 1: the number of members of a clique.
 
     Raises:
         ValueError: the world cannot be divided that way.
@@ -61,10 +62,10 @@ def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, 
 
 
 def check_layout(world_size: int, jump: int, factor: int) -> None:
-    """Refuse a jump and factor by which ``world_size`` ranks cannot be divided.
+    """Check that ``world_size`` ranks can be divided into cliques of ``factor`` ranks that are ``jump`` apart.
 
     Raises:
-        ValueError: they cannot; the message says what would be possible.
+        ValueError: they cannot be divided; the message says what would be possible.
     """
     if jump < 1 or factor < 1:
         raise ValueError(f"replication_jump and replication_factor must be positive, not {jump} and {factor}")
@@ -82,8 +83,8 @@ class PartTransfer:
 
     Attributes:
         id: the part.
-        receiver: the global rank that wants it.
-        holders: the global ranks that send it, each a share.
+        receiver: the global rank that wants the part.
+        holders: the global ranks that send the part, each of them a share.
     """
 
     id: str
@@ -93,7 +94,7 @@ class PartTransfer:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What a clique sends, one transfer after the other; the same on all its members."""
+    """The transfers of a clique, one after the other; the plan is the same on all members."""
 
     transfers: tuple[PartTransfer, ...] = ()
 
@@ -103,11 +104,11 @@ def plan_retrieval(
     available: Mapping[int, Collection[str]],
     wanted: Mapping[int, Collection[str]],
 ) -> ExchangePlan:
-    """Have every wanted part sent by all members that have it.
+    """Plan that every wanted part is sent by all members that have it.
 
     Args:
-        members: global ranks of the clique.
-        available: the parts that each rank has; those of other ranks than the members are not looked at.
+        members: the global ranks of the clique.
+        available: the parts that each rank has; ranks that are not members are ignored.
         wanted: the parts that each member asks for.
 
     Raises:
@@ -131,35 +132,35 @@ def plan_retrieval(
 
 
 class ReplicationStrategy(ABC):
-    """Where copies of local checkpoints are kept. All ranks call each method at once."""
+    """Decides where copies of local checkpoints are kept. All ranks call each method together."""
 
     @property
     @abstractmethod
     def peers(self) -> tuple[int, ...]:
-        """The global ranks that this one exchanges parts with, itself among them."""
+        """The global ranks that this rank exchanges parts with, this rank included."""
 
     @abstractmethod
     def replicate(self, local_ckpt: Any, id_: str) -> tuple[list[Any], list[str]]:
         """Exchange checkpoints with the peers.
 
         Args:
-            local_ckpt: what this rank saves: nested dicts, lists and tuples of plain values and tensors.
-            id_: its name.
+            local_ckpt: the state that this rank saves: nested dicts, lists and tuples of plain values and tensors.
+            id_: the checkpoint's name.
 
         Returns:
-            What this rank has to keep, its own checkpoint included, and the names.
+            The checkpoints that this rank has to keep, its own included, and their names.
         """
 
     @abstractmethod
     def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Any:
-        """Plan how wanted checkpoints come from those who have them.
+        """Plan how wanted checkpoints come from the ranks that have them.
 
         Args:
-            globally_available_ids: what each global rank has.
-            wanted: what this rank asks for.
+            globally_available_ids: the names of the checkpoints that each global rank has.
+            wanted: the names of the checkpoints that this rank asks for.
 
         Raises:
-            NoReplicasAvailableError: nobody has a wanted one.
+            NoReplicasAvailableError: no rank has a wanted checkpoint.
         """
 
     @abstractmethod
@@ -167,23 +168,23 @@ class ReplicationStrategy(ABC):
         """Carry a plan out.
 
         Args:
-            plan: what :meth:`retrieve_plan` gave.
-            held: the checkpoints that this rank has, by name; those that it is to send at least.
+            plan: the plan that :meth:`retrieve_plan` returned.
+            held: the checkpoints that this rank has, by name; at least those that it is to send.
 
         Returns:
-            The checkpoints that this rank had asked for, by name.
+            The checkpoints that this rank asked for, by name.
         """
 
 
 class CliqueReplicationStrategy(ReplicationStrategy):
-    """Every member of a process group keeps a copy of what each of the others saves.
+    """Keeps, on every member of a process group, a copy of what each of the others saves.
 
-    Parts are sent between two ranks at a time, one member's after the other's, through the default process group;
-    the limit of every wait is its timeout. All cliques of a job work at the same time.
+    Parts are sent between two ranks at a time, one member's after the other's, through the default process group,
+    whose timeout limits every wait. All cliques of a job work at the same time.
 
     Args:
-        local_group: the clique; its members should be in different failure domains.
-        target_device: where the tensors of what arrives are put.
+        local_group: the process group of the clique; its members should be in different failure domains.
+        target_device: the device on which the tensors of received checkpoints are put.
     """
 
     def __init__(self, local_group: dist.ProcessGroup, target_device: torch.device | str = "cpu") -> None:
@@ -198,17 +199,17 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """Make the process groups of all cliques. Collective: every rank of the job calls it.
 
         Args:
-            replication_jump: J, distance between the ranks of a clique: the size of a failure domain. 0, which can
-                be no distance, is the number of ranks on this node (``LOCAL_WORLD_SIZE``): copies are on the next
-                nodes.
+            replication_jump: J, the distance between the ranks of a clique: the size of a failure domain. 0, which
+                cannot be a distance, stands for the number of ranks on this node (``LOCAL_WORLD_SIZE``), so that
+                copies are on the next nodes.
             replication_factor: F, how many ranks keep each part, its owner included.
 
         Returns:
             The strategy of the clique that this rank belongs to (see :func:`clique_of`).
 
         Raises:
-            ValueError: the world size is no multiple of J * F; or ranks ask for different things; or J is to be the
-                size of the node and that is not known.
+            ValueError: the world size is not a multiple of J * F; or the ranks ask for different cliques; or J is
+                to be the size of the node and that is not known.
         """
         jump = replication_jump or int(os.environ.get(LOCAL_WORLD_SIZE, "0"))
         asked = {(each[0], each[1]) for each in all_gather_json([jump, replication_factor])}
@@ -234,17 +235,17 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """Give this rank's checkpoint to all members and receive theirs. Collective in the clique.
 
         Args:
-            local_ckpt: what this rank saves: nested dicts, lists and tuples of plain values and tensors.
-            id_: its name.
+            local_ckpt: the state that this rank saves: nested dicts, lists and tuples of plain values and tensors.
+            id_: the checkpoint's name.
 
         Returns:
-            The checkpoints of all members in the order of their ranks, this rank's own as it was given, and the
+            The checkpoints of all members in the order of their ranks, this rank's own as it was given, and their
             names.
 
         Raises:
             StateTreeError: this rank's state cannot travel.
-            RuntimeError: another member's cannot.
-            TransferError: one arrived damaged and could not be mended.
+            RuntimeError: another member's state cannot travel.
+            TransferError: a checkpoint arrived damaged and could not be mended.
         """
         content = self._agree_to_send(local_ckpt)
         rank = dist.get_rank()
@@ -262,17 +263,17 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
     ) -> ExchangePlan:
-        """Plan how the members get what they miss. Collective in the clique.
+        """Plan how the members get the checkpoints that they miss. Collective in the clique.
 
         Args:
-            globally_available_ids: what each global rank has.
-            wanted: what this rank asks for.
+            globally_available_ids: the names of the checkpoints that each global rank has.
+            wanted: the names of the checkpoints that this rank asks for.
 
         Returns:
             The plan, the same on every member.
 
         Raises:
-            NoReplicasAvailableError: on every member, if nobody in the clique has what one of them wants.
+            NoReplicasAvailableError: on every member, if no rank in the clique has what one of them wants.
         """
         everybodys = all_gather_json(list(wanted), self.local_group)
         return plan_retrieval(self._members, globally_available_ids, dict(zip(self._members, everybodys)))
@@ -281,14 +282,14 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """Carry a plan out. Collective in the clique.
 
         Args:
-            plan: what :meth:`retrieve_plan` gave.
-            held: the checkpoints that this rank has, by name; those that it is to send at least.
+            plan: the plan that :meth:`retrieve_plan` returned.
+            held: the checkpoints that this rank has, by name; at least those that it is to send.
 
         Returns:
-            The checkpoints that this rank had asked for, by name.
+            The checkpoints that this rank asked for, by name.
 
         Raises:
-            TransferError: one arrived damaged and could not be mended.
+            TransferError: a checkpoint arrived damaged and could not be mended.
         """
         rank = dist.get_rank()
         sent = {
@@ -307,7 +308,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return arrived
 
     def _agree_to_send(self, state: Any) -> Content:
-        """This rank's checkpoint, when every member has one that can travel: nobody waits for one that cannot."""
+        """Return this rank's checkpoint if every member's can travel, so that no rank waits for one that cannot."""
         content, problem = None, None
         try:
             content = Content.of(state)
@@ -325,7 +326,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return content
 
     def _receive(self, holders: Sequence[int]) -> tuple[Any, str]:
-        """A checkpoint, of which each holder sends a share, and its name."""
+        """Receive a checkpoint, of which each holder sends a share, and its name."""
         room: dict[Key, torch.Tensor] = {}
 
         def allocate(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
@@ -338,14 +339,15 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
 
 class LazyCliqueReplicationStrategy(ReplicationStrategy):
-    """:class:`CliqueReplicationStrategy` whose process groups are made when it is first used.
+    """A :class:`CliqueReplicationStrategy` whose process groups are made when it is first used.
 
-    So it can be made before the job's process groups are; and where these are made anew after a fault, so are the
+    It can therefore be created before the job's process groups. If these are made anew after a fault, so are the
     cliques'. The first use is collective: every rank of the job takes part.
 
     Args:
-        replication_jump: see :meth:`CliqueReplicationStrategy.from_replication_params`.
-        replication_factor: the same.
+        replication_jump: the distance between the ranks of a clique; see
+            :meth:`CliqueReplicationStrategy.from_replication_params`.
+        replication_factor: how many ranks keep each part, its owner included.
 
     Raises:
         ValueError: a parameter is out of range.
@@ -370,38 +372,38 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
             self._built = CliqueReplicationStrategy.from_replication_params(
                 self.replication_jump, self.replication_factor
             )
-            self._built_in = weakref.ref(world)  # a reference would keep the communicators of an old generation
+            self._built_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
         return self._built
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """As for :class:`CliqueReplicationStrategy`."""
+        """The global ranks of the clique, in ascending order."""
         return self.replication_strategy.peers
 
     def replicate(self, local_ckpt: Any, id_: str) -> tuple[list[Any], list[str]]:
-        """As for :class:`CliqueReplicationStrategy`."""
+        """Exchange checkpoints as :meth:`CliqueReplicationStrategy.replicate` does."""
         return self.replication_strategy.replicate(local_ckpt, id_)
 
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
     ) -> ExchangePlan:
-        """As for :class:`CliqueReplicationStrategy`."""
+        """Plan a retrieval as :meth:`CliqueReplicationStrategy.retrieve_plan` does."""
         return self.replication_strategy.retrieve_plan(globally_available_ids, wanted)
 
     def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Any]) -> dict[str, Any]:
-        """As for :class:`CliqueReplicationStrategy`."""
+        """Carry a plan out as :meth:`CliqueReplicationStrategy.retrieve_execute` does."""
         return self.replication_strategy.retrieve_execute(plan, held)
 
 
 def _timeout_of_the_job() -> timedelta | None:
-    """The timeout of the default process group, which a new group does not take over by itself."""
+    """Return the timeout of the default process group, which a new group does not inherit."""
     world = dist.distributed_c10d._get_default_group()
     try:
         return world._get_backend(wire_device()).options._timeout
     except (
         AttributeError,
         RuntimeError,
-    ):  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts something without options around it
+    ):  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in one without options
         return None
 
 
@@ -411,10 +413,10 @@ def _send(content: Content, id_: str, fills: Sequence[Fill]) -> None:
 
 
 def _all_of(exchange: Callable[[Any], None], rounds: Sequence[Any]) -> None:
-    """Go through all rounds, whichever of them brought damage: the others in the clique wait for the next one.
+    """Go through all rounds, even after damage in one: the others in the clique wait for the next round.
 
     Raises:
-        TransferError: the first that was raised, at the end.
+        TransferError: the first one that a round raised, raised again at the end.
     """
     damage: TransferError | None = None
     for each in rounds:

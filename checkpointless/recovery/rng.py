@@ -1,8 +1,8 @@
-"""A rank's random streams: taken, kept as bytes, and put back bit for bit.
+"""Capture a rank's random streams, keep them as bytes, and put them back bit for bit.
 
-They are taken at least twice per optimizer step, so what is slow to read is not read again while it has not moved.
-A fault may interrupt that between any two instructions, so what was seen and what came of it are kept in one
-assignment.
+The streams are captured at least twice per optimizer step, so a stream that is slow to read is not read again while
+it has not moved. A fault may interrupt a capture between any two instructions, so what was seen and what was made
+of it are kept in one assignment.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from checkpointless.recovery import state_tree
 from checkpointless.recovery.moment import Stage
 
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
-_NUMPY = struct.Struct("<16si?d")  # generator, position, and likewise; then the words
-_MT19937_BYTES = 624 * 4 + 4  # of NumPy's mt19937_state: the words and the position
-DATA_SERIES = 5  # of the board: the streams at the begin of an iterator over the training data
-_AS_AFTER_THE_STEP = b""  # a snapshot of a later moment, before which nothing was drawn since the step
-#: Of the board, for each moment after a step.
+_NUMPY = struct.Struct("<16si?d")  # generator, position, whether a second normal is pending, and which; then words
+_MT19937_BYTES = 624 * 4 + 4  # the size of NumPy's mt19937_state: the words and the position
+DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
+_AS_AFTER_THE_STEP = b""  # the snapshot of a later moment, if nothing was drawn between the step and that moment
+#: The board's series for each moment after a step.
 _SERIES = {Stage.COMMITTED: 0, Stage.ENDED: 1, Stage.CHECKED: 2, Stage.TURNED: 3, Stage.LOADED: 4}
 
 
 @dataclass(frozen=True)
 class RngSource:
-    """A stream of a framework, beside Python's, NumPy's and torch's.
+    """A random stream of a framework, beside those of Python, NumPy and torch.
 
     Attributes:
-        get: the state as a tree of plain data and tensors.
-        set: puts such a state back.
+        get: returns the state as a tree of plain data and tensors.
+        set: puts back a state that ``get`` returned.
     """
 
     get: Callable[[], Any]
@@ -47,19 +47,19 @@ class RngSource:
 
 
 def register_rng_source(name: str, source: RngSource) -> None:
-    """Have ``source`` taken and restored with the others (Megatron's tracker, for example)."""
+    """Have ``source`` captured and restored with the other streams (Megatron's tracker, for example)."""
     _sources[name] = _SourceStream(source)
 
 
 @dataclass(frozen=True)
 class RngStates:
-    """All streams of one rank at one moment.
+    """All random streams of one rank at one moment.
 
     Attributes:
-        streams: name -> state, as bytes.
-        loss: the loss of the step that these streams end, where it is known.
-        stage: the moment after a step; ``COMMITTED`` is right at the end of the optimizer step, before anything
-            that follows it drew.
+        streams: the state of each stream as bytes, by the stream's name.
+        loss: the loss of the step after which the streams were captured, if it is known.
+        stage: the moment after the step; ``COMMITTED`` is right at the end of the optimizer step, before anything
+            that follows it has drawn random numbers.
         own: what else this rank alone has at that moment, as plain data; None: it is too large to be kept here.
     """
 
@@ -75,7 +75,7 @@ class RngStates:
         stage: Stage = Stage.COMMITTED,
         own: Mapping[str, Any] | None = MappingProxyType({}),
     ) -> RngStates:
-        """Take the state of every stream of this process."""
+        """Capture the state of every stream of this process."""
         streams = {"python": _python.take(), "torch": torch.get_rng_state().numpy().tobytes()}
         numpy = _numpy_random()
         if numpy is not None:
@@ -100,38 +100,39 @@ class RngStates:
                 source.put_back(self.of_source(name))
 
     def of_source(self, name: str) -> Any:
-        """The state of the registered source ``name``; None if it was not taken."""
+        """Return the state of the registered source ``name``; None if it was not captured."""
         taken = self.streams.get(f"source:{name}")
         return state_tree.loads(taken) if taken is not None else None
 
     def same_streams(self, other: RngStates) -> bool:
-        """Whether no stream moved between the two."""
+        """Return whether no stream moved between the two captures."""
         return self.streams == other.streams
 
     def to_bytes(self) -> bytes:
-        """As plain data: about 10 kB, with Megatron's tracker on the CPU 25 kB, and what else is the rank's own."""
+        """Encode as plain data: about 10 kB, with Megatron's tracker on the CPU 25 kB, and in addition ``own``."""
         own = None if self.own is None else dict(self.own)
         return state_tree.dumps((self.streams, self.loss, int(self.stage), own))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RngStates:
-        """What :meth:`to_bytes` made.
+        """Decode what :meth:`to_bytes` made.
 
         Raises:
-            ValueError: ``data`` is not that.
+            ValueError: ``data`` was not made by :meth:`to_bytes`.
         """
         streams, loss, stage, own = state_tree.loads(data)
         return cls(streams, loss, Stage(stage), own)
 
 
 def put_on_board(board: Board, step: int, states: RngStates, after_the_step: RngStates | None) -> None:
-    """Keep ``states`` as those after ``step`` in memory that outlives the process.
+    """Keep ``states`` as the streams after ``step`` in memory that outlives the process.
 
     Args:
-        board: this rank's.
+        board: this rank's board.
         step: the optimizer step.
-        states: its streams.
-        after_the_step: what is there as its streams at ``COMMITTED``, if anything: often nothing is drawn after it.
+        states: the streams after that step.
+        after_the_step: the streams that are kept for that step at ``COMMITTED``, if any: often nothing is drawn
+            between ``COMMITTED`` and later moments.
     """
     unmoved = (
         states.stage is not Stage.COMMITTED and after_the_step is not None and states.same_streams(after_the_step)
@@ -142,14 +143,14 @@ def put_on_board(board: Board, step: int, states: RngStates, after_the_step: Rng
         payload = _AS_AFTER_THE_STEP
     else:
         payload = dataclasses.replace(states, streams={}).to_bytes()
-    if states.stage is Stage.COMMITTED:  # what followed it the last time that this step was made is void
+    if states.stage is Stage.COMMITTED:  # what followed when this step was made before is void
         for stage in (Stage.ENDED, Stage.CHECKED, Stage.TURNED):
             board.drop_snapshot(step, _SERIES[stage])
     board.put_snapshot(step, payload, series=_SERIES[states.stage])
 
 
 def from_board(board: Board, step: int) -> dict[Stage, RngStates]:
-    """The streams after ``step`` that the board has."""
+    """Return the streams after ``step`` that the board has."""
     found: dict[Stage, RngStates] = {}
     for stage, series in _SERIES.items():
         snapshot = board.snapshot(step, series)
@@ -165,10 +166,10 @@ def from_board(board: Board, step: int) -> dict[Stage, RngStates]:
 
 
 class _PythonStream:
-    """Python's own stream; its words are packed again only if it has moved."""
+    """Python's stream; its words are packed again only if it has moved."""
 
     def __init__(self) -> None:
-        self._taken: tuple[tuple[int, ...], bytes] = ((), b"")  # the words, and as bytes
+        self._taken: tuple[tuple[int, ...], bytes] = ((), b"")  # the words, and their bytes
 
     def take(self) -> bytes:
         version, words, gauss = random.getstate()
@@ -184,11 +185,11 @@ class _PythonStream:
 
 
 class _NumpyStream:
-    """NumPy's global stream. ``get_state`` is slow (60 us): the words in memory say whether it has to be asked."""
+    """NumPy's global stream. ``get_state`` is slow (60 us): the words in memory tell whether to call it."""
 
     def __init__(self) -> None:
-        self._generator: tuple[Any, int] = (None, 0)  # and where its state is; 0: it is not NumPy's default kind
-        self._taken = (b"", b"")  # the memory, and the state; nothing if the state may change without the memory
+        self._generator: tuple[Any, int] = (None, 0)  # and its state's address; 0: not of NumPy's default kind
+        self._taken = (b"", b"")  # the memory, and the state; empty if the state may change without the memory
 
     def take(self, numpy_random: Any) -> bytes:
         memory = self._look(numpy_random)
@@ -196,7 +197,7 @@ class _NumpyStream:
         if not memory or memory != seen:
             name, keys, position, has_gauss, cached = numpy_random.get_state()
             state = _NUMPY.pack(name.encode(), int(position), bool(has_gauss), float(cached)) + keys.tobytes()
-            # A second normal number that is pending can be used up without a word being drawn.
+            # A pending second normal number can be used up without a word being drawn.
             self._taken = (b"", b"") if has_gauss else (memory, state)
         return state
 
@@ -207,7 +208,7 @@ class _NumpyStream:
         numpy_random.set_state((name.rstrip(b"\0").decode(), keys, position, int(has_gauss), cached))
 
     def _look(self, numpy_random: Any) -> bytes:
-        """The generator's memory, and whose; nothing where it is of another kind than NumPy's default."""
+        """Return the generator's address and memory; empty if the generator is not of NumPy's default kind."""
         generator: Any = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
         known, address = self._generator
         if generator is not known:
@@ -223,7 +224,7 @@ class _SourceStream:
 
     def __init__(self, source: RngSource) -> None:
         self._source = source
-        self._taken: tuple[tuple[Any, ...] | None, bytes] = (None, b"")  # the state, and as bytes
+        self._taken: tuple[tuple[Any, ...] | None, bytes] = (None, b"")  # the state, and its bytes
 
     def take(self) -> bytes:
         state = self._source.get()
@@ -238,11 +239,11 @@ class _SourceStream:
         self._source.set(state)
 
 
-_CONSTANTS = (bytes, int, str, type(None))  # equal ones are encoded alike, and nobody changes them
+_CONSTANTS = (bytes, int, str, type(None))  # equal values are encoded alike, and none can change
 
 
 def _constant(state: Any) -> tuple[Any, ...] | None:
-    """What is equal only for states that are encoded alike, and does not change with ``state``; None: unknown."""
+    """Return an immutable value that is equal only for states that are encoded alike; None if there is none."""
     if type(state) is dict:
         known = all(type(key) is str and type(value) in _CONSTANTS for key, value in state.items())
         return tuple(state.items()) if known else None

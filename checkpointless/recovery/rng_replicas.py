@@ -1,9 +1,9 @@
-"""A copy of what is a rank's own on another node, for when a node is lost with its boards.
+"""Copies on another node of what is a rank's own, for when a node is lost with its boards.
 
-No peer has a rank's streams by construction once they have been drawn from, and they cannot be made again from
-the model; likewise those that the order of its data was drawn from, and buffers of its modules. So before each
-optimizer update every rank hands them to the rank ``jump`` places further on, which keeps those of the two newest
-steps in its memory and on its own board: 10 to 50 kB per rank and step, and its buffers.
+Once a rank has drawn from its random streams, no peer has them by construction, and they cannot be made again from
+the model. This also holds for the streams that the order of its data was drawn from, and for buffers of its
+modules. So before each optimizer update, every rank sends them to the rank ``jump`` places further on. That rank
+keeps those of the two newest steps in its memory and on its board: 10 to 50 kB per rank and step, and the buffers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from checkpointless.recovery.exchange import (
     wire_device,
 )
 
-_SERIES = Board.SERIES - 1  # of the board: another rank's snapshots; a large one
+_SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a large one
 
 
 @dataclass(frozen=True)
 class OwnState:
-    """What is a rank's own at a moment, and no peer's to give.
+    """What is a rank's own at a moment, and cannot be given by a peer.
 
     Attributes:
-        streams: its random streams.
-        data_start: those that the order of its data was drawn from; None if there are none.
+        streams: the rank's random streams.
+        data_start: the streams that the order of its data was drawn from; None if there are none.
         buffers: the record of its buffers; None if there is none.
     """
 
@@ -47,26 +47,26 @@ class OwnState:
     buffers: bytes | None
 
     def to_bytes(self) -> bytes:
-        """As plain data."""
+        """Encode as plain data."""
         return state_tree.dumps((self.streams, self.data_start, self.buffers))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> OwnState:
-        """What :meth:`to_bytes` made.
+        """Decode what :meth:`to_bytes` made.
 
         Raises:
-            ValueError: ``data`` is not that.
+            ValueError: ``data`` was not made by :meth:`to_bytes`.
         """
         streams, data_start, buffers = state_tree.loads(data)
         return cls(streams, data_start, buffers)
 
 
 class RngReplicas:
-    """Keeps another rank's streams, and has this one's kept.
+    """Keeps another rank's streams, and has this rank's kept.
 
     Args:
         jump: how many ranks further on a rank's streams are kept. None: on the next node, as ``LOCAL_WORLD_SIZE``
-            says, and nowhere in a job on one node, whose boards are lost only with all of it, or under another
+            says; but nowhere in a job on one node, whose boards are lost only with the whole job, or under another
             launcher than ours, which does not replace a node. 0: nowhere.
 
     Raises:
@@ -82,8 +82,8 @@ class RngReplicas:
 
     @property
     def jump(self) -> int:
-        """How many ranks further on this job keeps them; 0: nowhere."""
-        if self._jump is None:  # asked for at every step, and always the same in a job
+        """How many ranks further on this job keeps a rank's streams; 0: nowhere."""
+        if self._jump is None:  # computed once: it is needed at every step, and always the same in a job
             world = dist.get_world_size()
             jump = self._asked
             if jump is None:
@@ -92,17 +92,17 @@ class RngReplicas:
         return self._jump
 
     def exchange(self, step: int, streams: Callable[[], bytes]) -> None:
-        """Hand this rank's streams after ``step`` on, and keep another's. Collective.
+        """Send this rank's streams after ``step`` to the rank that keeps them, and keep another rank's. Collective.
 
-        A rank that returns knows that its own are kept only when the others have returned, too: call it before the
-        vote on the step.
+        A rank that returns knows that its streams are kept only when the other ranks have returned, too: call this
+        method before the vote on the step.
 
         Args:
             step: the optimizer step.
-            streams: makes the streams' bytes; not called where they are kept nowhere.
+            streams: makes the streams' bytes; not called if they are kept nowhere.
 
         Raises:
-            ValueError: what is to be kept claims to be larger than 64 MiB.
+            ValueError: the streams to be kept claim to be larger than 64 MiB.
         """
         jump = self.jump
         if jump == 0:
@@ -119,14 +119,14 @@ class RngReplicas:
         self._keep(step, to_bytes(theirs))
 
     def find(self, step: int, own: bool) -> tuple[bytes | None, list[int]]:
-        """Have every rank that lacks its streams after ``step`` given them by the rank that keeps them. Collective.
+        """Give every rank that lacks its streams after ``step`` the copy that another rank keeps. Collective.
 
         Args:
             step: the optimizer step.
-            own: whether this rank has its own.
+            own: whether this rank has its own streams.
 
         Returns:
-            What this rank was given, if it lacked its own; and the ranks whose streams are nowhere.
+            The streams that this rank was given, if it lacked its own; and the ranks whose streams are nowhere.
         """
         rank, world, jump = dist.get_rank(), dist.get_world_size(), self.jump
         kept = self._of(step)
@@ -135,7 +135,7 @@ class RngReplicas:
         lost = [each for each in lacking if not answers[(each + jump) % world]["keeps"]]
         given: bytes | None = None
         if not lost:
-            for each in lacking:  # in one order everywhere, so that a rank may both give and take
+            for each in lacking:  # in the same order on all ranks, so that a rank may both give and take
                 keeper = (each + jump) % world
                 if rank == keeper and kept is not None:
                     send_bytes(kept, each)
@@ -144,7 +144,7 @@ class RngReplicas:
         return given, lost
 
     def kept(self) -> dict[int, bytes]:
-        """By step, the streams of another rank that this one keeps."""
+        """Return the streams of another rank that this rank keeps, by step."""
         board = own_board()
         if self._kept or board is None or self.jump == 0:
             return dict(self._kept)
@@ -160,13 +160,13 @@ class RngReplicas:
             board.put_snapshot(step, payload, series=_SERIES)
 
     def _of(self, step: int) -> bytes | None:
-        """The other rank's streams after ``step``, if this rank keeps them."""
+        """Return the other rank's streams after ``step``, if this rank keeps them."""
         board = own_board()
         return self._kept.get(step) or (board.snapshot(step, series=_SERIES) if board is not None else None)
 
 
 def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, jump: int) -> None:
-    """Send ``mine`` to the rank ``jump`` further on while ``theirs`` comes from the rank as far back."""
+    """Send ``mine`` to the rank ``jump`` places further on, and receive ``theirs`` from the rank as far back."""
     rank, world = dist.get_rank(), dist.get_world_size()
     works: list[Any] = dist.batch_isend_irecv(
         [

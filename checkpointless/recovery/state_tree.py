@@ -1,11 +1,11 @@
 """A nested state as bytes and tensors: what comes back is what was sent, type for type, or it is refused.
 
-Keys survive as they are (integers, tuples, anything hashable that is plain), and what is shared inside of the state
+Keys survive as they are (integers, tuples, anything hashable that is plain), and what is shared inside the state
 stays shared. An object that is not plain is refused with its path. Nothing is evaluated, imported or unpickled.
 
 The format is the length of a JSON header (4 bytes, little-endian), the header, and then the raw bytes of the byte
-strings, small tensors and small arrays that it refers to, one after the other. Large tensors and arrays are apart
-(:func:`split`), so that they can be moved in buckets.
+strings, small tensors and small arrays that it refers to, one after the other. Large tensors and arrays are kept
+separately (:func:`split`), so that they can be moved in buckets.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = [
     "tensor_bytes",
 ]
 
-INLINE_BYTES = 4096  # a tensor of this size is copied into the skeleton: a message of its own would take longer
-MAX_BYTES = 2 * 1024 * 1024 * 1024  # of what is no large tensor or array
+INLINE_BYTES = 4096  # a tensor up to this size is copied into the skeleton: a separate message takes longer
+MAX_BYTES = 2 * 1024 * 1024 * 1024  # limit of everything but large tensors and arrays
 
 _LENGTH = struct.Struct("<I")
-# What a damaged or forged tree may raise while it is decoded.
+# The exceptions that a damaged or forged tree may raise while it is decoded.
 _UNREADABLE = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError, RuntimeError)
 
 
@@ -58,10 +58,10 @@ def dumps(tree: Any) -> bytes:
     Allowed are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, deque, dict, OrderedDict,
     Counter, defaultdict (of a built-in type), set, frozenset, range, slice, date, time, datetime, timedelta,
     Decimal, Fraction, paths, ``torch.Size``, ``dtype`` and ``device``, dense tensors and parameters, NumPy scalars
-    and arrays, and classes given to :func:`register_plain_type`: exactly these types, no others derived from them.
+    and arrays, and classes given to :func:`register_plain_type`: exactly these types, no subclasses of them.
 
     Raises:
-        StateTreeError: something else is in it.
+        StateTreeError: ``tree`` contains anything else.
     """
     sender = Sender(None)
     return _packed(_encode(tree, sender), sender)
@@ -71,7 +71,7 @@ def loads(data: bytes) -> Any:
     """Decode what :func:`dumps` made.
 
     Raises:
-        ValueError: ``data`` is not that.
+        ValueError: ``data`` was not made by :func:`dumps`.
     """
     return join(data, ())
 
@@ -80,14 +80,14 @@ def split(tree: Any, inline_bytes: int = INLINE_BYTES) -> tuple[bytes, list[torc
     """Encode ``tree`` without its large tensors and arrays.
 
     Args:
-        tree: as for :func:`dumps`.
-        inline_bytes: the size up to which a tensor or array is encoded with the rest.
+        tree: a state of the types that :func:`dumps` allows.
+        inline_bytes: the size in bytes up to which a tensor or array is encoded with the rest.
 
     Returns:
-        The encoded rest, and the tensors: each shares the memory of the original wherever that has no gaps.
+        The encoded rest, and the tensors. Each tensor shares the memory of the original if that has no gaps.
 
     Raises:
-        StateTreeError: something in it cannot travel.
+        StateTreeError: something in ``tree`` cannot travel.
     """
     sender = Sender(inline_bytes)
     return _packed(_encode(tree, sender), sender), sender.tensors
@@ -97,7 +97,7 @@ def join(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """Put together what :func:`split` took apart. The state uses ``tensors`` themselves.
 
     Raises:
-        ValueError: ``skeleton`` is damaged, or of other tensors.
+        ValueError: ``skeleton`` is damaged, or belongs to other tensors.
     """
     if len(skeleton) < _LENGTH.size:
         raise ValueError("a state tree is cut off")
@@ -113,13 +113,13 @@ def join(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def check(tree: Any) -> None:
-    """Say before it is needed whether ``tree`` can travel. No tensor is read or copied.
+    """Check in advance that ``tree`` can travel. No tensor is read or copied.
 
     Args:
         tree: any state.
 
     Raises:
-        StateTreeError: it cannot; one line with the path, the type and what to do.
+        StateTreeError: ``tree`` cannot travel; the message is one line with the path, the type and what to do.
     """
     checker = Checker(INLINE_BYTES)
     _encode(tree, checker)
@@ -127,13 +127,13 @@ def check(tree: Any) -> None:
 
 
 def digest(tree: Any) -> str:
-    """A digest of ``tree``, 32 hexadecimal digits, that is equal in every process where the state is equal.
+    """Return a digest of ``tree``, 32 hexadecimal digits, that is equal in every process where the state is equal.
 
-    The order of dictionaries (but OrderedDict) and sets does not matter, nor does how a tensor lies in memory or
-    what is shared; types, dtypes and kinds of devices do.
+    The order of dictionaries (except OrderedDict) and sets does not matter, nor does the memory layout of a tensor
+    or what is shared. Types, dtypes and kinds of devices do.
 
     Raises:
-        StateTreeError: something in it cannot travel.
+        StateTreeError: something in ``tree`` cannot travel.
     """
     return canonical_digest(_encode(tree, Digester()))
 

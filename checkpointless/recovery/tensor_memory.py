@@ -1,4 +1,4 @@
-"""A tensor as a dtype by name and flat bytes."""
+"""Tensors in plain form: the dtype by its name, and the memory as flat bytes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of ``dtype`` without ``torch.``, as it travels."""
+    """Return the name of ``dtype`` without ``torch.``, as it travels."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that :func:`dtype_name` named.
+    """Return the dtype that :func:`dtype_name` named.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no dtype of that name.
     """
     if name not in _DTYPES:
         raise ValueError(f"unknown dtype {name!r}")
@@ -26,18 +26,18 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``tensor`` as a flat uint8 tensor on its device: a view where it is contiguous, else a copy."""
+    """Return the bytes of ``tensor`` as flat uint8 on its device: a view if it is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def own_device(kind: str) -> torch.device:
-    """This process's device of a kind: a tensor of another rank's GPU belongs on this rank's.
+    """Return this process's device of a kind: a tensor of another rank's GPU belongs on this rank's GPU.
 
     Args:
-        kind: ``cpu`` or ``cuda``.
+        kind: the kind of device, ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: another kind, or there is no GPU here.
+        ValueError: ``kind`` is something else, or this rank has no GPU.
     """
     if kind == "cpu":
         return torch.device("cpu")

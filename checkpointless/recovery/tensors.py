@@ -1,4 +1,4 @@
-"""The tensors of modules and their torch optimizers, by key, in one order on every replica."""
+"""The tensors of modules and their torch optimizers, by key, in the same order on every replica."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 
 from checkpointless.recovery.transfer import Key, TensorEntry
 
-_SMALL_BYTES = 1 << 20  # what is larger is copied again only if its version has moved
+_SMALL_BYTES = 1 << 20  # a larger buffer is copied again only if its version has changed
 _PARAMETER = "parameter"  # the optimizer's own (main) parameter; its other keys are torch's state names
 
 
 class TrainingTensors:
     """Modules and torch optimizers of one rank.
 
-    Keys: ``("model", module, name)`` for parameters and buffers; ``("optimizer", number, group, parameter, name)``
-    for what an optimizer owns: the parameter that it updates (which need not be the module's own) and its state.
+    The keys are ``("model", module, name)`` for parameters and buffers, and
+    ``("optimizer", number, group, parameter, name)`` for what an optimizer owns: the parameter that it updates
+    (which need not be the module's own) and its state.
 
     Args:
         modules: the modules.
-        optimizers: the optimizers; None for one that has nothing to update on this rank.
+        optimizers: the optimizers; None stands for an optimizer that has nothing to update on this rank.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class TrainingTensors:
         self._buffers = BufferCopies(self.modules)
 
     def model(self) -> dict[Key, torch.Tensor]:
-        """Parameters and buffers."""
+        """Return the parameters and buffers of the modules, by key."""
         found: dict[Key, torch.Tensor] = {}
         for index, module in enumerate(self.modules):
             for name, parameter in module.named_parameters():
@@ -42,7 +43,7 @@ class TrainingTensors:
         return found
 
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
-        """Copies of the modules' buffers as they are now, by key: a step changes some of them before its commit."""
+        """Return copies, by key, of the buffers as they are now: a step changes some of them before its commit."""
         return self._buffers.take()
 
     def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
@@ -50,7 +51,7 @@ class TrainingTensors:
         self._buffers.put(copies)
 
     def shard(self) -> dict[Key, torch.Tensor]:
-        """What the optimizer update of this rank owns."""
+        """Return the tensors that this rank's optimizer update owns, by key."""
         found: dict[Key, torch.Tensor] = {}
         for key, inner, parameter in self._parameters():
             found[(*key, _PARAMETER)] = parameter.data
@@ -60,7 +61,7 @@ class TrainingTensors:
         return found
 
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """Model and shard. A main parameter that lies in the model's own storage is not listed twice."""
+        """Return model and shard. A main parameter that lies in the model's own storage is not listed twice."""
         model = self.model()
         storages = {_storage(tensor) for tensor in model.values()}
         shard = {
@@ -73,11 +74,11 @@ class TrainingTensors:
     def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
         """Let frozen parameters and the optimizer use ``tensors`` themselves, where they lie on the right device.
 
-        A parameter that is trained may lie in a buffer with others (Megatron's, DDP's), and so may a main parameter
-        that is a part of it: those have to be copied.
+        A trained parameter may lie in a buffer with others (Megatron's, DDP's), and so may a main parameter that is
+        a part of it. Such tensors have to be copied.
 
         Returns:
-            The keys of those that are in their place now.
+            The keys of the tensors that are now in their place.
         """
         adopted: set[Key] = set()
         frozen = {
@@ -113,7 +114,7 @@ class TrainingTensors:
         return adopted
 
     def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-        """Storage for ``entries``; optimizer state that does not exist yet is made in its place."""
+        """Return storage for ``entries``; optimizer state that does not exist yet is made in its place."""
         present = {**self.model(), **self.shard()}
         owners = {key: (inner, parameter) for key, inner, parameter in self._parameters()}
         for entry in entries:
@@ -128,14 +129,14 @@ class TrainingTensors:
         return present
 
     def groups(self) -> list[list[dict[str, Any]]]:
-        """The values of the optimizers' param groups, learning rates among them."""
+        """Return the values of the optimizers' param groups, learning rates included."""
         return [
             [{name: value for name, value in group.items() if name != "params"} for group in _groups(optimizer)]
             for optimizer in self._torch_optimizers
         ]
 
     def plain_state(self) -> dict[Key, dict[str, Any]]:
-        """The optimizers' state that is no tensor. Only an update changes it."""
+        """Return the optimizers' non-tensor state, which only an update changes."""
         state = {
             key: {
                 name: value
@@ -147,7 +148,7 @@ class TrainingTensors:
         return {key: plain for key, plain in state.items() if plain}
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what :meth:`groups` (as ``groups``) and :meth:`plain_state` (as ``state``) gave."""
+        """Put back what :meth:`groups` (as ``groups``) and :meth:`plain_state` (as ``state``) returned."""
         for optimizer, groups in zip(self._torch_optimizers, objects["groups"]):
             for group, values in zip(_groups(optimizer), groups):
                 group.update(values)
@@ -157,7 +158,7 @@ class TrainingTensors:
                 inner.state[parameter].update(plain)
 
     def _parameters(self) -> Iterator[tuple[Key, torch.optim.Optimizer, torch.Tensor]]:
-        """Key, optimizer and parameter, of every parameter that this rank updates."""
+        """Yield key, optimizer and parameter for every parameter that this rank updates."""
         for number, optimizer in enumerate(self._torch_optimizers):
             if optimizer is None:
                 continue
@@ -167,10 +168,11 @@ class TrainingTensors:
 
 
 class BufferCopies:
-    """Takes copies of modules' buffers. What one copy and the next have in common is kept once, where it is large.
+    """Takes copies of modules' buffers. A large buffer that did not change between two copies is kept once.
 
     Args:
-        modules: whose buffers; those that exist now are copied, also if another tensor takes the place of one.
+        modules: the modules whose buffers are copied. The buffers that exist now are copied, even if another tensor
+            takes the place of one.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -183,7 +185,7 @@ class BufferCopies:
         self._last: dict[Key, tuple[torch.Tensor, int, torch.Tensor]] = {}  # the buffer, its version, its copy
 
     def take(self) -> Mapping[Key, torch.Tensor]:
-        """Copies of all buffers, in the order of the modules."""
+        """Return copies of all buffers, in the order of the modules."""
         copies: dict[Key, torch.Tensor] = {}
         with torch.no_grad():
             for key, owner, attribute in self._places:
@@ -198,7 +200,7 @@ class BufferCopies:
         return copies
 
     def put(self, copies: Mapping[Key, torch.Tensor]) -> None:
-        """Give the buffers that are there the values of ``copies``."""
+        """Give the buffers that still exist the values of ``copies``."""
         with torch.no_grad():
             for key, owner, attribute in self._places:
                 buffer = owner._buffers.get(attribute)
@@ -207,7 +209,7 @@ class BufferCopies:
 
 
 def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """The param groups of an optimizer; none if there is none."""
+    """Return the param groups of an optimizer; none if there is no optimizer."""
     return [] if optimizer is None else list(optimizer.param_groups)
 
 
@@ -216,7 +218,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _alike(tensor: torch.Tensor, present: torch.Tensor) -> bool:
-    """Whether ``tensor`` can stand where ``present`` does."""
+    """Return whether ``tensor`` can take the place of ``present``."""
     return (tensor.dtype, tensor.shape, tensor.device, tensor.stride()) == (
         present.dtype,
         present.shape,

@@ -3,17 +3,18 @@
 All messages are point to point, in this order, between one rank to fill (D) and each of its holders (S0, S1, ...):
 
 1. D to each S: whether it wants a digest of every tensor, because it holds some of them already.
-2. Each S to D: the metadata (dtype, shape, device, digest) of the large tensors inside of its non-tensor state; S0
-   also that of the shard (key as well, digest if asked for), and the skeleton of the non-tensor state.
+2. Each S to D: the metadata (dtype, shape, device, digest) of the large tensors inside its non-tensor state. S0
+   also sends the metadata of the shard (with keys, and with digests if D asked for them) and the skeleton of the
+   non-tensor state.
 3. D to each S: the tensors that it wants, the size of a bucket, and S's share of the objects' tensors.
 4. Each S to D: its stripe of the buckets, several in flight, and then their digests.
-5. D to each S: the buckets that arrived damaged, which S is to send now, or that everything is there. Back to 4.
+5. D to each S: the damaged buckets that S is to send now, or that everything has arrived. Back to 4.
 
-The non-tensor state is S0's. Large tensors inside of it come in buckets like the others, from those holders that
-have the same ones: a callback's state may differ from rank to rank.
+The non-tensor state comes from S0. Large tensors inside it come in buckets like the others, from those holders that
+have the same ones, because a callback's state may differ between ranks.
 
 A large tensor is sent from where it lies to where it belongs; small ones share a bucket. Every bucket is digested
-at the sender while it is under way, and at the receiver where its bytes ended up.
+at the sender, while others are under way, and at the receiver where its bytes ended up.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ class TransferError(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a tensor needs to be made and checked somewhere else.
+    """What another rank must know to make a tensor and check it.
 
     Attributes:
-        key: its place in the state.
-        dtype: its dtype.
-        shape: its shape.
-        device: ``cpu`` or ``cuda``: the kind of device it lives on.
-        digest: digest of its bytes, or None where nobody asked for it.
+        key: the tensor's place in the state.
+        dtype: the tensor's dtype.
+        shape: the tensor's shape.
+        device: the kind of device that the tensor lives on, ``cpu`` or ``cuda``.
+        digest: the digest of the tensor's bytes, or None if nobody asked for it.
     """
 
     key: Key
@@ -70,28 +71,28 @@ class TensorEntry:
 
     @classmethod
     def of(cls, key: Key, tensor: torch.Tensor, digest: int | None = None) -> TensorEntry:
-        """The entry of ``tensor``."""
+        """Return the entry of ``tensor``."""
         return cls(key, tensor.dtype, tuple(tensor.shape), tensor.device.type, digest)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The tensor's size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def fits(self, tensor: torch.Tensor | None) -> bool:
-        """Whether ``tensor`` has this dtype and shape."""
+        """Return whether ``tensor`` has this dtype and shape."""
         return tensor is not None and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
 
     def to_json(self) -> list[Any]:
-        """As plain data."""
+        """Return the entry as plain data."""
         return [list(self.key), dtype_name(self.dtype), list(self.shape), self.device, self.digest]
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> TensorEntry:
-        """What :meth:`to_json` made.
+        """Return the entry that :meth:`to_json` encoded.
 
         Raises:
-            ValueError: an unknown dtype.
+            ValueError: the dtype is unknown.
         """
         key, dtype, shape, device, digest = data
         return cls(tuple(key), dtype_of(dtype), tuple(shape), device, digest)
@@ -102,12 +103,12 @@ class TransferReport:
     """What a fill moved.
 
     Attributes:
-        bytes: bytes of tensors that arrived, those inside of the non-tensor state included.
-        kept: bytes of tensors that were there already, from an earlier attempt or because they never change.
-        sources: the ranks they came from.
-        seconds: how long it took.
-        fetched_again: buckets whose first copy was wrong.
-        digest: digest of the digests of all that arrived, hex ("" if nothing did).
+        bytes: how many bytes of tensors arrived, those inside the non-tensor state included.
+        kept: how many bytes of tensors were there already, from an earlier attempt or because they never change.
+        sources: the global ranks that the state came from.
+        seconds: how long the fill took, in seconds.
+        fetched_again: how many buckets arrived damaged and were fetched again.
+        digest: the digest of the digests of everything that arrived, hex ("" if nothing arrived).
     """
 
     bytes: int = 0
@@ -123,9 +124,9 @@ class Fill:
     """One rank to fill, as one of its holders sees it.
 
     Attributes:
-        destination: its global rank.
-        place: this holder's number among those that fill it.
-        places: how many those are.
+        destination: the global rank to fill.
+        place: this holder's number among the holders that fill it.
+        places: how many holders fill it.
     """
 
     destination: int
@@ -144,7 +145,7 @@ class _Order:
 
 
 def bucket_bytes_of(memory_budget_bytes: int) -> int:
-    """The size of a bucket, so that those in flight keep within the budget."""
+    """Return the size of a bucket with which the buckets in flight stay within the budget."""
     return max(1, memory_budget_bytes // IN_FLIGHT)
 
 
@@ -155,20 +156,22 @@ def send_state(
     *,
     on_bucket: OnBucket | None = None,
 ) -> None:
-    """Be one of the holders that fill other ranks, all of them at once.
+    """Send this holder's share of the state to other ranks, all of them at once.
 
     A bucket that several ranks want is packed and digested once.
 
     Args:
-        tensors: the shard, in the order that every holder has it in.
-        objects: the non-tensor state; the first holder's is sent, and tensors in it by all that have the same.
-        fills: whom to fill.
-        on_bucket: given each bucket's number in the sequence, how many there are and its bytes, a flat uint8
-            tensor, just before it is sent; returns what to send (to cause a fault on the way on purpose).
+        tensors: the shard, in the order that it has on every holder.
+        objects: the non-tensor state. The first holder's is sent; the tensors inside it are sent by all holders
+            that have the same ones.
+        fills: the ranks to fill.
+        on_bucket: called just before a bucket is sent, with the bucket's number in the sequence, the number of
+            buckets and the bucket's bytes, a flat uint8 tensor. It returns what to send, so that a fault on the way
+            can be caused on purpose.
 
     Raises:
         StateTreeError: an object cannot travel.
-        TransferError: a rank asks for what there is not.
+        TransferError: a rank asks for what does not exist.
     """
     asked = {fill: _receive_json(fill.destination)["digests"] for fill in fills}
     skeleton, inside = state_tree.split(objects)
@@ -203,16 +206,16 @@ def receive_state(
     known: Mapping[Key, torch.Tensor] | None = None,
     memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
 ) -> tuple[Any, TransferReport]:
-    """Be filled by ``sources``.
+    """Receive the state from ``sources``, into storage that ``allocate`` gives.
 
     Args:
-        sources: global ranks of the holders, in the order that they were given their places in.
-        allocate: given the entries, returns the tensors to write into, by key, of the same dtype and shape.
-        known: tensors that this rank has by now; those that the holders have with the same digest are not sent.
-        memory_budget_bytes: how much memory the buckets in flight may take, here and at each holder.
+        sources: the global ranks of the holders, in the order of their places.
+        allocate: called with the entries; returns the tensors to write into, by key, of the same dtype and shape.
+        known: tensors that this rank already has; those that the holders have with the same digest are not sent.
+        memory_budget_bytes: how many bytes the buckets in flight may take, here and at each holder.
 
     Returns:
-        The non-tensor state, and what was moved.
+        The non-tensor state, and a report of what was moved.
 
     Raises:
         TransferError: something arrived damaged and could not be mended.
@@ -258,7 +261,7 @@ def receive_state(
 
 
 def flip_a_bit(tensor: torch.Tensor) -> None:
-    """Flip the lowest bit of the byte in the middle of ``tensor``, not empty and contiguous."""
+    """Flip the lowest bit of the byte in the middle of ``tensor``, which must be contiguous and not empty."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     flat[flat.numel() // 2] ^= 1
 
@@ -274,12 +277,12 @@ def _entries(tensors: Mapping[Key, torch.Tensor], digested: bool) -> list[Tensor
 
 
 def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: dict[str, list[Bucket]]) -> _Order:
-    """What a destination wants. Those who want the same share a plan, and by that their buckets.
+    """Receive what a destination wants. Destinations that want the same share a plan, and thereby their buckets.
 
     Args:
         fill: the destination.
-        tensors: the shard's ``count`` tensors, and those inside of the objects.
-        count: how many belong to the shard.
+        tensors: the shard's ``count`` tensors, and then the tensors inside the objects.
+        count: how many tensors belong to the shard.
         plans: the plans made so far.
     """
     order = _receive_json(fill.destination)
@@ -302,7 +305,7 @@ def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: 
 
 
 def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """The buckets of the tensors with the numbers ``chosen``, by these numbers."""
+    """Return the buckets of the tensors with the numbers ``chosen``, in terms of these numbers."""
     return [
         tuple(Slice(chosen[part.index], part.start, part.stop) for part in bucket)
         for bucket in plan_buckets([_nbytes(tensors[index]) for index in chosen], bucket_bytes)
@@ -330,7 +333,7 @@ def _send_buckets(
         if payload is None:
             slot = staging.take(size_of(bucket))
             payload = _pack(tensors, bucket, slot)
-        digest = digest_bytes(payload)  # before it is sent: what was read for this is in the cache for that
+        digest = digest_bytes(payload)  # before sending, which then finds the bytes in the cache
         for order in takers:
             order.digests.append(digest)
         if on_bucket is not None:
@@ -349,7 +352,7 @@ def _finish(sent: tuple[list[Any], torch.Tensor | None], staging: _Staging) -> N
 
 
 def _pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor) -> torch.Tensor:
-    """The bucket's bytes, one after the other, in ``slot``."""
+    """Copy the bucket's bytes into ``slot``, one part after the other, and return the filled part of it."""
     offset = 0
     for part in bucket:
         slot[offset : offset + part.nbytes].copy_(tensor_bytes(tensors[part.index])[part.start : part.stop])
@@ -361,7 +364,7 @@ def _pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor) -
 
 
 def _keep(entry: TensorEntry, known: Mapping[Key, torch.Tensor], room: Mapping[Key, torch.Tensor]) -> bool:
-    """Whether this rank has the tensor already; it is put in its place then."""
+    """Return whether this rank has the tensor already; if so, it is put in its place."""
     mine = known.get(entry.key)
     if mine is None or entry.digest is None or not entry.fits(mine):
         return False
@@ -375,10 +378,10 @@ def _keep(entry: TensorEntry, known: Mapping[Key, torch.Tensor], room: Mapping[K
 def _receive_buckets(
     sources: Sequence[int], shares: Shares, tensors: Sequence[torch.Tensor]
 ) -> tuple[list[int], int]:
-    """Receive every bucket, again from the next holder if it is wrong.
+    """Receive every bucket; fetch a damaged one again from the next holder.
 
     Returns:
-        The digests of all buckets, and how many were fetched again.
+        The digests of all buckets, and how many buckets were fetched again.
     """
     buckets = shares.buckets
     wanted = shares.split(range(len(buckets)), 0)
@@ -439,14 +442,14 @@ def _receive_round(
 
 
 def _unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor) -> int:
-    """Put the bucket's bytes where they belong. Returns their digest (on the CPU: of the places)."""
+    """Put the bucket's bytes where they belong, and return their digest (on the CPU, taken where they then are)."""
     offset = 0
     for part in bucket:
         target = tensors[part.index].detach()
         body = landed[offset : offset + part.nbytes]
         if target.is_contiguous():
             target.reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(body)
-        else:  # its storage has gaps: through a contiguous copy
+        else:  # its storage has gaps: go through a contiguous copy
             whole = target.contiguous()
             whole.reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(body)
             target.copy_(whole)
@@ -460,7 +463,7 @@ def _unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tenso
 
 
 class _Staging:
-    """Buffers for buckets that cannot be sent from, or received into, where they belong; used again and again."""
+    """Reusable buffers for buckets that cannot be sent from, or received into, the place where they belong."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
@@ -469,7 +472,7 @@ class _Staging:
         for index, buffer in enumerate(self._free):
             if buffer.numel() >= nbytes:
                 return self._free.pop(index)
-        self._free.clear()  # too small: those in flight are all there is, and stay within the budget
+        self._free.clear()  # too small: only the buffers in flight remain, within the budget
         return torch.empty(max(nbytes, PACKED_BYTES), dtype=torch.uint8, device=wire_device())
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -477,7 +480,7 @@ class _Staging:
 
 
 def _in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | None:
-    """The bucket's bytes where they lie, if they are one piece on the device that the wire reads and writes."""
+    """Return the bucket's bytes where they lie, if they are one piece on the device that the wire uses."""
     if len(bucket) != 1:
         return None
     (part,) = bucket
@@ -488,7 +491,7 @@ def _in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor |
 
 
 def _checked(indices: Any, count: int) -> list[int]:
-    """``indices`` of a message, if they are numbers below ``count`` in ascending order."""
+    """Return ``indices`` of a message after checking that they are ascending numbers below ``count``."""
     if (
         not isinstance(indices, list)
         or any(type(index) is not int or not 0 <= index < count for index in indices)

@@ -1,4 +1,4 @@
-"""A copy of a nested state that nothing can change any more, as cheap as that can be."""
+"""Copies a nested state as cheaply as possible, so that nothing can change the copy any more."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _IMMUTABLE = {type(None), bool, int, float, str, bytes, frozenset, type, *TO_JSO
 
 
 def copy(tree: Any) -> Any:
-    """A deep copy of ``tree``: containers anew, tensors and arrays cloned, what never changes shared.
+    """Return a deep copy of ``tree``: new containers, cloned tensors and arrays, shared immutable values.
 
-    What is the same object in two places is one in the copy, too. Any other object is copied by ``copy.deepcopy``;
-    one that refuses that is kept as it is. Nothing is refused.
+    An object that is in two places is one object in the copy, too. An object of any other type is copied by
+    ``copy.deepcopy``, or kept as it is if it refuses that. Nothing is refused.
 
     Args:
         tree: any state.
@@ -57,7 +57,7 @@ def _copy(value: Any, made: dict[int, Any], depth: int) -> Any:
         copied: Any = value if unchanged else tuple(copies)
     elif kind is deque:
         copied = deque((_copy(item, made, depth + 1) for item in value), value.maxlen)
-    elif kind in (set, bytearray):  # what is in a set does not change
+    elif kind in (set, bytearray):  # the items of a set do not change
         copied = kind(value)
     elif kind in (torch.Tensor, torch.nn.Parameter):
         clone = value.detach().clone()
@@ -77,14 +77,14 @@ def _is_plain_array(value: Any) -> bool:
 
 
 def _copy_unknown(value: Any, made: dict[int, Any]) -> Any:
-    attempt: ChainMap[int, Any] = ChainMap({}, made)  # what a failed attempt leaves half made is not used
+    attempt: ChainMap[int, Any] = ChainMap({}, made)  # keeps what a failed attempt leaves half made out of made
     try:
         copied = copy_module.deepcopy(value, attempt)  # type: ignore[arg-type]
     except Exception:
         logger.debug("a %s cannot be copied and is kept as it is", type(value).__qualname__, exc_info=True)
         copied = value
     else:
-        originals = attempt.maps[0].pop(id(attempt), None)  # of a passing life; kept, for their ids are known now
+        originals = attempt.maps[0].pop(id(attempt), None)  # short-lived; kept alive, because made has their ids
         made.update(attempt.maps[0])
         made.setdefault(id(made), []).append(originals)
     made[id(value)] = copied

@@ -1,4 +1,4 @@
-"""Makes a nested state of JSON nodes and raw memory again; believes nothing that it is told about sizes."""
+"""Rebuilds a nested state from JSON nodes and raw memory; trusts nothing that it is told about sizes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from checkpointless.recovery.tree_encoder import ARRAY_DTYPE
 
 
 class Blobs:
-    """Hands out the raw bytes behind the header in the order in which they were put there."""
+    """Hands out the raw bytes behind the header, in the order in which they were written."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._offset = 0
 
     def take(self, length: int) -> memoryview:
-        """The next ``length`` bytes.
+        """Return the next ``length`` bytes.
 
         Raises:
-            ValueError: there are not so many.
+            ValueError: there are not that many.
         """
         blob = self._data[self._offset : self._offset + length]
         if length < 0 or len(blob) != length:
@@ -33,7 +33,7 @@ class Blobs:
         return blob
 
     def end(self) -> None:
-        """Nothing more is taken.
+        """Check that all bytes were taken.
 
         Raises:
             ValueError: there are bytes left.
@@ -46,8 +46,8 @@ class Decoder:
     """Decodes one tree.
 
     Args:
-        blobs: the bytes that it refers to.
-        tensors: the tensors that it refers to.
+        blobs: the bytes that the tree refers to.
+        tensors: the tensors that the tree refers to.
     """
 
     def __init__(self, blobs: Blobs, tensors: Sequence[torch.Tensor]) -> None:
@@ -56,7 +56,7 @@ class Decoder:
         self._made: list[Any] = []  # containers and tensors, in the order in which they were finished
 
     def decode(self, node: Any) -> Any:
-        """What ``node`` stands for."""
+        """Return the value that ``node`` stands for."""
         if isinstance(node, list):
             return self._finished([self.decode(item) for item in node])
         if not isinstance(node, dict):

@@ -1,7 +1,7 @@
 """Turns a nested state into JSON nodes and raw memory, or says what in it cannot travel.
 
-One walk serves three ends, which differ in what becomes of the memory (:class:`Sink`): to send it, to check that it
-could be sent, and to digest it.
+One walk serves three purposes, which differ in what happens to the memory (:class:`Sink`): sending it, checking
+that it could be sent, and digesting it.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from checkpointless.recovery.plain_values import (
 from checkpointless.recovery.tensor_memory import dtype_name, tensor_bytes
 
 MAX_DEPTH = 100
-ARRAY_DTYPE = re.compile(r"[<>|=][biufcmMSUV]\d+(\[\w+\])?")  # raw memory, and no objects or records in it
+ARRAY_DTYPE = re.compile(r"[<>|=][biufcmMSUV]\d+(\[\w+\])?")  # raw memory, without objects or records
 _DICTS = {dict: "dict", OrderedDict: "ordered", Counter: "counter", defaultdict: "defaultdict"}
 _SEQUENCES = {tuple: "tuple", deque: "deque", set: "set", frozenset: "frozenset"}
 _KEY_LENGTH = 60
 
 
 class Sink(Protocol):
-    """Where the memory goes that is no JSON.
+    """Takes the memory that is not JSON.
 
     Attributes:
-        canonical: equal states are to give equal nodes, however their containers are shared and tensors laid out.
+        canonical: whether equal states must give equal nodes, however containers are shared and tensors laid out.
     """
 
     canonical: bool
 
     def raw(self, nbytes: int, read: Callable[[], bytes]) -> Any:
-        """Take bytes. Returns what stands for them in the node."""
+        """Take bytes, and return what stands for them in the node."""
 
     def memory(self, nbytes: int, tensor: Callable[[], torch.Tensor]) -> dict[str, Any]:
-        """Take the memory of a tensor. Returns the fields of the node that stand for it."""
+        """Take the memory of a tensor, and return the fields of the node that stand for it."""
 
 
 class Sender:
-    """Takes small memory into one row of bytes, and large tensors as they are.
+    """Copies small memory into one row of bytes, and takes large tensors as they are.
 
     Args:
-        inline_bytes: the largest tensor that is copied; None: all are.
+        inline_bytes: the size in bytes of the largest tensor that is copied; None: all tensors are copied.
     """
 
     canonical = False
@@ -76,7 +76,7 @@ class Sender:
 
 
 class Checker:
-    """Takes nothing; knows how many bytes would have been copied into one row."""
+    """Takes nothing, and counts the bytes that would have been copied into one row."""
 
     canonical = False
 
@@ -108,24 +108,24 @@ class Digester:
 class Encoder:
     """Encodes one tree.
 
-    A container or tensor that is met again becomes a reference to the first: those are numbered in the order in
-    which they end, by the decoder too. A container inside of itself is refused.
+    A container or tensor that is met again becomes a reference to its first occurrence. Encoder and decoder number
+    containers and tensors in the order in which they end. A container inside itself is refused.
 
     Args:
-        sink: where the memory goes.
+        sink: takes the memory.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._open: set[int] = set()
-        self._done: dict[int, tuple[int, Any, Any]] = {}  # by id: number, node, and the value, to keep its id
+        self._done: dict[int, tuple[int, Any, Any]] = {}  # by id: number, node, and the value, which keeps the id
         self._in_key = False
 
     def encode(self, value: Any) -> Any:
-        """The node of ``value``.
+        """Return the node of ``value``.
 
         Raises:
-            Refused: it cannot travel.
+            Refused: ``value`` cannot travel.
         """
         kind = type(value)
         if value is None or kind is bool:
@@ -157,7 +157,7 @@ class Encoder:
         return node
 
     def _compound(self, value: Any, kind: type) -> Any:
-        """The node of what is numbered. What is refused ends the walk, and ``_open`` with it."""
+        """Return the node of a numbered value. A refusal ends the walk, and with it the use of ``_open``."""
         if kind is list:
             return self._items(value)
         if kind in _DICTS:
@@ -202,7 +202,7 @@ class Encoder:
         return encoded
 
     def _keys(self, keys: Iterable[Any]) -> list[Any]:
-        return [self._key(key) for key in sorted(keys, key=repr)]  # the same on every rank
+        return [self._key(key) for key in sorted(keys, key=repr)]  # the same order on every rank
 
     def _key(self, key: Any) -> Any:
         if type(key) is str or type(key) is int:
@@ -217,7 +217,7 @@ class Encoder:
             self._in_key = outer
 
     def _more(self, mapping: Any) -> dict[str, Any]:
-        """What a dictionary has beside its items."""
+        """Return what a dictionary has beside its items."""
         if type(mapping) is defaultdict:
             names = [name for name, factory in FACTORIES.items() if factory is mapping.default_factory]
             if not names:
@@ -273,7 +273,7 @@ class Encoder:
 
 
 def _dense_order(tensor: torch.Tensor) -> list[int] | None:
-    """The order of dimensions in which ``tensor`` is contiguous; None if it is so anyway, or has gaps."""
+    """Return the order of dimensions in which ``tensor`` is contiguous; None if it is so anyway, or has gaps."""
     if tensor.is_contiguous():
         return None
     strides = tensor.stride()
@@ -282,13 +282,13 @@ def _dense_order(tensor: torch.Tensor) -> list[int] | None:
 
 
 def _array_memory(array: Any, numpy: Any) -> torch.Tensor:
-    """The memory of an array as a flat tensor of bytes, in the order of its items; shared if possible."""
+    """Return the memory of an array as a flat tensor of bytes, in the order of its items; shared if possible."""
     flat = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
     return torch.from_numpy(flat if flat.flags.writeable else flat.copy())
 
 
 def _dtype_str(dtype: Any) -> str:
-    """A NumPy dtype by its ``str``, if that says all of it."""
+    """Return the ``str`` of a NumPy dtype, if that describes the dtype completely."""
     if dtype.hasobject:
         raise Refused("is a NumPy array of objects: keep a list, or an array of numbers")
     text = str(dtype.str)
@@ -329,7 +329,7 @@ def _short(key: Any) -> str:
 
 
 def canonical_digest(node: Any) -> str:
-    """Digest of a node of :class:`Digester`, whatever the order in dictionaries and sets."""
+    """Return the digest of a node of :class:`Digester`, whatever the order in dictionaries and sets."""
     return _digest_node(node, {}).hex()
 
 

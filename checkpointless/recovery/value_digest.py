@@ -1,4 +1,4 @@
-"""Digests of what is no tensor alone: the state of a callback, of a module or of a data module."""
+"""Digests of values that are not just tensors: the state of a callback, of a module or of a data module."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import xxhash
 from checkpointless.recovery.state_tree import dtype_name, tensor_bytes
 
 _PLAIN = (bool, int, float, complex, bytes, type(None))
-_ITERATORS_FROM = 3  # of what `__reduce_ex__` gives: there the items of a list and of a mapping begin
+_ITERATORS_FROM = 3  # the index in what `__reduce_ex__` returns where the iterators of list and mapping items begin
 
 
 def digest_value(value: Any) -> str:
-    """Digest of any value (xxh3-128, hex), the same in every process that holds an equal one.
+    """Return the digest of any value (xxh3-128, hex), the same in every process that holds an equal value.
 
-    The order of a mapping and of a set does not count, nor which mapping it is, nor whether a sequence is a list or
-    a tuple. Of an absolute path only the last name counts: where a run writes is not what it computed. An object
-    counts by its class and by what it would be copied from; one that cannot be copied (a lock, a file) counts by
-    its class alone.
+    The order of a mapping or a set does not count, nor the type of a mapping, nor whether a sequence is a list or a
+    tuple. Of an absolute path only the last name counts: where a run writes is not what it computed. An object
+    counts by its class and by what it would be copied from; an object that cannot be copied (a lock, a file) counts
+    by its class alone.
     """
     return _digest(value, ()).hex()
 
@@ -46,14 +46,14 @@ def _digest(value: Any, within: tuple[int, ...]) -> bytes:
 
 
 def _exact(value: Any) -> str:
-    """The text of a plain value, whichever class derived from it has it (NumPy's numbers, for instance)."""
+    """Return the text of a plain value, also for an instance of a subclass (NumPy's numbers, for instance)."""
     if isinstance(value, float):
         return value.hex()
     return int.__repr__(value) if isinstance(value, int) else repr(value)
 
 
 def _digest_parts(value: Any, within: tuple[int, ...]) -> bytes:
-    """Digest of a value by those of what it consists of."""
+    """Return the digest of a value, made from the digests of its parts."""
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Mapping):
         pairs = (_digest(key, within) + _digest(item, within) for key, item in value.items())
@@ -79,7 +79,7 @@ def _digest_parts(value: Any, within: tuple[int, ...]) -> bytes:
 
 
 def _join(head: str, parts: list[bytes]) -> bytes:
-    """Digest of a head and parts, each with its length, so that no two sequences look alike."""
+    """Return the digest of a head and parts, each with its length, so that no two sequences look alike."""
     total = xxhash.xxh3_128()
     for part in (head.encode(), *parts):
         total.update(len(part).to_bytes(8, "little"))

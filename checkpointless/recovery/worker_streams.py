@@ -1,9 +1,10 @@
 """Random numbers drawn in data-loader workers, made a function of the batch instead of the worker's history.
 
-A worker's streams begin with a seed that the training process draws when it starts the worker, and go on from batch
-to batch. After a fault the workers are new, and would draw something else than in a run without the fault. Here a
-worker's streams are set anew for every batch, from the seed of the job and from which batch it is. A batch is then
-made again, or made by another worker, with the same bits, however far the lost workers had read ahead.
+Without this module, a worker's streams begin with a seed that the training process draws when it starts the worker,
+and continue from batch to batch. After a fault the workers are new, and would draw other numbers than in a run
+without the fault. Here a worker's streams are set for every batch, from the seed of the job and the identity of the
+batch. A batch that is made again, or by another worker, then has the same bits, however far the lost workers had
+read ahead.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Place:
     """Where an iterator over a data loader begins.
 
     Attributes:
-        epoch: how many passes over the data lie behind.
-        batch: how many batches of this pass lie behind.
+        epoch: how many passes over the data precede it.
+        batch: how many batches of this pass precede it.
     """
 
     epoch: int = 0
@@ -39,28 +40,28 @@ class Place:
 def seed_data_workers(
     loader: Any, seed: int, *, rank: int = 0, stream: str = "", place: Callable[[], Place] = Place
 ) -> None:
-    """Have random numbers that are drawn in the workers of ``loader`` depend on ``seed`` and the batch alone.
+    """Make the random numbers that the workers of ``loader`` draw depend on ``seed`` and the batch alone.
 
-    Before each batch the worker's streams (torch on the CPU, NumPy's global one, Python's ``random``) are set from
-    ``seed``, ``rank``, ``stream``, the epoch and the batch: the sampler's indices, or the number of the batch where
-    the dataset is iterable and has none. Generators that a dataset keeps for itself, and the ``seed`` of torch's
-    ``get_worker_info()``, are left alone. The loader's ``worker_init_fn`` is still called, after the streams were
-    set from the worker's number. Without workers nothing is changed.
+    Before each batch, the worker's streams (torch on the CPU, NumPy's global one, Python's ``random``) are set from
+    ``seed``, ``rank``, ``stream``, the epoch and the batch. The batch is identified by the sampler's indices, or by
+    its number if the dataset is iterable and has no indices. Generators that a dataset keeps for itself, and the
+    ``seed`` of torch's ``get_worker_info()``, are left alone. The loader's ``worker_init_fn`` is still called,
+    after the streams were set from the worker's number. Without workers nothing is changed.
 
-    Call it before the loader is iterated over; once is enough for all epochs. A dataset that is iterable must go on
-    after a fault exactly where ``place`` says.
+    Call this function before the loader is iterated over; once is enough for all epochs. After a fault, an iterable
+    dataset must resume exactly where ``place`` says.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``; its ``worker_init_fn`` is replaced.
-        seed: the same before and after a fault.
-        rank: the data-parallel rank: ranks with equal indices draw different numbers.
-        stream: tells loaders of one job apart that share indices, training and validation for example.
-        place: where the next iterator begins; asked at the start of each worker. With persistent workers each
-            further iterator counts as one epoch more. Default: always at the beginning of epoch 0.
+        seed: the seed, which must be the same before and after a fault.
+        rank: the data-parallel rank, so that ranks with equal indices draw different numbers.
+        stream: a name that tells loaders of one job apart that share indices, training and validation for example.
+        place: returns where the next iterator begins; called at the start of each worker. With persistent workers,
+            each further iterator counts as one epoch more. Default: always at the beginning of epoch 0.
 
     Raises:
-        TypeError: ``loader`` makes its workers in a way of its own.
-        ValueError: its persistent workers run already.
+        TypeError: ``loader`` is not torch's ``DataLoader``, or makes its workers in a different way.
+        ValueError: the loader's persistent workers run already.
     """
     if getattr(loader, "num_workers", None) == 0:
         return
@@ -75,17 +76,17 @@ def seed_data_workers(
 
 
 def is_iterable(loader: Any) -> bool:
-    """Whether the batches of ``loader`` are known by their number only, as its dataset has no indices."""
+    """Return whether the batches of ``loader`` are identified by number only, as its dataset has no indices."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 class WorkerStreams:
-    """The ``worker_init_fn`` that :func:`seed_data_workers` gives a loader: acts in the worker that calls it.
+    """The ``worker_init_fn`` that :func:`seed_data_workers` gives a loader. It acts in the worker that calls it.
 
     Args:
-        key: what the streams depend on beside epoch and batch.
-        place: where the iterator begins.
-        init: the loader's own ``worker_init_fn``.
+        key: what the streams depend on beside epoch and batch: seed, rank and stream.
+        place: returns where the iterator begins.
+        init: the loader's original ``worker_init_fn``; None if it had none.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class WorkerStreams:
         """Prepare this worker.
 
         Args:
-            worker_id: its number.
+            worker_id: the worker's number.
         """
-        if os.getpid() == self._home:  # not in a process of its own: these streams are the training's
+        if os.getpid() == self._home:  # not in a separate process: these streams are the training's
             if self.init is not None:
                 self.init(worker_id)
             return
@@ -113,11 +114,11 @@ class WorkerStreams:
         self._seed_fetchers(worker_id, place)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker that is spawned: where to begin, not the trainer that knows it."""
+        """Return the state for a worker that is spawned: where to begin, not the trainer that knows it."""
         return {**vars(self), "place": _Known(self.place())}
 
     def _seed_fetchers(self, worker_id: int, place: Place) -> None:
-        """Have every fetcher that torch makes in this process (one per pass) set the streams before each batch."""
+        """Make every fetcher that torch makes in this process (one per pass) set the streams before each batch."""
         info = get_worker_info()
         step = info.num_workers if info is not None else 1
         create = _DatasetKind.create_fetcher
@@ -126,7 +127,7 @@ class WorkerStreams:
         def create_seeded(kind: int, *args: Any) -> _SeededFetcher:
             epoch = next(epochs)
             first = worker_id + (place.batch if epoch == place.epoch else 0)
-            _set_streams(self.key, epoch, "pass", worker_id)  # an iterable dataset may draw when it is begun
+            _set_streams(self.key, epoch, "pass", worker_id)  # an iterable dataset may draw when it begins
             numbers = itertools.count(first, step) if kind == _DatasetKind.Iterable else None
             return _SeededFetcher(create(kind, *args), (*self.key, epoch), numbers)
 
@@ -137,9 +138,9 @@ class _SeededFetcher:
     """Torch's fetcher of one pass, with the streams set before each batch.
 
     Args:
-        inner: the fetcher.
+        inner: torch's fetcher.
         key: what the streams depend on beside the batch.
-        numbers: the numbers of this worker's batches; None: they are known by their indices.
+        numbers: the numbers of this worker's batches; None: batches are identified by their indices.
     """
 
     def __init__(self, inner: Any, key: tuple[Any, ...], numbers: itertools.count[int] | None) -> None:
@@ -148,8 +149,8 @@ class _SeededFetcher:
         self._numbers = numbers
 
     def fetch(self, index: Any) -> Any:
-        """The batch of ``index``."""
-        # Bytes, as an index may be of any type, and not every type's text is the same in two processes.
+        """Return the batch of ``index``."""
+        # As bytes: an index may be of any type, and not every type's text is the same in two processes.
         batch = pickle.dumps(index, protocol=4) if self._numbers is None else next(self._numbers)
         _set_streams(self._key, "batch", batch)
         return self._inner.fetch(index)
@@ -157,7 +158,7 @@ class _SeededFetcher:
 
 @dataclass(frozen=True)
 class _Known:
-    """A place that was asked for already."""
+    """A place that has been determined already."""
 
     place: Place
 
@@ -168,7 +169,7 @@ class _Known:
 def _set_streams(*key: Any) -> None:
     """Set the streams of torch (CPU), NumPy and Python from ``key``: numbers, text and bytes."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=32).digest()
-    # Not torch.manual_seed(): that seeds the devices, too, which a worker has no business with.
+    # Not torch.manual_seed(): that also seeds the devices, which a worker must leave alone.
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     random.seed(digest[8:16])
     numpy = sys.modules.get("numpy")

@@ -1,5 +1,5 @@
-"""What happened in a run and how long it took.
+"""Records of what happened in a run and how long it took.
 
-Events and step records are written as JSON lines into the run directory by every process of a job; incidents
-and verdicts are pure functions of what was read back.
+Every process of a job writes events and step records as JSON lines into the run directory. Incidents and verdicts
+are pure functions of the records that are read back.
 """

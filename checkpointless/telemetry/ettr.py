@@ -1,21 +1,21 @@
-"""What a run's time was spent on, and the share of it that was effective training (ETTR).
+"""Accounting of a run's time, and of the share that was effective training (ETTR).
 
 ETTR is the ratio of productive time to the wall-clock time of a run (Kokolis et al., "Revisiting Reliability in
-Large-Scale Machine Learning Research Clusters", HPCA 2025, arXiv:2410.21680). There the time that a job waits for
-the scheduler counts as wall-clock time too; a run directory knows nothing of that, so here the clock starts with
-the job:
+Large-Scale Machine Learning Research Clusters", HPCA 2025, arXiv:2410.21680). In the paper, the wall-clock time
+includes the time that a job waits for the scheduler. A run directory has no record of that wait, so here the clock
+starts with the job:
 
     wall     = first event of the job .. its end (or the last event, while there is none)
-    start-up = the first event .. the last rank begins its first step
-    recovery = from each fault .. the last rank has made its next step (incidents that overlap count once)
-    shutdown = the last rank has made its last step .. end
-    repeated = steps that were committed, lost, and made again, times the time of a step
+    start-up = first event .. the last rank begins its first step
+    recovery = each fault .. the last rank has completed its next step (incidents that overlap count once)
+    shutdown = the last rank has completed its last step .. end
+    repeated = number of steps that were committed, lost and repeated, times the duration of a step
     training = wall - start-up - recovery - shutdown - repeated
     ETTR     = training / wall
 
-An incident's clock runs until the step that it interrupted has been made, although that step is effective; the part
-of it that was done before the fault counts as training instead. So the two cancel, to within a step per incident,
-and the error is never in favour of recovery.
+An incident's clock runs until the interrupted step has been completed, although that step is effective training. In
+exchange, the part of the step that was done before the fault counts as training. The two cancel to within one step
+per incident, and the error is never in favour of recovery.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NS_PER_S = 1e9
 
 
 class Activity(enum.Enum):
-    """What a run does at a time."""
+    """What a run does during a period."""
 
     STARTUP = "start-up"
     TRAINING = "training"
@@ -44,12 +44,12 @@ class Activity(enum.Enum):
 
 @dataclass(frozen=True)
 class Period:
-    """A piece of a run's time.
+    """A part of a run's time that was spent on one activity.
 
     Attributes:
-        activity: what it was spent on.
-        begin_ns: UTC nanoseconds.
-        end_ns: UTC nanoseconds, later.
+        activity: what the time was spent on.
+        begin_ns: beginning of the period, in UTC nanoseconds.
+        end_ns: end of the period, in UTC nanoseconds; later than ``begin_ns``.
     """
 
     activity: Activity
@@ -58,19 +58,20 @@ class Period:
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """The length of the period, in seconds."""
         return (self.end_ns - self.begin_ns) / _NS_PER_S
 
 
 @dataclass(frozen=True)
 class Milestones:
-    """The moments of a run that its time is cut at, UTC nanoseconds.
+    """The moments that divide a run's time, in UTC nanoseconds.
 
     Attributes:
         begin_ns: the first event of the job.
-        end_ns: its end; while there is none, its last event.
-        trains_ns: the last rank of the first generation began its first step; None if no event says so.
-        trained_ns: the last rank was through with its last step; None if no event says so.
+        end_ns: the end of the job; its last event while there is no end.
+        trains_ns: when the last rank of the first generation began its first step, or if no event says so, when
+            that generation began; None if no event says that either.
+        trained_ns: when the last rank had finished its last step; None if no event says so.
     """
 
     begin_ns: int
@@ -81,16 +82,16 @@ class Milestones:
 
 @dataclass(frozen=True)
 class TimeAccount:
-    """What a run's time was spent on. Seconds.
+    """How a run's time was spent, in seconds.
 
     Attributes:
-        periods: the whole time, piece by piece.
-        wall_s: from the first event to the end.
-        startup_s: until training began.
-        recovery_s: in incidents.
-        shutdown_s: after the last step.
-        repeated_s: making steps again; None if it is not known how many or how long they take.
-        training_s: effective training; None if it is not known when training began, or what was repeated.
+        periods: the periods that make up the whole time, in order.
+        wall_s: time from the first event to the end.
+        startup_s: time until training began.
+        recovery_s: time in incidents.
+        shutdown_s: time after the last step.
+        repeated_s: time spent on repeating steps; None if their number or their duration is not known.
+        training_s: effective training time; None if it is not known when training began or what was repeated.
     """
 
     periods: tuple[Period, ...]
@@ -108,13 +109,13 @@ class TimeAccount:
 
     @property
     def ettr_while_training(self) -> float | None:
-        """The same without start-up and shutdown, which a short run has as well as a long one; None if unknown."""
+        """ETTR without start-up and shutdown, which short and long runs alike have; None if unknown."""
         underway_s = self.wall_s - self.startup_s - self.shutdown_s
         return self.training_s / underway_s if self.training_s is not None and underway_s > 0 else None
 
 
 def milestones(events: Iterable[Event]) -> Milestones | None:
-    """When the run began, trained and ended; None without events.
+    """Return the moments at which the run began, trained and ended, or None without events.
 
     Args:
         events: all events of the run, in any order.
@@ -138,18 +139,19 @@ def milestones(events: Iterable[Event]) -> Milestones | None:
             trained.append(event.ts)
     if begin_ns is None:
         return None
-    # A block that is no training loop we know trains as soon as it is entered, for all that is known.
+    # A block that is not a training loop we know counts as training from its entry: nothing else is known.
     trains_ns = max(first_steps[min(first_steps)]) if first_steps else blocks.get(min(blocks, default=0))
     return Milestones(begin_ns, last_ns if job_ns is None else job_ns, trains_ns, max(trained, default=None))
 
 
 def account(marks: Milestones, incidents: Sequence[IncidentSummary], step_s: float | None) -> TimeAccount:
-    """Say what a run's time was spent on.
+    """Account for a run's time.
 
     Args:
-        marks: when it began, trained and ended.
-        incidents: its incidents, in order. One that did not end lasts until the next one or the end of the run.
-        step_s: seconds of an undisturbed step; None if not known.
+        marks: when the run began, trained and ended.
+        incidents: the run's incidents, in order. An incident without an end lasts until the next incident or the
+            end of the run.
+        step_s: duration of an undisturbed step, in seconds; None if not known.
     """
     begin_ns, end_ns = marks.begin_ns, max(marks.end_ns, marks.begin_ns)
     trains_ns = end_ns if marks.trains_ns is None else marks.trains_ns
@@ -195,15 +197,15 @@ def account(marks: Milestones, incidents: Sequence[IncidentSummary], step_s: flo
 
 
 def step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -> float | None:
-    """Seconds per optimizer step in undisturbed training; None if no two moments of a generation say so.
+    """Return the seconds per optimizer step in undisturbed training; None if no two moments of a generation say so.
 
-    The time between the first step of each generation and the last moment at which its progress is known (a fault,
-    the end of training, or an agent's note), over the steps made in it. It includes what else a training loop does:
-    validation, checkpoints, and the part of a step that a fault interrupted.
+    This is the time between the first step of each generation and the last moment at which its progress is known (a
+    fault, the end of training, or an agent's note), divided by the number of steps in that time. It includes the
+    other work of a training loop: validation, checkpoints, and the part of a step that a fault interrupted.
 
     Args:
         events: all events of the run, in any order.
-        incidents: its incidents.
+        incidents: the run's incidents.
     """
     began: dict[int, tuple[int, int]] = {}
     reached: dict[int, tuple[int, int]] = {}

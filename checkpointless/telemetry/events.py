@@ -26,7 +26,7 @@ EVENTS_FILE = "events.jsonl"
 Edge = Literal["begin", "end", "point"]
 EDGES: tuple[Edge, ...] = get_args(Edge)
 
-#: The stages of an incident, in the order in which they come.
+#: The stages of an incident, in the order in which they occur.
 STAGES = (
     "detect",
     "notify",
@@ -42,9 +42,9 @@ STAGES = (
     "data",
     "first_step",
 )
-#: Written just before a fault is caused on purpose.
+#: Stage of the event that is written just before a fault is injected.
 FAULT_INJECTED = "fault_injected"
-#: Written by a process that had to leave events out, as soon as it can write again; ``count`` says how many.
+#: Stage of the event that a process writes, as soon as it can, if it had to drop events: ``count`` of them.
 EVENTS_DROPPED = "events_dropped"
 
 _OWN_KEYS = ("ts", "mono", "node", "rank", "pid", "generation", "incident", "stage", "edge")
@@ -55,16 +55,16 @@ class Event:
     """One line of the event log.
 
     Attributes:
-        ts: UTC time in nanoseconds since the epoch.
-        mono: monotonic clock in nanoseconds, comparable between the processes of one node.
+        ts: UTC time, in nanoseconds since the epoch.
+        mono: monotonic clock, in nanoseconds; comparable between the processes of one node.
         node: index of the node.
-        rank: the rank it is about, or None (an agent's own event).
-        pid: the process that wrote it.
-        generation: the generation in which it happened.
-        incident: id of the incident it belongs to, or None.
+        rank: rank that the event is about; None for an agent's own event.
+        pid: id of the process that wrote the event.
+        generation: generation in which the event happened.
+        incident: id of the incident that the event belongs to; None if it belongs to none.
         stage: one of :data:`STAGES`, or another word.
         edge: ``begin`` or ``end`` of a span, or a ``point`` in time.
-        fields: what else the line says (bytes, sources, seconds, cause...).
+        fields: further fields of the line (bytes, sources, seconds, cause, ...).
     """
 
     ts: int
@@ -82,17 +82,17 @@ class Event:
 class EventLog:
     """Appends events to one file, which any number of processes and threads may share.
 
-    Whoever emits never waits for the disk, and never fails because of it: a thread of the process writes
-    (:mod:`checkpointless.telemetry.scribe`), in the order in which the events were emitted. Every line is one
-    ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is held between lines: the
-    log survives forks and clean-ups, and leaves nothing behind. Lines that cannot be written (disk full, directory
-    gone) and those that come while thousands wait for a disk that has stopped are left out; one line says how many,
-    once lines can be written again. Points outside of incidents are left out first.
+    A caller of :meth:`emit` never waits for the disk and never fails because of it: a thread of the process
+    (:mod:`checkpointless.telemetry.scribe`) writes the events in the order in which they were emitted. Every line
+    is one ``write(2)`` to a file opened with ``O_APPEND``, so lines never mix. No descriptor is held between lines:
+    the log survives forks and clean-ups, and leaves nothing behind. Lines that cannot be written (disk full,
+    directory gone), and lines that come while thousands wait for a stalled disk, are dropped; one line says how
+    many, once lines can be written again. Points outside of incidents are dropped first.
 
     Args:
-        path: the file; None drops everything.
+        path: the file; None drops every event.
         node: index of this node.
-        rank: the rank that writes, where an event does not name another.
+        rank: rank that writes; used for events that do not name another rank.
     """
 
     def __init__(self, path: Path | None, *, node: int = 0, rank: int | None = None) -> None:
@@ -110,18 +110,18 @@ class EventLog:
         rank: int | None = None,
         **fields: Any,
     ) -> None:
-        """Have one event appended, stamped with the time of now and this process; never waits.
+        """Queue one event, stamped with the current time and this process's id; never wait.
 
         Args:
             stage: one of :data:`STAGES`, or another word.
             edge: ``begin``, ``end`` or ``point``.
-            generation: the generation in which it happens.
-            incident: id of the incident it belongs to.
-            rank: the rank that it is about (default: the log's own).
-            **fields: more to say; whatever is not plain JSON (paths, enums, sets...) is turned into it.
+            generation: generation in which the event happens.
+            incident: id of the incident that the event belongs to; None if it belongs to none.
+            rank: rank that the event is about (default: the log's own rank).
+            **fields: further fields; values that are not plain JSON (paths, enums, sets, ...) are converted.
 
         Raises:
-            ValueError: an unknown edge, or a field named like one of the log's own.
+            ValueError: ``edge`` is unknown, or a field has the name of one of the log's own fields.
         """
         if edge not in EDGES:
             raise ValueError(f"edge must be one of {', '.join(EDGES)}, not {edge!r}")
@@ -152,10 +152,10 @@ class EventLog:
     def span(
         self, stage: str, *, generation: int, incident: str | None = None, **fields: Any
     ) -> Iterator[dict[str, Any]]:
-        """Emit ``begin`` now and, when the block is left, ``end`` with ``seconds`` and (if it raised) ``error``.
+        """Emit ``begin`` now and, when the ``with`` body ends, ``end`` with ``seconds`` and any ``error`` raised.
 
         Yields:
-            A dict; what is put into it goes into the ``end`` line.
+            A dict whose entries go into the ``end`` line.
         """
         more: dict[str, Any] = {}
         self.emit(stage, "begin", generation=generation, incident=incident, **fields)
@@ -171,22 +171,28 @@ class EventLog:
 
 
 class _Losses:
-    """Keeps account of the lines that one file did not get, and writes how many when it takes lines again.
+    """Counts the lines that one file did not get, and writes the count once lines can be written again.
 
-    :meth:`append` is called in one thread only, :meth:`add` in any.
+    Only one thread calls :meth:`append`; any thread may call :meth:`add`.
     """
 
     def __init__(self) -> None:
-        self._left_out = itertools.count()  # moved on in C: neither threads nor interruptions lose one
+        self._left_out = itertools.count()  # advanced in C: neither threads nor interruptions lose a count
         self._looked = self._unwritten = self._told = 0
         self._has_complained = False
 
     def add(self) -> None:
-        """A line was left out."""
+        """Count a line that was dropped."""
         next(self._left_out)
 
     def append(self, path: Path, line: str, origin: Mapping[str, Any]) -> None:
-        """Append ``line``, of that node, rank, pid and generation; if that fails it is counted and said once."""
+        """Append ``line``; if that fails, count it, and warn once until a line can be written again.
+
+        Args:
+            path: the file.
+            line: the line, without a newline.
+            origin: node, rank, pid and generation of the line.
+        """
         left_out = next(self._left_out) - self._looked
         self._looked += 1
         count = left_out + self._unwritten - self._told
@@ -207,7 +213,7 @@ class _Losses:
 
 
 _losses: dict[Path, _Losses] = {}
-os.register_at_fork(after_in_child=_losses.clear)  # the parent says what it lost
+os.register_at_fork(after_in_child=_losses.clear)  # the parent process reports what it lost
 
 
 def _append(path: Path, line: str, origin: Mapping[str, Any]) -> None:
@@ -218,18 +224,18 @@ def flush_events(timeout_s: float = FLUSH_S) -> bool:
     """Wait until the events of this process are written.
 
     Args:
-        timeout_s: for how long at most.
+        timeout_s: longest wait, in seconds.
 
     Returns:
-        Whether they are.
+        Whether all of them are written.
     """
     return scribe.flush(timeout_s)
 
 
 def event_log() -> EventLog:
-    """The log of this process, as its environment says: ``CHECKPOINTLESS_RUN_DIR``, ``RANK``, ``NODE_RANK``.
+    """Return the log that this process's environment names: ``CHECKPOINTLESS_RUN_DIR``, ``RANK``, ``NODE_RANK``.
 
-    Without a run directory it is a log that drops everything.
+    Without a run directory, the log drops every event.
     """
     run_dir = os.environ.get(RUN_DIR_ENV)
     rank = os.environ.get("RANK")
@@ -240,17 +246,17 @@ def event_log() -> EventLog:
     )
 
 
-_opener = functools.partial(os.open, mode=0o644)  # in C from end to end: nothing of it can be interrupted
+_opener = functools.partial(os.open, mode=0o644)  # runs in C from end to end: cannot be interrupted
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append ``line`` and a newline to ``path`` with one ``write(2)``; makes the file if it is not there.
+    """Append ``line`` and a newline to ``path`` with one ``write(2)``; create the file if it does not exist.
 
     Raises:
-        OSError: it could not be written, or not wholly.
+        OSError: the line could not be written, or only a part of it was.
     """
     data = line.encode() + b"\n"
-    # An object of open() closes its descriptor also if an interruption comes before it has a name.
+    # The object that open() returns closes its descriptor even if an interruption comes before it has a name.
     with open(path, "ab", buffering=0, opener=_opener) as file:
         written = file.write(data)
     if written != len(data):
@@ -258,10 +264,11 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a file of JSON lines, with their line numbers from 1.
+    """Yield the JSON objects of a file of JSON lines, each after its line number, counted from 1.
 
-    What a writer wrote when it was killed may lack its end: as the last line it is left out, and where another
-    writer has appended a line to it, that one is given. A line that is broken otherwise is left out with a warning.
+    A line that a writer was killed on may lack its end. If it is the last line, it is skipped; if another writer
+    has appended a line to it, the appended line is yielded. A line that is broken in another way is skipped with a
+    warning.
     """
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
@@ -273,10 +280,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_events(run_dir: Path) -> list[Event]:
-    """All events of a run, in the order in which they were written, those of this process included.
+    """Return all events of a run in the order in which they were written, including those of this process.
 
     Args:
-        run_dir: the run directory; one without an event file has no events.
+        run_dir: the run directory; without an event file in it, there are no events.
     """
     flush_events()
     path = run_dir / EVENTS_FILE
@@ -292,7 +299,7 @@ def read_events(run_dir: Path) -> list[Event]:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """The event that a line of the log is; None, with a warning, if it is none."""
+    """Parse a line of the log; return None, with a warning, if it is not an event."""
     try:
         return _event(_record(line) or {})
     except (KeyError, TypeError, ValueError) as error:
@@ -301,7 +308,7 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The object that a line is, or ends with behind the torn beginning of another one; None if there is none."""
+    """Return the object that a line is, or that follows the torn beginning of another line; None without one."""
     start = line.find(b"{")
     while start >= 0:
         try:
@@ -314,7 +321,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def json_safe(value: Any) -> Any:
-    """``value`` as plain JSON types; what has no JSON form becomes text, non-finite floats too."""
+    """Convert ``value`` to plain JSON types; values without a JSON form become text, non-finite floats included."""
     if value is None or isinstance(value, bool | int | str):
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, float):

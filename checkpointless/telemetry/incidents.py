@@ -1,4 +1,4 @@
-"""Incidents: what the events of a run say about each fault and all that followed it."""
+"""Incidents: what the events of a run say about each fault and everything that followed it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Event
 _NS_PER_S = 1e9
 _NOTICING = frozenset({"detect", "notify"})
 _CLEANING_UP = frozenset({"abort", "finalize", "health"})
-#: Stages of the new generation; the earlier ones belong to the one that ended.
+#: Stages that belong to the new generation; the earlier stages belong to the generation that ended.
 _STARTING = frozenset(STAGES[STAGES.index("init") :])
 JOB = "job"
 RUNG = "rung"
@@ -21,54 +21,55 @@ RUNG = "rung"
 class Outcome(enum.Enum):
     """How an incident ended."""
 
-    RESUMED = "resumed"  # every rank committed its first step of the new generation, or none was left to make
-    ESCALATED = "escalated"  # another incident took over before that
-    FAILED = "failed"  # the log ends before that
+    RESUMED = "resumed"  # every rank committed its first step of the new generation, or no step was left
+    ESCALATED = "escalated"  # another incident took over first
+    FAILED = "failed"  # the log ends before either
 
 
 class Rung(enum.IntEnum):
-    """How far up a recovery goes."""
+    """The level to which a recovery escalates."""
 
-    IN_PROCESS = 0  # the block is run again in the living process
-    PROCESS = 1  # a rank gets a new one
-    NODE = 2  # another node takes a lost one's place
+    IN_PROCESS = 0  # the block runs again in the living process
+    PROCESS = 1  # a rank gets a new process
+    NODE = 2  # another node replaces a lost one
     JOB = 3  # all ranks start again from storage
 
     @property
     def label(self) -> str:
-        """Its name in events and tables."""
+        """The name of the rung in events and tables."""
         return self.name.lower().replace("_", "-")
 
 
 @dataclass(frozen=True)
 class IncidentSummary:
-    """One incident.
+    """Summary of one incident.
 
     Attributes:
-        incident: its id.
-        generation: the generation that it ended.
+        incident: id of the incident.
+        generation: generation that the incident ended.
         cause: what went wrong, in one line ("" if no event says so).
-        culprit: the rank that failed, or None.
-        how: how it was detected ("" if no event says so).
-        start_ns: UTC nanoseconds: the injected fault where it is known, else the first event.
-        end_ns: UTC nanoseconds: the end of the last rank's ``first_step``, as far as known; None unless resumed.
-        headline_s: seconds from start to end; None unless resumed.
-        stages_s: seconds of each stage that happened, in order: of the rank that took longest. ``detect`` runs from
-            the injected fault to the first notice of it.
-        target: the step after which training resumes; None if nothing was decided, or nothing committed before.
+        culprit: rank that failed; None if no event names one.
+        how: how the fault was detected ("" if no event says so).
+        start_ns: start in UTC nanoseconds: the injected fault if it is known, else the first event.
+        end_ns: end in UTC nanoseconds: the end of the last rank's ``first_step``, as far as known; None unless
+            training resumed.
+        headline_s: seconds from start to end; None unless training resumed.
+        stages_s: seconds that each stage took on its slowest rank, for the stages that happened, in order.
+            ``detect`` lasts from the injected fault to the first notice of it.
+        target: step after which training resumes; None if nothing was decided, or nothing had been committed.
         nbytes: bytes received by the ranks that were filled.
-        sources: the ranks that they came from.
-        peak_growth_bytes: how much more host memory than at the fault a rank that lived through it held at the most
-            until its state was back; None if nobody said.
-        respawned: the ranks that got a new process.
-        rung: how far up the recovery went.
-        steps_up: why it went higher than a block that is run again in the living process, rung by rung.
-        tiles_s: seconds of the incident by stage, without overlap: a stage lasts from the end of the one before
-            until its last rank has ended it. They add up to the headline if a step was left to make.
-        injected: the spec of the fault that was caused on purpose ("" if none was).
-        committed: the newest optimizer step that a rank had committed (0: none); None if no event says so.
-        resumed_after: the step after which training really went on; None if no event says so.
-        outcome: how it ended.
+        sources: ranks that sent state to the ranks that were filled.
+        peak_growth_bytes: largest growth of host memory, from the fault until the state was back, on any rank that
+            survived the fault; None if no rank reported it.
+        respawned: ranks that got a new process.
+        rung: level to which the recovery escalated.
+        steps_up: reason for each rung above ``in-process`` that the recovery needed, in the order of the rungs.
+        tiles_s: seconds of the incident by stage, without overlap: a stage lasts from the end of the previous stage
+            until the last rank has finished it. They add up to ``headline_s`` if a step was left to train.
+        injected: spec of the injected fault ("" if none was injected).
+        committed: newest optimizer step that a rank had committed (0: none); None if no event says so.
+        resumed_after: step after which training actually resumed; None if no event says so.
+        outcome: how the incident ended.
         reason: why recovery was refused or broke off ("" if it was not).
     """
 
@@ -97,14 +98,14 @@ class IncidentSummary:
 
     @property
     def steps_lost(self) -> int | None:
-        """How many committed steps had to be made again; None if that is not known, or nothing was resumed."""
+        """The number of committed steps that had to be repeated; None if unknown or if training did not resume."""
         if self.outcome is not Outcome.RESUMED or self.committed is None or self.resumed_after is None:
             return None
         return max(0, self.committed - self.resumed_after)
 
     @property
     def kind(self) -> str:
-        """What kind of fault it was: as the injected fault's spec says, else how it was noticed."""
+        """The kind of the fault: the kind in the injected fault's spec, else how the fault was detected."""
         return self.injected.partition("@")[0].partition(":")[0] or self.how.lower() or "unknown"
 
     @property
@@ -118,9 +119,10 @@ class IncidentSummary:
 
 
 def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
-    """Sum up each incident of a run, in the order in which they began.
+    """Summarize each incident of a run, in the order in which the incidents began.
 
-    Times are differences of the monotonic clock, except between events of different nodes, where only UTC compares.
+    Times are differences of the monotonic clock, except between events of different nodes, for which only UTC is
+    comparable.
 
     Args:
         events: all events of the run, in any order.
@@ -134,7 +136,7 @@ def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
 
 
 def by_incident(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """The events of each incident, by time; the incidents in the order in which they began.
+    """Return the events of each incident, sorted by time; the incidents are in the order in which they began.
 
     Args:
         events: all events of the run, in any order.
@@ -143,13 +145,13 @@ def by_incident(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 class _Log:
-    """The events of a run, sorted by what they say of incidents.
+    """The events of a run, sorted by what they say about incidents.
 
     Attributes:
-        groups: the events of each incident, by time.
-        injected: the faults that were caused on purpose.
-        first_steps: the step with which training began, by generation.
-        job_end: the end of the job, if it has come.
+        groups: events of each incident, sorted by time.
+        injected: events of the injected faults.
+        first_steps: step with which training began, by generation.
+        job_end: event that ended the job; None if the job has not ended.
     """
 
     def __init__(self, events: Iterable[Event]) -> None:
@@ -170,7 +172,7 @@ class _Log:
             if event.stage == "first_step" and event.edge == "end" and isinstance(step, int):
                 self.first_steps[event.generation] = max(step, self.first_steps.get(event.generation, step))
             named = event.incident
-            # A rank begins to clean up before the agent has told it the incident's name.
+            # A rank begins to clean up before the agent has told it the incident's id.
             incident = ended_by.get(event.generation, named) if event.stage in _CLEANING_UP else named
             if incident is not None:
                 self.groups[incident].append(event)
@@ -188,7 +190,7 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
     spans = _spans(events)
     end = _end(events, generation)
     if end is None and not superseded and job_end is not None and job_end.fields.get("code") == 0:
-        end = events[-1]  # there was no step left to make
+        end = events[-1]  # no step was left to train
     stages_s = {stage: max(spans[stage].values()) for stage in STAGES if spans.get(stage)}
     if fault is not None:
         stages_s["detect"] = _seconds(fault, noticed)
@@ -232,24 +234,27 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
 
 
 def _detection(events: Sequence[Event]) -> Event:
-    """The one that knows best: the last, since victims are often heard first, that is no victim."""
+    """Return the most informative ``detect`` event: the last that is not a victim's; victims often report first."""
     told = [event for event in events if event.stage == "detect"] or events[:1]
     return ([event for event in told if not _tells_of_a_victim(event)] or told)[-1]
 
 
 def _tells_of_a_victim(detect: Event) -> bool:
-    """An exception for which nobody is blamed; for the loss of a node nobody is, either."""
+    """Return whether ``detect`` reports an exception without a culprit.
+
+    The loss of a node has no culprit either, but does not count.
+    """
     return detect.fields.get("how") == "exception" and not isinstance(detect.fields.get("culprit"), int)
 
 
 def _generation(events: Sequence[Event]) -> int:
-    """The generation that an incident ended: the detection's, else the oldest that any event of it carries."""
+    """Return the generation that an incident ended: its detection's, else the oldest that its events carry."""
     detects = [event.generation for event in events if event.stage == "detect"]
     return detects[0] if detects else min(event.generation for event in events)
 
 
 def _fault_behind(injected: Sequence[Event], generation: int, culprit: int | None, before_ns: int) -> Event | None:
-    """The last injected fault that can have caused what was detected at ``before_ns``."""
+    """Return the last injected fault that can have caused what was detected at ``before_ns``; None without one."""
     candidates = [
         event
         for event in injected
@@ -261,7 +266,7 @@ def _fault_behind(injected: Sequence[Event], generation: int, culprit: int | Non
 
 
 def _spans(events: Iterable[Event]) -> dict[str, dict[int | None, float]]:
-    """Seconds spent in the finished spans of each stage, by rank; several spans of a rank add up."""
+    """Return the seconds of the finished spans of each stage, by rank; several spans of one rank add up."""
     open_since: dict[tuple[int, int | None, str, int], Event] = {}
     spent: dict[str, dict[int | None, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
@@ -274,13 +279,13 @@ def _spans(events: Iterable[Event]) -> dict[str, dict[int | None, float]]:
 
 
 def _end(events: Sequence[Event], generation: int) -> Event | None:
-    """The end of the last rank's ``first_step``, if every rank of the new generation came to it.
+    """Return the end of the last rank's ``first_step`` if every rank of the new generation reached it.
 
-    A rank whose next fault comes right after the commit may not have written it: then the coordinator, which reads
-    the ranks' boards, knows that the step was made (``recovered``).
+    A rank whose next fault comes right after the commit may not have written that event. The coordinator, which
+    reads the ranks' boards, then knows that the step was completed (``recovered``).
 
-    Where ranks write nothing of the new generation (a block that is no training loop we know), it ends with the
-    agent's ``go``.
+    If ranks write no events of the new generation (the block is not a training loop we know), the incident ends
+    with the agent's ``go``.
     """
     ranks = {
         event.rank
@@ -301,13 +306,13 @@ def _end(events: Sequence[Event], generation: int) -> Event | None:
 
 
 def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: Event | None) -> dict[str, float]:
-    """The time of an incident, cut at the moments at which the last rank ended each stage.
+    """Divide the time of an incident at the moments at which the last rank ended each stage.
 
-    By UTC, since the last rank may be on any node.
+    The moments are compared by UTC, since the last rank may be on any node.
     """
     ended_ns: dict[str, int] = {}
     for event in events:
-        stage = "barrier" if event.stage == "go" else event.stage  # nobody is past it before that
+        stage = "barrier" if event.stage == "go" else event.stage  # no rank has passed the barrier before
         if event.edge == "end" or event.stage == "go":
             ended_ns[stage] = max(event.ts, ended_ns.get(stage, 0))
     if end is not None and end.stage == "recovered":
@@ -325,14 +330,14 @@ def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: 
 
 
 def _committed(events: Sequence[Event], generation: int, first_steps: Mapping[int, int]) -> int | None:
-    """The newest step committed before: as the agents saw it, and as the ended generation's ranks wrote it."""
+    """Return the newest step committed before: as seen by the agents or written by the ended generation's ranks."""
     seen = [event.fields.get("high_water") for event in events if event.stage == "go"]
     known = [step for step in (*seen, first_steps.get(generation)) if isinstance(step, int)]
     return max(0, *known) if known else None
 
 
 def _resumed_after(events: Sequence[Event], generation: int, target: int | None) -> int | None:
-    """The step before the first one of the new generation; without such a step, the one that was decided."""
+    """Return the step before the new generation's first one; without a first step, the step that was decided."""
     made = [
         event.fields["step"]
         for event in events
@@ -345,13 +350,13 @@ def _resumed_after(events: Sequence[Event], generation: int, target: int | None)
 
 
 def _reason(events: Sequence[Event], job_end: Event | None) -> str:
-    """Why recovery did not come to its end: the job's last words, else those of the last event that has any."""
+    """Return why recovery did not finish: the reason in the job's end, else in the last event that gives one."""
     for event in (*([job_end] if job_end is not None else []), *reversed(events)):
         said = event.fields.get("reason") or event.fields.get("error")
         if isinstance(said, list):
             said = next(iter(said), "")
         if str(said or "").startswith("RankShouldRestart"):
-            continue  # a rank that was told to leave has nothing to say of why
+            continue  # a rank that was told to leave does not know why
         if said and event.edge != "begin" and event.stage != "detect":
             return str(said)
     return ""
@@ -367,7 +372,10 @@ def _ranks(value: object) -> tuple[int, ...]:
 
 
 def _steps_up(events: Sequence[Event]) -> dict[Rung, str]:
-    """Why each rung was needed. Ranks that load from storage know it better than an agent that sees it later."""
+    """Return why each rung was needed.
+
+    Ranks that load from storage know the reason better than an agent that sees it later.
+    """
     by_label = {rung.label: rung for rung in Rung}
     ups: dict[Rung, str] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""The lines that are appended to a file, as they come."""
+"""A reader of the lines that are appended to a file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 class LineTail:
-    """The whole lines that were appended to a file since the last look.
+    """Reads the complete lines that were appended to a file since the last call.
 
-    A last line without a newline is left for the next look. A file that became shorter, or another one in its
-    place, is read from its beginning.
+    A last line without a newline is left for the next call. A file that became shorter, or that was replaced by
+    another one, is read from its beginning.
 
     Args:
-        path: the file, which need not be there yet.
-        max_bytes: how much is read at a time; a line that is longer is left out.
+        path: the file, which need not exist yet.
+        max_bytes: number of bytes that one call reads at most; a longer line is skipped.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -28,11 +28,11 @@ class LineTail:
         try:
             found = path.stat()
         except OSError:
-            return  # not there yet; should it be out of reach, the first look says so
+            return  # it does not exist yet; if it cannot be read, the first call warns
         self._inode, self._offset = found.st_ino, found.st_size
 
     def lines(self) -> list[bytes]:
-        """Those lines, without their newlines; none while the file cannot be read."""
+        """Return the new lines without their newlines; none while the file cannot be read."""
         try:
             with self._path.open("rb") as log:
                 found = os.fstat(log.fileno())

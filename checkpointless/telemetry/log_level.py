@@ -1,4 +1,4 @@
-"""How much ranks and agents log: ``--log-level``."""
+"""The log level of ranks and agents (``--log-level``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PACKAGE = "checkpointless"
 
 
 def asked_for_level() -> int | None:
-    """The level that ``--log-level`` asks this process for, as :mod:`logging` counts; None without it."""
+    """Return the :mod:`logging` level that ``--log-level`` sets for this process; None without the option."""
     return LEVELS.get(os.environ.get(LOG_LEVEL_ENV, ""))
 
 
 def apply_log_level() -> None:
-    """Have this process's own messages from the level that is asked for on written to standard error."""
+    """Write the package's messages in this process, from the requested level on, to standard error."""
     level = asked_for_level()
     if level is None:
         return

@@ -1,4 +1,4 @@
-"""The package's own log messages, which nobody waits for: a rank's standard error is a file on a disk."""
+"""A relay for the package's log messages, which no thread waits for: a rank's standard error is a file on disk."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _formatter = logging.Formatter()
 
 
 class LogRelay(logging.Handler):
-    """Has the package's messages handled by whoever would handle them, in a thread of this process.
+    """Passes the package's messages to the handlers that would get them without it, in a thread of this process.
 
     It has no lock that an exception raised by another thread could leave locked. In a process that is forked later,
-    a worker of a data loader say, messages are handled at once, as without it. Usable as a context manager.
+    for example a data-loader worker, messages are handled at once, as without the relay. It is usable as a context
+    manager.
     """
 
     def __init__(self) -> None:
@@ -28,14 +29,14 @@ class LogRelay(logging.Handler):
         self._propagates = True
 
     def createLock(self) -> None:
-        """None is needed."""
+        """Create no lock: none is needed."""
         self.lock = None
 
     def install(self) -> None:
-        """Take the place of the package's handlers."""
+        """Replace the package's handlers."""
         package = logging.getLogger(PACKAGE)
         for other in [each for each in package.handlers if isinstance(each, LogRelay)]:
-            other.uninstall()  # that of the process which this one was forked from
+            other.uninstall()  # the relay of the process that this one was forked from
         self._pid = os.getpid()
         self._handlers, self._propagates = package.handlers[:], package.propagate
         package.handlers[:] = [self]
@@ -43,7 +44,7 @@ class LogRelay(logging.Handler):
         herald.put(_begin)
 
     def uninstall(self) -> None:
-        """Give it back."""
+        """Restore the package's handlers."""
         package = logging.getLogger(PACKAGE)
         if self in package.handlers:
             package.handlers[:] = self._handlers
@@ -60,11 +61,11 @@ class LogRelay(logging.Handler):
         herald.close()
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Pass ``record`` on; never waits. What comes while thousands wait for a disk is lost."""
+        """Pass ``record`` on without waiting. A record that comes while thousands wait for a disk is lost."""
         if os.getpid() != self._pid:
             self._pass_on(record)
             return True
-        told = copy.copy(record)  # as it is now, without what it refers to
+        told = copy.copy(record)  # the message as it is now, without the objects it refers to
         told.msg, told.args = record.getMessage(), None
         if record.exc_info:
             told.exc_text = record.exc_text or _formatter.formatException(record.exc_info)
@@ -81,4 +82,4 @@ class LogRelay(logging.Handler):
 
 
 def _begin() -> None:
-    """Nothing: so that the thread is there from the beginning, and not from the first message on."""
+    """Do nothing; queued so that the thread starts at once, and not with the first message."""

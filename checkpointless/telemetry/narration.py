@@ -1,4 +1,4 @@
-"""Tell an incident while it happens: events in, lines for the terminal out."""
+"""Narration of an incident while it happens: it takes events and yields lines for the terminal."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from pathlib import Path
 from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.tracebacks import traceback_path
 
-#: What is told of a generation that begins, as soon as all ranks are through with it.
+#: Stages of the generation that begins; each is told as soon as all ranks have finished it.
 _STARTING = ("init", "rebuild", "decide", "transfer", "first_step")
-#: What is told of the one that ended, when all ranks have met again.
+#: Stages of the generation that ended; they are told when all ranks have met again.
 _ENDING = ("abort", "finalize")
-#: Usually too short for a line of their own.
+#: Stages that are usually too short for a separate line, and the stages whose lines mention them.
 _BRIEF = {"health": "finalize", "verify": "transfer", "data": "transfer"}
 _BRIEF_S = 0.5
 _SILENCE_S = 5.0
 _GENERATIONS_KEPT = 2
 _INDENT = "  "
-INCIDENT = "incident "  # how the first and the last line of a block begin
+INCIDENT = "incident "  # beginning of an incident's first and last line
 
 
 def detected_line(incident: str, cause: str) -> str:
-    """An incident begins."""
+    """Return the line that says that an incident begins."""
     return f"{INCIDENT}{incident}: {cause}; recovering"
 
 
 def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int | None) -> str:
-    """An incident is over.
+    """Return the line that says that an incident is over.
 
     Args:
-        seconds: from the first notice until the lost step was made again.
-        rung: how far up the recovery went.
-        steps_lost: committed steps that have to be made once more (None: nobody said which were committed).
+        incident: id of the incident.
+        seconds: time from the first notice until the lost step was completed.
+        rung: level to which the recovery escalated.
+        steps_lost: number of committed steps that have to be repeated; None if nobody said which were committed.
     """
     lost = {None: "", 0: "; nothing was lost", 1: "; 1 step is made once more"}
     many = f"; {steps_lost} steps are made once more"
@@ -43,16 +44,16 @@ def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int | N
 
 @dataclass
 class _Generation:
-    """What ranks said of a generation.
+    """What the ranks said about a generation.
 
     Attributes:
-        seconds: of each finished stage, by rank.
-        began_to_wait: when each came to the barrier, in nanoseconds of the coordinator's monotonic clock (-1: of
-            another one).
-        target: the step after which training resumes.
-        reason: why it does not resume from memory.
-        nbytes: what the ranks in ``filled`` received from those in ``sources``.
-        step: the first that it made.
+        seconds: seconds of each finished stage, by rank.
+        began_to_wait: when each rank reached the barrier, in nanoseconds of the coordinator's monotonic clock (-1
+            for ranks of other nodes, which have another clock).
+        target: step after which training resumes.
+        reason: why training does not resume from memory.
+        nbytes: bytes that the ranks in ``filled`` received from the ranks in ``sources``.
+        step: first step that the generation completed.
     """
 
     seconds: defaultdict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -68,21 +69,21 @@ class _Generation:
 @dataclass
 class _Incident:
     id: str
-    ended: int  # the generation
-    began: int | None = None  # the one after it
+    ended: int  # the generation that the incident ended
+    began: int | None = None  # the generation after it
     told: list[str] = field(default_factory=list)
     respawned: set[int] = field(default_factory=set)
     last_words_s: float = 0.0
-    closing: str = ""  # the last line, as soon as the stages have been told
+    closing: str = ""  # the last line, which is told after the stages
 
 
 class Narrator:
     """Turns the events of a job into a block of a dozen lines per incident.
 
     Args:
-        run_dir: where tracebacks and logs are.
-        node: of the coordinator, and
-        pid: its process: the incidents that it found are told.
+        run_dir: run directory with the tracebacks and logs.
+        node: index of the coordinator's node.
+        pid: id of the coordinator's process; only incidents that it detected are told.
     """
 
     def __init__(self, run_dir: Path, node: int, pid: int) -> None:
@@ -94,22 +95,23 @@ class Narrator:
 
     @property
     def is_telling(self) -> bool:
-        """Whether an incident is open, or its last lines have still to come."""
+        """Whether an incident is open or its last lines are still to come."""
         return self._incident is not None
 
     @property
     def closing(self) -> str:
-        """The last line of an incident that is over, which waits for what ranks have still to say; else ""."""
+        """The last line of an incident that is over, held back until the ranks have reported; else ""."""
         return self._incident.closing if self._incident is not None else ""
 
     def take(self, event: Event, now_s: float) -> Iterator[str]:
-        """Take note of an event.
+        """Process one event.
 
         Args:
-            now_s: on the monotonic clock.
+            event: the event.
+            now_s: current time of the monotonic clock, in seconds.
 
         Yields:
-            Lines that can be told now.
+            The lines that can be shown now.
         """
         if event.stage == "job" and event.edge == "begin":
             self._world = int(event.fields.get("nproc", 0))
@@ -127,15 +129,13 @@ class Narrator:
                 yield from self.close()
 
     def tick(self, now_s: float) -> Iterator[str]:
-        """Yields:
-        A line if nothing was told of an open incident for some time.
-        """
+        """Yield a line if nothing was told of an open incident for some time."""
         incident = self._incident
         if incident is None or incident.closing or now_s - incident.last_words_s < _SILENCE_S:
             return
         incident.last_words_s = now_s
         if incident.began is None:
-            old, new = self._of(incident.ended), self._of(incident.ended + 1)  # which a new process waits for
+            old, new = self._of(incident.ended), self._of(incident.ended + 1)  # a new process waits for the latter
             here = len(old.began_to_wait.keys() | new.began_to_wait.keys())
             of = f" of {self._world}" if self._world else ""
             yield f"{_INDENT}barrier: {here}{of} ranks are here; waiting for the others"
@@ -144,9 +144,7 @@ class Narrator:
             yield f"{_INDENT}{stage}: {len(self._of(incident.began).seconds[stage])} ranks are through"
 
     def close(self) -> Iterator[str]:
-        """Yields:
-        The last line of an incident that is over, whether or not all ranks have said how long they took.
-        """
+        """Yield the last line of an incident that is over, even if not all ranks have reported their times."""
         incident, self._incident = self._incident, None
         if incident is not None and incident.closing:
             yield incident.closing
@@ -165,7 +163,7 @@ class Narrator:
                 incident.began = event.generation
                 incident.last_words_s = now_s
                 yield from self._ending(incident, event)
-            self._of(event.generation).began_to_wait.clear()  # of those who waited for it
+            self._of(event.generation).began_to_wait.clear()  # the ranks no longer wait for it
         elif incident is None:
             return
         elif event.stage == "recovered":
@@ -228,7 +226,7 @@ class Narrator:
                 continue
             if len(generation.seconds[stage]) < max(self._world, 1):
                 if stage == "transfer" and generation.seconds["first_step"]:
-                    incident.told.append(stage)  # nobody decided, so nothing was moved
+                    incident.told.append(stage)  # no rank decided, so nothing was moved
                     continue
                 return
             incident.told.append(stage)
@@ -249,7 +247,7 @@ class Narrator:
         return ""
 
     def _line(self, generation: _Generation, stage: str, note: str = "") -> str:
-        """Of a stage that all ranks are through with."""
+        """Return the line for a stage that all ranks have finished."""
         more = [note] if note else []
         for name, seconds in generation.seconds.items():
             slowest_s = max(seconds.values(), default=0.0)
@@ -270,7 +268,7 @@ def _line(stage: str, seconds: float, note: str) -> str:
 
 
 def _ranks(numbers: set[int]) -> str:
-    """``rank 3``, ``ranks 1, 2``, ``8 ranks``."""
+    """Format ranks as ``rank 3``, ``ranks 1, 2`` or ``8 ranks``."""
     if len(numbers) > 4:
         return f"{len(numbers)} ranks"
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, sorted(numbers)))

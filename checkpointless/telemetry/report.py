@@ -1,4 +1,4 @@
-"""A run, summed up once for the terminal, JSON and the page, so that all of them say the same."""
+"""The report of a run, built once for the terminal, JSON and the page, so that all of them say the same."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Event, json_
 from checkpointless.telemetry.incidents import JOB, IncidentSummary, Outcome, summarize
 from checkpointless.telemetry.restart import Comparison, RestartOptions, compare_with_restart
 
-#: Changes when a field of the JSON changes its meaning or goes away.
+#: Version of the JSON format; it changes when a field changes its meaning or is removed.
 FORMAT = 1
 SAMPLES_PER_STEP = "samples_per_step"
-#: What stages have in common, in order: the colours of the bars.
+#: Groups of stages, in order; each group has one colour in the bars.
 PHASES: Mapping[str, tuple[str, ...]] = {
     "notice": ("detect", "notify"),
     "stop": ("abort", "finalize", "health"),
@@ -32,7 +32,7 @@ PHASE_OF = {stage: phase for phase, stages in PHASES.items() for stage in stages
 
 
 class RunState(enum.Enum):
-    """How a run stands."""
+    """The state of a run."""
 
     EMPTY = "nothing recorded"
     SUCCEEDED = "ended well"
@@ -42,22 +42,22 @@ class RunState(enum.Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """The run itself.
+    """A run as a whole, without its incidents.
 
     Attributes:
-        path: the run directory.
-        state: how it stands.
-        reason: why it failed ("" if it did not, or no event says so).
-        script: what it ran.
-        nnodes: its nodes; None if no event says so.
-        nproc: its ranks; None if no event says so.
-        begin_ns: UTC nanoseconds of its first event; None without events.
-        end_ns: UTC nanoseconds of its end, or of its last event.
-        last_step: the newest step that any event tells of; None if none does.
-        step_s: seconds of an undisturbed step; None if not known.
-        samples_per_step: samples of the whole job in a step; None if not known.
-        caused: faults that were caused on purpose, and how often.
-        lines_left_out: lines of the log that were no events.
+        path: run directory.
+        state: state of the run.
+        reason: why the run failed ("" if it did not, or if no event says so).
+        script: script that the run executed.
+        nnodes: number of nodes; None if no event says so.
+        nproc: number of ranks; None if no event says so.
+        begin_ns: UTC nanoseconds of the run's first event; None without events.
+        end_ns: UTC nanoseconds of the run's end, or of its last event.
+        last_step: newest step that any event mentions; None if none does.
+        step_s: duration of an undisturbed step, in seconds; None if not known.
+        samples_per_step: number of samples that the whole job processes in a step; None if not known.
+        caused: how often each fault was injected, by its spec.
+        lines_left_out: number of lines of the log that were not events.
     """
 
     path: str
@@ -77,14 +77,14 @@ class Run:
 
 @dataclass(frozen=True)
 class StageFigures:
-    """One stage over all incidents in which it happened. Seconds, of the rank that took longest.
+    """Times of one stage over all incidents in which it happened, in seconds, on the slowest rank of each.
 
     Attributes:
-        stage: its name.
-        count: in how many incidents it happened.
-        median_s: the median.
-        longest_s: the longest.
-        tile_s: how much of all incidents' own time it was, without overlap.
+        stage: name of the stage.
+        count: number of incidents in which the stage happened.
+        median_s: median time of the stage.
+        longest_s: longest time of the stage.
+        tile_s: time that the stage accounts for in all incidents together, without overlap with other stages.
     """
 
     stage: str
@@ -99,10 +99,10 @@ class Report:
     """A run and its incidents.
 
     Attributes:
-        run: the run.
-        incidents: its incidents, in the order in which they began.
-        stages: the stages over all incidents, in order.
-        spent: what its time was spent on; None without events.
+        run: the run as a whole.
+        incidents: incidents of the run, in the order in which they began.
+        stages: times of the stages over all incidents, in the order of the stages.
+        spent: what the run's time was spent on; None without events.
         comparison: what restarts from a checkpoint would have cost; None without events.
     """
 
@@ -114,29 +114,29 @@ class Report:
 
     @property
     def outcomes(self) -> Mapping[Outcome, int]:
-        """How many incidents ended how."""
+        """The number of incidents by outcome."""
         counts = Counter(incident.outcome for incident in self.incidents)
         return {outcome: counts[outcome] for outcome in Outcome}
 
     @property
     def kinds(self) -> Mapping[str, int]:
-        """How many incidents there were of each kind, the most frequent first."""
+        """The number of incidents by kind, the most frequent kind first."""
         return dict(Counter(incident.kind for incident in self.incidents).most_common())
 
     @property
     def steps_lost(self) -> int | None:
-        """Committed steps that had to be made again; None if one incident does not tell."""
+        """The number of committed steps that had to be repeated; None if one incident does not tell."""
         lost = [incident.steps_lost for incident in self.incidents if incident.outcome is Outcome.RESUMED]
         known = [each for each in lost if each is not None]
         return sum(known) if len(known) == len(lost) else None
 
     @property
     def samples_lost(self) -> int | None:
-        """Samples that had to be gone through again; None if not known."""
+        """The number of samples that had to be processed again; None if not known."""
         return self.samples(self.steps_lost)
 
     def samples(self, steps: int | None) -> int | None:
-        """The samples of so many steps; None if not known."""
+        """Return the number of samples in ``steps`` steps; None if not known."""
         if steps == 0:
             return 0
         if steps is None or self.run.samples_per_step is None:
@@ -152,13 +152,13 @@ def build_report(
     lines_left_out: int = 0,
     options: RestartOptions | None = None,
 ) -> Report:
-    """Sum up a run.
+    """Build the report of a run.
 
     Args:
-        path: its directory, as it is to be shown.
-        events: all of its events, in any order.
-        caused: faults that were caused on purpose, and how often.
-        lines_left_out: lines of its log that were no events.
+        path: run directory, as it is to be shown.
+        events: all events of the run, in any order.
+        caused: how often each fault was injected, by its spec.
+        lines_left_out: number of lines of the run's log that were not events.
         options: what a restart from a checkpoint would cost.
     """
     marks = milestones(events)
@@ -191,7 +191,10 @@ def build_report(
 
 
 def as_json(report: Report) -> str:
-    """The report as a JSON document. Times are seconds, and UTC in ISO 8601; what is not known is null."""
+    """Return the report as a JSON document.
+
+    Durations are in seconds, moments are in UTC as ISO 8601, and unknown values are null.
+    """
     run, spent = report.run, report.spent
     document: dict[str, Any] = {
         "format": FORMAT,
@@ -229,7 +232,7 @@ def as_json(report: Report) -> str:
 
 
 def utc(ns: int | None) -> str | None:
-    """UTC nanoseconds as ISO 8601, to the millisecond; None if there are none, or a date cannot hold them."""
+    """Format UTC nanoseconds as ISO 8601, to the millisecond; None for None or if a date cannot hold them."""
     if ns is None:
         return None
     try:
@@ -282,7 +285,7 @@ def _newest(fields: Sequence[Mapping[str, Any]], name: str) -> int | None:
 
 
 def _last_step(events: Sequence[Event]) -> int | None:
-    committed = [event for event in events if event.stage != FAULT_INJECTED]  # whose step is in the making
+    committed = [event for event in events if event.stage != FAULT_INJECTED]  # whose step is not committed yet
     known = [event.fields.get(name) for event in committed for name in ("step", "high_water", "target")]
     return max((step for step in known if isinstance(step, int) and step >= 0), default=None)
 

@@ -1,14 +1,14 @@
-"""What the faults of a run would have cost if each had been answered by a restart from the last checkpoint.
+"""Estimate of what a run's faults would have cost if each had been answered by a restart from the last checkpoint.
 
     cost of one fault = detection + requeue + start-up + checkpoint load + steps made again
     steps made again  = min(half the checkpoint interval, effective training so far)
 
 The expected loss of work is half an interval, as in the first-order model of Young (1974, "A first order
 approximation to the optimum checkpoint interval") and in the ETTR estimate of Kokolis et al. (see
-:mod:`checkpointless.telemetry.ettr`). A fault that came while another was handled belongs to the same restart.
-Faults that ended the job are left out, since they need a restart in either case. What it costs to write checkpoints
-while nothing happens is not counted either. What is neither given nor known from the run itself is assumed in
-favour of the restart: the result is rather too low than too high.
+:mod:`checkpointless.telemetry.ettr`). A fault that came while another one was handled belongs to the same restart.
+Faults that ended the job are left out, since they need a restart in either case. The cost of writing checkpoints
+during undisturbed training is not counted either. A figure that is neither given nor known from the run itself is
+assumed in favour of the restart, so the result is too low rather than too high.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from checkpointless.telemetry.ettr import Activity, TimeAccount
 from checkpointless.telemetry.incidents import IncidentSummary, Outcome
 
-#: As NeMo's recipes have it (``nemo.collections.llm.recipes.log.default``).
+#: Checkpoint interval of NeMo's recipes (``nemo.collections.llm.recipes.log.default``).
 DEFAULT_INTERVAL_S = 15 * 60.0
-#: Where the run's own start-up is not in its log.
+#: Start-up time that is assumed if the log does not contain the run's own.
 DEFAULT_STARTUP_S = 60.0
 _NS_PER_S = 1e9
 
@@ -37,13 +37,13 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """What the reader says of a restart; None where he leaves it to the run or to the default. Seconds.
+    """What the user specifies about a restart, in seconds; None takes the run's own figure or the default.
 
     Attributes:
-        detect_s: from a fault until the job is ended for it.
-        requeue_s: until the scheduler starts it again.
-        startup_s: from there to the first step, with the load of the checkpoint left out.
-        load_s: loading the checkpoint.
+        detect_s: time from a fault until the job is ended because of it.
+        requeue_s: time from the end of the job until the scheduler starts it again.
+        startup_s: time from the scheduler's start of the job to the first step, without loading the checkpoint.
+        load_s: time to load the checkpoint.
         interval_s: training time between two checkpoints.
     """
 
@@ -59,11 +59,11 @@ class Assumption:
     """One figure of the estimate.
 
     Attributes:
-        name: what it is.
-        seconds: its value; None where each fault has its own.
-        source: where it comes from.
-        why: more about that.
-        option: the option of ``checkpointless report`` that sets it.
+        name: name of the figure.
+        seconds: value of the figure; None if each fault has a different one.
+        source: where the value comes from.
+        why: more about the source of the value.
+        option: option of ``checkpointless report`` that sets the figure.
     """
 
     name: str
@@ -75,17 +75,17 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Restart:
-    """What one restart would have cost, against what the recovery did. Seconds.
+    """What one restart would have cost, and what the recovery cost instead, in seconds.
 
     Attributes:
-        incidents: the ids of the incidents that it would have answered, the last of which was resumed.
-        detect_s: until the fault is noticed.
-        requeue_s: until the job is started again.
-        startup_s: until it could train.
-        load_s: loading the checkpoint.
-        redo_s: making steps again.
-        redo_steps: how many steps that is; None if the time of a step is not known.
-        recovered_s: what recovery took instead, with the steps that it made again.
+        incidents: ids of the incidents that the restart would have answered; the last of them was resumed.
+        detect_s: time until the fault is noticed.
+        requeue_s: time until the job is started again.
+        startup_s: time until the job can train.
+        load_s: time to load the checkpoint.
+        redo_s: time to repeat steps.
+        redo_steps: number of steps to repeat; None if the duration of a step is not known.
+        recovered_s: time that recovery took instead, including the steps that it repeated.
     """
 
     incidents: tuple[str, ...]
@@ -99,21 +99,21 @@ class Restart:
 
     @property
     def total_s(self) -> float:
-        """The cost of the restart."""
+        """The cost of the restart, in seconds."""
         return self.detect_s + self.requeue_s + self.startup_s + self.load_s + self.redo_s
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Recovery in memory against restarts from a checkpoint.
+    """Comparison of recovery in memory with restarts from a checkpoint.
 
     Attributes:
-        assumptions: the figures that it rests on.
-        restarts: one for each fault that was recovered from.
-        restart_s: what they would have cost in all. Seconds.
-        recovered_s: what recovery took instead. Seconds.
-        ettr: the run's ETTR, had it been restarted each time; None if its own is not known.
-        left_out: how many incidents are not compared because they ended the job, or have not ended yet.
+        assumptions: figures that the estimate rests on.
+        restarts: the restarts that the recovered faults would have caused; overlapping faults share one.
+        restart_s: total cost of the restarts, in seconds.
+        recovered_s: total time that recovery took instead, in seconds.
+        ettr: the run's ETTR if it had been restarted each time; None if the run's actual ETTR is not known.
+        left_out: number of incidents that are not compared because they ended the job or have not ended yet.
     """
 
     assumptions: tuple[Assumption, ...]
@@ -125,7 +125,7 @@ class Comparison:
 
     @property
     def factor(self) -> float | None:
-        """How many times as much the restarts cost; None without any."""
+        """The cost of the restarts divided by the cost of recovery; None without restarts."""
         return self.restart_s / self.recovered_s if self.recovered_s > 0 else None
 
 
@@ -139,11 +139,11 @@ def compare_with_restart(
     """Estimate what the faults of a run would have cost with restarts from a checkpoint.
 
     Args:
-        options: what the reader says of them.
+        options: what the user specifies about restarts.
         spent: what the run's time was spent on.
-        incidents: its incidents, in order.
-        step_s: seconds of an undisturbed step; None if not known.
-        trained: whether ``spent.startup_s`` is a whole start-up, from the first event to the first step.
+        incidents: incidents of the run, in order.
+        step_s: duration of an undisturbed step, in seconds; None if not known.
+        trained: whether ``spent.startup_s`` is a complete start-up, from the first event to the first step.
     """
     startup = _startup(options, spent.startup_s if trained else None)
     requeue_s, load_s = options.requeue_s or 0.0, options.load_s or 0.0
@@ -212,7 +212,7 @@ def _figure(name: str, given_s: float | None, default_s: float, why: str, option
 
 
 def _chains(incidents: Sequence[IncidentSummary]) -> tuple[list[list[IncidentSummary]], int]:
-    """Incidents that one restart would have answered, and how many belong to none."""
+    """Group the incidents that one restart would have answered; also return how many belong to no restart."""
     chains: list[list[IncidentSummary]] = []
     open_chain: list[IncidentSummary] = []
     left_out = 0

@@ -1,4 +1,4 @@
-"""A thread that writes for a process what may have to wait for a disk, so that no other thread of it does."""
+"""A thread that does a process's writes to disk, so that no other thread of the process waits for the disk."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 10_000
 MAX_CHATTER_WAITING = MAX_WAITING // 2
 FLUSH_S = 5.0
-_AGAIN_S = 0.1  # for a disk that has let one wait for all of its time already
+_AGAIN_S = 0.1  # for a disk on which one flush has already timed out
 
 
 class Scribe:
-    """Does in one thread, in the order in which they were put, things that may have to wait for a disk.
+    """Runs functions that may have to wait for a disk in one thread, in the order in which they were put.
 
-    Whoever puts something never waits. All that :meth:`put` does to what is shared are single calls of functions in
-    C, so that an exception that another thread raises in the main thread at any instruction (a fault of another
-    rank does that) neither leaks a lock nor starts a second writer. The thread is started by the first thing that
-    is put. A fork begins anew: what was put before it is the parent's to do.
+    :meth:`put` never waits. It changes shared state only through single calls of C functions, so that an exception
+    that another thread raises in the main thread at any instruction (as a fault of another rank does) neither leaks
+    a lock nor starts a second writer. The first function that is put starts the thread. A forked child begins anew:
+    what was put before the fork is left to the parent.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, in a forked child: the queue is the parent's, and its thread is not here."""
+        """Begin anew in a forked child: the queue is the parent's, and its thread does not exist here."""
         self._waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._at_work = _thread.allocate_lock()  # held by the thread
-        self._done = 0  # how many things were
-        self._missed: int | None = None  # how many were done when the last flush gave up
+        self._done = 0  # how many functions were run
+        self._missed: int | None = None  # value of _done when the last flush gave up
 
     def put(self, write: Callable[[], object], *, chatter: bool = False) -> bool:
-        """Have something done.
+        """Queue ``write`` to be run by the thread.
 
         Args:
-            write: does it; what it raises is logged.
-            chatter: it is dropped earlier than other things if too much waits.
+            write: function that does the work; exceptions that it raises are logged.
+            chatter: whether it is dropped before other functions if too many wait.
 
         Returns:
-            Whether it will be done; False if too much waits already.
+            Whether the function will be run; False if too many wait already.
         """
         if self._waiting.qsize() >= (MAX_CHATTER_WAITING if chatter else MAX_WAITING):
             return False
@@ -53,14 +53,14 @@ class Scribe:
         return True
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until what was put before is done.
+        """Wait until everything that was put before is done.
 
         Args:
-            timeout_s: for how long at most. If the last flush has waited in vain and the disk has done nothing
-                since, this one waits for a tenth of a second.
+            timeout_s: longest wait, in seconds. If the last flush timed out and nothing was done since, this one
+                waits for a tenth of a second at most.
 
         Returns:
-            Whether it is done.
+            Whether everything is done.
         """
         if self._waiting.empty() and not self._at_work.locked():
             return True
@@ -76,13 +76,13 @@ class Scribe:
         return False
 
     def close(self, timeout_s: float = FLUSH_S) -> bool:
-        """Flush, and have the thread end; another one is started when something is put again.
+        """Flush and end the thread; the next call of :meth:`put` starts another one.
 
         Args:
-            timeout_s: as for :meth:`flush`.
+            timeout_s: longest wait, in seconds, as for :meth:`flush`.
 
         Returns:
-            As :meth:`flush`; if not, the thread ends when everything is done.
+            Whether everything is done; if not, the thread ends once it is.
         """
         done = self.flush(timeout_s)
         if self._at_work.locked():
@@ -93,40 +93,40 @@ class Scribe:
         if self._at_work.locked():
             return
         try:
-            # One call, which starts it or not; threading.Thread.start() could be interrupted half-way.
+            # This single call starts the thread or fails; threading.Thread.start() could be interrupted half-way.
             _thread.start_new_thread(self._work, (self._waiting, self._at_work))
-        except RuntimeError as error:  # no more threads, or the interpreter ends: the next one tries again
+        except RuntimeError as error:  # no more threads, or the interpreter ends: the next call tries again
             logger.debug("no thread can be started to write events: %s", error)
 
     def _work(self, waiting: queue.SimpleQueue[Callable[[], object] | None], at_work: _thread.LockType) -> None:
-        while at_work.acquire(blocking=False):  # or another one was started at the same time
+        while at_work.acquire(blocking=False):  # fails if another thread was started at the same time
             while (write := waiting.get()) is not None:
                 try:
                     write()
                 except Exception:
                     logger.exception("something could not be written")
                 self._done += 1
-                del write  # or it would live on while this thread waits
+                del write  # otherwise it would live on while this thread waits
             at_work.release()
-            if waiting.empty():  # whoever puts something now finds nobody at work, and starts a thread
+            if waiting.empty():  # a put() from now on finds no thread at work and starts one
                 return
 
 
 def flush_all(timeout_s: float = FLUSH_S) -> bool:
-    """Wait until everything of this process is written, before it ends in another way than Python's own.
+    """Wait until all writes of this process are done, before it ends in another way than Python's normal exit.
 
     Args:
-        timeout_s: for how long at most, for files and for messages each.
+        timeout_s: longest wait, in seconds, for files and for messages each.
 
     Returns:
-        Whether it is.
+        Whether all writes are done.
     """
     return all([scribe.flush(timeout_s), herald.flush(timeout_s)])
 
 
-#: The one of this process for the files of the run directory.
+#: The scribe of this process for the files of the run directory.
 scribe = Scribe()
-#: The one for its messages: a terminal that takes nothing any more must not keep events from a disk that does.
+#: The scribe of this process for its messages: a blocked terminal must not keep events from a disk that works.
 herald = Scribe()
 for _each in (scribe, herald):
     os.register_at_fork(after_in_child=_each.forget)

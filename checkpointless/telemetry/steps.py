@@ -1,4 +1,4 @@
-"""What each rank computed, step by step, kept so that two runs can be compared."""
+"""Records of what each rank computed, step by step, so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkpointless.telemetry.scribe import scribe
 STEPS_DIR = "steps"
 RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"
 _WAIT_S = 1.0
-#: What ``--record-steps`` says when a run begins.
+#: What ``--record-steps`` prints when a run begins.
 RECORDED = (
     "after each step loss, learning rates, loss scale and digests of parameters, buffers and of the state of "
     "callbacks, module and data module; what each validation ended with; the checkpoints at the end"
@@ -26,11 +26,13 @@ _STEPS, _VALIDATIONS, _CHECKPOINTS = "rank-", "validation-rank-", "checkpoints.j
 
 @dataclass(frozen=True)
 class StepExtras:
-    """What is recorded of a step beside loss and parameters; None: this run does not have it, or did not record it.
+    """What is recorded of a step besides loss and parameters.
+
+    None means that the run does not have the item or did not record it.
 
     Attributes:
         buffers: digest of this rank's buffers.
-        lr: learning rate of every param group, as ``float.hex()`` gives it.
+        lr: learning rate of every parameter group, as ``float.hex()`` gives it.
         loss_scale: state of every loss scaler, as text.
         callbacks: digest of each callback's state, by the callback's state key.
         module: digest of what the LightningModule adds to a checkpoint.
@@ -50,13 +52,13 @@ NO_EXTRAS = StepExtras()
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step on one rank.
+    """Record of one optimizer step on one rank.
 
     Attributes:
         step: optimizer step, counted from 1.
-        loss: the loss as ``float.hex()`` gives it, so that it is compared bit by bit.
+        loss: loss as ``float.hex()`` gives it, so that it is compared bit by bit.
         params: digest of this rank's parameters after the step.
-        extras: what else was recorded.
+        extras: what else was recorded of the step.
     """
 
     step: int
@@ -67,12 +69,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """One validation on one rank.
+    """Record of one validation on one rank.
 
     Attributes:
-        step: the optimizer step that it came after.
-        metrics: what it ended with, each as ``float.hex()`` gives it.
-        callbacks: as in :class:`StepExtras`, after the validation.
+        step: optimizer step that the validation came after.
+        metrics: final metrics of the validation by name, each as ``float.hex()`` gives it.
+        callbacks: digest of each callback's state after the validation, by the callback's state key.
     """
 
     step: int
@@ -84,8 +86,8 @@ class Recording(dict[int, Sequence[StepRecord]]):
     """The steps of a run by rank, in the order in which they were written, and what else was recorded.
 
     Attributes:
-        validations: by rank, likewise.
-        checkpoints: names of those that were there at the end, sorted, of each folder; None if none are kept.
+        validations: validations by rank, in the order in which they were written.
+        checkpoints: sorted names of the checkpoints that each folder held at the end; None if none are kept.
     """
 
     def __init__(
@@ -100,12 +102,12 @@ class Recording(dict[int, Sequence[StepRecord]]):
 
 
 class StepLog:
-    """Appends what a rank computed to ``<run dir>/steps/rank-N.jsonl`` and beside it.
+    """Appends what a rank computed to ``<run dir>/steps/rank-N.jsonl`` and to files beside it.
 
-    Each line is in the kernel's hands when :meth:`record` returns, so it survives the death of the process, unless
-    the disk has stopped for longer than a second: that must not keep the rank from its part in a recovery. A
-    respawned rank continues the file. Every line is kept, a step recorded twice too: that a finished step was done
-    again is for the reader to see.
+    Each line has been handed to the kernel when :meth:`record` returns, so it survives the death of the process,
+    unless the disk stalls for longer than a second: that must not keep the rank from taking part in a recovery. A
+    respawned rank continues the file. Every line is kept, even if a step is recorded twice, so that readers can see
+    that a finished step was repeated.
 
     Args:
         run_dir: the run directory.
@@ -126,7 +128,7 @@ class StepLog:
 
     @classmethod
     def from_environment(cls) -> StepLog | None:
-        """The log that ``--record-steps`` asks this process for, or None."""
+        """Return the log that ``--record-steps`` requests for this process, or None if it requests none."""
         run_dir = os.environ.get(RUN_DIR_ENV)
         if not run_dir or os.environ.get(RECORD_STEPS_ENV) != "1":
             return None
@@ -137,12 +139,12 @@ class StepLog:
 
         Args:
             step: optimizer step, counted from 1.
-            loss: its loss on this rank.
-            params: digest of this rank's parameters after it.
-            extras: what else there is after it.
+            loss: loss of the step on this rank.
+            params: digest of this rank's parameters after the step.
+            extras: what else is recorded after the step.
 
         Raises:
-            OSError: it could not be written, or an earlier one; a record with holes would prove nothing.
+            OSError: this line or an earlier one could not be written; a record with holes would prove nothing.
         """
         known = {name: value for name, value in vars(extras).items() if value is not None}
         self._append(self.path, {"step": step, "loss": float(loss).hex(), "params": params, **known})
@@ -151,24 +153,24 @@ class StepLog:
         """Append one validation.
 
         Args:
-            step: the optimizer step that it came after.
-            metrics: what it ended with on this rank.
-            callbacks: digest of each callback's state after it.
+            step: optimizer step that the validation came after.
+            metrics: final metrics of the validation on this rank, by name.
+            callbacks: digest of each callback's state after the validation, by the callback's state key.
 
         Raises:
-            OSError: likewise.
+            OSError: this line or an earlier one could not be written.
         """
         exact = {name: float(value).hex() for name, value in metrics.items()}
         self._append(self._validations, {"step": step, "metrics": exact, "callbacks": dict(callbacks)})
 
     def record_checkpoints(self, names: Iterable[Iterable[str]]) -> None:
-        """Note which checkpoints there are; the last word counts. For one rank of a job.
+        """Append the names of the checkpoints that exist. The last record counts; only one rank of a job writes it.
 
         Args:
-            names: of each folder with checkpoints.
+            names: names of the checkpoints in each folder that has any.
 
         Raises:
-            OSError: likewise.
+            OSError: this line or an earlier one could not be written.
         """
         self._append(self._checkpoints, {"checkpoints": [sorted(each) for each in names]})
 
@@ -188,7 +190,7 @@ class StepLog:
             self._error = error
 
     def last_step(self) -> int | None:
-        """The highest step recorded so far, by this process or an earlier one of this rank."""
+        """Return the highest step that this process or an earlier one of this rank recorded; None without any."""
         scribe.flush()
         if not self.path.exists():
             return None
@@ -196,13 +198,13 @@ class StepLog:
 
 
 def read_steps(run_dir: Path) -> Recording:
-    """All that was recorded of a run, repeated steps included.
+    """Read everything that was recorded of a run, repeated steps included.
 
     Args:
         run_dir: the run directory.
 
     Raises:
-        FileNotFoundError: nothing was recorded there.
+        FileNotFoundError: no steps were recorded in ``run_dir``.
     """
     steps = {rank: _read(path) for rank, path in _by_rank(run_dir, _STEPS)}
     if not steps:
@@ -248,7 +250,7 @@ def _read_checkpoints(path: Path) -> tuple[tuple[str, ...], ...] | None:
 
 
 def _end_torn_line(path: Path) -> None:
-    """Cut off a last line that its writer did not finish, so that the next one does not run on from it."""
+    """Cut off a last line that its writer did not finish, so that the next line does not continue it."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):

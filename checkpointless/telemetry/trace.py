@@ -1,9 +1,10 @@
 """A run's events as a trace that Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open.
 
-The format is the JSON object form of Chrome's trace-event format: a process for each node with its agent and a
-thread for each rank, and one for the whole job. Stages are complete events (``X``), moments are instants (``i``),
-what an agent does for several ranks at once (``respawn``) is asynchronous (``b``, ``e``). Times are microseconds
-since the first event, by UTC: monotonic clocks of different nodes cannot be compared.
+The format is the JSON object form of Chrome's trace-event format. It has a process for each node, with a thread for
+the agent and one for each rank, and a process for the whole job. Stages are complete events (``X``), moments are
+instant events (``i``), and what an agent does for several ranks at once (``respawn``) is an asynchronous event
+(``b``, ``e``). Times are microseconds since the first event, by UTC: monotonic clocks of different nodes cannot be
+compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from checkpointless.telemetry.events import FAULT_INJECTED, Event, json_safe
 from checkpointless.telemetry.incidents import JOB, IncidentSummary
 from checkpointless.telemetry.report import Report, utc
 
-#: Numbers of processes and threads are made up, and differ from each other in the whole trace: viewers want that.
+#: Process and thread ids are made up; they are unique in the whole trace, as viewers require.
 _JOB_PID = 1
 _FIRST_NODE_PID = 2
 _RUN_TID, _INCIDENTS_TID = 1, 2
@@ -31,9 +32,9 @@ class Span:
     """A stage of one rank, or of an agent.
 
     Attributes:
-        begin: its first event.
-        end: its last; None if it was never finished.
-        end_ns: when it ended, or when the next thing is known of the same thread.
+        begin: event that began the stage.
+        end: event that ended the stage; None if it was never finished.
+        end_ns: UTC nanoseconds of the end, or, without an end, of the next event of the same thread.
     """
 
     begin: Event
@@ -43,13 +44,13 @@ class Span:
 
 @dataclass
 class Thread:
-    """What is known of one rank, or agent, of one node.
+    """What is known of one rank, or of the agent, of one node.
 
     Attributes:
-        node: its node.
-        rank: its rank; None for the agent.
-        spans: its stages, in order.
-        points: its moments, in order.
+        node: index of the node.
+        rank: the rank; None for the agent.
+        spans: stages of the thread, in order.
+        points: moments of the thread, in order.
     """
 
     node: int
@@ -59,9 +60,9 @@ class Thread:
 
 
 def threads(events: Iterable[Event]) -> list[Thread]:
-    """Match begins and ends, rank by rank.
+    """Match the begin and end events of each rank and agent.
 
-    A stage that was never finished lasts until the next thing that is known of its rank: it was interrupted.
+    A stage that was never finished was interrupted: it lasts until the next event of its rank.
 
     Args:
         events: events of a run, in any order.
@@ -89,11 +90,11 @@ def threads(events: Iterable[Event]) -> list[Thread]:
 
 
 def write_trace(report: Report, events: Sequence[Event]) -> str:
-    """The trace of a run, as JSON.
+    """Return the trace of a run as JSON.
 
     Args:
-        report: the run, summed up.
-        events: all of its events, in any order.
+        report: report of the run.
+        events: all events of the run, in any order.
     """
     begin_ns = report.run.begin_ns or 0
     found = threads(event for event in events if event.stage != JOB)
@@ -129,15 +130,15 @@ def _place(node: int, rank: int | None) -> tuple[int, int]:
 
 
 def _nested(thread: Thread, pid: int, tid: int, begin_ns: int) -> list[dict[str, Any]]:
-    """A thread's spans; they may lie within each other but not overlap otherwise, as viewers demand."""
+    """Return the trace events of a thread's spans; spans may nest but not overlap otherwise, as viewers require."""
     made: list[dict[str, Any]] = []
     around: list[int] = []
     for number, span in enumerate(thread.spans):
         event = span.begin
         common = {"name": event.stage, "cat": "stage", "pid": pid, "tid": tid, "args": _about(span)}
-        if event.stage == "respawn":  # an agent's, on the thread of a rank whose processes come and go meanwhile
+        if event.stage == "respawn":  # an agent's span, on the thread of a rank whose processes change meanwhile
             for phase, ns in (("b", event.ts), ("e", span.end_ns)):
-                own_id = {"local": f"{tid}.{number}"}  # of this process: shown with it
+                own_id = {"local": f"{tid}.{number}"}  # local to this process, and shown with it
                 made.append({**common, "ph": phase, "id2": own_id, "ts": _us(ns, begin_ns)})
             continue
         while around and around[-1] <= event.ts:

@@ -1,4 +1,4 @@
-"""Tracebacks in full, one file per rank and generation in ``<run dir>/tracebacks``; the terminal says where."""
+"""Full tracebacks, one file per rank and generation in ``<run dir>/tracebacks``; the terminal shows the path."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ TRACEBACKS_DIR = "tracebacks"
 
 
 def traceback_path(run_dir: Path, generation: int, rank: int) -> Path:
-    """Where the traceback of what ``rank`` raised in ``generation`` is, if it raised anything."""
+    """Return the path of the traceback of what ``rank`` raised in ``generation``, if it raised anything."""
     return run_dir / TRACEBACKS_DIR / f"generation-{generation}-rank-{rank}.txt"
 
 
 def keep_traceback(generation: int, rank: int, text: str) -> None:
-    """Have a traceback written into this process's run directory, if it has one; never waits for the disk.
+    """Queue a traceback to be written into this process's run directory, if it has one; never wait for the disk.
 
     Args:
-        generation: the one that the exception ended.
-        rank: whose it was.
-        text: as Python prints it.
+        generation: generation that the exception ended.
+        rank: rank that raised the exception.
+        text: traceback, as Python prints it.
     """
     run_dir = os.environ.get(RUN_DIR_ENV)
     if not run_dir:

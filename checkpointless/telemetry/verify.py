@@ -1,4 +1,4 @@
-"""Verify: whether two runs computed the same, step by step and rank by rank."""
+"""Comparison of two runs: whether they computed the same, step by step and rank by rank."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from checkpointless.telemetry.steps import Recording, StepRecord, ValidationRecord
 
-#: The steps of a run: by rank, in the order in which they were recorded. Of a :class:`Recording` all is compared.
+#: The steps of a run by rank, in the order in which they were recorded. All of a :class:`Recording` is compared.
 Steps = Mapping[int, Sequence[StepRecord]]
 
 
 class Run(enum.Enum):
-    """Which of the two runs."""
+    """One of the two runs that are compared."""
 
     A = "A"
     B = "B"
 
 
 class Quantity(enum.Enum):
-    """What is compared."""
+    """A quantity that is compared."""
 
     LOSS = "loss"
     PARAMS = "params"
@@ -60,16 +60,16 @@ class StepPlace:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs part.
+    """A difference between two runs.
 
     Attributes:
-        step: the optimizer step; for a validation the one that it came after, for checkpoints the last one.
-        rank: the rank.
-        quantity: what differs.
-        a: its value in run A, as recorded.
-        b: its value in run B, as recorded.
-        by: distance of two losses or metrics; None for others and where one is not finite.
-        name: which callback, metric or checkpoint.
+        step: optimizer step; for a validation, the step that it came after; for checkpoints, the last step.
+        rank: rank on which the runs differ.
+        quantity: quantity that differs.
+        a: value in run A, as recorded.
+        b: value in run B, as recorded.
+        by: distance of two losses or metrics; None for other quantities, or if a value is not finite.
+        name: name of the callback, metric or checkpoint.
     """
 
     step: int
@@ -82,7 +82,7 @@ class Difference:
 
     @property
     def place(self) -> str:
-        """What differs, of which step on which rank."""
+        """What differs, with its step and rank."""
         if self.quantity is Quantity.CHECKPOINTS:
             return f"checkpoint {self.name} at the end"
         at = f"step {self.step} on rank {self.rank}"
@@ -92,7 +92,7 @@ class Difference:
 
     @property
     def sentence(self) -> str:
-        """That it differs, and by how much."""
+        """What differs, and by how much, in one line."""
         if self.quantity is Quantity.CHECKPOINTS:
             return f"{self.place} is in run {'A' if self.b == _NOTHING else 'B'} only"
         return f"{self.place} differs" + ("" if self.by is None else f", by {self.by:.3g}")
@@ -100,20 +100,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
-        equal: every step of every rank is in both runs once, and every validation at least once, and what both
-            recorded is the same, bit by bit.
-        difference: the first one, by step and then by rank.
-        steps: number of different steps that were compared.
-        ranks: the ranks that were compared.
+        equal: whether every step of every rank is in both runs once and every validation at least once, and what
+            both runs recorded is identical, bit by bit.
+        difference: first difference, ordered by step and then by rank; None if there is none.
+        steps: number of distinct steps that were compared.
+        ranks: ranks that were compared.
         repeated: steps that a run recorded more than once.
-        missing: steps that a run did not record although it, or the other run, should have them.
-        repeated_validations: steps after which a run recorded validations of different results.
-        missing_validations: steps after which only the other run recorded one.
-        again: validations that a run recorded more than once with the same results. A fault that finds one rank
-            behind the validation and another one still in it has all of them validate again, from the same state.
+        missing: steps that a run did not record although it or the other run should have them.
+        repeated_validations: steps after which a run recorded validations with different results.
+        missing_validations: steps after which only the other run recorded a validation.
+        again: validations that a run recorded more than once with the same results. If a fault comes when one rank
+            has finished a validation and another is still in it, all ranks validate again, from the same state.
         not_compared: what only one of the runs ever recorded, and which run that was.
     """
 
@@ -153,13 +153,13 @@ class Verdict:
 def compare(a: Steps, b: Steps) -> Verdict:
     """Compare two runs.
 
-    Every rank that is in either run should have every step from the first to the last that is in either. Of a step
-    that was recorded more than once the last record is compared. What one of the runs never recorded (an older
-    recording, or a callback that only the other one has) is not compared, and said.
+    Every rank of either run should have every step from the first to the last step of either run. If a step was
+    recorded more than once, its last record is compared. What one of the runs never recorded (an older recording,
+    or a callback that only the other run has) is not compared, and the verdict says so.
 
     Args:
-        a: the steps of the one run, as :func:`~checkpointless.telemetry.steps.read_steps` gives them.
-        b: the steps of the other.
+        a: steps of run A, as :func:`~checkpointless.telemetry.steps.read_steps` returns them.
+        b: steps of run B, as :func:`~checkpointless.telemetry.steps.read_steps` returns them.
     """
     ranks = sorted({*a, *b})
     recorded = [record.step for run in (a, b) for records in run.values() for record in records]
@@ -218,7 +218,7 @@ def _repeated(run: Run, steps: Mapping[int, Sequence[StepRecord]]) -> Iterator[S
 def _validated_again(
     run: Run, validations: Mapping[int, Sequence[ValidationRecord]], *, alike: bool
 ) -> Iterator[StepPlace]:
-    """Validations that were recorded more than once, with results that are ``alike`` or are not."""
+    """Yield the validations recorded more than once: with equal results if ``alike``, else with different ones."""
     for rank, records in sorted(validations.items()):
         by_step: dict[int, list[ValidationRecord]] = {}
         for record in records:
@@ -233,8 +233,8 @@ class _Common:
     """What both runs recorded of their steps.
 
     Attributes:
-        quantities: those of :data:`_FIELDS`.
-        callbacks: by their state keys.
+        quantities: quantities of :data:`_FIELDS` that both runs recorded.
+        callbacks: state keys of the callbacks that both runs recorded.
         not_compared: what only one of the runs recorded.
     """
 
@@ -257,7 +257,7 @@ class _Common:
         )
 
     def differences(self, rank: int, a: StepRecord, b: StepRecord) -> Iterator[Difference]:
-        """Those of one step."""
+        """Yield the differences of one step."""
         if a.loss != b.loss:
             yield Difference(a.step, rank, Quantity.LOSS, a.loss, b.loss, _distance(a.loss, b.loss))
         if a.params != b.params:
@@ -274,7 +274,7 @@ class _Common:
 
 @dataclass(frozen=True)
 class _Validations:
-    """The validations of both runs, the last one after each step, by rank and step."""
+    """The last validation after each step of both runs, by rank and step."""
 
     a: Mapping[tuple[int, int], ValidationRecord]
     b: Mapping[tuple[int, int], ValidationRecord]
@@ -314,7 +314,7 @@ class _Validations:
         )
 
     def differences(self) -> Iterator[Difference]:
-        """Those of all validations that are in both runs."""
+        """Yield the differences of all validations that are in both runs."""
         for rank, step in sorted(self.a.keys() & self.b.keys(), key=lambda key: (key[1], key[0])):
             a, b = self.a[rank, step], self.b[rank, step]
             for name in sorted({*a.metrics, *b.metrics}):
@@ -344,7 +344,7 @@ def _checkpoints_not_compared(a: Steps, b: Steps) -> Iterator[str]:
 
 
 def _recorded(run: Steps) -> set[Quantity]:
-    """The quantities of :data:`_FIELDS` that a run has of any step."""
+    """Return the quantities of :data:`_FIELDS` that a run recorded of any step."""
     records = [record.extras for each in run.values() for record in each]
     return {
         quantity
@@ -358,14 +358,14 @@ def _callbacks(run: Steps) -> set[str]:
 
 
 def _validations(run: Steps) -> Mapping[int, Sequence[ValidationRecord]] | None:
-    """The validations of a run; None where an older version recorded it, which left them out."""
+    """Return the validations of a run; None if an older version recorded it, which left them out."""
     if not isinstance(run, Recording) or Quantity.BUFFERS not in _recorded(run):
         return None
     return run.validations
 
 
 def _one_sided(names: Iterable[Sequence[str]]) -> Iterator[str]:
-    """What is in the list of only one of two runs."""
+    """Yield the names that are in the list of only one of two runs."""
     a, b = names
     yield from (f"{name} (only in run A)" for name in a if name not in b)
     yield from (f"{name} (only in run B)" for name in b if name not in a)

@@ -1,4 +1,4 @@
-"""Numbers and foreign text, as they are shown to a person."""
+"""Formatting of numbers and foreign text for people."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """``text`` in one line of printable characters, for a terminal or a page.
+    """Return ``text`` as one line of printable characters, for a terminal or a page.
 
-    White space becomes single blanks; what could move a cursor, change a colour, turn the direction of writing or
-    not be encoded (control and format characters, lone surrogates) is shown by its code.
+    White space becomes single blanks. A character that could move the cursor, change a colour or turn the direction
+    of writing, or that cannot be encoded (control and format characters, lone surrogates), is shown by its code.
 
     Args:
-        text: from anywhere, an exception's message for example.
-        limit: longest result, in characters; None: any.
+        text: text from any source, for example an exception's message.
+        limit: maximum length of the result, in characters; None: no limit.
     """
     if limit is not None:
-        text = text[: 8 * limit]  # more is not looked at
+        text = text[: 8 * limit]  # the rest is not looked at
     line = " ".join(text.split())
     shown = "".join(_code(each) if unicodedata.category(each) in _UNPRINTABLE else each for each in line)
     return shown if limit is None or len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 
 def duration(seconds: float | None) -> str:
-    """``1.27 s``, ``35 min 12 s``, ``3 d 4 h``: about three digits."""
+    """Format seconds with about three digits: ``1.27 s``, ``35 min 12 s``, ``3 d 4 h``."""
     if seconds is None:
         return UNKNOWN
     if seconds < 0.0005:
@@ -46,7 +46,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(nbytes: int) -> str:
-    """``1.63 MB``: decimal units, three digits."""
+    """Format bytes in decimal units with three digits: ``1.63 MB``."""
     value, power = float(nbytes), 0
     while value >= 999.5 and power + 1 < len(_UNITS):
         value, power = value / 1000, power + 1
@@ -54,7 +54,7 @@ def size(nbytes: int) -> str:
 
 
 def share(value: float | None) -> str:
-    """``98.7 %``; never 100 % where a little is missing."""
+    """Format a ratio as a percentage: ``98.7 %``; never 100 % if a little is missing."""
     if value is None:
         return UNKNOWN
     percent = 100 * value
@@ -63,17 +63,17 @@ def share(value: float | None) -> str:
 
 
 def number(value: int | None) -> str:
-    """``12,345``, or that it is not known."""
+    """Format a number: ``12,345``, or that it is not known."""
     return UNKNOWN if value is None else f"{value:,}"
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 incident``, ``2 incidents``."""
+    """Format a count and its noun: ``1 incident``, ``2 incidents``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def ranks(numbers: tuple[int, ...], shown: int = 8) -> str:
-    """``ranks 0-2, 5``; of many the first."""
+    """Format ranks: ``ranks 0-2, 5``; if there are many, only the first."""
     if not numbers:
         return "no rank"
     runs: list[list[int]] = []
