@@ -17,9 +17,9 @@ from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.inprocess.loader_workers import worker_iterators
-from checkpointless.recovery.transfer import flip_a_bit
+from checkpointless.inprocess.data_workers.loader_workers import worker_iterators
 from checkpointless.telemetry.events import RUN_DIR_ENV
+from checkpointless.transfer.transfer import flip_a_bit
 
 
 class HPFaultInjectionCallback(Callback):

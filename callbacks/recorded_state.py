@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from checkpointless.recovery.checksum import digest_buffers
-from checkpointless.recovery.value_digest import digest_value
+from checkpointless.serialization.checksum import digest_buffers
+from checkpointless.serialization.value_digest import digest_value
 from checkpointless.telemetry.steps import StepExtras
 
 _CHECKPOINT_SUFFIX = ".ckpt"

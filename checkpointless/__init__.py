@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpointless.agent import HPAgentK8sAPIFactory, wait_rank
+    from checkpointless.client import HPAgentK8sAPIFactory, wait_rank
     from checkpointless.inprocess import (
         Abort,
         AbortTransformerEngine,
@@ -32,18 +32,16 @@ if TYPE_CHECKING:
         RankShouldRestart,
         UnrecoverableError,
     )
-    from checkpointless.recovery import (
-        CheckpointManager,
+    from checkpointless.local_checkpoint import (
         CliqueReplicationStrategy,
         LazyCliqueReplicationStrategy,
         LocalCheckpointError,
         LocalCheckpointManager,
-        MemoryChecksumManager,
         NoReplicasAvailableError,
-        PEFTCheckpointManager,
-        PlainTraining,
         ReplicationStrategy,
     )
+    from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager, PlainTraining
+    from checkpointless.serialization import MemoryChecksumManager
 
 __all__ = [
     "Abort",
@@ -81,17 +79,17 @@ __all__ = [
 
 _ELSEWHERE = {
     "CheckpointManager": "recovery",
-    "CliqueReplicationStrategy": "recovery",
-    "HPAgentK8sAPIFactory": "agent",
-    "LazyCliqueReplicationStrategy": "recovery",
-    "LocalCheckpointError": "recovery",
-    "LocalCheckpointManager": "recovery",
-    "MemoryChecksumManager": "recovery",
-    "NoReplicasAvailableError": "recovery",
+    "CliqueReplicationStrategy": "local_checkpoint",
+    "HPAgentK8sAPIFactory": "client",
+    "LazyCliqueReplicationStrategy": "local_checkpoint",
+    "LocalCheckpointError": "local_checkpoint",
+    "LocalCheckpointManager": "local_checkpoint",
+    "MemoryChecksumManager": "serialization",
+    "NoReplicasAvailableError": "local_checkpoint",
     "PEFTCheckpointManager": "recovery",
     "PlainTraining": "recovery",
-    "ReplicationStrategy": "recovery",
-    "wait_rank": "agent",
+    "ReplicationStrategy": "local_checkpoint",
+    "wait_rank": "client",
 }
 
 

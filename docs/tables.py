@@ -26,21 +26,23 @@ CLASSES = {
     "CheckpointlessMegatronStrategy": "strategies/megatron_strategy.py",
     "CheckpointManager": "checkpointless/recovery/manager.py",
     "PlainTraining": "checkpointless/recovery/plain.py",
-    "LocalCheckpointManager": "checkpointless/recovery/local.py",
-    "LazyCliqueReplicationStrategy": "checkpointless/recovery/replication.py",
-    "CliqueReplicationStrategy": "checkpointless/recovery/replication.py",
+    "LocalCheckpointManager": "checkpointless/local_checkpoint/manager.py",
+    "LazyCliqueReplicationStrategy": "checkpointless/local_checkpoint/replication.py",
+    "CliqueReplicationStrategy": "checkpointless/local_checkpoint/replication.py",
     "CheckpointlessFinalizeCleanup": "checkpointless/inprocess/finalize.py",
     "CudaHealthCheck": "checkpointless/inprocess/health_check.py",
-    "MemoryChecksumManager": "checkpointless/recovery/checksum.py",
+    "MemoryChecksumManager": "checkpointless/serialization/checksum.py",
     "HPFaultInjectionCallback": "callbacks/fault_injection.py",
 }
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
     """The parser of each command."""
-    from checkpointless import cli
+    from checkpointless.cli import command_line
 
-    (choices,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (choices,) = (
+        action for action in command_line._parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
     return dict(choices.choices)
 
 

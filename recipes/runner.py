@@ -124,7 +124,7 @@ def train(config: DictConfig) -> "nl.Trainer":
         return fit(config)
     from checkpointless.inprocess import HPWrapper
     from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
-    from checkpointless.recovery.transfer import MEMORY_BUDGET_BYTES
+    from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 
     manager = (CheckpointManager if config.get("peft") is None else PEFTCheckpointManager)(
         enable_checksum=config.checkpointless.get("enable_checksum", False),

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery import state_tree
+from checkpointless.serialization import state_tree
 from checkpointless.strategies.epoch_metrics import put_accumulated, take_accumulated
 
 

@@ -19,8 +19,8 @@ from lightning.fabric.utilities.types import _Stateful
 from megatron.core import num_microbatches_calculator
 from torch.utils.data import IterableDataset
 
-from checkpointless.recovery import state_tree
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
+from checkpointless.serialization import state_tree
 
 #: The attributes that NeMo's sampler counts with.
 _SAMPLER = (

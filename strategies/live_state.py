@@ -11,13 +11,13 @@ import torch
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.megatron.state import MegatronTensors
-from checkpointless.recovery import state_tree
 from checkpointless.recovery.manager import DATA
 from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.recovery.transfer import Key, TensorEntry
+from checkpointless.serialization import state_tree
 from checkpointless.strategies.boundary import take_checkpoint, take_kinds
 from checkpointless.strategies.data_position import DataPosition, begun_at, take_sampler
 from checkpointless.strategies.replay import StepOutcome
+from checkpointless.transfer.transfer import Key, TensorEntry
 
 
 class TrainerLiveState:

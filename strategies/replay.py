@@ -16,7 +16,7 @@ import torch
 from nemo.lightning.megatron_parallel import MegatronStep
 
 from checkpointless.megatron.update import NotedNorms
-from checkpointless.recovery import state_tree
+from checkpointless.serialization import state_tree
 
 
 @dataclass(frozen=True)

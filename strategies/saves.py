@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-from checkpointless.recovery.exchange import all_gather_json
 from checkpointless.recovery.moment import Stage
+from checkpointless.transfer.exchange import all_gather_json
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 import torch
 from megatron.core import parallel_state
 
-from checkpointless.recovery.exchange import all_gather_json
+from checkpointless.inprocess.data_workers.streams import Place, is_iterable, seed_data_workers
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
-from checkpointless.recovery.worker_streams import Place, is_iterable, seed_data_workers
+from checkpointless.transfer.exchange import all_gather_json
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from common import interruptible, machine, progress, spread
 
-from checkpointless.recovery.checksum import MemoryChecksumManager, digest_bytes, digest_on_device
-from checkpointless.recovery.state_tree import tensor_bytes
+from checkpointless.serialization.checksum import MemoryChecksumManager, digest_bytes, digest_on_device
+from checkpointless.serialization.state_tree import tensor_bytes
 
 MIB = 1 << 20
 SIZES_MIB = (1, 16, 128, 1024)

@@ -24,12 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import interruptible, machine, progress, spread
 
-from checkpointless.agent import coordinator as measured
-from checkpointless.agent.channel import Channel
-from checkpointless.agent.coordinator import Coordinator, Limits
-from checkpointless.agent.hangs import Heartbeat
-from checkpointless.agent.incidents import CauseKind
-from checkpointless.agent.node_protocol import (
+from checkpointless.agent.server import TICK_S
+from checkpointless.coordinator import coordinator as measured
+from checkpointless.coordinator.coordinator import Coordinator, Limits
+from checkpointless.coordinator.hangs import Heartbeat
+from checkpointless.coordinator.roster import Node
+from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.causes import CauseKind
+from checkpointless.wire.channel import Channel
+from checkpointless.wire.messages import LineBuffer, encode
+from checkpointless.wire.node_messages import (
     FROM_COORDINATOR,
     FROM_NODE,
     STATES,
@@ -49,11 +53,7 @@ from checkpointless.agent.node_protocol import (
     StoreOpened,
     Trouble,
 )
-from checkpointless.agent.protocol import LineBuffer, encode
-from checkpointless.agent.roster import Node
-from checkpointless.agent.server import TICK_S
-from checkpointless.agent.workers import WorkerState
-from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.rank_state import WorkerState
 
 RANKS = (64, 1_024, 16_384)
 NPROC = 8

@@ -216,7 +216,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
 
     from checkpointless.callbacks import CheckpointlessCallback
     from checkpointless.inprocess import active_call_wrapper
-    from checkpointless.inprocess.gloo_wait import InterruptibleWait
+    from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
     from checkpointless.megatron import update
     from checkpointless.recovery import guard, manager, rng
     from checkpointless.strategies import megatron_strategy

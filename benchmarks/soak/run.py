@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import ROOT, interruptible, machine, progress, search_path
 
 from checkpointless.faults.ledger import fired
+from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.incidents import IncidentSummary, Outcome, summarize
 
 NPROC = 4
 SLOW_S = 20.0  # an incident that took longer is told with its reasons

@@ -27,10 +27,10 @@ from common import ROOT, interruptible, machine, progress, search_path
 from run import IN_PROCESS, KINDS, NPROC, SURVIVOR, Sampler, table
 
 from checkpointless.faults.ledger import fired
+from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
+from checkpointless.report.verify import compare
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.telemetry.steps import read_steps
-from checkpointless.telemetry.verify import compare
 from tests.ranks.users.end import compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
 

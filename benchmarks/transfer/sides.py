@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess.aside import Helper
-from checkpointless.inprocess.gloo_wait import InterruptibleWait
-from checkpointless.recovery.checksum import MemoryChecksumManager
-from checkpointless.recovery.transfer import Fill, Key, TransferReport, receive_state, send_state
+from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
+from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.transfer.transfer import Fill, Key, TransferReport, receive_state, send_state
 
 RAW_BYTES = 256 * 1024 * 1024
 LIMIT = timedelta(seconds=180)

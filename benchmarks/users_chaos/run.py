@@ -34,10 +34,10 @@ from checkpointless.demo.nursery import Ended, Nursery
 from checkpointless.faults.chaos import DEADLY, HANGING, NODES
 from checkpointless.faults.ledger import fired, not_fired
 from checkpointless.faults.spec import parse, parse_all
+from checkpointless.report.incidents import summarize
+from checkpointless.report.verify import compare
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.incidents import summarize
 from checkpointless.telemetry.steps import Recording, read_steps
-from checkpointless.telemetry.verify import compare
 from tests.ports import free_port
 from tests.ranks.users.draw import UsersCase, draw
 from tests.ranks.users.end import IN_ALL, Difference, compare_ends, read_ends

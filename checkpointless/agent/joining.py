@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from checkpointless.agent.awake import AwakeClock
-from checkpointless.agent.channel import Channel
-from checkpointless.agent.handshake import BEFORE_WELCOME, Challenge, Refused, Welcome, is_welcome, prove
-from checkpointless.agent.node_protocol import FROM_COORDINATOR
-from checkpointless.agent.protocol import LineBuffer, ProtocolError, encode
+from checkpointless.posix.awake_clock import AwakeClock
+from checkpointless.wire.channel import Channel
+from checkpointless.wire.handshake import BEFORE_WELCOME, Challenge, Refused, Welcome, is_welcome, prove
+from checkpointless.wire.messages import LineBuffer, ProtocolError, encode
+from checkpointless.wire.node_messages import FROM_COORDINATOR
 
 RETRY_S = 0.5
 ANSWER_TIMEOUT_S = 10.0
@@ -36,7 +36,7 @@ class Joining:
         address: address of the coordinator.
         port: port of the coordinator.
         token: the job's token.
-        node: this node's number, or :data:`~checkpointless.agent.handshake.SPARE`.
+        node: this node's number, or :data:`~checkpointless.wire.handshake.SPARE`.
         nproc: how many ranks this node runs.
         timeout_s: how many seconds to try to reach the coordinator.
         stopped: polled while this waits; the attempt ends when it returns True.

@@ -17,23 +17,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.agent.board import Board
-from checkpointless.agent.errands import Errands
-from checkpointless.agent.handshake import MIN_TOKEN_CHARACTERS, SPARE, TOKEN_ENV
 from checkpointless.agent.preload import preloads_of
 from checkpointless.agent.rank_log import LogCopies, RankLog
 from checkpointless.agent.rank_process import Script
-from checkpointless.agent.temp_folder import private_temp_folder
 from checkpointless.agent.workers import FreshStarter, Worker, ZygoteStarter
 from checkpointless.faults.node import AGENT_PID_ENV, CUT_SIGNAL
+from checkpointless.posix.errands import Errands
+from checkpointless.posix.temp_folder import private_temp_folder
 from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
 from checkpointless.telemetry.log_relay import LogRelay
 from checkpointless.telemetry.scribe import scribe
+from checkpointless.wire.board import Board
+from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS, SPARE, TOKEN_ENV
 
 if TYPE_CHECKING:
-    from checkpointless.agent.coordinator import Limits
-    from checkpointless.agent.http_status import HttpStatus
     from checkpointless.agent.links import Link
+    from checkpointless.agent.watch import Watch
+    from checkpointless.coordinator.coordinator import Limits
+    from checkpointless.monitoring.http_status import HttpStatus
 
 logger = logging.getLogger(__name__)
 
@@ -200,8 +201,9 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
         OSError: the endpoint cannot be listened on, or the run directory cannot be created.
         ValueError: HTTP cannot be served at the configured address.
     """
-    from checkpointless.agent.coordinate import Meeting, coordinate
-    from checkpointless.agent.status import OUTSIDE, Watch
+    from checkpointless.agent.watch import Watch
+    from checkpointless.coordinator.hosting import Meeting, coordinate
+    from checkpointless.monitoring.snapshot import OUTSIDE
 
     if config.run_dir is not None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -212,7 +214,7 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
     if config.http_port is None:
         with _handling(signals.append), LogRelay(), closing(scribe):
             return coordinate(meeting, _limits(config), EventLog(events_path, node=OUTSIDE), say, signals)
-    from checkpointless.agent.http_status import HttpStatus
+    from checkpointless.monitoring.http_status import HttpStatus
 
     watch = Watch(OUTSIDE)
     http = HttpStatus(config.http_host, config.http_port, watch)
@@ -221,7 +223,7 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
             http.open(say)
         except OSError as error:
             raise ValueError(str(error)) from error  # not an OSError: the endpoint is not to blame
-        return coordinate(meeting, _limits(config), watch.log(events_path), say, signals, watch)
+        return coordinate(meeting, _limits(config), watch.log(events_path), say, signals, watch.look_from_outside)
 
 
 def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
@@ -252,13 +254,13 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     if config.http_port is None:
         with _handling(signals.append, *cuts), private_temp_folder() as folder, LogRelay(), closing(scribe):
             return _run(config, own, folder, EventLog(events_path, node=config.node_rank), signals, say)
-    from checkpointless.agent.http_status import HttpStatus
-    from checkpointless.agent.status import Watch
+    from checkpointless.agent.watch import Watch
+    from checkpointless.monitoring.http_status import HttpStatus
 
     watch = Watch(config.node_rank)
     http = HttpStatus(config.http_host, config.http_port, watch)
     with _handling(signals.append, *cuts), private_temp_folder() as folder, http, LogRelay(), closing(scribe):
-        return _run(config, own, folder, watch.log(events_path), signals, say, http)
+        return _run(config, own, folder, watch.log(events_path), signals, say, http, watch)
 
 
 def _run(
@@ -269,6 +271,7 @@ def _run(
     signals: list[int],
     say: Callable[[str], None],
     http: HttpStatus | None = None,
+    watch: Watch | None = None,
 ) -> int:
     script = Script(config.script, tuple(config.script_args), config.module)
     hooks = (_CPU_HOOK,) if config.cpu else ()
@@ -284,11 +287,11 @@ def _run(
         fork_here=config.fork_here,
     )
     # These load torch, which takes seconds; the zygote does so at the same time.
-    from checkpointless.agent.awake import AwakeClock
-    from checkpointless.agent.hangs import Heartbeat
     from checkpointless.agent.joining import JoinError
     from checkpointless.agent.node import NodeAgent
     from checkpointless.agent.server import serve
+    from checkpointless.coordinator.hangs import Heartbeat
+    from checkpointless.posix.awake_clock import AwakeClock
 
     selector = selectors.DefaultSelector()
     try:
@@ -325,7 +328,7 @@ def _run(
     nproc, nnodes = config.nproc_per_node, config.nnodes
     events.emit("job", "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
     try:
-        outcome = serve(agent, link, selector, signals, None if http is None else http.watch, clock)
+        outcome = serve(agent, link, selector, signals, watch, clock)
     finally:
         if not copies.stop():
             say(f"the disk of {config.run_dir} does not answer: what the ranks printed last is not shown")
@@ -346,10 +349,10 @@ def _link(
     clock: Callable[[], float],
 ) -> Link:
     """Return the link to the coordinator, which runs here on node 0 unless there is one elsewhere."""
-    from checkpointless.agent.coordinate import Meeting, host
-    from checkpointless.agent.coordinator import Coordinator
     from checkpointless.agent.joining import REFUSED_FOR_S, Joining
     from checkpointless.agent.links import GuestLink, HostLink
+    from checkpointless.coordinator.coordinator import Coordinator
+    from checkpointless.coordinator.hosting import Meeting, host
 
     limits = _limits(config)
     if config.is_alone:
@@ -393,8 +396,8 @@ def _link(
 
 
 def _limits(config: LaunchConfig | CoordinatorConfig) -> Limits:
-    from checkpointless.agent.coordinator import Limits
-    from checkpointless.agent.hangs import Heartbeat
+    from checkpointless.coordinator.coordinator import Limits
+    from checkpointless.coordinator.hangs import Heartbeat
 
     return Limits(
         Heartbeat.of(config.heartbeat_timeout_s),

@@ -11,12 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from checkpointless.agent.channel import Channel
-from checkpointless.agent.coordinate import FAREWELL_S
-from checkpointless.agent.coordinator import FAILED, Coordinator
 from checkpointless.agent.joining import JoinError, Joining, RefusedError
 from checkpointless.agent.node import NodeAgent
-from checkpointless.agent.node_protocol import (
+from checkpointless.coordinator.coordinator import FAILED, Coordinator
+from checkpointless.coordinator.hosting import FAREWELL_S
+from checkpointless.coordinator.listener import CoordinatorPort
+from checkpointless.wire.address import LOOPBACK
+from checkpointless.wire.channel import Channel
+from checkpointless.wire.node_messages import (
     Alive,
     Command,
     End,
@@ -27,8 +29,6 @@ from checkpointless.agent.node_protocol import (
     Searching,
     Trouble,
 )
-from checkpointless.agent.port import CoordinatorPort
-from checkpointless.agent.rendezvous import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class GuestLink(Link):
     Args:
         join: called with a node number and a function; connects to the coordinator as that node and proves itself.
             It may take long, and polls the function, which returns whether to give up.
-        number: this node's number, or :data:`~checkpointless.agent.handshake.SPARE`.
+        number: this node's number, or :data:`~checkpointless.wire.handshake.SPARE`.
         nproc: how many ranks this node runs.
         selector: selector of the loop.
         silence_s: after how many seconds of silence the coordinator counts as lost.

@@ -11,10 +11,42 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from checkpointless.agent.board import NO_STEP, BoardReading
-from checkpointless.agent.hangs import SHARING, Heartbeat
-from checkpointless.agent.incidents import Cause, CauseKind, exception_cause, signal_name
-from checkpointless.agent.node_protocol import (
+from checkpointless.agent.generation_store import GenerationStore
+from checkpointless.agent.workers import (
+    Descriptors,
+    Exited,
+    Order,
+    Ready,
+    Started,
+    Starter,
+    StarterLostError,
+    Worker,
+)
+from checkpointless.coordinator.hangs import SHARING, Heartbeat
+from checkpointless.posix.process_state import ProcessLook
+from checkpointless.telemetry.events import Edge, EventLog
+from checkpointless.wire.board import NO_STEP, BoardReading
+from checkpointless.wire.causes import Cause, CauseKind, exception_cause, signal_name
+from checkpointless.wire.messages import (
+    FAULT_AT_ENV,
+    Answer,
+    Barrier,
+    Done,
+    FaultNotice,
+    FaultReport,
+    Finish,
+    GiveUp,
+    Go,
+    Hello,
+    Inquire,
+    LineBuffer,
+    ProtocolError,
+    RankMessage,
+    Replace,
+    Sender,
+    decode,
+)
+from checkpointless.wire.node_messages import (
     STATES,
     AllDone,
     Answered,
@@ -40,41 +72,7 @@ from checkpointless.agent.node_protocol import (
     StoreOpened,
     Trouble,
 )
-from checkpointless.agent.process_state import ProcessLook
-from checkpointless.agent.protocol import (
-    FAULT_AT_ENV,
-    Answer,
-    Barrier,
-    Done,
-    FaultNotice,
-    FaultReport,
-    Finish,
-    GiveUp,
-    Go,
-    Hello,
-    Inquire,
-    LineBuffer,
-    ProtocolError,
-    RankMessage,
-    Replace,
-    Sender,
-    decode,
-)
-from checkpointless.agent.rendezvous import GenerationStore
-from checkpointless.agent.workers import (
-    COUNTED,
-    IN_BLOCK,
-    Descriptors,
-    Exited,
-    Order,
-    Ready,
-    Started,
-    Starter,
-    StarterLostError,
-    Worker,
-    WorkerState,
-)
-from checkpointless.telemetry.events import Edge, EventLog
+from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, WorkerState
 
 logger = logging.getLogger(__name__)
 

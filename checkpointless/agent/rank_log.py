@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from checkpointless.agent.errands import Errands
+from checkpointless.posix.errands import Errands
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ import selectors
 import time
 from collections.abc import Callable
 
-from checkpointless.agent.coordinate import TICK_S
 from checkpointless.agent.links import Link
 from checkpointless.agent.node import NodeAgent
-from checkpointless.agent.node_protocol import End
-from checkpointless.agent.status import Watch
+from checkpointless.agent.watch import Watch
+from checkpointless.coordinator.hosting import TICK_S
 from checkpointless.faults.node import CUT_SIGNAL
+from checkpointless.wire.node_messages import End
 
 
 def serve(

@@ -13,36 +13,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from checkpointless.agent.board import BOARD_FD_ENV, Board
-from checkpointless.agent.forked_process import ForkedProcess
-from checkpointless.agent.process_group import ProcessGroup
-from checkpointless.agent.protocol import AGENT_FD_ENV, AgentMessage, LineBuffer, encode
 from checkpointless.agent.rank_log import RankLog
 from checkpointless.agent.rank_process import Script
+from checkpointless.posix.forked_process import ForkedProcess
+from checkpointless.posix.process_tree import ProcessGroup
+from checkpointless.wire.board import BOARD_FD_ENV, Board
+from checkpointless.wire.messages import AGENT_FD_ENV, AgentMessage, LineBuffer, encode
+from checkpointless.wire.rank_state import WorkerState
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
-
-
-class WorkerState(Enum):
-    """The state of a rank."""
-
-    STARTING = "starting"  # its process was started but has not said hello
-    READY = "ready"  # at the barrier
-    RUNNING = "running"  # in its block
-    LEAVING = "leaving"  # was told of a fault and is not at the barrier yet
-    DONE = "done"  # its block has returned
-    FINISHED = "finished"  # every rank's block has returned
-    GONE = "gone"  # its process has ended
-
-
-IN_BLOCK = (WorkerState.RUNNING, WorkerState.DONE)
-COUNTED = (WorkerState.READY, *IN_BLOCK, WorkerState.LEAVING)  # the end of their process is a fault
 
 
 @dataclass
@@ -192,7 +176,7 @@ class ZygoteStarter(Starter):
         after_preload: functions (``module:function``) that the zygote calls after the imports.
         env: environment variables of the zygote, on top of this process's environment.
         log_path: file that the zygote's own output goes to.
-        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
         fork_here: whether to fork the zygote from this process, which has imported everything, instead of starting
             an interpreter; this process must have one thread and no CUDA context.
     """
@@ -334,7 +318,7 @@ class FreshStarter(Starter):
     Args:
         script: what the ranks run.
         after_preload: functions (``module:function``) that a rank calls before the script.
-        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
     """
 
     def __init__(self, script: Script, after_preload: tuple[str, ...], folder: Path | None) -> None:

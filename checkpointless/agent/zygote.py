@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointless.agent import temp_folder
-from checkpointless.agent.board import BOARD_FD_ENV
 from checkpointless.agent.preload import preload
-from checkpointless.agent.process_group import ProcessGroup
-from checkpointless.agent.protocol import AGENT_FD_ENV
 from checkpointless.agent.rank_process import Script, call_hooks, die_with_parent, run_script
+from checkpointless.posix import temp_folder
+from checkpointless.posix.process_tree import ProcessGroup
+from checkpointless.wire.board import BOARD_FD_ENV
+from checkpointless.wire.messages import AGENT_FD_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Zygote:
     Args:
         connection: connection to the agent; when it closes, the zygote and every rank end.
         script: what the ranks run.
-        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.agent.temp_folder`).
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
     """
 
     def __init__(self, connection: socket.socket, script: Script, folder: Path | None) -> None:

@@ -24,10 +24,10 @@ from checkpointless.faults.chaos import HANGING, Case, Outcome, draw, outcome_of
 from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse, parse_all
 from checkpointless.recipes.settings import load, modules
+from checkpointless.report.incidents import IncidentSummary, summarize
+from checkpointless.report.verify import Steps, compare
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.incidents import IncidentSummary, summarize
 from checkpointless.telemetry.steps import read_steps
-from checkpointless.telemetry.verify import Steps, compare
 
 LIMIT_S = 150.0
 _HEARTBEAT_S, _HANG_HEARTBEAT_S = 20.0, 6.0

@@ -16,10 +16,10 @@ from checkpointless.demo.config import RECIPE, DemoConfig, overrides
 from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse_all
 from checkpointless.recipes.settings import load, modules
+from checkpointless.report.incidents import IncidentSummary, summarize
+from checkpointless.report.verify import Steps, Verdict, compare
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.incidents import IncidentSummary, summarize
 from checkpointless.telemetry.steps import read_steps
-from checkpointless.telemetry.verify import Steps, Verdict, compare
 from checkpointless.telemetry.wording import plural
 
 HEARTBEAT_TIMEOUT_S = 20.0  # a step of the demo takes a tenth of a second; its set-up a few seconds

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpointless.demo.config import GLOBAL_BATCH, DemoConfig
-from checkpointless.telemetry.incidents import IncidentSummary
-from checkpointless.telemetry.verify import Steps
+from checkpointless.report.incidents import IncidentSummary
+from checkpointless.report.verify import Steps
 
 if TYPE_CHECKING:
     from checkpointless.demo.run import DemoResult

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase
-from checkpointless.telemetry.incidents import IncidentSummary, Rung
-from checkpointless.telemetry.incidents import Outcome as Ending
+from checkpointless.report.incidents import IncidentSummary
+from checkpointless.report.incidents import Outcome as Ending
+from checkpointless.telemetry.rungs import Rung
 
 #: Groups of kinds: those after which the process goes on, and those after which another process replaces it.
 IN_PROCESS = (FaultKind.EXCEPTION, FaultKind.OOM, FaultKind.DATALOADER)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess import transformer_engine
+from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
+from checkpointless.inprocess.communicators.group_graveyard import bury
 from checkpointless.inprocess.compose import Compose
-from checkpointless.inprocess.gloo_sockets import GlooSockets
-from checkpointless.inprocess.group_graveyard import bury
-from checkpointless.inprocess.loader_workers import end_workers, worker_iterators
+from checkpointless.inprocess.data_workers.loader_workers import end_workers, worker_iterators
 from checkpointless.inprocess.state import HPState
 
 gloo_sockets = GlooSockets()

@@ -25,11 +25,11 @@ _RAISE_AGAIN_S = 0.05
 _SLOW_S = 1.0
 _CLEANING_S = 10.0  # a data loader waits 5 s for each worker that does not end
 _INNERMOST = 10  # number of innermost frames that are inspected
-_COLLECTIVE_FILES = ("torch/distributed/", "torch/futures/", "inprocess/gloo_wait.py")
+_COLLECTIVE_FILES = ("torch/distributed/", "torch/futures/", "inprocess/communicators/gloo_wait.py")
 _WAITING_FILES = (
     "/threading.py",
     "inprocess/aside.py",
-    "inprocess/store_wait.py",
+    "inprocess/communicators/store_wait.py",
 )  # code in which a thread waits for a collective
 #: Files, and functions in them (none means all), in which descriptors and child processes have no owner, either not
 #: yet or not any more.
@@ -42,7 +42,7 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
     "/multiprocessing/util.py": (),
     "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
     "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
-    "/checkpointless/recovery/part_file.py": ("_sync_folder",),
+    "/checkpointless/local_checkpoint/part_file.py": ("_sync_folder",),
 }
 
 

@@ -14,11 +14,8 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from checkpointless.agent import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
-from checkpointless.agent.board import Board
-from checkpointless.agent.protocol import FAULT_AT_ENV
+from checkpointless.client import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
 from checkpointless.faults.spec import FaultSpecError
-from checkpointless.inprocess import worker_sockets
 from checkpointless.inprocess.abort import (
     CheckpointlessAbortManager,
     after_block,
@@ -28,6 +25,10 @@ from checkpointless.inprocess.abort import (
 )
 from checkpointless.inprocess.block_end import exit_code, forget_frames, is_return, is_victim
 from checkpointless.inprocess.caller import with_caller
+from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
+from checkpointless.inprocess.communicators.group_graveyard import bury_all, reap
+from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
+from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.inprocess.deadline import bounded
 from checkpointless.inprocess.entry_streams import EntryStreams
 from checkpointless.inprocess.exceptions import (
@@ -38,18 +39,17 @@ from checkpointless.inprocess.exceptions import (
 )
 from checkpointless.inprocess.fault_thread import FaultThread, MainThread
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, collect_garbage
-from checkpointless.inprocess.gloo_wait import InterruptibleWait
-from checkpointless.inprocess.group_graveyard import bury_all, reap
 from checkpointless.inprocess.health_check import CudaHealthCheck
 from checkpointless.inprocess.memory import memory_status, reset_peak
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.profile import tracing
 from checkpointless.inprocess.signal_handlers import SignalHandlers
 from checkpointless.inprocess.state import HPState
-from checkpointless.inprocess.store_wait import InterruptibleStore
 from checkpointless.telemetry.events import event_log
 from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback
+from checkpointless.wire.board import Board
+from checkpointless.wire.messages import FAULT_AT_ENV
 
 logger = logging.getLogger(__name__)
 

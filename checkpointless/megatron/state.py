@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from checkpointless.megatron.replicas import replica_group
 from checkpointless.megatron.update import gather_parameters, sub_optimizers, update_locally
-from checkpointless.recovery.tensors import TrainingTensors
+from checkpointless.transfer.module_tensors import TrainingTensors
 
 
 class MegatronTensors(TrainingTensors):

@@ -3,18 +3,18 @@
 The package also moves the state and checks it. Of the frameworks it knows only torch.
 """
 
-from checkpointless.recovery.checksum import MemoryChecksumManager
-from checkpointless.recovery.local import LocalCheckpointError, LocalCheckpointManager
-from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.recovery.peft import PEFTCheckpointManager
-from checkpointless.recovery.plain import PlainTraining
-from checkpointless.recovery.replication import (
+from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
+from checkpointless.local_checkpoint.manager import LocalCheckpointError, LocalCheckpointManager
+from checkpointless.local_checkpoint.replication import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
     NoReplicasAvailableError,
     ReplicationStrategy,
 )
-from checkpointless.recovery.worker_streams import Place, seed_data_workers
+from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.peft import PEFTCheckpointManager
+from checkpointless.recovery.plain import PlainTraining
+from checkpointless.serialization.checksum import MemoryChecksumManager
 
 __all__ = [
     "CheckpointManager",

@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
+from checkpointless.inprocess.context import aside, own_board, span
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
-from checkpointless.recovery import state_tree
-from checkpointless.recovery.checksum import MemoryChecksumManager
-from checkpointless.recovery.context import aside, own_board, span
 from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
-from checkpointless.recovery.exchange import all_gather_json, receive_bytes, send_bytes
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.own_buffers import NOTHING, OwnBuffers, decode
 from checkpointless.recovery.rng import DATA_SERIES, RngStates, from_board, put_on_board
 from checkpointless.recovery.rng_replicas import OwnState, RngReplicas
-from checkpointless.recovery.transfer import (
+from checkpointless.serialization import state_tree
+from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.transfer.exchange import all_gather_json, receive_bytes, send_bytes
+from checkpointless.transfer.transfer import (
     MEMORY_BUDGET_BYTES,
     Fill,
     Key,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.recovery.transfer import Key
+from checkpointless.transfer.transfer import Key
 
 
 class Stage(IntEnum):

@@ -20,12 +20,12 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
-from checkpointless.agent.board import Board
-from checkpointless.recovery.checksum import digest_bytes
-from checkpointless.recovery.exchange import all_gather_json
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.tensor_memory import tensor_bytes
-from checkpointless.recovery.transfer import Key, TensorEntry
+from checkpointless.serialization.checksum import digest_bytes
+from checkpointless.serialization.tensor_memory import tensor_bytes
+from checkpointless.transfer.exchange import all_gather_json
+from checkpointless.transfer.transfer import Key, TensorEntry
+from checkpointless.wire.board import Board
 
 logger = logging.getLogger(__name__)
 

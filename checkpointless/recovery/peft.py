@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from checkpointless.recovery.context import aside, span
+from checkpointless.inprocess.context import aside, span
 from checkpointless.recovery.decide import Decision, Verdict
-from checkpointless.recovery.exchange import all_gather_json
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.manager import CheckpointManager, HeldState
-from checkpointless.recovery.transfer import Fill, Key, TensorEntry, TransferReport, receive_state, send_state
+from checkpointless.transfer.exchange import all_gather_json
+from checkpointless.transfer.transfer import Fill, Key, TensorEntry, TransferReport, receive_state, send_state
 
 _MODEL = "model"  # the first word of the key of a parameter or buffer
 
@@ -59,8 +59,8 @@ class PEFTCheckpointManager(CheckpointManager):
 
         Args:
             key: the tensor's name; or its key in the state
-                (:class:`~checkpointless.recovery.tensors.TrainingTensors`), where everything that belongs to an
-                optimizer is an adapter's; or a tuple of the name and the parameter itself, which counts as an
+                (:class:`~checkpointless.transfer.module_tensors.TrainingTensors`), where everything that belongs to
+                an optimizer is an adapter's; or a tuple of the name and the parameter itself, which counts as an
                 adapter's if it is trained.
         """
         if isinstance(key, tuple):

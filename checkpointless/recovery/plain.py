@@ -14,13 +14,13 @@ from typing_extensions import override
 from checkpointless.faults.inject import from_environment
 from checkpointless.faults.spec import FaultPhase
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
-from checkpointless.recovery.checksum import digest_buffers, digest_parameters
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.recovery.tensors import TrainingTensors
-from checkpointless.recovery.transfer import Key, flip_a_bit
+from checkpointless.serialization.checksum import digest_buffers, digest_parameters
 from checkpointless.telemetry.steps import StepExtras, StepLog
+from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.transfer.transfer import Key, flip_a_bit
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from checkpointless.agent.board import Board
-from checkpointless.recovery import state_tree
 from checkpointless.recovery.moment import Stage
+from checkpointless.serialization import state_tree
+from checkpointless.wire.board import Board
 
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
 _NUMPY = struct.Struct("<16si?d")  # generator, position, whether a second normal is pending, and which; then words

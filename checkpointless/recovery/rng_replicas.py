@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.agent.board import Board
-from checkpointless.recovery import state_tree
-from checkpointless.recovery.context import own_board
-from checkpointless.recovery.exchange import (
+from checkpointless.inprocess.context import own_board
+from checkpointless.serialization import state_tree
+from checkpointless.transfer.exchange import (
     MAX_BYTES,
     all_gather_json,
     receive_bytes,
@@ -28,6 +27,7 @@ from checkpointless.recovery.exchange import (
     to_tensor,
     wire_device,
 )
+from checkpointless.wire.board import Board
 
 _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a large one
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import checkpointless.agent.server  # noqa: F401 - what takes so long
-from checkpointless.agent import hangs
 from checkpointless.agent.launch import LaunchConfig, launch
+from checkpointless.coordinator import hangs
 
 _nursery = multiprocessing.get_context("forkserver")
 _nursery.set_forkserver_preload([__name__])

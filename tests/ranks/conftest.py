@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.telemetry.verify import Steps, compare
+from checkpointless.report.verify import Steps, compare
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 

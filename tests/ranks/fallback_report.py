@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from checkpointless.page import render
+from checkpointless.report.incidents import Outcome
+from checkpointless.report.page import render
+from checkpointless.report.summary import RunState, build_report
+from checkpointless.report.trace import write_trace
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.incidents import Outcome, Rung
-from checkpointless.telemetry.report import RunState, build_report
-from checkpointless.telemetry.trace import write_trace
+from checkpointless.telemetry.rungs import Rung
 from tests.ranks.jobs import Job
 from tests.unit import test_report_page, test_trace
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointless.local_checkpoint.manager import AsyncSave
 from checkpointless.recovery import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -18,7 +19,6 @@ from checkpointless.recovery import (
     NoReplicasAvailableError,
     ReplicationStrategy,
 )
-from checkpointless.recovery.local import AsyncSave
 
 TOO_SMALL = 16 * 1024  # for a part of anybody's
 EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)

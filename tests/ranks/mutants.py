@@ -21,14 +21,15 @@ from lightning.pytorch.callbacks import Callback
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.megatron.update import sub_optimizers
-from checkpointless.recovery import CheckpointManager, manager, transfer
-from checkpointless.recovery.buckets import Bucket
+from checkpointless.recovery import CheckpointManager, manager
 from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.recovery.state_tree import tensor_bytes
-from checkpointless.recovery.transfer import Key, TensorEntry
+from checkpointless.serialization.state_tree import tensor_bytes
 from checkpointless.strategies.data_position import DataPosition
 from checkpointless.strategies.live_state import TrainerLiveState
 from checkpointless.telemetry.events import event_log
+from checkpointless.transfer import transfer
+from checkpointless.transfer.buckets import Bucket
+from checkpointless.transfer.transfer import Key, TensorEntry
 
 UPDATE_HELD_UP = "update_held_up"
 _NOTICE_LIMIT_S = 10.0

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from checkpointless.recovery import PEFTCheckpointManager
 from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.recovery.tensors import TrainingTensors
-from checkpointless.recovery.transfer import Key
+from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.transfer.transfer import Key
 
 
 class FineTuning(TrainingTensors):

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from checkpointless.agent.handshake import TOKEN_ENV
-from checkpointless.agent.http_status import MAX_CONNECTIONS
 from checkpointless.cli import main
+from checkpointless.monitoring.http_status import MAX_CONNECTIONS
+from checkpointless.wire.handshake import TOKEN_ENV
 from tests.ranks.agent_job import Job, wait_until
 from tests.ranks.agent_nursery import ForkedAgent
 from tests.ranks.test_agent_nodes import TOKEN, Nodes

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.handshake import Challenge, prove
-from checkpointless.agent.protocol import encode
+from checkpointless.wire.handshake import Challenge, prove
+from checkpointless.wire.messages import encode
 from tests.ranks.agent_job import wait_until
 from tests.ranks.test_agent_nodes import Nodes, goes
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
 from checkpointless.telemetry.steps import read_steps
-from checkpointless.telemetry.verify import compare
 from tests.ranks.nemo_zygote import ROOT, Zygote
 from tests.unit.test_readme import DOCUMENTS, commands_of
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from checkpointless.faults.ledger import fired
+from checkpointless.report.incidents import Outcome
+from checkpointless.report.verify import Steps, compare
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.incidents import Outcome
-from checkpointless.telemetry.verify import Steps, compare
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote

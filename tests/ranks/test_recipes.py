@@ -15,8 +15,8 @@ from checkpointless.recipes.dry_run import Plan, show
 from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.memory import GIB, Count, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import available, load
-from checkpointless.telemetry.incidents import Outcome
-from checkpointless.telemetry.verify import compare
+from checkpointless.report.incidents import Outcome
+from checkpointless.report.verify import compare
 from tests.ranks.jobs import run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_state import BF16

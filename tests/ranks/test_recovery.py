@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
+from checkpointless.report.incidents import Outcome
+from checkpointless.report.verify import Steps, compare
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.incidents import Outcome
-from checkpointless.telemetry.verify import Steps, compare
 from tests.ranks import fallback_report
 from tests.ranks.jobs import Disturb, run_job
 from tests.ranks.layouts import DROPOUT, EP2, PP2, TP2

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpointless.report.incidents import Outcome
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.incidents import Outcome
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.telemetry.incidents import Outcome
-from checkpointless.telemetry.verify import Steps, compare
+from checkpointless.report.incidents import Outcome
+from checkpointless.report.verify import Steps, compare
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import DROPOUT, EP2
 from tests.ranks.nemo_zygote import Zygote

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from checkpointless.faults.ledger import fired
 from checkpointless.recovery import Place, seed_data_workers
-from checkpointless.telemetry.verify import compare
+from checkpointless.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Disturb, Scene, run_job
 from tests.ranks.layouts import PP2, TP2

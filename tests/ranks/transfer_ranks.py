@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from checkpointless.recovery import state_tree
-from checkpointless.recovery.checksum import MemoryChecksumManager
-from checkpointless.recovery.exchange import all_gather_json, receive_bytes
-from checkpointless.recovery.transfer import (
+from checkpointless.serialization import state_tree
+from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.transfer.exchange import all_gather_json, receive_bytes
+from checkpointless.transfer.transfer import (
     Fill,
     Key,
     TensorEntry,

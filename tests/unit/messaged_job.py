@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpointless.agent.coordinator import Coordinator, Limits
-from checkpointless.agent.hangs import Heartbeat
-from checkpointless.agent.incidents import CauseKind
-from checkpointless.agent.node_protocol import (
+from checkpointless.coordinator.coordinator import Coordinator, Limits
+from checkpointless.coordinator.hangs import Heartbeat
+from checkpointless.coordinator.roster import Node
+from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.causes import CauseKind
+from checkpointless.wire.node_messages import (
     Command,
     End,
     Joined,
@@ -20,8 +22,6 @@ from checkpointless.agent.node_protocol import (
     StoreOpened,
     Trouble,
 )
-from checkpointless.agent.roster import Node
-from checkpointless.telemetry.events import EventLog
 
 NPROC = 2
 HEARTBEAT_S, REGROUP_S = 10.0, 30.0

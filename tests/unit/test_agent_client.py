@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from checkpointless.agent.client import AgentClient, AgentLostError
-from checkpointless.agent.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
-from checkpointless.agent.protocol import (
+from checkpointless.client.agent_client import AgentClient, AgentLostError
+from checkpointless.client.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
+from checkpointless.client.standalone import StandaloneClient
+from checkpointless.wire.messages import (
     Answer,
     Barrier,
     Done,
@@ -26,7 +27,6 @@ from checkpointless.agent.protocol import (
     decode,
     encode,
 )
-from checkpointless.agent.standalone import StandaloneClient
 
 
 class Agent:

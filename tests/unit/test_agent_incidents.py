@@ -4,17 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.agent.incidents import (
-    NO_PROGRESS_LIMIT,
-    SAME_FAILURE_LIMIT,
-    Cause,
-    CauseKind,
-    History,
-    attribute,
-    culprit,
-    exception_cause,
-    exit_cause,
-)
+from checkpointless.coordinator.incident_policy import NO_PROGRESS_LIMIT, SAME_FAILURE_LIMIT, History
+from checkpointless.wire.causes import Cause, CauseKind, attribute, culprit, exception_cause, exit_cause
 
 CAUSES = st.builds(
     Cause,

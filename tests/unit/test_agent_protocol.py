@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.agent.protocol import (
+from checkpointless.wire.messages import (
     MAX_MESSAGE_BYTES,
     Answer,
     Barrier,

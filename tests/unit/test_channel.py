@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from checkpointless.agent import channel as channel_module
-from checkpointless.agent.channel import Channel
-from checkpointless.agent.node_protocol import FROM_NODE, Alive, JobOver
-from checkpointless.agent.protocol import encode
+from checkpointless.wire import channel as channel_module
+from checkpointless.wire.channel import Channel
+from checkpointless.wire.messages import encode
+from checkpointless.wire.node_messages import FROM_NODE, Alive, JobOver
 
 
 class End:

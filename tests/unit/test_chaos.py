@@ -22,8 +22,9 @@ from checkpointless.faults.chaos import (
     outcome_of,
 )
 from checkpointless.faults.spec import SETUP_PHASES, FaultKind, parse, parse_all
-from checkpointless.telemetry.incidents import IncidentSummary, Rung
-from checkpointless.telemetry.incidents import Outcome as Ending
+from checkpointless.report.incidents import IncidentSummary
+from checkpointless.report.incidents import Outcome as Ending
+from checkpointless.telemetry.rungs import Rung
 
 MANY = [(seed, number, seed % 2 == 1) for seed in range(12) for number in range(40)]
 

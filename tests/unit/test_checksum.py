@@ -11,9 +11,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from checkpointless.recovery import checksum
-from checkpointless.recovery.checksum import MemoryChecksumManager, digest_bytes, digest_on_device, digest_parts
-from checkpointless.recovery.state_tree import tensor_bytes
+from checkpointless.serialization import checksum
+from checkpointless.serialization.checksum import (
+    MemoryChecksumManager,
+    digest_bytes,
+    digest_on_device,
+    digest_parts,
+)
+from checkpointless.serialization.state_tree import tensor_bytes
 
 Digest = Callable[[torch.Tensor], int]
 

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointless.agent.hangs import Heartbeat
-from checkpointless.agent.incidents import STILLBORN_LIMIT, CauseKind
-from checkpointless.agent.node_protocol import (
+from checkpointless.coordinator.hangs import Heartbeat
+from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
+from checkpointless.coordinator.roster import Standings
+from checkpointless.telemetry.events import read_events
+from checkpointless.wire.causes import CauseKind
+from checkpointless.wire.node_messages import (
     Alive,
     AllDone,
     Answered,
@@ -30,9 +33,7 @@ from checkpointless.agent.node_protocol import (
     Silent,
     Spawn,
 )
-from checkpointless.agent.roster import Standings
-from checkpointless.agent.workers import WorkerState
-from checkpointless.telemetry.events import read_events
+from checkpointless.wire.rank_state import WorkerState
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, REGROUP_S, Job, go_env
 
 

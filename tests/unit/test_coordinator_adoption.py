@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointless.agent.incidents import CauseKind
-from checkpointless.agent.node_protocol import (
+from checkpointless.coordinator.reunion import Reunion, assumed, reunite
+from checkpointless.coordinator.roster import Node
+from checkpointless.wire.causes import CauseKind
+from checkpointless.wire.node_messages import (
     STATES,
     AllDone,
     Begin,
@@ -23,9 +25,7 @@ from checkpointless.agent.node_protocol import (
     Spawn,
     Standing,
 )
-from checkpointless.agent.reunion import Reunion, assumed, reunite
-from checkpointless.agent.roster import Node
-from checkpointless.agent.workers import WorkerState
+from checkpointless.wire.rank_state import WorkerState
 from tests.unit.messaged_job import NPROC, REGROUP_S, Job, trouble
 
 RUNNING, DONE = WorkerState.RUNNING, WorkerState.DONE

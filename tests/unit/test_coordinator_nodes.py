@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointless.agent.node_protocol import (
+from checkpointless.wire.node_messages import (
     Begin,
     End,
     Interrupt,

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics import CatMetric, MeanMetric, MetricTracker, MinMaxMetric
 
-from checkpointless.recovery import state_tree
+from checkpointless.serialization import state_tree
 from checkpointless.strategies import epoch_metrics
 from checkpointless.strategies.epoch_metrics import (
     OWN_BYTES,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess import gloo_sockets
-from checkpointless.inprocess.gloo_sockets import GlooSockets
+from checkpointless.inprocess.communicators import gloo_sockets
+from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
 
 
 def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(

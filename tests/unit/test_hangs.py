@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointless.agent.awake import AwakeClock
-from checkpointless.agent.hang_watch import Hang, HangWatch, Stall
-from checkpointless.agent.hangs import (
+from checkpointless.coordinator.hang_watch import Hang, HangWatch, Stall
+from checkpointless.coordinator.hangs import (
     BUSY_TIMES,
     MOST_GRACE_S,
     STEADY_LOOKS,
@@ -28,7 +27,8 @@ from checkpointless.agent.hangs import (
     judge,
     stalled,
 )
-from checkpointless.agent.process_state import ProcessLook, ProcessState, state_of
+from checkpointless.posix.awake_clock import AwakeClock
+from checkpointless.posix.process_state import ProcessLook, ProcessState, state_of
 
 CEILING_S = 600.0
 RANKS = range(8)

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless import agent
-from checkpointless.agent import http_status
-from checkpointless.agent.durations import Durations
-from checkpointless.agent.http_status import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpStatus, Pages, answer
-from checkpointless.agent.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
-from checkpointless.agent.node_protocol import End
-from checkpointless.agent.status import (
+from checkpointless import monitoring
+from checkpointless.agent.watch import Watch
+from checkpointless.monitoring import http_status
+from checkpointless.monitoring.durations import Durations
+from checkpointless.monitoring.http_status import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpStatus, Pages, answer
+from checkpointless.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
+from checkpointless.monitoring.snapshot import (
     OUTSIDE,
     RECOVERY_BUCKETS_S,
     STALE_S,
@@ -32,8 +32,8 @@ from checkpointless.agent.status import (
     RankStatus,
     Snapshot,
     Tally,
-    Watch,
 )
+from checkpointless.wire.node_messages import End
 
 NONE = Durations.none(RECOVERY_BUCKETS_S)
 RUNGS = {"in-process": NONE.and_one_of(0.75), "process": NONE.and_one_of(40.0), "node": NONE, "job": NONE}
@@ -172,7 +172,7 @@ def test_what_is_not_known_has_no_sample() -> None:
 
 
 def test_what_ranks_measured_has_every_stage_and_kind_from_the_start() -> None:
-    metrics = pytest.importorskip("checkpointless.agent.metrics")
+    metrics = pytest.importorskip("checkpointless.monitoring.prometheus")
     stages = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
     stages["abort"] = stages["abort"].and_one_of(0.25)
     found = samples(metrics.render(SNAPSHOT, Measured(stages, 4096, {"sigkill": 0, "hang": 2})).decode())
@@ -200,8 +200,8 @@ def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
 def test_without_the_library_everything_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "checkpointless.agent.metrics", raising=False)
-    monkeypatch.delattr(agent, "metrics", raising=False)
+    monkeypatch.delitem(sys.modules, "checkpointless.monitoring.prometheus", raising=False)
+    monkeypatch.delattr(monitoring, "prometheus", raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     pages = pages_of(SNAPSHOT)
     status, body = get(pages, "/metrics")

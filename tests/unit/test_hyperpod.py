@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from checkpointless.agent import factory, hyperpod
-from checkpointless.agent.client import AgentLostError
-from checkpointless.agent.factory import HPAgentK8sAPIFactory, wait_rank
-from checkpointless.agent.hyperpod import HyperPodClient, VendorPackage, worker_envs
-from checkpointless.agent.protocol import FaultNotice, Finish
-from checkpointless.agent.standalone import StandaloneClient
+from checkpointless.client import factory, hyperpod
+from checkpointless.client.agent_client import AgentLostError
+from checkpointless.client.factory import HPAgentK8sAPIFactory, wait_rank
+from checkpointless.client.hyperpod import HyperPodClient, VendorPackage, worker_envs
+from checkpointless.client.standalone import StandaloneClient
+from checkpointless.wire.messages import FaultNotice, Finish
 from tests import hyperpod_stand_in as stand_in
 
 MakeAgent = Callable[..., stand_in.Agent]

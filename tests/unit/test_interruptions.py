@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from checkpointless.agent import FaultNotice, RankClient
-from checkpointless.agent.protocol import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
 from checkpointless.inprocess import HPWrapper, RankShouldRestart, active_call_wrapper, fault_thread
 from checkpointless.inprocess.wrap import HPCallWrapper
+from checkpointless.wire.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
 
 
 class NoAgent(RankClient):

@@ -17,11 +17,11 @@ import tomllib
 import yaml
 from kubeflow_trainer_api import models
 
-from checkpointless import cli
-from checkpointless.agent.handshake import MIN_TOKEN_CHARACTERS, TOKEN_ENV
 from checkpointless.agent.launch import DEFAULT_PORT
+from checkpointless.cli import command_line
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.telemetry.scribe import scribe
+from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS, TOKEN_ENV
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def put(folder: Path, name: str, text: str) -> None:
 
 def options_of(argv: Path) -> argparse.Namespace:
     """What the command line makes of the words that the fake agent got."""
-    options, extra = cli._parser().parse_known_args(shlex.split(argv.read_text()))
+    options, extra = command_line._parser().parse_known_args(shlex.split(argv.read_text()))
     assert not extra
     return options
 
@@ -364,7 +364,7 @@ def test_a_new_pod_runs_the_node_of_its_index(tmp_path: Path, bin_dir: Path) -> 
 def test_the_coordinator_listens_on_its_own_address_for_the_same_job(tmp_path: Path, bin_dir: Path) -> None:
     assert run_coordinator(tmp_path) == 0
     options = options_of(tmp_path / "coordinated")
-    assert options.command is cli._coordinator
+    assert options.command is command_line._coordinator
     assert (options.nnodes, options.nproc_per_node) == (4, 8)
     assert options.rdzv_endpoint == f"10.0.0.7:{DEFAULT_PORT}"
     assert options.run_dir == tmp_path / "run"
@@ -504,7 +504,7 @@ def test_the_batch_script_runs_every_node_and_ends_as_the_coordinator(
     (tmp_path / "argv").write_text(coordinated(tmp_path)[0])
     assert len(coordinated(tmp_path)) == 1
     coordinator = options_of(tmp_path / "argv")
-    assert coordinator.command is cli._coordinator
+    assert coordinator.command is command_line._coordinator
     for node in range(3):
         options = options_of(tmp_path / f"argv-{node}")
         assert (options.node_rank, options.nnodes, options.spares, options.nproc_per_node) == (node, 2, 1, 8)
@@ -639,7 +639,7 @@ def test_every_shell_script_is_clean(tmp_path: Path) -> None:
 )
 def test_every_option_is_known(command: str, needed: set[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        command_line.main([command, "--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     for path in (SBATCH, *(LAUNCH / name for name in POD_FILES)):
         (call,) = re.findall(rf"checkpointless {command} ((?:.*\\\n)*.*)", path.read_text())

@@ -12,7 +12,7 @@ import pytest
 
 from checkpointless.agent.joining import JoinError, RefusedError
 from checkpointless.agent.links import GuestLink
-from checkpointless.agent.node_protocol import Alive, End, Joined, Progress, RankEnded, Standing
+from checkpointless.wire.node_messages import Alive, End, Joined, Progress, RankEnded, Standing
 
 STANDING = Standing(3, 1, 7, "a run", False, [])
 ENDED = RankEnded(2, 0, -9, False, 7, 8, "rank-2.log", [])

@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from checkpointless.agent import shared_memory
-from checkpointless.inprocess import HPDataLoaderAbort, HPState, worker_sockets
+from checkpointless.inprocess import HPDataLoaderAbort, HPState
+from checkpointless.inprocess.data_workers import sockets as worker_sockets
+from checkpointless.posix import shared_memory
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 LONG = 1 << 20  # bytes: more than a pipe takes

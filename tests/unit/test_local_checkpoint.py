@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import checkpointless
-from checkpointless.recovery import LocalCheckpointError, LocalCheckpointManager, local, part_file, part_store
-from checkpointless.recovery.part_file import (
+from checkpointless.local_checkpoint import manager as local
+from checkpointless.local_checkpoint import part_file, part_store
+from checkpointless.local_checkpoint.part_file import (
     Content,
     Generation,
     PartFileError,
@@ -30,7 +31,8 @@ from checkpointless.recovery.part_file import (
     verify_part,
     write_part,
 )
-from checkpointless.recovery.state_tree import StateTreeError
+from checkpointless.recovery import LocalCheckpointError, LocalCheckpointManager
+from checkpointless.serialization.state_tree import StateTreeError
 from tests.ranks.local_checkpoint_ranks import bits, state
 
 PART = PartId(Generation(5, "0123456789abcdef00000000"), 3)

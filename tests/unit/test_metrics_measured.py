@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.agent import measured
-from checkpointless.agent.measured import (
+from checkpointless.faults.spec import FaultKind
+from checkpointless.monitoring import measured
+from checkpointless.monitoring.measured import (
     MEASURED_STAGES,
     QUIET_S,
     Measured,
     MeasuredTally,
     Measuring,
 )
-from checkpointless.faults.spec import FaultKind
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events
 from checkpointless.telemetry.lines import LineTail
 

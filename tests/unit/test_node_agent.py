@@ -13,11 +13,15 @@ from typing import TypeVar
 
 import pytest
 
-from checkpointless.agent.board import Board
-from checkpointless.agent.errands import Errands
-from checkpointless.agent.hangs import Heartbeat
 from checkpointless.agent.node import TERM_GRACE_S, NodeAgent
-from checkpointless.agent.node_protocol import (
+from checkpointless.agent.rank_log import RankLog
+from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker
+from checkpointless.coordinator.hangs import Heartbeat
+from checkpointless.posix.errands import Errands
+from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.address import LOOPBACK
+from checkpointless.wire.board import Board
+from checkpointless.wire.node_messages import (
     STATES,
     AllDone,
     Begin,
@@ -35,10 +39,7 @@ from checkpointless.agent.node_protocol import (
     Standing,
     StoreOpened,
 )
-from checkpointless.agent.rank_log import RankLog
-from checkpointless.agent.rendezvous import LOOPBACK
-from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker, WorkerState
-from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.rank_state import WorkerState
 
 Told = TypeVar("Told", Progress, Silent)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent import shared_memory
-from checkpointless.agent.process_group import ProcessGroup
+from checkpointless.posix import shared_memory
+from checkpointless.posix.process_tree import ProcessGroup
 
 NOBODY = 4194305 + os.getpid()  # above the largest pid there can be, and this test's alone
 

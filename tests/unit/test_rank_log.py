@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.errands import Errands
 from checkpointless.agent.rank_log import LogCopies, RankLog
+from checkpointless.posix.errands import Errands
 
 
 @pytest.fixture

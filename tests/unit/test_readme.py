@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import checkpointless
-from checkpointless import cli
+from checkpointless.cli import command_line
 from checkpointless.faults.spec import parse
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_there_is_something_to_check() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_parses(command: str) -> None:
     words = shlex.split(command, comments=True)[1:]
-    options, extra = cli._parser().parse_known_args(words)
+    options, extra = command_line._parser().parse_known_args(words)
     assert all("=" in word and not word.startswith("-") for word in extra)
     for fault in getattr(options, "faults", []):
         parse(fault)

@@ -15,7 +15,7 @@ pytest.importorskip("hydra", reason="recipes need hydra-core")
 
 from rich.console import Console
 
-from checkpointless import cli
+from checkpointless.cli import command_line
 from checkpointless.recipes.dry_run import Plan, launch_lines, replica_lines, show
 from checkpointless.recipes.layout import Layout, layout_of
 from checkpointless.recipes.memory import Count, Stage
@@ -75,7 +75,7 @@ def test_the_launch_command_is_one_that_parses(recipe: str) -> None:
     plan = plan_of(recipe, "trainer.max_steps=5")
     (command,) = (line for line in launch_lines(plan) if line.startswith("checkpointless "))
     words = [{"I": "0"}.get(word, word) for word in shlex.split(command)[1:]]
-    options, extra = cli._parser().parse_known_args(words)
+    options, extra = command_line._parser().parse_known_args(words)
     assert (options.nnodes or 1) * options.nproc_per_node == plan.layout.world_size
     assert options.recipe == recipe
     assert "trainer.max_steps=5" in [*options.overrides, *extra]
@@ -99,7 +99,7 @@ def test_the_launch_command_is_one_that_parses(recipe: str) -> None:
 def test_what_cannot_work_ends_in_one_line(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["train", *argv]) == 2
+    assert command_line.main(["train", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -109,8 +109,8 @@ def test_what_cannot_work_ends_in_one_line(
 def test_a_recipe_for_gpus_says_so_where_there_is_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_has_cuda", lambda: False)
-    assert cli.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
+    monkeypatch.setattr(command_line, "_has_cuda", lambda: False)
+    assert command_line.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
     line = capsys.readouterr().err
     assert "needs GPUs and this machine has none" in line
     assert "--dry-run" in line
@@ -119,8 +119,8 @@ def test_a_recipe_for_gpus_says_so_where_there_is_none(
 def test_values_that_are_the_users_are_asked_for_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "_has_cuda", lambda: True)
-    assert cli.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
+    monkeypatch.setattr(command_line, "_has_cuda", lambda: True)
+    assert command_line.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert "add data.paths=... data.tokenizer.pretrained_model_name=..." in line

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.recovery.local import missing_parts
-from checkpointless.recovery.replication import (
+from checkpointless.local_checkpoint.manager import missing_parts
+from checkpointless.local_checkpoint.replication import (
     ExchangePlan,
     LazyCliqueReplicationStrategy,
     NoReplicasAvailableError,

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointless.agent.node_protocol import Progress
 from checkpointless.cli import main
-from checkpointless.telemetry.ettr import Activity, Milestones, account
+from checkpointless.report.ettr import Activity, Milestones, account
+from checkpointless.report.incidents import IncidentSummary, Outcome
+from checkpointless.report.restart import DEFAULT_STARTUP_S, RestartOptions, Source
+from checkpointless.report.summary import Report, RunState, as_json, build_report
 from checkpointless.telemetry.events import (
     EVENTS_FILE,
     FAULT_INJECTED,
@@ -23,11 +25,10 @@ from checkpointless.telemetry.events import (
     flush_events,
     read_events,
 )
-from checkpointless.telemetry.incidents import IncidentSummary, Outcome, Rung
-from checkpointless.telemetry.report import Report, RunState, as_json, build_report
-from checkpointless.telemetry.restart import DEFAULT_STARTUP_S, RestartOptions, Source
+from checkpointless.telemetry.rungs import Rung
 from checkpointless.telemetry.tracebacks import traceback_path
 from checkpointless.telemetry.wording import duration, plural, printable, ranks, share, size
+from checkpointless.wire.node_messages import Progress
 from tests.unit.made_up_run import UTC, MadeUpRun, S
 from tests.unit.messaged_job import Job
 

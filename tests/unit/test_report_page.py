@@ -6,11 +6,11 @@ from typing import Any
 
 from hypothesis import given, settings
 
-from checkpointless.page import render
-from checkpointless.page.pictures import rank_lanes, tile_bars
+from checkpointless.report.incidents import by_incident
+from checkpointless.report.page import render
+from checkpointless.report.page.pictures import rank_lanes, tile_bars
+from checkpointless.report.summary import PHASES, build_report
 from checkpointless.telemetry.events import STAGES, Event
-from checkpointless.telemetry.incidents import by_incident
-from checkpointless.telemetry.report import PHASES, build_report
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.test_report import HOSTILE, LOGS
 

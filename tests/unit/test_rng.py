@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointless.agent.board import Board
 from checkpointless.recovery import rng
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.rng import RngSource, RngStates, from_board, put_on_board, register_rng_source
+from checkpointless.wire.board import Board
 
 
 def draw() -> tuple[float, float, float]:

@@ -24,8 +24,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.recovery import state_tree
-from checkpointless.recovery.state_tree import StateTreeError
+from checkpointless.serialization import state_tree
+from checkpointless.serialization.state_tree import StateTreeError
 
 any_text = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)  # halves of characters, too
 leaves = (
@@ -408,9 +408,7 @@ def test_the_digest_is_that_of_the_state_alone() -> None:
     assert state_tree.digest(one) == state_tree.digest(other)
     twice = [1.0]
     assert state_tree.digest([twice, twice]) == state_tree.digest([[1.0], [1.0]])
-    code = (
-        "from checkpointless.recovery import state_tree; print(state_tree.digest({'a': {'x', 'y', 'z'}, 2: [1.5]}))"
-    )
+    code = "from checkpointless.serialization import state_tree; print(state_tree.digest({'a': {'x', 'y', 'z'}, 2: [1.5]}))"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert there.stdout.split()[-1] == state_tree.digest({2: [1.5], "a": {"z", "y", "x"}})
 

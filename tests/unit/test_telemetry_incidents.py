@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Edge, Event
-from checkpointless.telemetry.incidents import IncidentSummary, Outcome, summarize
 
 MS = 1_000_000
 UTC = 1_700_000_000_000_000_000  # nothing may depend on where a clock begins

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import given, settings
 
+from checkpointless.report.summary import build_report
+from checkpointless.report.trace import write_trace
 from checkpointless.telemetry.events import Event
-from checkpointless.telemetry.report import build_report
-from checkpointless.telemetry.trace import write_trace
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.test_report import LOGS
 

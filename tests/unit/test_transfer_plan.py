@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.recovery.buckets import Shares, plan_buckets, size_of, stripe
+from checkpointless.transfer.buckets import Shares, plan_buckets, size_of, stripe
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 40))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.report.verify import Difference, Quantity, Run, StepPlace, compare
 from checkpointless.telemetry.steps import (
     Recording,
     StepExtras,
@@ -16,7 +17,6 @@ from checkpointless.telemetry.steps import (
     ValidationRecord,
     read_steps,
 )
-from checkpointless.telemetry.verify import Difference, Quantity, Run, StepPlace, compare
 
 Recorded = dict[int, list[StepRecord]]
 

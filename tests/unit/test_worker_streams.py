@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from checkpointless.inprocess.data_workers.streams import WorkerStreams, is_iterable
 from checkpointless.recovery import Place, seed_data_workers
-from checkpointless.recovery.worker_streams import WorkerStreams, is_iterable
 
 
 def ignore(worker_id: int) -> None:

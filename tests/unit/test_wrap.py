@@ -6,9 +6,9 @@ import threading
 import time
 
 from checkpointless.agent import FaultNotice, RankClient
-from checkpointless.agent.protocol import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
 from checkpointless.inprocess import HPWrapper, RankShouldRestart
 from checkpointless.inprocess.wrap import active_call_wrapper
+from checkpointless.wire.messages import Barrier, Done, FaultReport, Finish, Go, Hello, RankMessage
 
 LATE_S = 0.5
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointless.agent import AgentClient, FaultNotice
-from checkpointless.agent.board import Board
+from checkpointless.wire.board import Board
 
 RANK = int(os.environ["RANK"])
 INCARNATION = int(os.environ["CHECKPOINTLESS_INCARNATION"])

@@ -1,0 +1,125 @@
+"""The options and commands of chaos: faults drawn from a seed, for jobs of the demo and for a user's jobs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from checkpointless.cli.values import UsageError, count, positive
+from checkpointless.faults.chaos import Outcome, draw_faults, outcome_of
+from checkpointless.report.incidents import summarize
+from checkpointless.telemetry.events import read_events
+
+DEMO_STEPS, DEMO_RANKS = 6, 8
+_SEED_HELP = "of the draws (default: 0); the same seed draws the same faults"
+_NEEDS_CHAOS = {"seed": None, "overlap": False, "chaos_case": None, "chaos_steps": None}
+
+
+def add_demo_options(parser: argparse.ArgumentParser) -> None:
+    """Add the chaos options of ``demo``."""
+    add = parser.add_argument
+    add("--chaos", type=positive, metavar="N", help="instead: N small jobs with drawn layouts and faults")
+    add("--seed", type=count, metavar="K", help=_SEED_HELP)
+    add("--overlap", action="store_true", help="let half of the jobs have a second fault meanwhile")
+    add("--chaos-case", type=count, metavar="I", help="run only that one of the N")
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the chaos options of ``run`` and ``train``."""
+    add = parser.add_argument
+    add("--chaos", type=positive, metavar="N", help="cause N drawn faults, one after the other")
+    add("--seed", type=count, metavar="K", help=_SEED_HELP)
+    add(
+        "--overlap",
+        action="store_true",
+        help="let half of them be followed by another while they are recovered from",
+    )
+    add("--chaos-steps", type=positive, metavar="S", help="optimizer steps of the job (`train` knows them)")
+
+
+def check_goes_with_chaos(options: argparse.Namespace) -> None:
+    """Refuse options that mean nothing without ``--chaos``.
+
+    Raises:
+        UsageError: one of these options is given without ``--chaos``.
+    """
+    for name, default in _NEEDS_CHAOS.items():
+        if options.chaos is None and getattr(options, name, default) != default:
+            raise UsageError(f"--{name.replace('_', '-')} goes with --chaos")
+
+
+def draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -> Outcome | None:
+    """Add drawn faults to those that were asked for.
+
+    Args:
+        options: options of ``run`` or ``train``; the drawn faults are added to ``options.faults``.
+        world_size: number of ranks.
+        steps: number of optimizer steps of the job; None if not known.
+
+    Returns:
+        The expected outcome of the job; None if no drawn faults were asked for.
+
+    Raises:
+        UsageError: the faults cannot be drawn as asked.
+    """
+    check_goes_with_chaos(options)
+    if options.chaos is None:
+        return None
+    steps = options.chaos_steps or steps
+    if steps is None:
+        raise UsageError("--chaos has to know how many optimizer steps the job makes: add --chaos-steps S")
+    try:
+        texts, expected = draw_faults(
+            options.seed or 0, options.chaos, nproc=world_size, steps=steps, overlap=options.overlap
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    options.faults += texts
+    return expected
+
+
+def judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
+    """Return what is wrong with the outcome of a job with drawn faults ("" if nothing is).
+
+    Args:
+        run_dir: run directory of the job.
+        code: exit code of the job.
+        expected: outcome that :func:`draw_into` returned.
+    """
+    outcome = outcome_of(code, summarize(read_events(run_dir)))
+    if outcome is expected:
+        return ""
+    return f"expected: {expected.value}; found: " + (outcome.value if outcome else f"it ended with code {code}")
+
+
+def demo_chaos(options: argparse.Namespace, run_dir: Path) -> int:
+    """Run ``demo --chaos``.
+
+    Raises:
+        UsageError: the command cannot be done as asked.
+    """
+    asked: dict[str, Any] = {"--layout": options.layout, "--dropout": options.dropout, "--fault": options.faults}
+    fixed = [name for name, value in asked.items() if value]
+    if fixed:
+        raise UsageError(f"--chaos draws layouts and faults itself: leave {', '.join(fixed)} out")
+    if options.chaos_case is not None and options.chaos_case >= options.chaos:
+        raise UsageError(f"--chaos-case must be below {options.chaos}, not {options.chaos_case}")
+    try:
+        from checkpointless.cli.tables import console
+        from checkpointless.demo.chaos import ChaosConfig, run_chaos
+
+        config = ChaosConfig(
+            cases=options.chaos,
+            seed=options.seed or 0,
+            overlap=options.overlap,
+            only=options.chaos_case,
+            steps=options.steps or DEMO_STEPS,
+            most_ranks=options.nproc or DEMO_RANKS,
+            run_dir=run_dir,
+        )
+        return run_chaos(config, console())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except ImportError as error:
+        raise UsageError(f"chaos needs {error.name}: pip install 'checkpointless[nemo]'") from error

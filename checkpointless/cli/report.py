@@ -1,0 +1,173 @@
+"""The command ``checkpointless report``: its options, and what it writes where."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpointless.cli.values import UsageError, seconds
+
+if TYPE_CHECKING:
+    from checkpointless.report.summary import Report
+
+EPILOG = """\
+examples:
+  checkpointless report runs/20260101T120000Z-train
+  checkpointless report runs/1 --html report.html       one page, with pictures, that needs nothing else
+  checkpointless report runs/1 --json - | jq .time.ettr
+  checkpointless report runs/1 --trace trace.json       for ui.perfetto.dev or chrome://tracing
+  checkpointless report runs/1 --restart-startup 420 --restart-load 90 --checkpoint-interval 1800
+
+What restarts from a checkpoint would have cost is an estimate. Each figure in it is shown with where it comes from.
+A run may be looked at while it goes on.
+"""
+_STDOUT = Path("-")
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``report``."""
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
+    add("--json", type=Path, metavar="FILE", help="write it as JSON (-: to standard output, and nothing else)")
+    add("--html", type=Path, metavar="FILE", help="write it as one web page")
+    add("--trace", type=Path, metavar="FILE", help="write what each rank did, as a trace for Perfetto or Chrome")
+    add(
+        "--restart-detect",
+        type=_at_least_zero,
+        metavar="S",
+        help="seconds from a fault to a restart (default: as here)",
+    )
+    add("--restart-requeue", type=_at_least_zero, metavar="S", help="seconds in the scheduler's queue (default: 0)")
+    add(
+        "--restart-startup",
+        type=_at_least_zero,
+        metavar="S",
+        help="seconds from there to the first step (default: this run's own start-up)",
+    )
+    add("--restart-load", type=_at_least_zero, metavar="S", help="seconds to load a checkpoint (default: 0)")
+    add(
+        "--checkpoint-interval",
+        type=seconds,
+        metavar="S",
+        help="seconds of training between two checkpoints (default: 900)",
+    )
+
+
+def report_command(options: argparse.Namespace) -> int:
+    """Show the report and write it to files.
+
+    Raises:
+        UsageError: there is no run, or a file cannot be read or written.
+    """
+    from checkpointless.report.restart import RestartOptions
+    from checkpointless.report.summary import as_json, build_report
+    from checkpointless.telemetry.events import EVENTS_FILE, read_events
+
+    run_dir: Path = options.run_dir
+    if not run_dir.is_dir():
+        raise UsageError(f"there is no run directory {run_dir}")
+    log = run_dir / EVENTS_FILE
+    if not log.is_file():
+        raise UsageError(f"{run_dir} has no {EVENTS_FILE}: it is not a run directory")
+    from checkpointless.faults.ledger import fired
+
+    try:
+        events = read_events(run_dir)
+        lines = sum(1 for line in log.read_bytes().split(b"\n") if line.strip())
+        caused = fired(run_dir)
+    except OSError as error:
+        raise UsageError(f"cannot read {run_dir}: {error.strerror}") from error
+    report = build_report(
+        str(run_dir),
+        events,
+        caused=caused,
+        lines_left_out=max(0, lines - len(events)),
+        options=RestartOptions(
+            detect_s=options.restart_detect,
+            requeue_s=options.restart_requeue,
+            startup_s=options.restart_startup,
+            load_s=options.restart_load,
+            interval_s=options.checkpoint_interval,
+        ),
+    )
+    if options.json is not None:
+        _write(options.json, lambda: as_json(report) + "\n")
+    if options.html is not None:
+        from checkpointless.report.page import render
+
+        _write(options.html, lambda: render(report, events, _tracebacks(run_dir, report)))
+    if options.trace is not None:
+        from checkpointless.report.trace import write_trace
+
+        _write(options.trace, lambda: write_trace(report, events))
+    if _STDOUT not in (options.json, options.html, options.trace):
+        _show(report)
+    return 0
+
+
+def _show(report: Report) -> None:
+    from checkpointless.cli.tables import bar_table, console, incident_table, restart_table, stage_table, time_table
+    from checkpointless.report.summary import RunState
+    from checkpointless.telemetry import wording
+    from checkpointless.telemetry.tracebacks import TRACEBACKS_DIR
+
+    page = console()
+    run = report.run
+    page.print(f"{run.path}: {wording.plural(len(report.incidents), 'incident')}; {run.state.value}")
+    if run.reason:
+        page.print(f"because: {wording.printable(run.reason, 500)}")
+    for spec, times in (run.caused or {}).items():
+        page.print(f"caused on purpose, {times} x: {wording.printable(spec)}")
+    if run.lines_left_out:
+        page.print(f"{wording.plural(run.lines_left_out, 'line')} of the log are torn or no events, and left out")
+    if run.state is RunState.EMPTY:
+        return
+    if report.incidents:
+        page.print(incident_table(report))
+        page.print(bar_table(report))
+        page.print(stage_table(report))
+    page.print(time_table(report))
+    if report.comparison is not None and report.comparison.restarts:
+        page.print(restart_table(report.comparison))
+    steps, samples = wording.number(report.steps_lost), wording.number(report.samples_lost)
+    step = "" if run.step_s is None else f"; a step takes {wording.duration(run.step_s)}"
+    tracebacks = Path(run.path) / TRACEBACKS_DIR
+    if tracebacks.is_dir():
+        page.print(f"tracebacks in full: {wording.printable(str(tracebacks))}")
+    page.print(f"finished steps lost: {steps}; samples used again: {samples}{step}")
+
+
+def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:
+    """Return the tracebacks of the ranks that failed, as far as they raised anything, by incident."""
+    from checkpointless.telemetry.tracebacks import traceback_path
+
+    found = {}
+    for incident in report.incidents:
+        if incident.culprit is not None:
+            path = traceback_path(run_dir, incident.generation, incident.culprit)
+            try:
+                found[incident.incident] = path.read_text(errors="backslashreplace")
+            except FileNotFoundError:
+                continue  # the rank raised nothing
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    return found
+
+
+def _write(path: Path, make: Callable[[], str]) -> None:
+    text = make()
+    if path == _STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _at_least_zero(text: str) -> float:
+    return 0.0 if text.strip() in ("0", "0.0") else seconds(text)

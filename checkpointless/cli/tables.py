@@ -1,0 +1,215 @@
+"""Tables for the terminal with the output of the commands."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from checkpointless.faults.spec import EXPECTED, SUPPORT, VARIANTS, FaultPhase
+from checkpointless.report.incidents import IncidentSummary, Outcome
+from checkpointless.report.restart import Comparison
+from checkpointless.report.summary import PHASE_OF, PHASES, Report
+from checkpointless.report.verify import Quantity, Steps, Verdict
+from checkpointless.telemetry import wording
+
+#: Width, in columns, if the output is a pipe or a file, which has no width.
+_FILE_WIDTH = 160
+_MOST_INCIDENTS = 30
+_MOST_COLUMNS = 8
+_LONGEST_CAUSE = 120
+_BAR_WIDTH = 20
+_LONG_BAR = 56
+#: How the phases of an incident are drawn, on terminals with and without colours.
+_MARKS = {
+    "notice": ("!", "red"),
+    "stop": ("x", "yellow"),
+    "meet": ("=", "bright_yellow"),
+    "rebuild": ("#", "blue"),
+    "restore": ("<", "magenta"),
+    "resume": (">", "green"),
+}
+_STAGE_TITLE = "seconds of each stage, on the rank that took longest"
+
+
+def console() -> Console:
+    """Return a console that shows text as it is."""
+    plain = Console(markup=False, highlight=False, emoji=False)
+    if not plain.is_terminal:
+        plain.width = _FILE_WIDTH
+    return plain
+
+
+def time_table(report: Report) -> Table:
+    """Return a table of what the run's time was spent on."""
+    table = Table("time", "", "", title="what the time was spent on", title_justify="left")
+    spent = report.spent
+    if spent is None:
+        return table
+
+    def row(name: str, seconds: float | None, note: str = "") -> None:
+        of = None if seconds is None or spent.wall_s <= 0 else seconds / spent.wall_s
+        table.add_row(name, wording.duration(seconds), note or wording.share(of))
+
+    row("start-up", spent.startup_s)
+    row("training", spent.training_s)
+    row("recovery", spent.recovery_s)
+    if spent.repeated_s != 0:
+        row("steps made again", spent.repeated_s)
+    if spent.shutdown_s:
+        row("after the last step", spent.shutdown_s)
+    row("wall clock", spent.wall_s, "from the first event to the end")
+    table.add_section()
+    table.add_row("ETTR", wording.share(spent.ettr), "training / wall clock")
+    table.add_row("ETTR while training", wording.share(spent.ettr_while_training), "without start-up and shutdown")
+    return table
+
+
+def restart_table(comparison: Comparison) -> Table:
+    """Return a table of what restarts from a checkpoint would have cost, with every figure that this rests on."""
+    table = Table("", "", "", title="had each fault been a restart from a checkpoint", title_justify="left")
+    for each in comparison.assumptions:
+        value = "per fault" if each.seconds is None else wording.duration(each.seconds)
+        table.add_row(each.name, value, f"{each.source.value}{each.why and ': '}{each.why} ({each.option})")
+    table.add_section()
+    count = wording.plural(len(comparison.restarts), "restart")
+    table.add_row("restarts", wording.duration(comparison.restart_s), f"{count}, estimated with the above")
+    factor = "" if comparison.factor is None else f"measured; restarts: {comparison.factor:.3g} times as much"
+    table.add_row("recovery", wording.duration(comparison.recovered_s), factor)
+    table.add_row("ETTR with restarts", wording.share(comparison.ettr), "the same training, the same faults")
+    if comparison.left_out:
+        table.add_row("left out", str(comparison.left_out), "incidents that ended the job, or have not ended")
+    return table
+
+
+def incident_table(report: Report) -> Table:
+    """Return a table of what each incident was and how it ended; if there are many, only the newest are shown."""
+    incidents = report.incidents
+    hidden = max(0, len(incidents) - _MOST_INCIDENTS)
+    title = "incidents" + (f" ({hidden} earlier ones are in --json and --html)" if hidden else "")
+    table = Table("#", title=title, title_justify="left")
+    table.add_column("fault", no_wrap=True)
+    table.add_column("cause", overflow="fold")
+    table.add_column("rung")
+    table.add_column("went on after")
+    table.add_column("steps lost", justify="right")
+    table.add_column("filled from")
+    table.add_column("took", no_wrap=True, justify="right")
+    for number, incident in list(enumerate(incidents, start=1))[hidden:]:
+        ended = incident.outcome.value
+        if incident.outcome is Outcome.RESUMED and incident.resumed_after is not None:
+            ended = f"step {incident.resumed_after}"
+        table.add_row(
+            str(number),
+            wording.printable(incident.kind, 24),
+            wording.printable(incident.cause or "unknown", _LONGEST_CAUSE),
+            _rung(incident),
+            ended + (f": {wording.printable(incident.reason, _LONGEST_CAUSE)}" if incident.reason else ""),
+            _lost(incident, report),
+            f"{wording.ranks(incident.sources)}: {wording.size(incident.nbytes)}" if incident.sources else "",
+            "" if incident.headline_s is None else wording.duration(incident.headline_s),
+        )
+    return table
+
+
+def bar_table(report: Report) -> Table:
+    """Return a table with each incident's time as a bar of its stages, on one scale; of many, only the newest."""
+    key = "  ".join(f"{_MARKS[phase][0]} {phase}" for phase in PHASES)
+    table = Table("#", key, "took", title="where their time went", title_justify="left")
+    shown = list(enumerate(report.incidents, start=1))[-_MOST_INCIDENTS:]
+    longest_s = max((sum(incident.tiles_s.values()) for _, incident in shown), default=0.0) or 1.0
+    for number, incident in shown:
+        bar, at_s = Text(), 0.0
+        for stage, seconds in incident.tiles_s.items():
+            mark, colour = _MARKS[PHASE_OF[stage]]
+            at_s += seconds
+            bar.append(mark * (round(_LONG_BAR * at_s / longest_s) - len(bar)), colour)
+        took = incident.outcome.value if incident.headline_s is None else wording.duration(incident.headline_s)
+        table.add_row(str(number), bar, took)
+    return table
+
+
+def stage_table(report: Report) -> Table:
+    """Return a table of how long each stage took, over all incidents and, if there are few, in each of them."""
+    single = report.incidents if len(report.incidents) <= _MOST_COLUMNS else ()
+    table = Table("stage", "share of the time", title=_STAGE_TITLE, title_justify="left")
+    for name in ("median", "longest", *(f"#{number}" for number in range(1, len(single) + 1))):
+        table.add_column(name, justify="right")
+    total_s = sum(stage.tile_s for stage in report.stages) or 1.0
+    for stage in report.stages:
+        of = stage.tile_s / total_s
+        table.add_row(
+            stage.stage,
+            f"{'█' * round(_BAR_WIDTH * of):<{_BAR_WIDTH}} {of:4.0%}",
+            f"{stage.median_s:.3f}",
+            f"{stage.longest_s:.3f}",
+            *(_in_seconds(incident.stages_s.get(stage.stage)) for incident in single),
+        )
+    return table
+
+
+def _lost(incident: IncidentSummary, report: Report) -> str:
+    if incident.outcome is not Outcome.RESUMED:
+        return ""
+    lost, samples = incident.steps_lost, report.samples(incident.steps_lost)
+    if lost is None:
+        return wording.UNKNOWN
+    return f"{lost:,}" + (f" ({wording.plural(samples, 'sample')})" if samples else "")
+
+
+def _rung(incident: IncidentSummary) -> str:
+    whys = (wording.printable(why, _LONGEST_CAUSE) for why in incident.steps_up if why != incident.cause)
+    return "; ".join((incident.rung.label, *whys))
+
+
+def _in_seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3f}"
+
+
+def verdict_table(verdict: Verdict, a: Steps, b: Steps, names: tuple[str, str]) -> Table:
+    """Return a table of what was compared, and of the two values of the first difference."""
+    table = Table("", *names)
+    table.add_row("ranks", str(len(a)), str(len(b)))
+    table.add_row("steps recorded", *(str(sum(len(records) for records in run.values())) for run in (a, b)))
+    where = verdict.difference
+    if where is not None:
+        table.add_row(where.place, *(_with_decimal(value, where.quantity) for value in (where.a, where.b)))
+    return table
+
+
+def _with_decimal(value: str, quantity: Quantity) -> str:
+    """Return a value as recorded, after the decimal form of any hexadecimal numbers in it."""
+    numbers = value.split()
+    if quantity not in (Quantity.LOSS, Quantity.LR, Quantity.METRIC) or not all(map(_is_number, numbers)):
+        return value
+    return f"{' '.join(f'{float.fromhex(each):.9g}' for each in numbers)} ({value})"
+
+
+def _is_number(text: str) -> bool:
+    """Return whether ``text`` is what ``float.hex()`` gives; a digest has digits only."""
+    return "0x" in text or text.lstrip("-") in ("nan", "inf")
+
+
+def support_table() -> Table:
+    """Return a table of which kinds of fault can be caused in which phases, and what is expected of each kind."""
+    table = Table(
+        "kind",
+        "how=",
+        "phases",
+        "what is expected",
+        title="KIND[@PHASE][:rank=R,step=S,times=N,prob=P,seed=N,how=H,seconds=T]",
+        title_justify="left",
+    )
+    for kind, phases in SUPPORT.items():
+        table.add_row(kind.value, ", ".join(VARIANTS.get(kind, ())), _phases(phases), EXPECTED[kind])
+    return table
+
+
+def _phases(phases: frozenset[FaultPhase]) -> str:
+    """List the phases by name, or the missing ones if they are fewer."""
+    there, missing = (
+        [phase.value for phase in FaultPhase if (phase in phases) is wanted] for wanted in (True, False)
+    )
+    if not missing:
+        return "all"
+    return ", ".join(there) if len(there) <= len(missing) else f"all but {', '.join(missing)}"

@@ -1,0 +1,136 @@
+"""What the terminal shows of a job besides the output of its ranks: one calm block of lines per incident."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self
+
+from checkpointless.posix.errands import Errands
+from checkpointless.telemetry.events import EVENTS_FILE, Event, parse_event
+from checkpointless.telemetry.lines import LineTail
+from checkpointless.telemetry.narration import INCIDENT, Narrator
+from checkpointless.telemetry.scribe import scribe
+
+logger = logging.getLogger(__name__)
+
+_CALM_S = 0.25
+_TELLING_S = 0.05
+_PORTION_BYTES = 64 * 1024  # per read: a few milliseconds of this process, whose other thread runs the job
+_FLUSH_S = 0.5
+_LAST_WORDS_S = 0.5  # for what ranks have still to report of an incident that is over
+_CLOSE_S = 5.0
+
+
+class Terminal:
+    """Shows the agent's lines and, between them, how each incident proceeds according to the job's event log.
+
+    A separate thread writes, so that a blocked terminal holds up nothing else.
+
+    Args:
+        write: function that shows one line.
+        run_dir: run directory of the job.
+        node: index of this agent's node; -1 for a coordinator in a separate process.
+    """
+
+    def __init__(self, write: Callable[[str], None], run_dir: Path, node: int) -> None:
+        self._write = write
+        self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with times, as in events
+        self._tail = LineTail(run_dir / EVENTS_FILE, _PORTION_BYTES)
+        self._errands = Errands()  # the agent's lines are shown even while the log's disk stalls
+        self._late: deque[bytes] = deque()
+        self._narrator = Narrator(run_dir, node, os.getpid())
+        # An incident's first and last line come from the agent and from the event log; the first to come is shown.
+        self._from_agent: Counter[str] = Counter()
+        self._from_log: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+
+    def say(self, line: str) -> None:
+        """Show a line of the agent; never wait."""
+        self._said.put((time.time_ns(), line))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._said.put((time.time_ns(), None))
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while self._turn():
+            self._show(self._narrator.tick(time.monotonic()))
+        self._look([])
+        self._show(self._narrator.close())
+
+    def _turn(self) -> bool:
+        """Show what has come, in the order in which it came; return False at the end."""
+        said = []
+        try:
+            said.append(self._said.get(timeout=_TELLING_S if self._narrator.is_telling else _CALM_S))
+            while True:
+                said.append(self._said.get_nowait())
+        except queue.Empty:
+            pass
+        self._look([(at_ns, line) for at_ns, line in said if line is not None])
+        return all(line is not None for _, line in said)
+
+    def _look(self, said: Iterable[tuple[int, str]]) -> None:
+        """Show the agent's lines and, between them, the lines for new events of the log."""
+        both: list[tuple[int, str | Event]] = [*said]
+        if both:  # events that this process emitted before these lines are to be shown before them
+            scribe.flush(_FLUSH_S)
+        both += [(event.ts, event) for event in self._events()]
+        for _, each in sorted(both, key=lambda item: item[0]):
+            if isinstance(each, Event):
+                self._tell(each)
+            else:
+                self._wait_for_last_words(each)
+                self._show_once(each, self._from_agent, self._from_log)
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._show(self._narrator.take(event, time.monotonic()))
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:  # the agent's own lines are shown anyway
+            logger.warning("an event %s is not as it should be and is not shown: %r", event.stage, error)
+
+    def _events(self) -> list[Event]:
+        nothing: list[bytes] = []
+        lines = self._errands.run(self._tail.lines, nothing, late=self._late.extend)
+        late = [self._late.popleft() for _ in range(len(self._late))]
+        return [event for event in map(parse_event, [*late, *lines]) if event is not None]
+
+    def _wait_for_last_words(self, line: str) -> None:
+        """If ``line`` is the last line of an incident, wait for the ranks' lines, which belong before it."""
+        deadline_s = time.monotonic() + _LAST_WORDS_S
+        while self._narrator.closing == line and time.monotonic() < deadline_s:
+            time.sleep(_TELLING_S / 5)
+            self._look([])
+        if self._narrator.closing == line:
+            self._show(self._narrator.close())
+
+    def _show(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._show_once(line, self._from_log, self._from_agent)
+
+    def _show_once(self, line: str, source: Counter[str], other: Counter[str]) -> None:
+        if other[line] > 0:
+            other[line] -= 1
+            return
+        if line.startswith(INCIDENT):
+            source[line] += 1
+        self._write(line)

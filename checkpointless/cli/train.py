@@ -1,0 +1,127 @@
+"""The command `train`: its options, the checks before anything starts, and the dry run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from checkpointless.cli.values import UsageError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+EPILOG = """\
+examples:
+  checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4
+  checkpointless train my_recipe.yaml --nproc-per-node 8 trainer.max_steps=1000 optim.config.lr=3e-4
+  checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4 --fault exception@forward:rank=2,step=7
+  checkpointless train llama3_70b_pretrain --dry-run     layout, replicas, memory and launch; starts nothing
+"""
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only ``train`` has."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show the resolved recipe, its layout, replicas, memory and how to launch it, and start nothing",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that comes along")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="a value to set in it, by dotted key")
+    parser.set_defaults(nproc_per_node=None, nnodes=None)  # None: as in the recipe
+
+
+def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> DictConfig:
+    """Load the recipe, check that it can be trained as asked, and fill in the number of ranks.
+
+    Args:
+        options: options of ``train``; the numbers of nodes and of ranks are set if they were not given.
+        has_cuda: function that says whether this machine has GPUs; called only if it matters.
+
+    Returns:
+        The recipe with its overrides.
+
+    Raises:
+        UsageError: the recipe cannot be trained as asked.
+    """
+    try:
+        from checkpointless.recipes.checks import check_settings
+        from checkpointless.recipes.layout import check_layout, check_replicas, layout_of
+        from checkpointless.recipes.requirements import Machine, check_requirements
+        from checkpointless.recipes.settings import (
+            RecipeError,
+            checkpointless_enabled,
+            load,
+            needs_gpu,
+            require_complete,
+        )
+    except ImportError as error:
+        raise UsageError(f"`train` needs {error.name}: pip install 'checkpointless[nemo]'") from error
+    name = options.recipe
+    options.cpu = options.cpu or os.environ.get("CHECKPOINTLESS_CPU") == "1"
+    try:
+        config = load(name, options.overrides)
+        if config.trainer.get("accelerator") == "cpu":  # which asks for CPU ranks, as `--cpu` does
+            options.cpu = True
+        if needs_gpu(config) and options.cpu:
+            raise UsageError(f"{name} trains on GPUs (trainer.accelerator=gpu): leave out --cpu")
+        if needs_gpu(config) and not options.dry_run and not has_cuda():
+            raise UsageError(
+                f"{name} needs GPUs and this machine has none: see what it would do with --dry-run, "
+                "or train tiny_gpt_cpu"
+            )
+        if not options.dry_run:
+            require_complete(config, name)
+        layout = layout_of(config, options.nnodes or (None if options.dry_run else 1), options.nproc_per_node)
+        check_layout(config, layout)
+        check_settings(config, layout)
+        if not options.dry_run:  # a dry run may be done on another machine
+            check_requirements(config, layout, Machine.here())
+        if options.dry_run and checkpointless_enabled(config):
+            check_replicas(layout)
+    except RecipeError as error:
+        raise UsageError(str(error)) from error
+    options.nnodes, options.nproc_per_node = layout.nodes, layout.ranks_per_node
+    return config
+
+
+def dry_run(options: argparse.Namespace, config: DictConfig) -> int:
+    """Show what `train` would start.
+
+    Args:
+        options: options that :func:`check_train` has filled in.
+        config: recipe that :func:`check_train` returned.
+
+    Raises:
+        UsageError: the model cannot be laid out as asked.
+    """
+    from checkpointless.cli.tables import console
+    from checkpointless.recipes.counting import counted
+    from checkpointless.recipes.dry_run import Plan, show
+    from checkpointless.recipes.layout import layout_of
+    from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, needs_gpu
+
+    page = console()
+    layout = layout_of(config, options.nnodes, options.nproc_per_node)
+    try:
+        with page.status(
+            "building the model on the meta device, to count its parameters (imports NeMo: 10 to 40 s)"
+        ):
+            stages = counted(options.recipe, options.overrides, layout)
+    except RecipeError as error:
+        raise UsageError(str(error)) from error
+    show(
+        Plan(
+            recipe=options.recipe,
+            overrides=tuple(options.overrides),
+            config=config,
+            layout=layout,
+            stages=stages,
+            enabled=checkpointless_enabled(config),
+            cpu=not needs_gpu(config) and config.trainer.get("accelerator") == "cpu",
+        ),
+        page,
+    )
+    return 0

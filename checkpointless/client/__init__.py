@@ -1,0 +1,20 @@
+"""A rank's side: how its process talks to whatever regroups it, under every launcher.
+
+A rank talks to our agent through an :class:`AgentClient`. A rank that another launcher started talks to a store or
+to SageMaker HyperPod's agent, or is alone (:class:`StandaloneClient`).
+"""
+
+from checkpointless.client.agent_client import AgentClient, AgentLostError, RankClient
+from checkpointless.client.factory import HPAgentK8sAPIFactory, wait_rank
+from checkpointless.client.standalone import StandaloneClient
+from checkpointless.wire.messages import FaultNotice
+
+__all__ = [
+    "AgentClient",
+    "AgentLostError",
+    "FaultNotice",
+    "HPAgentK8sAPIFactory",
+    "RankClient",
+    "StandaloneClient",
+    "wait_rank",
+]

@@ -1,0 +1,80 @@
+"""The client of a rank that is alone in its job and was not started by an agent of this package."""
+
+from __future__ import annotations
+
+from checkpointless.client.agent_client import RankClient
+from checkpointless.coordinator.incident_policy import History
+from checkpointless.telemetry.events import event_log
+from checkpointless.wire.causes import Cause, culprit, exception_cause
+from checkpointless.wire.messages import Barrier, Done, FaultNotice, FaultReport, Finish, Go, Hello, RankMessage
+
+
+class FaultLimits:
+    """The agent's limits on incidents, applied by the ranks themselves to what they report.
+
+    Attributes:
+        high_water: the highest optimizer step that must have been committed, as far as reports tell (-1: none).
+    """
+
+    def __init__(self) -> None:
+        self.high_water = -1
+        self._history = History()
+
+    def after(self, rank: int, report: FaultReport) -> tuple[Cause, str | None]:
+        """Count one more incident.
+
+        Returns:
+            The incident's cause, and the reason why the job must end (None: it need not).
+        """
+        cause = exception_cause(
+            rank, report.error, report.message, report.traceback, report.step, victim=report.victim
+        )
+        if report.step > 0:
+            self.high_water = max(self.high_water, report.step - 1)
+        self._history, verdict = self._history.after(cause, self.high_water)
+        if verdict is None:
+            return cause, None
+        return cause, f"{verdict.reason}\n{verdict.last_words}".rstrip()
+
+
+def tell(generation: int, incident: str, cause: Cause) -> None:
+    """Log the cause of an incident where no agent does; the rank that reported the incident calls this."""
+    event_log().emit(
+        "detect",
+        "point",
+        generation=generation,
+        incident=incident,
+        cause=str(cause),
+        culprit=culprit(cause),
+        how=cause.how,
+    )
+
+
+class StandaloneClient(RankClient):
+    """Regroups the only rank of a job that consists of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0)
+        self._incidents = 0
+        self._limits = FaultLimits()
+
+    def close(self) -> None:
+        """Close the client, which holds no resources."""
+        self._lose("closed")
+
+    def _send(self, message: RankMessage) -> None:
+        if isinstance(message, Hello):
+            self._hear(Go(message.generation, None, {}, -1))
+        elif isinstance(message, FaultReport):
+            self._incidents += 1
+            cause, reason = self._limits.after(self.rank, message)
+            tell(message.generation, str(self._incidents), cause)
+            self._hear(FaultNotice(message.generation, str(self._incidents), str(cause), self.rank))
+            if reason is not None:
+                self._lose(reason)
+        elif isinstance(message, Barrier) and self._lost is None:
+            coming = message.generation + 1
+            env = {"JOB_RESTART_COUNT": str(coming), "TORCHELASTIC_RESTART_COUNT": str(coming)}
+            self._hear(Go(coming, str(self._incidents), env, self._limits.high_water))
+        elif isinstance(message, Done):
+            self._hear(Finish())

@@ -1,0 +1,1 @@
+"""Decides for the whole job: who belongs together, when a generation begins, and when the job is over."""

@@ -1,0 +1,176 @@
+"""The members of a job as the coordinator knows them: nodes, spares, ranks, and how many are in which state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from checkpointless.wire.board import NO_STEP
+from checkpointless.wire.node_messages import Command, Progress
+from checkpointless.wire.rank_state import WorkerState
+
+NOT_YET = "it has not joined yet"
+
+
+@dataclass
+class Node:
+    """A node of the job.
+
+    Attributes:
+        index: the node's number, from 0.
+        nproc: how many ranks the node runs.
+        send: sends a command to the node's agent.
+        joined: whether the node's agent can start processes.
+        lost: why the node's agent can no longer be reached ("" if it can).
+        searching: whether the node said that it lost the coordinator, and has not come back yet.
+        is_back: whether the node has come back to its own place, and has not said yet what its ranks do.
+    """
+
+    index: int
+    nproc: int
+    send: Callable[[Command], None]
+    joined: bool = False
+    lost: str = ""
+    searching: bool = False
+    is_back: bool = False
+
+
+@dataclass
+class Rank:
+    """A rank as the coordinator knows it.
+
+    Attributes:
+        state: the rank's state as its node's agent sees it, or will see it after the last command. Only
+            ``Roster.move`` changes it.
+        incarnation: incarnation of the process that was asked for last.
+        committed: the last committed optimizer step that was read from the rank's board.
+        making: the step in the making that was read from the rank's board.
+    """
+
+    number: int
+    node: Node
+    state: WorkerState = WorkerState.GONE
+    incarnation: int = -1
+    committed: int = NO_STEP
+    making: int = NO_STEP
+
+
+class Roster:
+    """The nodes and ranks of a job, counted so that no message requires a look at all of them.
+
+    Args:
+        nnodes: how many nodes there are.
+        nproc: how many ranks each node runs.
+
+    Attributes:
+        nodes: the job's nodes, by number.
+        spares: nodes that wait to take the place of a lost node.
+        ranks: the job's ranks, by number; the ranks of a lost node are GONE.
+        in_state: how many ranks are in each state.
+        lost: numbers of the nodes that cannot be reached.
+        not_joined: numbers of the nodes that cannot start processes, including the lost ones.
+    """
+
+    def __init__(self, nnodes: int, nproc: int) -> None:
+        self.nodes = [Node(index, nproc, _nowhere, lost=NOT_YET) for index in range(nnodes)]
+        self.spares: list[Node] = []
+        self.ranks = [Rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc)]
+        self.in_state = Counter({WorkerState.GONE: len(self.ranks)})
+        self.lost = set(range(nnodes))
+        self.not_joined = set(range(nnodes))
+
+    def put_in_place(self, node: Node, index: int) -> None:
+        """Give ``node`` the number ``index`` and the ranks that belong to it."""
+        node.index = index
+        self.nodes[index] = node
+        self.lost.discard(index)
+        for rank in self.ranks_of(node):
+            rank.node = node
+
+    def is_in_place(self, node: Node) -> bool:
+        """Return whether ``node`` is one of the job's nodes: neither a spare nor replaced."""
+        return node.index >= 0 and self.nodes[node.index] is node
+
+    def ranks_of(self, node: Node) -> list[Rank]:
+        """Return the ranks of a node that is in place."""
+        return self.ranks[node.index * node.nproc : (node.index + 1) * node.nproc]
+
+    def rank_of(self, number: int, node: Node) -> Rank:
+        """Return the rank with this number, which ``node`` speaks of.
+
+        Raises:
+            ValueError: the node does not run that rank.
+        """
+        if not 0 <= number < len(self.ranks) or self.ranks[number].node is not node:
+            raise ValueError(f"node {node.index} speaks of rank {number}, which it does not run")
+        return self.ranks[number]
+
+    def move(self, rank: Rank, state: WorkerState) -> None:
+        """Move a rank to another state; nothing else sets the state, so the count is right."""
+        self.in_state[rank.state] -= 1
+        self.in_state[state] += 1
+        rank.state = state
+
+    def all_are(self, state: WorkerState) -> bool:
+        """Return whether every rank is in ``state``."""
+        return self.in_state[state] == len(self.ranks)
+
+
+class Standings:
+    """The latest report of each node on how far its ranks have come.
+
+    The nodes of a job are a step or two apart, so their reports name only a few different steps.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[int, Progress] = {}
+        self._oldest: Counter[int] = Counter()
+        self._newest: Counter[int] = Counter()
+        self._timed = 0  # how many nodes know how long a step takes
+        self._longest_ms = 0
+
+    def __len__(self) -> int:
+        return len(self._said)
+
+    @property
+    def oldest(self) -> int:
+        """The smallest committed step on any node."""
+        return min(self._oldest)
+
+    @property
+    def newest(self) -> int:
+        """The largest committed step on any node."""
+        return max(self._newest)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time that any rank took from one beat to the next in a step; 0 until every node knows."""
+        return self._longest_ms / 1000 if self._timed == len(self._said) else 0.0
+
+    def put(self, node: int, progress: Progress) -> None:
+        """Record a node's new report."""
+        self.drop(node)
+        self._said[node] = progress
+        self._oldest[progress.oldest] += 1
+        self._newest[progress.newest] += 1
+        self._timed += progress.longest_ms > 0
+        self._longest_ms = max(self._longest_ms, progress.longest_ms)
+
+    def drop(self, node: int) -> None:
+        """Forget a node's report, if there is one."""
+        before = self._said.pop(node, None)
+        if before is not None:
+            _take_one(self._oldest, before.oldest)
+            _take_one(self._newest, before.newest)
+            self._timed -= before.longest_ms > 0
+
+
+def _take_one(counts: Counter[int], value: int) -> None:
+    counts[value] -= 1
+    if not counts[value]:
+        del counts[value]
+
+
+def _nowhere(command: Command) -> None:
+    raise RuntimeError(f"{command.type!r} for a node that has not joined")

@@ -1,0 +1,85 @@
+"""Make a thread that waits for gloo interruptible, even if gloo has lost the operation.
+
+When a connection breaks, gloo fails the operations that wait for the peer, but forgets a send that is in its
+transmit queue and does not notify its waiter (``Pair::signalException`` in gloo's TCP transport signals only bound
+buffers of that queue). The wait then lasts until the group's timeout, 30 minutes by default. ``Work.wait`` is
+therefore made to wait in short turns, between which an asynchronous exception is delivered. (The destructor of the
+group would wait too: see :mod:`checkpointless.inprocess.communicators.group_graveyard`.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from checkpointless.inprocess.aside import Helper
+
+_TURN = timedelta(milliseconds=50)
+_TIMED_OUT = "Operation timed out"
+# The c10d::OpType of each work whose wait can be split into turns. Of the others, a send or receive fails if its
+# wait times out, and gloo's reduce-scatter (which has no separate type) waits until it completes, whatever the
+# timeout.
+_IN_TURNS = frozenset({0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15})
+
+
+class InterruptibleWait:
+    """Replacement for ``torch.distributed.Work.wait`` in a process without CUDA.
+
+    (With CUDA, waits are for NCCL, whose ``wait`` only orders streams and whose ``abort`` frees blocked threads.)
+    """
+
+    def __init__(self) -> None:
+        self._original: Any = None
+        self._helper: Helper | None = None
+
+    def install(self) -> None:
+        """Replace torch's method (idempotent)."""
+        if self._original is not None or torch.cuda.is_available():
+            return
+        original = self._original = c10d.Work.wait
+
+        def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
+            if timeout > timedelta(0):
+                return bool(original(work, timeout))
+            if threading.current_thread() is not threading.main_thread():
+                return bool(original(work))  # no other thread is interrupted
+            if work._get_op_type() in _IN_TURNS:
+                return _wait_in_turns(original, work)
+            return self._wait_aside(lambda: bool(original(work)))
+
+        c10d.Work.wait = wait  # type: ignore[method-assign, assignment]
+
+    def uninstall(self) -> None:
+        """Restore torch's method."""
+        if self._original is not None:
+            c10d.Work.wait = self._original  # type: ignore[method-assign]
+            self._original = None
+        if self._helper is not None:
+            self._helper.end()
+            self._helper = None
+
+    def _wait_aside(self, blocking: Callable[[], bool]) -> bool:
+        """Let a helper thread wait, and wait for the helper in short turns."""
+        helper, self._helper = self._helper or Helper(), None
+        try:
+            return helper.run(blocking)
+        finally:
+            if helper.idle():
+                self._helper = helper
+            else:
+                helper.end()  # the helper ends when its operation does, if ever
+
+
+def _wait_in_turns(original: Callable[..., Any], work: Any) -> bool:
+    while not work.is_completed():
+        try:
+            return bool(original(work, _TURN))
+        except RuntimeError as error:
+            if _TIMED_OUT not in str(error):
+                raise
+    return bool(original(work))  # it completed between two turns: this returns, or raises the error of the work

@@ -1,0 +1,49 @@
+"""What a recovery needs from the running block: the rank's board, its event log, and a helper thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from checkpointless.inprocess import active_call_wrapper
+from checkpointless.inprocess.aside import Helper
+from checkpointless.telemetry.events import event_log
+from checkpointless.wire.board import Board
+
+_Result = TypeVar("_Result")
+
+
+def own_board() -> Board | None:
+    """Return this rank's board, or None under another launcher or outside a block."""
+    call = active_call_wrapper()
+    return call.board if call is not None else None
+
+
+def span(stage: str, **fields: Any) -> Any:
+    """Return a span of ``stage`` in the event log, with the generation and incident of the running block."""
+    call = active_call_wrapper()
+    generation = call.generation if call is not None else int(os.environ.get("JOB_RESTART_COUNT", "0"))
+    return event_log().span(stage, generation=generation, incident=call.incident if call else None, **fields)
+
+
+def aside(transfer: Callable[[], _Result]) -> _Result:
+    """Run ``transfer`` in a separate thread and wait for it interruptibly.
+
+    The thread waits for each message without polling. A transfer that an interruption leaves running ends when its
+    connections do.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> _Result:
+        if device is not None:
+            torch.cuda.set_device(device)  # the current device is per thread
+        return transfer()
+
+    helper = Helper()
+    try:
+        return helper.run(run)
+    finally:
+        helper.end()

@@ -1,0 +1,104 @@
+"""End the worker processes of torch's data loaders, and free threads that would wait for what they leave behind.
+
+A worker shares an event with the process that started it, and the event has a lock. The worker takes the lock for
+each batch, to see whether it has to end; the other process takes it to tell the worker so (``_shutdown_workers``).
+A worker that is killed while it holds the lock never releases it, and the other process waits forever in C, where
+no interruption is handled (``benchmarks/soak/worker_locks.py`` counts how often). A read of a message that was only
+partly written never ends either, because the reading process itself holds the other end of the pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import Any
+
+from torch.utils.data._utils import signal_handling
+
+from checkpointless.inprocess.data_workers import sockets as worker_sockets
+from checkpointless.posix import shared_memory
+
+logger = logging.getLogger(__name__)
+
+_END_S = 1.0  # a worker that is asked to end does so within milliseconds
+_LOCK_S = 1.0  # a living process holds the lock for microseconds
+
+
+def worker_iterators(combined_loader: Any) -> list[Any]:
+    """Return the multiprocessing iterators inside a Lightning ``CombinedLoader``."""
+    mode_iterator = getattr(combined_loader, "_iterator", None)
+    return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of one iterator, and free threads that would wait for what the workers held.
+
+    This takes milliseconds, three seconds at most. Any thread may call it.
+
+    Args:
+        iterator: torch's ``_MultiProcessingDataLoaderIter``.
+    """
+    workers = list(iterator._workers)
+    _watch_no_more(iterator)
+    for worker in workers:
+        if _is_alive(worker):
+            worker.terminate()
+    if not _have_ended(workers):
+        for worker in workers:  # a newly forked one has its parent's handlers and may ignore SIGTERM
+            if _is_alive(worker):
+                worker.kill()
+        if not _have_ended(workers):
+            logger.warning("a data-loader worker could not be killed")
+            return
+    _free_lock(iterator)
+    _end_messages(iterator)
+    shared_memory.remove(worker.pid for worker in workers)
+    try:
+        worker_sockets.remove_unused()
+    except OSError as error:
+        logger.warning("sockets of data-loader workers are not removed: %s", error)
+
+
+def _watch_no_more(iterator: Any) -> None:
+    """Keep torch's SIGCHLD handler, which raises wherever the main thread is, from reporting a failure."""
+    if getattr(iterator, "_worker_pids_set", False):
+        iterator._worker_pids_set = False
+        with contextlib.suppress(ValueError):  # the main thread did so at the same time
+            signal_handling._remove_worker_pids(id(iterator))
+
+
+def _have_ended(workers: Sequence[Any]) -> bool:
+    deadline_s = time.monotonic() + _END_S
+    for worker in workers:
+        worker.join(max(0.0, deadline_s - time.monotonic()))
+    return not any(_is_alive(worker) for worker in workers)
+
+
+def _is_alive(worker: Any) -> bool:
+    """Return whether ``worker`` is alive, by its sentinel as well.
+
+    ``Process.is_alive`` alone stays true forever if the main thread was interrupted while it reaped the worker.
+    """
+    return worker.is_alive() and not connection.wait([worker.sentinel], 0)
+
+
+def _free_lock(iterator: Any) -> None:
+    """Release the event's lock if a dead worker holds it."""
+    condition = getattr(getattr(iterator, "_workers_done_event", None), "_cond", None)
+    if condition is None:
+        return
+    if not condition.acquire(True, _LOCK_S):
+        logger.warning("a data-loader worker died with a lock; it is given back")
+    with contextlib.suppress(ValueError):  # the main thread held it after all and has released it
+        condition.release()
+
+
+def _end_messages(iterator: Any) -> None:
+    """Let the reader of a message that will never be complete reach the end of the stream."""
+    if getattr(iterator, "_pin_memory_thread", None) is None:  # the pin-memory thread is told by a message to end
+        writer = getattr(getattr(iterator, "_worker_result_queue", None), "_writer", None)
+        if writer is not None:
+            writer.close()

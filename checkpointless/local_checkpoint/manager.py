@@ -1,0 +1,459 @@
+"""Checkpoints in a directory of each node: the rung below recovery from memory and above shared storage.
+
+Every rank writes its part into its node's directory. With a replication strategy
+(:mod:`checkpointless.local_checkpoint.replication`), the other ranks of its clique write it into theirs, too. A
+search finds the newest save of which every part is undamaged somewhere. All ranks decide alike, since they decide
+by what they have told each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from checkpointless.local_checkpoint.part_file import Content, Generation, PartId
+from checkpointless.local_checkpoint.part_store import PartStore, Shelf, any_sound, read_any
+from checkpointless.local_checkpoint.replication import NoReplicasAvailableError, ReplicationStrategy
+from checkpointless.transfer.exchange import all_gather_json
+
+logger = logging.getLogger(__name__)
+
+_TURN_S = 0.05
+_T = TypeVar("_T")
+
+
+class LocalCheckpointError(RuntimeError):
+    """A local checkpoint could not be saved or loaded; the message says on which rank, and why."""
+
+
+class AsyncSave:
+    """A save whose files are being written by a thread.
+
+    Args:
+        write: writes the files.
+        what: describes in messages what is written.
+    """
+
+    def __init__(self, write: Callable[[], None], what: str) -> None:
+        self._what = what
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name=f"checkpointless-write {what}")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Return whether the writing has ended, successfully or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait until this rank's files are written. Not collective: it says nothing of other ranks' files.
+
+        Args:
+            timeout: how long to wait at most; None: as long as it takes.
+
+        Raises:
+            LocalCheckpointError: the files could not be written. (Every rank's next call of the manager raises it,
+                too.)
+            TimeoutError: the files are not written yet.
+        """
+        deadline_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while self._thread.is_alive():  # in turns: a thread that waits for a lock hears no interruption
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise TimeoutError(f"{self._what} is still being written")
+            self._thread.join(_TURN_S)
+        if self._error is not None:
+            raise LocalCheckpointError(f"{self._what} could not be written: {self._error}") from self._error
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:
+            logger.exception("%s could not be written", self._what)
+            self._error = error
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A save that not all ranks are known to have finished."""
+
+    generation: Generation
+    work: AsyncSave
+
+
+# --- decisions that are equal on all ranks: plain values ----------------------------------------------------------
+
+
+def missing_parts(
+    parts: Sequence[Collection[int]], peers: Sequence[Sequence[int]], world_size: int
+) -> tuple[int, ...]:
+    """Return the ranks whose part is neither on the rank itself nor on one of its peers.
+
+    Args:
+        parts: by rank, the parts that the rank has.
+        peers: by rank, the ranks that it can get parts from.
+        world_size: the number of ranks.
+    """
+    return tuple(
+        rank for rank in range(world_size) if not any(rank in parts[holder] for holder in {rank, *peers[rank]})
+    )
+
+
+def _candidates(inventories: Sequence[Mapping[str, Collection[int]]]) -> list[Generation]:
+    """Return all generations of which some rank has a part, the newest first."""
+    return sorted({Generation.parse(name) for inventory in inventories for name in inventory}, reverse=True)
+
+
+# --- the manager --------------------------------------------------------------------------------------------------
+
+
+class LocalCheckpointManager:
+    """Saves and loads checkpoints in a directory of each node. All ranks of the job call each method together.
+
+    The manager keeps the newest save that is complete on all ranks, and the save that is being made. For each rank
+    of its node, the directory therefore takes twice the rank's part times the replication factor. An older save is
+    deleted when the next but one begins. A save that all ranks have completed supersedes any save of a later
+    iteration, because training went back from there.
+
+    The directory belongs to one job. Only this user can access its files. They are written under another name and
+    renamed when they are on the disk, and contain nothing that is evaluated when they are loaded. A state is
+    nested dicts, lists and tuples of plain values (see :mod:`checkpointless.serialization.state_tree`) and strided
+    tensors of any dtype, on the CPU or on a GPU.
+
+    Every wait for other ranks ends with the timeout of the process group. Without process groups, the job is this
+    process alone.
+
+    Args:
+        root_local_ckpt_dir: the directory, on a disk of the node. All ranks of the node use the same one; jobs must
+            not share it.
+        repl_strategy: decides which ranks keep copies of which parts; None: no copies. To load a save, the
+            strategy, its parameters and the world size have to be as they were when it was made.
+
+    Raises:
+        OSError: the directory cannot be made, or other users could write to it.
+    """
+
+    def __init__(
+        self, root_local_ckpt_dir: str | os.PathLike[str], repl_strategy: ReplicationStrategy | None = None
+    ) -> None:
+        self.repl_strategy = repl_strategy
+        self._store = PartStore(Path(root_local_ckpt_dir))
+        self._latest: Generation | None = None  # the newest that is complete on all ranks
+        self._searched = False  # whether _latest is up to date
+        self._shortfall = ""  # why the newest generation that was found is not complete
+        self._pending: _Pending | None = None
+
+    def save(self, state: Any, iteration: int, is_async: bool = False) -> AsyncSave | None:
+        """Save this rank's state, and the copies that it keeps for its peers.
+
+        Copies are exchanged before this method returns. They need host memory: as much as the peers' parts take,
+        and with ``is_async`` also as much as this rank's part takes, until the files are written.
+
+        Args:
+            state: a nested state, or an object that has one as its ``state_dict``.
+            iteration: the iteration, at least 0 and the same on all ranks.
+            is_async: write the files in a thread. The state has been copied when this method returns, so training
+                can go on.
+
+        Returns:
+            With ``is_async``, a handle to wait for this rank's files; the save counts as complete from the next
+            call of this manager on, in which all ranks tell each other. Otherwise None; the save is then complete
+            on all ranks.
+
+        Raises:
+            LocalCheckpointError: on every rank, if the save failed on any rank, or if the asynchronous save before
+                it did. What was complete before is still there.
+        """
+        content, problem = _attempt(lambda: self._prepare(state, iteration, is_async))
+        token = self._open("asynchronous save" if is_async else "save", problem, iteration)
+        if not self._searched:
+            self._search()
+        generation = Generation(iteration, token)
+        self._store.delete_all_but({self._latest, generation})
+        own = _present(content)
+        kept, problem = _attempt(lambda: self._replicate(own, PartId(generation, self._rank)))
+        self._agree(problem, f"replicating iteration {iteration}")
+        parts = _present(kept)
+        if is_async:
+            work = AsyncSave(lambda: self._write(parts), f"iteration {iteration} on rank {self._rank}")
+            self._pending = _Pending(generation, work)
+            return work
+        # Not in a thread: one that outlives an interruption would write tensors that are being trained by then.
+        _, problem = _attempt(lambda: self._write(parts))
+        self._agree(problem, f"writing iteration {iteration}")
+        self._complete(generation)
+        return None
+
+    def find_latest(self) -> int:
+        """Find the newest iteration of which every part is undamaged on its rank or on one of its peers.
+
+        The method reads this rank's part to its end, to be sure. The next :meth:`load` loads that iteration.
+
+        Returns:
+            The iteration, or -1 if there is none.
+
+        Raises:
+            LocalCheckpointError: on every rank, if an asynchronous save has failed on any rank since the last call.
+                The next call searches.
+        """
+        self._open("find_latest")
+        self._search()
+        return -1 if self._latest is None else self._latest.iteration
+
+    def load(self) -> tuple[Any, str]:
+        """Load this rank's part of the iteration that :meth:`find_latest` found, or would find.
+
+        A part that is missing or damaged on this node comes from a peer, and is written to this node's directory.
+
+        Returns:
+            The state, with its tensors on the CPU, and the name of the part.
+
+        Raises:
+            NoReplicasAvailableError: on every rank, if a part cannot be obtained; the message names the part and
+                the iteration.
+            LocalCheckpointError: on every rank, if there is no local checkpoint at all, or if loading failed on any
+                rank.
+        """
+        self._open("load")
+        if self._latest is None or not self._searched:
+            self._search()
+        if self._latest is None:
+            if self._shortfall:
+                raise NoReplicasAvailableError(self._shortfall)
+            raise LocalCheckpointError(f"no rank has a local checkpoint; this one looked in {self._store.root}")
+        return self._load(PartId(self._latest, self._rank))
+
+    # --- agreement ------------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def _world_size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @staticmethod
+    def _gather(message: Any) -> list[Any]:
+        """Return every rank's message, in rank order. Collective."""
+        return all_gather_json(message) if dist.is_initialized() else [message]
+
+    def _agree(self, problem: Exception | None, doing: str) -> None:
+        """Raise on every rank what went wrong on any rank. Collective."""
+        lost = isinstance(problem, NoReplicasAvailableError)
+        told = self._gather(None if problem is None else [lost, _words(problem)])
+        if any(told):
+            kind = NoReplicasAvailableError if any(each[0] for each in told if each) else LocalCheckpointError
+            raise kind(_by_rank(doing, [each[1] if each else "" for each in told])) from problem
+
+    def _open(self, call: str, problem: Exception | None = None, iteration: int | None = None) -> str:
+        """Begin a call: all ranks learn how the pending save ended, that all make the same call, and who cannot.
+
+        A rank whose process is new may know less than the others; then no rank relies on what it knew.
+
+        Returns:
+            A token for a new generation, the same on all ranks.
+        """
+        pending, self._pending = self._pending, None
+        failed = None
+        if pending is not None:
+            _, failed = _attempt(pending.work.wait)
+        told = self._gather(
+            {
+                "call": [call, iteration],
+                "pending": str(pending.generation) if pending else None,
+                "latest": [self._searched, str(self._latest)],
+                "failed": _words(failed),
+                "problem": _words(problem),
+                "token": f"{time.time_ns():016x}{secrets.token_hex(4)}",
+            }
+        )
+        if any(each["failed"] for each in told):
+            raise LocalCheckpointError(_by_rank("writing", [each["failed"] for each in told])) from failed
+        finished = {each["pending"] for each in told}
+        if len(finished) == 1 and pending is not None:
+            self._complete(pending.generation)
+        elif len(finished) > 1 or any(each["latest"] != told[0]["latest"] for each in told):
+            self._searched = False
+        if any(each["call"] != told[0]["call"] for each in told):
+            calls = [" ".join(str(word) for word in each["call"] if word is not None) for each in told]
+            raise LocalCheckpointError(_by_rank("the ranks call different things", calls)) from problem
+        if any(each["problem"] for each in told):
+            raise LocalCheckpointError(_by_rank(call, [each["problem"] for each in told])) from problem
+        return str(told[0]["token"])
+
+    def _complete(self, generation: Generation) -> None:
+        """Record that all ranks have written ``generation``."""
+        before, self._latest, self._searched = self._latest, generation, True
+        if before is not None and before > generation:
+            self._store.delete_all_but({generation})  # else a search finds the older save: its iteration is later
+
+    # --- saving ---------------------------------------------------------------------------------------------------
+
+    def _prepare(self, state: Any, iteration: int, is_async: bool) -> Content:
+        """Check what can be checked, and copy what must be copied, before other ranks are needed."""
+        if type(iteration) is not int or iteration < 0:
+            raise ValueError(f"an iteration is a number from 0 on, not {iteration!r}")
+        self._store.make()
+        content = Content.of(_plain(state))
+        return content.on_host(copy=True) if is_async else content
+
+    def _replicate(self, content: Content, part: PartId) -> list[tuple[PartId, Content]]:
+        """Return the parts that this rank has to keep."""
+        if self.repl_strategy is None:
+            return [(part, content)]
+        states, names = self.repl_strategy.replicate(content.state(), str(part))
+        return [(PartId.parse(name), Content.of(state)) for state, name in zip(states, names)]
+
+    def _write(self, parts: Sequence[tuple[PartId, Content]]) -> None:
+        self._store.write(parts, self._rank, self._world_size)
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def _shelf(self) -> Shelf:
+        return self._store.shelf(self._rank, self._world_size)
+
+    def _peers(self) -> tuple[int, ...]:
+        return self.repl_strategy.peers if self.repl_strategy is not None else (self._rank,)
+
+    def _search(self) -> None:
+        """Find the newest generation of which all parts are undamaged. Collective."""
+        peers = self._peers()
+        shelf, problem = _attempt(self._shelf)
+        self._agree(problem, "looking for local checkpoints")
+        parts_of = _present(shelf)
+        told = self._gather(
+            {"shelf": {str(each): sorted(parts) for each, parts in parts_of.items()}, "peers": list(peers)}
+        )
+        everybodys_peers = [each["peers"] for each in told]
+        self._latest, self._searched, self._shortfall = None, True, ""
+        for generation in _candidates([each["shelf"] for each in told]):
+            parts = [each["shelf"].get(str(generation), []) for each in told]
+            lost = missing_parts(parts, everybodys_peers, self._world_size)
+            lost = lost or self._damaged(parts_of.get(generation, {}), everybodys_peers)
+            if not lost:
+                self._latest = generation
+                return
+            shortfall = _without_copy(generation, lost)
+            logger.warning("%s", shortfall)
+            self._shortfall = self._shortfall or shortfall
+
+    def _damaged(self, parts: Mapping[int, Sequence[Path]], peers: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the ranks whose parts of a generation are nowhere undamaged. Collective.
+
+        Each rank reads its own part; where that is damaged or missing, the peers read their copies.
+        """
+        sound: set[int] = {self._rank} if any_sound(parts.get(self._rank, ())) else set()
+        told = self._gather(sorted(sound))
+        open_ = [rank for rank in range(self._world_size) if rank not in told[rank]]
+        if not open_:
+            return ()
+        sound |= {rank for rank in open_ if self._rank in peers[rank] and any_sound(parts.get(rank, ()))}
+        return missing_parts(self._gather(sorted(sound)), peers, self._world_size)
+
+    # --- loading --------------------------------------------------------------------------------------------------
+
+    def _load(self, part: PartId) -> tuple[Any, str]:
+        own, problem = _attempt(lambda: self._read_copy(part))
+        wanting = [rank for rank, has in enumerate(self._gather(own is not None)) if not has]
+        if wanting:
+            copies, trouble = _attempt(lambda: self._read_copies(part.generation, wanting))
+            self._agree(problem or trouble, f"reading iteration {part.generation.iteration}")
+            own = self._exchange(part, own, _present(copies))
+        return _present(own).state(), str(part)
+
+    def _exchange(self, part: PartId, own: Content | None, copies: Mapping[int, Content]) -> Content:
+        """Give every rank its part, if there is an undamaged copy of each part. Collective."""
+        sound = {self._rank} if own is not None else set()
+        told = self._gather({"parts": sorted(sound | copies.keys()), "peers": list(self._peers())})
+        parts = [each["parts"] for each in told]
+        lost = missing_parts(parts, [each["peers"] for each in told], self._world_size)
+        if lost:
+            self._searched = False  # an older generation may still be whole
+            raise NoReplicasAvailableError(_without_copy(part.generation, lost))
+        available = {
+            rank: [str(PartId(part.generation, each)) for each in numbers] for rank, numbers in enumerate(parts)
+        }
+        held = {str(PartId(part.generation, number)): content.state() for number, content in copies.items()}
+        wanted = [] if own is not None else [str(part)]
+        arrived, problem = _attempt(lambda: self._retrieve(available, wanted, held))
+        self._agree(problem, f"fetching iteration {part.generation.iteration}")
+        if own is None:
+            own = Content.of(_present(arrived)[str(part)]).on_host()
+            self._keep(part, own)
+        return own
+
+    def _read_copy(self, part: PartId) -> Content | None:
+        """Return an undamaged copy of ``part`` from this node's directory, or None if there is none."""
+        return read_any(self._shelf().get(part.generation, {}).get(part.part, ()))
+
+    def _read_copies(self, generation: Generation, wanting: Sequence[int]) -> dict[int, Content]:
+        """Return the parts that this rank's peers want and this rank has."""
+        found = {}
+        for rank in sorted({*wanting} & {*self._peers()} - {self._rank}):
+            content = self._read_copy(PartId(generation, rank))
+            if content is not None:
+                found[rank] = content
+        return found
+
+    def _retrieve(
+        self, available: Mapping[int, Sequence[str]], wanted: Sequence[str], held: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Retrieve the parts that this rank wants from its peers."""
+        if self.repl_strategy is None:
+            raise NoReplicasAvailableError("without a replication strategy nobody has copies")
+        return self.repl_strategy.retrieve_execute(self.repl_strategy.retrieve_plan(available, wanted), held)
+
+    def _keep(self, part: PartId, content: Content) -> None:
+        """Write a part that came from a peer, so that it is in two places again. The load succeeds without it."""
+        try:
+            self._store.make()
+            self._write([(part, content)])
+        except OSError as error:
+            logger.warning("%s was loaded from a peer and cannot be kept here: %s", part.words, error)
+
+
+def _attempt(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Return what ``do`` returned, or what it raised: waiting ranks must be told before it can be raised."""
+    try:
+        return do(), None
+    except Exception as error:  # noqa: BLE001 - every caller hands it to an agreement, which raises it
+        return None, error
+
+
+def _present(value: _T | None) -> _T:
+    """Return ``value``, which an agreement without a problem guarantees to be present."""
+    if value is None:
+        raise AssertionError("the ranks agreed that there was no problem")
+    return value
+
+
+def _plain(state: Any) -> Any:
+    """Return the nested state in ``state``: itself, or its ``state_dict`` (an attribute, or a module's method)."""
+    if isinstance(state, (dict, list, tuple)) or not hasattr(state, "state_dict"):
+        return state
+    return state.state_dict() if callable(state.state_dict) else state.state_dict
+
+
+def _without_copy(generation: Generation, lost: Sequence[int]) -> str:
+    """Return the message about parts that are gone."""
+    parts = ", ".join(PartId(generation, rank).words for rank in lost)
+    return f"no undamaged copy is left of {parts}, neither on the rank itself nor with one of its peers"
+
+
+def _words(error: Exception | None) -> str:
+    """Return the text of ``error`` for the other ranks; "" if there is none."""
+    return "" if error is None else f"{error}" or type(error).__name__
+
+
+def _by_rank(doing: str, words: Sequence[str]) -> str:
+    """Return a message with what each rank says."""
+    return f"{doing}: " + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(words) if each)

@@ -1,0 +1,429 @@
+"""Copies of a rank's checkpoint on other nodes: which ranks keep them, and how a lost part is retrieved.
+
+The ranks of a job form cliques. The members of a clique are in different failure domains (nodes), and each of them
+keeps what the others save. Cliques and retrieval plans are pure functions of plain values; the bytes travel as in a
+recovery from memory (:mod:`checkpointless.transfer.transfer`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.inprocess.context import aside
+from checkpointless.local_checkpoint.part_file import Content
+from checkpointless.transfer.exchange import MAX_BYTES, all_gather_json, wire_device
+from checkpointless.transfer.transfer import Fill, Key, TensorEntry, TransferError, receive_state, send_state
+
+logger = logging.getLogger(__name__)
+
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # set by torchrun, srun wrappers and our own agent
+
+
+class NoReplicasAvailableError(RuntimeError):
+    """No rank that could send a part has an undamaged copy of it."""
+
+
+# --- which rank keeps whose parts: plain values -------------------------------------------------------------------
+
+
+def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, ...]:
+    """Return the ranks that keep each other's parts, ``rank`` among them, in ascending order.
+
+    With J the jump and F the factor, cliques are ``n, n + J, ..., n + (F - 1) J`` for ``n = a J F + b``, with a
+    from 0 to W / (J F) - 1 and b from 0 to J - 1 (the layout in the documentation of NVIDIA's
+    nvidia-resiliency-ext).
+
+    Args:
+        rank: a rank of the world.
+        world_size: W, the number of ranks of the job; a multiple of J * F.
+        jump: J, at least 1: the distance between two members. If J is the size of a node, no two members are on the
+            same node.
+        factor: F, at least 1: the number of members of a clique.
+
+    Raises:
+        ValueError: the world cannot be divided that way.
+    """
+    check_layout(world_size, jump, factor)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is none of the {world_size}")
+    block, within = divmod(rank, jump * factor)
+    first = block * jump * factor + within % jump
+    return tuple(range(first, first + jump * factor, jump))
+
+
+def check_layout(world_size: int, jump: int, factor: int) -> None:
+    """Check that ``world_size`` ranks can be divided into cliques of ``factor`` ranks that are ``jump`` apart.
+
+    Raises:
+        ValueError: they cannot be divided; the message says what would be possible.
+    """
+    if jump < 1 or factor < 1:
+        raise ValueError(f"replication_jump and replication_factor must be positive, not {jump} and {factor}")
+    if world_size % (jump * factor):
+        raise ValueError(
+            f"{world_size} ranks cannot be divided into cliques of {factor} ranks that are {jump} apart: the world "
+            f"size must be a multiple of replication_jump * replication_factor = {jump * factor}. On a single node "
+            "give replication_jump=1, which protects against the loss of files but not of the node"
+        )
+
+
+@dataclass(frozen=True)
+class PartTransfer:
+    """One part that is sent to one rank.
+
+    Attributes:
+        id: the part.
+        receiver: the global rank that wants the part.
+        holders: the global ranks that send the part, each of them a share.
+    """
+
+    id: str
+    receiver: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """The transfers of a clique, one after the other; the plan is the same on all members."""
+
+    transfers: tuple[PartTransfer, ...] = ()
+
+
+def plan_retrieval(
+    members: Sequence[int],
+    available: Mapping[int, Collection[str]],
+    wanted: Mapping[int, Collection[str]],
+) -> ExchangePlan:
+    """Plan that every wanted part is sent by all members that have it.
+
+    Args:
+        members: the global ranks of the clique.
+        available: the parts that each rank has; ranks that are not members are ignored.
+        wanted: the parts that each member asks for.
+
+    Raises:
+        NoReplicasAvailableError: no other member has a wanted part.
+    """
+    transfers = []
+    for receiver in sorted(members):
+        for part in sorted(set(wanted.get(receiver, ()))):
+            holders = tuple(
+                rank for rank in sorted(members) if rank != receiver and part in available.get(rank, ())
+            )
+            if not holders:
+                raise NoReplicasAvailableError(
+                    f"rank {receiver} has no copy of {part}, and none of the ranks {sorted(members)} has one"
+                )
+            transfers.append(PartTransfer(part, receiver, holders))
+    return ExchangePlan(tuple(transfers))
+
+
+# --- strategies ---------------------------------------------------------------------------------------------------
+
+
+class ReplicationStrategy(ABC):
+    """Decides where copies of local checkpoints are kept. All ranks call each method together."""
+
+    @property
+    @abstractmethod
+    def peers(self) -> tuple[int, ...]:
+        """The global ranks that this rank exchanges parts with, this rank included."""
+
+    @abstractmethod
+    def replicate(self, local_ckpt: Any, id_: str) -> tuple[list[Any], list[str]]:
+        """Exchange checkpoints with the peers.
+
+        Args:
+            local_ckpt: the state that this rank saves: nested dicts, lists and tuples of plain values and tensors.
+            id_: the checkpoint's name.
+
+        Returns:
+            The checkpoints that this rank has to keep, its own included, and their names.
+        """
+
+    @abstractmethod
+    def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Any:
+        """Plan how wanted checkpoints come from the ranks that have them.
+
+        Args:
+            globally_available_ids: the names of the checkpoints that each global rank has.
+            wanted: the names of the checkpoints that this rank asks for.
+
+        Raises:
+            NoReplicasAvailableError: no rank has a wanted checkpoint.
+        """
+
+    @abstractmethod
+    def retrieve_execute(self, plan: Any, held: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry a plan out.
+
+        Args:
+            plan: the plan that :meth:`retrieve_plan` returned.
+            held: the checkpoints that this rank has, by name; at least those that it is to send.
+
+        Returns:
+            The checkpoints that this rank asked for, by name.
+        """
+
+
+class CliqueReplicationStrategy(ReplicationStrategy):
+    """Keeps, on every member of a process group, a copy of what each of the others saves.
+
+    Parts are sent between two ranks at a time, one member's after the other's, through the default process group,
+    whose timeout limits every wait. All cliques of a job work at the same time.
+
+    Args:
+        local_group: the process group of the clique; its members should be in different failure domains.
+        target_device: the device on which the tensors of received checkpoints are put.
+    """
+
+    def __init__(self, local_group: dist.ProcessGroup, target_device: torch.device | str = "cpu") -> None:
+        self.local_group = local_group
+        self.target_device = torch.device(target_device)
+        self._members = tuple(dist.get_process_group_ranks(local_group))
+
+    @classmethod
+    def from_replication_params(
+        cls, replication_jump: int = 0, replication_factor: int = 2
+    ) -> CliqueReplicationStrategy:
+        """Make the process groups of all cliques. Collective: every rank of the job calls it.
+
+        Args:
+            replication_jump: J, the distance between the ranks of a clique: the size of a failure domain. 0, which
+                cannot be a distance, stands for the number of ranks on this node (``LOCAL_WORLD_SIZE``), so that
+                copies are on the next nodes.
+            replication_factor: F, how many ranks keep each part, its owner included.
+
+        Returns:
+            The strategy of the clique that this rank belongs to (see :func:`clique_of`).
+
+        Raises:
+            ValueError: the world size is not a multiple of J * F; or the ranks ask for different cliques; or J is
+                to be the size of the node and that is not known.
+        """
+        jump = replication_jump or int(os.environ.get(LOCAL_WORLD_SIZE, "0"))
+        asked = {(each[0], each[1]) for each in all_gather_json([jump, replication_factor])}
+        if len(asked) > 1:
+            raise ValueError(
+                f"the ranks ask for different cliques, as (jump, factor): {sorted(asked)}. "
+                "Where nodes have different numbers of ranks, give replication_jump"
+            )
+        if not jump:
+            raise ValueError(f"{LOCAL_WORLD_SIZE} is not set: give replication_jump, the ranks of a node")
+        ranks = clique_of(dist.get_rank(), dist.get_world_size(), jump, replication_factor)
+        group = dist.new_group(list(ranks), timeout=_timeout_of_the_job(), use_local_synchronization=True)
+        if group is None:
+            raise RuntimeError(f"rank {dist.get_rank()} is not in its own clique {ranks}")
+        return cls(group)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The global ranks of the clique, in ascending order."""
+        return self._members
+
+    def replicate(self, local_ckpt: Any, id_: str) -> tuple[list[Any], list[str]]:
+        """Give this rank's checkpoint to all members and receive theirs. Collective in the clique.
+
+        Args:
+            local_ckpt: the state that this rank saves: nested dicts, lists and tuples of plain values and tensors.
+            id_: the checkpoint's name.
+
+        Returns:
+            The checkpoints of all members in the order of their ranks, this rank's own as it was given, and their
+            names.
+
+        Raises:
+            StateTreeError: this rank's state cannot travel.
+            RuntimeError: another member's state cannot travel.
+            TransferError: a checkpoint arrived damaged and could not be mended.
+        """
+        content = self._agree_to_send(local_ckpt)
+        rank = dist.get_rank()
+        found: dict[int, tuple[Any, str]] = {rank: (local_ckpt, id_)}
+
+        def exchange_with(sender: int) -> None:
+            if rank == sender:
+                _send(content, id_, [Fill(other, 0, 1) for other in self._members if other != rank])
+            else:
+                found[sender] = self._receive([sender])
+
+        aside(lambda: _all_of(exchange_with, self._members))
+        return [found[member][0] for member in self._members], [found[member][1] for member in self._members]
+
+    def retrieve_plan(
+        self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
+    ) -> ExchangePlan:
+        """Plan how the members get the checkpoints that they miss. Collective in the clique.
+
+        Args:
+            globally_available_ids: the names of the checkpoints that each global rank has.
+            wanted: the names of the checkpoints that this rank asks for.
+
+        Returns:
+            The plan, the same on every member.
+
+        Raises:
+            NoReplicasAvailableError: on every member, if no rank in the clique has what one of them wants.
+        """
+        everybodys = all_gather_json(list(wanted), self.local_group)
+        return plan_retrieval(self._members, globally_available_ids, dict(zip(self._members, everybodys)))
+
+    def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry a plan out. Collective in the clique.
+
+        Args:
+            plan: the plan that :meth:`retrieve_plan` returned.
+            held: the checkpoints that this rank has, by name; at least those that it is to send.
+
+        Returns:
+            The checkpoints that this rank asked for, by name.
+
+        Raises:
+            TransferError: a checkpoint arrived damaged and could not be mended.
+        """
+        rank = dist.get_rank()
+        sent = {
+            transfer.id: Content.of(held[transfer.id]) for transfer in plan.transfers if rank in transfer.holders
+        }
+        arrived: dict[str, Any] = {}
+
+        def carry_out(transfer: PartTransfer) -> None:
+            if rank in transfer.holders:
+                place = transfer.holders.index(rank)
+                _send(sent[transfer.id], transfer.id, [Fill(transfer.receiver, place, len(transfer.holders))])
+            elif rank == transfer.receiver:
+                arrived[transfer.id], _ = self._receive(transfer.holders)
+
+        aside(lambda: _all_of(carry_out, plan.transfers))
+        return arrived
+
+    def _agree_to_send(self, state: Any) -> Content:
+        """Return this rank's checkpoint if every member's can travel, so that no rank waits for one that cannot."""
+        content, problem = None, None
+        try:
+            content = Content.of(state)
+            if len(content.structure) > MAX_BYTES // 2:
+                raise ValueError(f"there are {len(content.structure)} bytes of state that is no tensor: too many")
+        except (TypeError, ValueError) as error:
+            problem = error
+        problems = all_gather_json(str(problem or ""), self.local_group)
+        if problem is not None:
+            raise problem
+        for member, theirs in zip(self._members, problems):
+            if theirs:
+                raise RuntimeError(f"rank {member} has nothing to replicate: {theirs}")
+        assert content is not None
+        return content
+
+    def _receive(self, holders: Sequence[int]) -> tuple[Any, str]:
+        """Receive a checkpoint, of which each holder sends a share, and its name."""
+        room: dict[Key, torch.Tensor] = {}
+
+        def allocate(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+            for entry in entries:
+                room[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=self.target_device)
+            return room
+
+        about, _ = receive_state(holders, allocate)
+        return Content(about["structure"], tuple(room.values())).state(), about["id"]
+
+
+class LazyCliqueReplicationStrategy(ReplicationStrategy):
+    """A :class:`CliqueReplicationStrategy` whose process groups are made when it is first used.
+
+    It can therefore be created before the job's process groups. If these are made anew after a fault, so are the
+    cliques'. The first use is collective: every rank of the job takes part.
+
+    Args:
+        replication_jump: the distance between the ranks of a clique; see
+            :meth:`CliqueReplicationStrategy.from_replication_params`.
+        replication_factor: how many ranks keep each part, its owner included.
+
+    Raises:
+        ValueError: a parameter is out of range.
+    """
+
+    def __init__(self, replication_jump: int = 0, replication_factor: int = 2) -> None:
+        if replication_jump < 0 or replication_factor < 1:
+            raise ValueError(
+                f"replication_jump must be 0 or more and replication_factor 1 or more, "
+                f"not {replication_jump} and {replication_factor}"
+            )
+        self.replication_jump = replication_jump
+        self.replication_factor = replication_factor
+        self._built: CliqueReplicationStrategy | None = None
+        self._built_in: Callable[[], Any] = lambda: None
+
+    @property
+    def replication_strategy(self) -> CliqueReplicationStrategy:
+        """The strategy, made if the process groups that it belongs to are new."""
+        world = dist.group.WORLD
+        if self._built is None or self._built_in() is not world:
+            self._built = CliqueReplicationStrategy.from_replication_params(
+                self.replication_jump, self.replication_factor
+            )
+            self._built_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
+        return self._built
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The global ranks of the clique, in ascending order."""
+        return self.replication_strategy.peers
+
+    def replicate(self, local_ckpt: Any, id_: str) -> tuple[list[Any], list[str]]:
+        """Exchange checkpoints as :meth:`CliqueReplicationStrategy.replicate` does."""
+        return self.replication_strategy.replicate(local_ckpt, id_)
+
+    def retrieve_plan(
+        self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
+    ) -> ExchangePlan:
+        """Plan a retrieval as :meth:`CliqueReplicationStrategy.retrieve_plan` does."""
+        return self.replication_strategy.retrieve_plan(globally_available_ids, wanted)
+
+    def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry a plan out as :meth:`CliqueReplicationStrategy.retrieve_execute` does."""
+        return self.replication_strategy.retrieve_execute(plan, held)
+
+
+def _timeout_of_the_job() -> timedelta | None:
+    """Return the timeout of the default process group, which a new group does not inherit."""
+    world = dist.distributed_c10d._get_default_group()
+    try:
+        return world._get_backend(wire_device()).options._timeout
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in one without options
+        return None
+
+
+def _send(content: Content, id_: str, fills: Sequence[Fill]) -> None:
+    tensors: dict[Key, torch.Tensor] = {(index,): tensor for index, tensor in enumerate(content.tensors)}
+    send_state(tensors, {"id": id_, "structure": content.structure}, fills)
+
+
+def _all_of(exchange: Callable[[Any], None], rounds: Sequence[Any]) -> None:
+    """Go through all rounds, even after damage in one: the others in the clique wait for the next round.
+
+    Raises:
+        TransferError: the first one that a round raised, raised again at the end.
+    """
+    damage: TransferError | None = None
+    for each in rounds:
+        try:
+            exchange(each)
+        except TransferError as error:
+            logger.warning("a part did not arrive whole: %s", error)
+            damage = damage or error
+    if damage is not None:
+        raise damage

@@ -1,0 +1,1 @@
+"""What the kernel keeps for processes: their trees, shared memory, temporary folders, forks and clocks."""

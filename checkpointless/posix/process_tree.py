@@ -1,0 +1,66 @@
+"""A rank's process and those that it started: one process group of the operating system, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+from checkpointless.posix import shared_memory, temp_folder
+
+_END_S = 0.1  # a killed process takes milliseconds
+
+
+class ProcessGroup:
+    """The processes of one rank, and the files that they leave.
+
+    Args:
+        leader: pid of the rank's process, which has made the group or is about to.
+        folder: folder in which the rank keeps its sockets (:mod:`checkpointless.posix.temp_folder`).
+    """
+
+    def __init__(self, leader: int, folder: Path | None) -> None:
+        self.leader = leader
+        self._folder = folder
+        self._killed = {leader}
+
+    def kill(self) -> None:
+        """Kill all processes of the group with SIGKILL.
+
+        Call this only before the leader has been waited for: after that its pid is free for others.
+        """
+        self._killed.update(_members(self.leader))
+        with contextlib.suppress(ProcessLookupError):  # the leader has not made its group yet
+            os.killpg(self.leader, signal.SIGKILL)
+
+    def clean(self) -> None:
+        """Remove the files that the processes left; the leader was waited for, and the others were killed."""
+        temp_folder.remove(self._folder, self.leader)
+        deadline_s = time.monotonic() + _END_S
+        for pid in self._killed:
+            _wait(pid, max(0.0, deadline_s - time.monotonic()))
+        shared_memory.remove(self._killed)
+
+
+def _members(group: int) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(ValueError, OSError):  # not a process, or one that has ended
+            if os.getpgid(int(name)) == group:
+                found.append(int(name))
+    return found
+
+
+def _wait(pid: int, timeout_s: float) -> None:
+    """Wait for the process to end; not at all if it was reaped, or if the kernel (before 5.3) cannot tell."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: Python was built without pidfd_open
+        descriptor = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+        finally:
+            os.close(descriptor)

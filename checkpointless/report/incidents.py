@@ -1,0 +1,377 @@
+"""Incidents: what the events of a run say about each fault and everything that followed it."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Event
+from checkpointless.telemetry.rungs import RUNG, Rung
+
+_NS_PER_S = 1e9
+_NOTICING = frozenset({"detect", "notify"})
+_CLEANING_UP = frozenset({"abort", "finalize", "health"})
+#: Stages that belong to the new generation; the earlier stages belong to the generation that ended.
+_STARTING = frozenset(STAGES[STAGES.index("init") :])
+JOB = "job"
+
+
+class Outcome(enum.Enum):
+    """How an incident ended."""
+
+    RESUMED = "resumed"  # every rank committed its first step of the new generation, or no step was left
+    ESCALATED = "escalated"  # another incident took over first
+    FAILED = "failed"  # the log ends before either
+
+
+@dataclass(frozen=True)
+class IncidentSummary:
+    """Summary of one incident.
+
+    Attributes:
+        incident: id of the incident.
+        generation: generation that the incident ended.
+        cause: what went wrong, in one line ("" if no event says so).
+        culprit: rank that failed; None if no event names one.
+        how: how the fault was detected ("" if no event says so).
+        start_ns: start in UTC nanoseconds: the injected fault if it is known, else the first event.
+        end_ns: end in UTC nanoseconds: the end of the last rank's ``first_step``, as far as known; None unless
+            training resumed.
+        headline_s: seconds from start to end; None unless training resumed.
+        stages_s: seconds that each stage took on its slowest rank, for the stages that happened, in order.
+            ``detect`` lasts from the injected fault to the first notice of it.
+        target: step after which training resumes; None if nothing was decided, or nothing had been committed.
+        nbytes: bytes received by the ranks that were filled.
+        sources: ranks that sent state to the ranks that were filled.
+        peak_growth_bytes: largest growth of host memory, from the fault until the state was back, on any rank that
+            survived the fault; None if no rank reported it.
+        respawned: ranks that got a new process.
+        rung: level to which the recovery escalated.
+        steps_up: reason for each rung above ``in-process`` that the recovery needed, in the order of the rungs.
+        tiles_s: seconds of the incident by stage, without overlap: a stage lasts from the end of the previous stage
+            until the last rank has finished it. They add up to ``headline_s`` if a step was left to train.
+        injected: spec of the injected fault ("" if none was injected).
+        committed: newest optimizer step that a rank had committed (0: none); None if no event says so.
+        resumed_after: step after which training actually resumed; None if no event says so.
+        outcome: how the incident ended.
+        reason: why recovery was refused or broke off ("" if it was not).
+    """
+
+    incident: str
+    generation: int
+    cause: str
+    culprit: int | None
+    how: str
+    start_ns: int
+    end_ns: int | None
+    headline_s: float | None
+    stages_s: Mapping[str, float] = field(default_factory=dict)
+    target: int | None = None
+    nbytes: int = 0
+    sources: tuple[int, ...] = ()
+    peak_growth_bytes: int | None = None
+    respawned: tuple[int, ...] = ()
+    rung: Rung = Rung.IN_PROCESS
+    steps_up: tuple[str, ...] = ()
+    tiles_s: Mapping[str, float] = field(default_factory=dict)
+    injected: str = ""
+    committed: int | None = None
+    resumed_after: int | None = None
+    outcome: Outcome = Outcome.FAILED
+    reason: str = ""
+
+    @property
+    def steps_lost(self) -> int | None:
+        """The number of committed steps that had to be repeated; None if unknown or if training did not resume."""
+        if self.outcome is not Outcome.RESUMED or self.committed is None or self.resumed_after is None:
+            return None
+        return max(0, self.committed - self.resumed_after)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the fault: the kind in the injected fault's spec, else how the fault was detected."""
+        return self.injected.partition("@")[0].partition(":")[0] or self.how.lower() or "unknown"
+
+    @property
+    def sentence(self) -> str:
+        """The incident in one line."""
+        what = f"generation {self.generation}: {self.cause or 'unknown cause'}"
+        if self.outcome is Outcome.RESUMED:
+            after = "" if self.target is None else f" after step {self.target}"
+            return f"{what}; resumed{after} in {self.headline_s:.2f} s"
+        return f"{what}; {self.outcome.value}" + (f": {self.reason}" if self.reason else "")
+
+
+def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
+    """Summarize each incident of a run, in the order in which the incidents began.
+
+    Times are differences of the monotonic clock, except between events of different nodes, for which only UTC is
+    comparable.
+
+    Args:
+        events: all events of the run, in any order.
+    """
+    log = _Log(events)
+    ended = [_generation(group) for group in log.groups.values()]
+    return [
+        _summary(incident, group, log, superseded=any(other > generation for other in ended))
+        for (incident, group), generation in zip(log.groups.items(), ended, strict=True)
+    ]
+
+
+def by_incident(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """Return the events of each incident, sorted by time; the incidents are in the order in which they began.
+
+    Args:
+        events: all events of the run, in any order.
+    """
+    return _Log(events).groups
+
+
+class _Log:
+    """The events of a run, sorted by what they say about incidents.
+
+    Attributes:
+        groups: events of each incident, sorted by time.
+        injected: events of the injected faults.
+        first_steps: step with which training began, by generation.
+        job_end: event that ended the job; None if the job has not ended.
+    """
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        in_order = sorted(events, key=lambda event: event.ts)
+        ended_by = {e.generation: e.incident for e in in_order if e.stage == "detect" and e.incident is not None}
+        self.groups: dict[str, list[Event]] = defaultdict(list)
+        self.injected: list[Event] = []
+        self.first_steps: dict[int, int] = {}
+        self.job_end: Event | None = None
+        for event in in_order:
+            if event.stage == FAULT_INJECTED:
+                self.injected.append(event)
+                continue
+            if event.stage == JOB:
+                self.job_end = event if event.edge == "end" else self.job_end
+                continue
+            step = event.fields.get("step")
+            if event.stage == "first_step" and event.edge == "end" and isinstance(step, int):
+                self.first_steps[event.generation] = max(step, self.first_steps.get(event.generation, step))
+            named = event.incident
+            # A rank begins to clean up before the agent has told it the incident's id.
+            incident = ended_by.get(event.generation, named) if event.stage in _CLEANING_UP else named
+            if incident is not None:
+                self.groups[incident].append(event)
+
+
+def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool) -> IncidentSummary:
+    job_end = log.job_end
+    generation = _generation(events)
+    about = _detection(events).fields
+    culprit = about["culprit"] if isinstance(about.get("culprit"), int) else None
+    noticed = next((event for event in events if event.stage in _NOTICING), events[0])
+    fault = _fault_behind(log.injected, generation, culprit, noticed.ts)
+    start = fault or events[0]
+
+    spans = _spans(events)
+    end = _end(events, generation)
+    if end is None and not superseded and job_end is not None and job_end.fields.get("code") == 0:
+        end = events[-1]  # no step was left to train
+    stages_s = {stage: max(spans[stage].values()) for stage in STAGES if spans.get(stage)}
+    if fault is not None:
+        stages_s["detect"] = _seconds(fault, noticed)
+
+    ends = [event for event in events if event.edge == "end"]
+    targets = [event.fields.get("target") for event in ends if event.stage == "decide"]
+    target = next((target for target in targets if isinstance(target, int)), None)
+    ups = _steps_up(events)
+    fills = [event for event in ends if event.stage == "transfer" and _ranks(event.fields.get("sources"))]
+    if end is not None:
+        outcome = Outcome.RESUMED
+    else:
+        outcome = Outcome.ESCALATED if superseded else Outcome.FAILED
+    return IncidentSummary(
+        incident=incident,
+        generation=generation,
+        cause=str(about.get("cause") or ""),
+        culprit=culprit,
+        how=str(about.get("how") or ""),
+        start_ns=start.ts,
+        end_ns=None if end is None else end.ts,
+        headline_s=None if end is None else _seconds(start, end),
+        stages_s={stage: stages_s[stage] for stage in STAGES if stage in stages_s},
+        target=target,
+        nbytes=sum(_whole(event.fields.get("bytes")) for event in fills),
+        peak_growth_bytes=max(
+            (_whole(event.fields["peak_growth_bytes"]) for event in ends if "peak_growth_bytes" in event.fields),
+            default=None,
+        ),
+        sources=tuple(sorted({rank for event in fills for rank in _ranks(event.fields["sources"])})),
+        respawned=tuple(sorted({e.rank for e in events if e.stage == "respawn" and e.rank is not None})),
+        rung=max(ups, default=Rung.IN_PROCESS),
+        steps_up=tuple(why for _, why in sorted(ups.items())),
+        tiles_s=_tiles(events, start.ts, noticed.ts if fault is not None else None, end),
+        injected="" if fault is None else str(fault.fields.get("spec") or ""),
+        committed=_committed(events, generation, log.first_steps),
+        resumed_after=_resumed_after(events, generation, target),
+        outcome=outcome,
+        reason="" if end is not None else _reason(events, None if superseded else job_end),
+    )
+
+
+def _detection(events: Sequence[Event]) -> Event:
+    """Return the most informative ``detect`` event: the last that is not a victim's; victims often report first."""
+    told = [event for event in events if event.stage == "detect"] or events[:1]
+    return ([event for event in told if not _tells_of_a_victim(event)] or told)[-1]
+
+
+def _tells_of_a_victim(detect: Event) -> bool:
+    """Return whether ``detect`` reports an exception without a culprit.
+
+    The loss of a node has no culprit either, but does not count.
+    """
+    return detect.fields.get("how") == "exception" and not isinstance(detect.fields.get("culprit"), int)
+
+
+def _generation(events: Sequence[Event]) -> int:
+    """Return the generation that an incident ended: its detection's, else the oldest that its events carry."""
+    detects = [event.generation for event in events if event.stage == "detect"]
+    return detects[0] if detects else min(event.generation for event in events)
+
+
+def _fault_behind(injected: Sequence[Event], generation: int, culprit: int | None, before_ns: int) -> Event | None:
+    """Return the last injected fault that can have caused what was detected at ``before_ns``; None without one."""
+    candidates = [
+        event
+        for event in injected
+        if event.generation == generation
+        and event.ts <= before_ns
+        and (culprit is None or event.rank is None or event.rank == culprit)
+    ]
+    return candidates[-1] if candidates else None
+
+
+def _spans(events: Iterable[Event]) -> dict[str, dict[int | None, float]]:
+    """Return the seconds of the finished spans of each stage, by rank; several spans of one rank add up."""
+    open_since: dict[tuple[int, int | None, str, int], Event] = {}
+    spent: dict[str, dict[int | None, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        key = (event.pid, event.rank, event.stage, event.generation)
+        if event.edge == "begin":
+            open_since[key] = event
+        elif event.edge == "end" and key in open_since:
+            spent[event.stage][event.rank] += _seconds(open_since.pop(key), event)
+    return spent
+
+
+def _end(events: Sequence[Event], generation: int) -> Event | None:
+    """Return the end of the last rank's ``first_step`` if every rank of the new generation reached it.
+
+    A rank whose next fault comes right after the commit may not have written that event. The coordinator, which
+    reads the ranks' boards, then knows that the step was completed (``recovered``).
+
+    If ranks write no events of the new generation (the block is not a training loop we know), the incident ends
+    with the agent's ``go``.
+    """
+    ranks = {
+        event.rank
+        for event in events
+        if event.generation > generation and event.rank is not None and event.stage in _STARTING
+    }
+    if not ranks:
+        return next((event for event in events if event.stage == "go"), None)
+    committed = {
+        event.rank: event
+        for event in events
+        if event.stage == "first_step" and event.edge == "end" and "error" not in event.fields
+    }
+    if not ranks <= committed.keys():
+        made = (event for event in events if event.stage == "recovered")
+        return next((event for event in made if isinstance(event.fields.get("step"), int)), None)
+    return max(committed.values(), key=lambda event: event.ts)
+
+
+def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: Event | None) -> dict[str, float]:
+    """Divide the time of an incident at the moments at which the last rank ended each stage.
+
+    The moments are compared by UTC, since the last rank may be on any node.
+    """
+    ended_ns: dict[str, int] = {}
+    for event in events:
+        stage = "barrier" if event.stage == "go" else event.stage  # no rank has passed the barrier before
+        if event.edge == "end" or event.stage == "go":
+            ended_ns[stage] = max(event.ts, ended_ns.get(stage, 0))
+    if end is not None and end.stage == "recovered":
+        ended_ns["first_step"] = end.ts
+    if noticed_ns is not None:
+        ended_ns["detect"] = noticed_ns
+    tiles: dict[str, float] = {}
+    reached_ns = start_ns
+    for stage in STAGES:
+        until_ns = ended_ns.get(stage, 0) if end is None else min(ended_ns.get(stage, 0), end.ts)
+        if until_ns > reached_ns:
+            tiles[stage] = (until_ns - reached_ns) / _NS_PER_S
+            reached_ns = until_ns
+    return tiles
+
+
+def _committed(events: Sequence[Event], generation: int, first_steps: Mapping[int, int]) -> int | None:
+    """Return the newest step committed before: as seen by the agents or written by the ended generation's ranks."""
+    seen = [event.fields.get("high_water") for event in events if event.stage == "go"]
+    known = [step for step in (*seen, first_steps.get(generation)) if isinstance(step, int)]
+    return max(0, *known) if known else None
+
+
+def _resumed_after(events: Sequence[Event], generation: int, target: int | None) -> int | None:
+    """Return the step before the new generation's first one; without a first step, the step that was decided."""
+    made = [
+        event.fields["step"]
+        for event in events
+        if event.stage == "first_step"
+        and event.edge == "end"
+        and event.generation > generation
+        and isinstance(event.fields.get("step"), int)
+    ]
+    return min(made) - 1 if made else target
+
+
+def _reason(events: Sequence[Event], job_end: Event | None) -> str:
+    """Return why recovery did not finish: the reason in the job's end, else in the last event that gives one."""
+    for event in (*([job_end] if job_end is not None else []), *reversed(events)):
+        said = event.fields.get("reason") or event.fields.get("error")
+        if isinstance(said, list):
+            said = next(iter(said), "")
+        if str(said or "").startswith("RankShouldRestart"):
+            continue  # a rank that was told to leave does not know why
+        if said and event.edge != "begin" and event.stage != "detect":
+            return str(said)
+    return ""
+
+
+def _seconds(begin: Event, end: Event) -> float:
+    elapsed_ns = end.mono - begin.mono if begin.node == end.node else end.ts - begin.ts
+    return max(0.0, elapsed_ns / _NS_PER_S)
+
+
+def _ranks(value: object) -> tuple[int, ...]:
+    return tuple(rank for rank in value if isinstance(rank, int)) if isinstance(value, list | tuple) else ()
+
+
+def _steps_up(events: Sequence[Event]) -> dict[Rung, str]:
+    """Return why each rung was needed.
+
+    Ranks that load from storage know the reason better than an agent that sees it later.
+    """
+    by_label = {rung.label: rung for rung in Rung}
+    ups: dict[Rung, str] = {}
+    for event in events:
+        if event.stage == RUNG and event.fields.get("rung") in by_label:
+            ups.setdefault(by_label[event.fields["rung"]], str(event.fields.get("why")))
+    for event in events:
+        if event.stage == "fallback":
+            ups[Rung.JOB] = str(event.fields.get("reason"))
+    return ups
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0

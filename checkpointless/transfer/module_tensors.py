@@ -1,0 +1,227 @@
+"""The tensors of modules and their torch optimizers, by key, in the same order on every replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from checkpointless.transfer.transfer import Key, TensorEntry
+
+_SMALL_BYTES = 1 << 20  # a larger buffer is copied again only if its version has changed
+_PARAMETER = "parameter"  # the optimizer's own (main) parameter; its other keys are torch's state names
+
+
+class TrainingTensors:
+    """Modules and torch optimizers of one rank.
+
+    The keys are ``("model", module, name)`` for parameters and buffers, and
+    ``("optimizer", number, group, parameter, name)`` for what an optimizer owns: the parameter that it updates
+    (which need not be the module's own) and its state.
+
+    Args:
+        modules: the modules.
+        optimizers: the optimizers; None stands for an optimizer that has nothing to update on this rank.
+    """
+
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer | None]
+    ) -> None:
+        self.modules = list(modules)
+        self._torch_optimizers = list(optimizers)
+        self._buffers = BufferCopies(self.modules)
+
+    def model(self) -> dict[Key, torch.Tensor]:
+        """Return the parameters and buffers of the modules, by key."""
+        found: dict[Key, torch.Tensor] = {}
+        for index, module in enumerate(self.modules):
+            for name, parameter in module.named_parameters():
+                found["model", index, name] = parameter.data
+            for name, buffer in module.named_buffers():
+                found["model", index, name] = buffer
+        return found
+
+    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
+        """Return copies, by key, of the buffers as they are now: a step changes some of them before its commit."""
+        return self._buffers.take()
+
+    def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
+        """Give the modules' buffers the values of ``copies``."""
+        self._buffers.put(copies)
+
+    def shard(self) -> dict[Key, torch.Tensor]:
+        """Return the tensors that this rank's optimizer update owns, by key."""
+        found: dict[Key, torch.Tensor] = {}
+        for key, inner, parameter in self._parameters():
+            found[(*key, _PARAMETER)] = parameter.data
+            for name, value in sorted(inner.state.get(parameter, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    found[(*key, name)] = value
+        return found
+
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        """Return model and shard. A main parameter that lies in the model's own storage is not listed twice."""
+        model = self.model()
+        storages = {_storage(tensor) for tensor in model.values()}
+        shard = {
+            key: tensor
+            for key, tensor in self.shard().items()
+            if key[-1] != _PARAMETER or _storage(tensor) not in storages
+        }
+        return {**model, **shard}
+
+    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
+        """Let frozen parameters and the optimizer use ``tensors`` themselves, where they lie on the right device.
+
+        A trained parameter may lie in a buffer with others (Megatron's, DDP's), and so may a main parameter that is
+        a part of it. Such tensors have to be copied.
+
+        Returns:
+            The keys of the tensors that are now in their place.
+        """
+        adopted: set[Key] = set()
+        frozen = {
+            ("model", index, name): parameter
+            for index, module in enumerate(self.modules)
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad
+        }
+        trained = {
+            _storage(parameter.data)
+            for module in self.modules
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        }
+        owners = {key: (inner, parameter) for key, inner, parameter in self._parameters()}
+        for key, tensor in tensors.items():
+            if key in frozen and _alike(tensor, frozen[key].data):
+                frozen[key].data = tensor
+            elif key[:-1] in owners and key[-1] == _PARAMETER:
+                parameter = owners[key[:-1]][1]
+                if not _alike(tensor, parameter.data) or _storage(parameter.data) in trained:
+                    continue
+                parameter.data = tensor
+            elif key[:-1] in owners:
+                inner, parameter = owners[key[:-1]]
+                present = inner.state[parameter].get(str(key[-1]))
+                if (tensor.dim() and tensor.device != parameter.device) or present is not None:
+                    continue
+                inner.state[parameter][str(key[-1])] = tensor
+            else:
+                continue
+            adopted.add(key)
+        return adopted
+
+    def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+        """Return storage for ``entries``; optimizer state that does not exist yet is made in its place."""
+        present = {**self.model(), **self.shard()}
+        owners = {key: (inner, parameter) for key, inner, parameter in self._parameters()}
+        for entry in entries:
+            if entry.key not in present and entry.key[:-1] in owners:
+                inner, parameter = owners[entry.key[:-1]]
+                on_host = entry.device == "cpu" and not entry.shape
+                made = torch.empty(
+                    entry.shape, dtype=entry.dtype, device=torch.device("cpu") if on_host else parameter.device
+                )
+                inner.state[parameter][str(entry.key[-1])] = made
+                present[entry.key] = made
+        return present
+
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """Return the values of the optimizers' param groups, learning rates included."""
+        return [
+            [{name: value for name, value in group.items() if name != "params"} for group in _groups(optimizer)]
+            for optimizer in self._torch_optimizers
+        ]
+
+    def plain_state(self) -> dict[Key, dict[str, Any]]:
+        """Return the optimizers' non-tensor state, which only an update changes."""
+        state = {
+            key: {
+                name: value
+                for name, value in inner.state.get(parameter, {}).items()
+                if not isinstance(value, torch.Tensor)
+            }
+            for key, inner, parameter in self._parameters()
+        }
+        return {key: plain for key, plain in state.items() if plain}
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Put back what :meth:`groups` (as ``groups``) and :meth:`plain_state` (as ``state``) returned."""
+        for optimizer, groups in zip(self._torch_optimizers, objects["groups"]):
+            for group, values in zip(_groups(optimizer), groups):
+                group.update(values)
+        for key, inner, parameter in self._parameters():
+            plain = objects["state"].get(key)
+            if plain:
+                inner.state[parameter].update(plain)
+
+    def _parameters(self) -> Iterator[tuple[Key, torch.optim.Optimizer, torch.Tensor]]:
+        """Yield key, optimizer and parameter for every parameter that this rank updates."""
+        for number, optimizer in enumerate(self._torch_optimizers):
+            if optimizer is None:
+                continue
+            for position, group in enumerate(_groups(optimizer)):
+                for index, parameter in enumerate(group["params"]):
+                    yield ("optimizer", number, position, index), optimizer, parameter
+
+
+class BufferCopies:
+    """Takes copies of modules' buffers. A large buffer that did not change between two copies is kept once.
+
+    Args:
+        modules: the modules whose buffers are copied. The buffers that exist now are copied, even if another tensor
+            takes the place of one.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._places: list[tuple[Key, torch.nn.Module, str]] = []
+        for index, module in enumerate(modules):
+            owners = dict(module.named_modules(remove_duplicate=False))
+            for name, _ in module.named_buffers():
+                owner, _, attribute = name.rpartition(".")
+                self._places.append((("model", index, name), owners[owner], attribute))
+        self._last: dict[Key, tuple[torch.Tensor, int, torch.Tensor]] = {}  # the buffer, its version, its copy
+
+    def take(self) -> Mapping[Key, torch.Tensor]:
+        """Return copies of all buffers, in the order of the modules."""
+        copies: dict[Key, torch.Tensor] = {}
+        with torch.no_grad():
+            for key, owner, attribute in self._places:
+                buffer = owner._buffers.get(attribute)
+                if buffer is None:
+                    continue
+                seen, version, copy = self._last.get(key, (None, -1, buffer))
+                if seen is not buffer or version != buffer._version or buffer.nbytes <= _SMALL_BYTES:
+                    copy = buffer.detach().clone()
+                    self._last[key] = (buffer, buffer._version, copy)
+                copies[key] = copy
+        return copies
+
+    def put(self, copies: Mapping[Key, torch.Tensor]) -> None:
+        """Give the buffers that still exist the values of ``copies``."""
+        with torch.no_grad():
+            for key, owner, attribute in self._places:
+                buffer = owner._buffers.get(attribute)
+                if buffer is not None and key in copies:
+                    buffer.copy_(copies[key])
+
+
+def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Return the param groups of an optimizer; none if there is no optimizer."""
+    return [] if optimizer is None else list(optimizer.param_groups)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _alike(tensor: torch.Tensor, present: torch.Tensor) -> bool:
+    """Return whether ``tensor`` can take the place of ``present``."""
+    return (tensor.dtype, tensor.shape, tensor.device, tensor.stride()) == (
+        present.dtype,
+        present.shape,
+        present.device,
+        present.stride(),
+    )

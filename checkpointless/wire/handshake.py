@@ -1,0 +1,98 @@
+"""How an agent and the coordinator prove that they belong to one job: both know its token, and neither sends it.
+
+Each side answers a challenge with an HMAC-SHA256 (RFC 2104) over both sides' random nonces, the sender's role and
+what the sender claims, so that a proof cannot be replayed, reflected, or used for another claim. What follows is
+not encrypted: the network between the nodes is trusted as far as the network of their collectives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from dataclasses import dataclass
+from typing import ClassVar
+
+from checkpointless.wire.messages import Vocabulary
+
+TOKEN_ENV = "CHECKPOINTLESS_TOKEN"
+MIN_TOKEN_CHARACTERS = 16
+SPARE = -1  # the node number of an agent that waits until it is needed
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """The coordinator's first message on every connection."""
+
+    type: ClassVar[str] = "challenge"
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The agent's answer to the challenge.
+
+    Attributes:
+        node: the number of the agent's node; :data:`SPARE` if it takes whichever number is free.
+        nproc: how many ranks the agent runs.
+        nonce: the agent's challenge to the coordinator.
+        mac: the proof that the agent knows the token.
+    """
+
+    type: ClassVar[str] = "proof"
+    node: int
+    nproc: int
+    nonce: str
+    mac: str
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The coordinator accepts the agent's proof and proves that it knows the token, too."""
+
+    type: ClassVar[str] = "welcome"
+    mac: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The coordinator cannot use an agent that has proved itself."""
+
+    type: ClassVar[str] = "refused"
+    reason: str
+
+
+BEFORE_PROOF = Vocabulary("agent", Proof)
+BEFORE_WELCOME = Vocabulary("coordinator", Challenge, Welcome, Refused)
+
+
+def new_nonce() -> str:
+    """Return 32 random bytes in hexadecimal."""
+    return secrets.token_hex(32)
+
+
+def prove(token: str, challenge: Challenge, node: int, nproc: int) -> Proof:
+    """Return an agent's answer to ``challenge``."""
+    nonce = new_nonce()
+    return Proof(node, nproc, nonce, _mac(token, "agent", challenge.nonce, nonce, str(node), str(nproc)))
+
+
+def is_proved(token: str, challenge: Challenge, proof: Proof) -> bool:
+    """Return whether ``proof`` answers ``challenge`` and its sender knows the token."""
+    mac = _mac(token, "agent", challenge.nonce, proof.nonce, str(proof.node), str(proof.nproc))
+    return hmac.compare_digest(mac.encode(), proof.mac.encode())
+
+
+def welcome(token: str, challenge: Challenge, proof: Proof) -> Welcome:
+    """Return the coordinator's proof that it knows the token."""
+    return Welcome(_mac(token, "coordinator", challenge.nonce, proof.nonce))
+
+
+def is_welcome(token: str, challenge: Challenge, proof: Proof, answer: Welcome) -> bool:
+    """Return whether the sender of ``answer`` knows the token."""
+    return hmac.compare_digest(welcome(token, challenge, proof).mac.encode(), answer.mac.encode())
+
+
+def _mac(token: str, *parts: str) -> str:
+    return hmac.new(token.encode(), json.dumps(["checkpointless", *parts]).encode(), hashlib.sha256).hexdigest()
