@@ -13,7 +13,7 @@ from checkpointless.report.trace import write_trace
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.rungs import Rung
 from tests.ranks.jobs import Job
-from tests.unit import test_report_page, test_trace
+from tests.unit.report import test_page, test_trace
 
 
 def check(job: Job) -> None:
@@ -41,4 +41,4 @@ def check(job: Job) -> None:
     assert restart.incidents == (first.incident, second.incident)
 
     test_trace.check(json.loads(write_trace(report, events)))
-    test_report_page.check(render(report, events))
+    test_page.check(render(report, events))

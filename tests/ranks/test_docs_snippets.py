@@ -14,7 +14,7 @@ from checkpointless.faults.ledger import fired
 from checkpointless.report.verify import compare
 from checkpointless.telemetry.steps import read_steps
 from tests.ranks.nemo_zygote import ROOT, Zygote
-from tests.unit.test_readme import DOCUMENTS, commands_of
+from tests.unit.project.test_readme import DOCUMENTS, commands_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
 
@@ -25,7 +25,7 @@ SCRIPTS = [
     for number, (ranks, faults, script) in enumerate(RUN.findall(document.read_text()), start=1)
 ]
 
-# Commands that are parsed only (tests/unit/test_readme.py), by the pattern that they match.
+# Commands that are parsed only (tests/unit/project/test_readme.py), by the pattern that they match.
 NOT_RUN = {
     r" --nnodes ": "several nodes; tests/ranks/test_nodes.py runs such jobs",
     r" run (?!.*--cpu).*train\.py": "a script of the reader's, on GPUs",
@@ -35,7 +35,7 @@ NOT_RUN = {
     r" tiny_gpt_cpu --cpu --nproc-per-node 4( trainer\.max_steps=20)?$": "is run with --record-steps",
     r" --nproc-per-node 4 examples/train_gpt\.py --steps 20$": "is run with --record-steps",
     r" llama3\w+ --dry-run$": "half a minute; tests/ranks/test_recipes.py compares its output",
-    r"six-faults": "a run of a minute; tests/unit/test_report.py has one like it",
+    r"six-faults": "a run of a minute; tests/unit/report/test_summary.py has one like it",
 }
 # In a folder of their own, because they name the same run directories.
 ALONE = {"your-own-job.md"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGE = "checkpointless"
 FOLDERS = {f"{PACKAGE}.{name}": ROOT / name for name in ("callbacks", "recipes", "strategies")}
 FOLDERS[PACKAGE] = ROOT / PACKAGE

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 PINNED = re.findall(
     r"^([\w.-]+)==([\w.+]+)",
-    (Path(__file__).parents[2] / "constraints" / "nemo-cpu.txt").read_text(encoding="utf-8"),
+    (Path(__file__).parents[3] / "constraints" / "nemo-cpu.txt").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
 

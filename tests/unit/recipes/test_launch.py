@@ -24,7 +24,7 @@ from checkpointless.telemetry.scribe import scribe
 from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS, TOKEN_ENV
 from tests.ports import free_port
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LAUNCH = ROOT / "recipes" / "launch"
 SBATCH = LAUNCH / "slurm.sbatch"
 KINDS = {

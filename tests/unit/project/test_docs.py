@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.unit.test_readme import DOCUMENTS, ROOT, names_in, source_of
+from tests.unit.project.test_readme import DOCUMENTS, ROOT, names_in, source_of
 
 DOCS = ROOT / "docs"
 SOURCES = [

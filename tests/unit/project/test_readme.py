@@ -12,7 +12,7 @@ import checkpointless
 from checkpointless.cli import command_line
 from checkpointless.faults.spec import parse
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TOP_FOLDERS = {"callbacks", "recipes", "strategies"}
