@@ -48,7 +48,7 @@ class Job:
         options["script"] = str(SCRIPTS / script)
         self.process = ForkedAgent(options, {**os.environ, _MARKER: self.marker})
 
-    def end(self, timeout_s: float = 40) -> Ended:
+    def end(self, timeout_s: float = 90) -> Ended:
         """Wait for the end; nothing may be left then."""
         try:
             out, err = self.process.communicate(timeout_s)
@@ -102,7 +102,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
     """Wait until ``condition`` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

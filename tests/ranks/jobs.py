@@ -207,7 +207,7 @@ class OutsideCoordinator:
         Returns:
             What it said.
         """
-        _, said = self._process.communicate(timeout=20)
+        _, said = self._process.communicate(timeout=60)
         assert self._process.returncode == 0, said
         return said
 

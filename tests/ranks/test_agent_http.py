@@ -25,7 +25,7 @@ from tests.ranks.agent_job import Job, wait_until
 from tests.ranks.agent_nursery import ForkedAgent
 from tests.ranks.test_agent_nodes import TOKEN, Nodes
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 
 class Http:
@@ -176,7 +176,7 @@ def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job(tmp_path: Path) 
     assert nodes.coordinator is not None
     nodes.coordinator.terminate()
     assert [ended.code for ended in nodes.end()] == [1, 1]
-    nodes.coordinator.communicate(timeout=20)
+    nodes.coordinator.communicate(timeout=60)
     assert nodes.coordinator.returncode == 1
     assert nodes.http.is_closed()
 

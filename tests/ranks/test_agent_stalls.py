@@ -12,7 +12,7 @@ import pytest
 from tests.ranks.agent_job import Job, wait_until
 from tests.ranks.test_agent_nodes import Nodes, goes
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 
 def processes(nodes: Nodes | Job) -> dict[int, set[int]]:
@@ -104,7 +104,7 @@ def test_a_coordinator_that_is_paused_loses_nobody(tmp_path: Path, pause_s: floa
     time.sleep(2.0)
     nodes.open_gate()
     ended = nodes.end()
-    _, said = coordinator.communicate(timeout=20)
+    _, said = coordinator.communicate(timeout=60)
     assert [each.code for each in ended] == [0, 0], said
     assert counts(nodes) == one_each(4)
     assert "; recovering" not in said

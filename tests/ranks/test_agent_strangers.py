@@ -17,7 +17,7 @@ from checkpointless.wire.messages import encode
 from tests.ranks.agent_job import wait_until
 from tests.ranks.test_agent_nodes import Nodes, goes
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 VISITS = 1000
 Visit = Callable[[socket.socket, random.Random], None]

@@ -10,7 +10,7 @@ from checkpointless.faults.ledger import fired
 from checkpointless.telemetry.steps import read_steps
 from tests.ranks.agent_job import Job
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 
 def test_steps_are_recorded_and_a_fault_that_is_survived_changes_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from checkpointless.telemetry.steps import read_steps
 from tests.ranks.nemo_zygote import ROOT, Zygote
 from tests.unit.project.test_readme import DOCUMENTS, commands_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 RUN = re.compile(r"^<!-- run: (\d+) ranks, (.+?) -->\n+```python\n(.*?)^```", re.M | re.S)
 SCRIPTS = [

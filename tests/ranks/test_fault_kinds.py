@@ -14,7 +14,7 @@ from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_state import SMALL_BUCKETS, THREE_HOLDERS
 from tests.ranks.test_worker_streams import NOISY
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 
 def test_who_gets_sigterm_finishes_the_step_and_is_replaced(disturb: Disturb) -> None:

@@ -14,7 +14,7 @@ from checkpointless.telemetry.rungs import Rung
 from tests.ports import free_port
 from tests.ranks.jobs import Disturb, Scene
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 
 def rows(folder: Path) -> Iterator[dict[str, float]]:

@@ -20,7 +20,7 @@ from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_agent_nodes import Nodes
 from tests.ranks.test_worker_streams import NOISY
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 SHARED_MEMORY = Path("/dev/shm")
 GONE_WITHIN_S = 10.0

@@ -17,7 +17,7 @@ from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 RECIPE = "tiny_lora_cpu"
 DROPOUT = (

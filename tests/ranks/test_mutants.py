@@ -21,7 +21,7 @@ from tests.ranks.layouts import DROPOUT
 from tests.ranks.mutants import UPDATE_HELD_UP
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 STEPS = 4
 # Samples with noise that the ranks themselves draw, so that training needs every one of the streams.

@@ -18,7 +18,7 @@ from tests.ranks.layouts import DROPOUT, TP2
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import Network, is_possible, network
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 STEPS = 6
 

@@ -12,7 +12,7 @@ from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 OVERLAP = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
 STEPS = 6

@@ -16,7 +16,7 @@ from tests.ranks.jobs import Disturb, run_job
 from tests.ranks.layouts import DROPOUT, EP2, PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 DEATHS = ("exit", "segfault", "abort")
 HANGS = ("hang", "gil", "sigstop")

@@ -12,7 +12,7 @@ from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 BF16 = ("trainer.plugins={_target_: nemo.lightning.MegatronMixedPrecision, precision: bf16-mixed}",)
 ONE_INSTANCE = (

@@ -17,7 +17,7 @@ from checkpointless.telemetry.tracebacks import traceback_path
 from tests.ports import free_port
 from tests.ranks.agent_job import Ended, Job, wait_until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 TOKEN = "a secret of the tests that is long enough"
 NODE_TIMEOUT_S = 3.0

@@ -21,7 +21,7 @@ from tests.ranks.jobs import Disturb, Scene, run_job
 from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 STEPS = 5
 NOISY = ("data._target_=tests.ranks.noisy_text.NoisyTextDataModule", "data.num_workers=2")

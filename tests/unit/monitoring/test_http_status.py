@@ -350,7 +350,7 @@ def test_who_asks_and_does_not_listen_is_dropped(monkeypatch: pytest.MonkeyPatch
     with HttpStatus("127.0.0.1", 0, watch) as http:
         http.open(said.append)
         where = ("127.0.0.1", int(said[0].split("127.0.0.1:")[1].split()[0]))
-        with socket.create_connection(where, timeout=10) as deaf:
+        with socket.create_connection(where, timeout=60) as deaf:
             deaf.sendall(b"GET /status HTTP/1.0\r\n\r\n")
             time.sleep(1.5)
             assert len(b"".join(received(deaf))) < 10_000_000
