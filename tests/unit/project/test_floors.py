@@ -1,6 +1,7 @@
 """Imports point down: what docs/architecture.md draws is what the code does."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -132,6 +133,12 @@ def test_what_runs_outside_of_ranks_uses_the_standard_library_only(module: str) 
     allowed = {*sys.stdlib_module_names, PACKAGE}
     found = {name for name in imports(module) if name.partition(".")[0] not in allowed}
     assert not found, f"{module} imports {', '.join(sorted(found))}"
+
+
+def test_a_coordinator_of_its_own_loads_no_torch() -> None:
+    code = "import sys, checkpointless.coordinator.hosting; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("module", ["command_line", "chaos", "report", "train", "values"])
