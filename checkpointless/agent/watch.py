@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from checkpointless.agent.node import NodeAgent
-from checkpointless.coordinator.coordinator import Coordinator
-from checkpointless.coordinator.roster import Node
 from checkpointless.monitoring.measured import Measuring
 from checkpointless.monitoring.snapshot import OUTSIDE, JobNode, JobRank, JobStatus, RankStatus, Snapshot, Tally
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.rank_state import WorkerState
+
+if TYPE_CHECKING:  # a node's agent loads torch, and a coordinator in a process of its own needs none
+    from collections.abc import Iterator
+
+    from checkpointless.agent.node import NodeAgent
+    from checkpointless.coordinator.coordinator import Coordinator
+    from checkpointless.coordinator.roster import Node
 
 _EVERY_S = 0.25
 

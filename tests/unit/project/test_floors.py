@@ -1,6 +1,7 @@
 """Imports point down: what docs/architecture.md draws is what the code does."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,10 +136,31 @@ def test_what_runs_outside_of_ranks_uses_the_standard_library_only(module: str) 
     assert not found, f"{module} imports {', '.join(sorted(found))}"
 
 
-def test_a_coordinator_of_its_own_loads_no_torch() -> None:
-    code = "import sys, checkpointless.coordinator.hosting; print('torch' in sys.modules)"
+def test_the_command_that_starts_a_coordinator_loads_no_torch() -> None:
+    parts = "agent.launch", "agent.watch", "coordinator.hosting", "monitoring.http_status"
+    imported = ", ".join(f"{PACKAGE}.{part}" for part in parts)
+    code = f"import sys, {imported}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "False"
+
+
+def strings(module: str) -> Iterator[str]:
+    """Every string in a module that is no documentation."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+            yield node.value
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_of_ours_that_a_string_names_exists(module: str) -> None:
+    rooms = {name for name in FLOORS if not name.startswith("_")}
+    for text in strings(module):
+        path = text.removeprefix("/").removeprefix(f"{PACKAGE}/")
+        if re.fullmatch(r"[\w/]+/\w+\.py", path) and path.partition("/")[0] in rooms:
+            assert any((root / path).is_file() for root in (ROOT, ROOT / PACKAGE)), f"{module} names {text}"
+        named = re.fullmatch(rf"({PACKAGE}(?:\.[a-z_]+)+)(?:\.[A-Z]\w+)?(?::\w+)?", text)
+        if named is not None and part_of(named[1]) in rooms:
+            assert named[1] in MODULES or f"{named[1]}.__init__" in MODULES, f"{module} names {text}"
 
 
 @pytest.mark.parametrize("module", ["command_line", "chaos", "report", "train", "values"])
