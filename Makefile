@@ -30,7 +30,7 @@ demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once wi
 	$(BIN)/checkpointless demo --nproc 4 --steps 10 \
 		--fault exception@backward:rank=2,step=4 --fault sigkill@optimizer:rank=1,step=7
 
-test: $(STAMP) ## run all tests, two files at a time (15 to 20 minutes on 2 cores)
+test: $(STAMP) ## run all tests, two files at a time (20 to 25 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
 test-long: $(STAMP) ## run what takes longer: long tests, and users' runs through drawn faults (hours)
