@@ -26,8 +26,9 @@ from common import interruptible, machine, progress, spread
 
 from checkpointless.agent.server import TICK_S
 from checkpointless.coordinator import coordinator as measured
-from checkpointless.coordinator.coordinator import Coordinator, Limits
-from checkpointless.coordinator.hangs import Heartbeat
+from checkpointless.coordinator.coordinator import Coordinator
+from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.coordinator.limits import Limits
 from checkpointless.coordinator.roster import Node
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.causes import CauseKind

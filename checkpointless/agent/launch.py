@@ -33,7 +33,7 @@ from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS, SPARE, TOKEN_ENV
 if TYPE_CHECKING:
     from checkpointless.agent.links import Link
     from checkpointless.agent.watch import Watch
-    from checkpointless.coordinator.coordinator import Limits
+    from checkpointless.coordinator.limits import Limits
     from checkpointless.monitoring.http_status import HttpStatus
 
 logger = logging.getLogger(__name__)
@@ -290,7 +290,7 @@ def _run(
     from checkpointless.agent.joining import JoinError
     from checkpointless.agent.node import NodeAgent
     from checkpointless.agent.server import serve
-    from checkpointless.coordinator.hangs import Heartbeat
+    from checkpointless.coordinator.hangs.policy import Heartbeat
     from checkpointless.posix.awake_clock import AwakeClock
 
     selector = selectors.DefaultSelector()
@@ -396,8 +396,8 @@ def _link(
 
 
 def _limits(config: LaunchConfig | CoordinatorConfig) -> Limits:
-    from checkpointless.coordinator.coordinator import Limits
-    from checkpointless.coordinator.hangs import Heartbeat
+    from checkpointless.coordinator.hangs.policy import Heartbeat
+    from checkpointless.coordinator.limits import Limits
 
     return Limits(
         Heartbeat.of(config.heartbeat_timeout_s),

@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 from checkpointless.agent.joining import JoinError, Joining, RefusedError
 from checkpointless.agent.node import NodeAgent
-from checkpointless.coordinator.coordinator import FAILED, Coordinator
+from checkpointless.coordinator.coordinator import Coordinator
 from checkpointless.coordinator.hosting import FAREWELL_S
+from checkpointless.coordinator.job import FAILED
 from checkpointless.coordinator.listener import CoordinatorPort
 from checkpointless.wire.address import LOOPBACK
 from checkpointless.wire.channel import Channel

@@ -22,7 +22,7 @@ from checkpointless.agent.workers import (
     StarterLostError,
     Worker,
 )
-from checkpointless.coordinator.hangs import SHARING, Heartbeat
+from checkpointless.coordinator.hangs.policy import SHARING, Heartbeat
 from checkpointless.posix.process_state import ProcessLook
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.wire.board import NO_STEP, BoardReading

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpointless.coordinator.coordinator import FAILED, Coordinator, Limits
+from checkpointless.coordinator.coordinator import Coordinator
+from checkpointless.coordinator.job import FAILED
+from checkpointless.coordinator.limits import Limits
 from checkpointless.coordinator.listener import CoordinatorPort
 from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.telemetry.events import EventLog

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpointless.wire.board import NO_STEP
-from checkpointless.wire.node_messages import Command, Progress
+from checkpointless.wire.node_messages import Command
 from checkpointless.wire.rank_state import WorkerState
 
 NOT_YET = "it has not joined yet"
@@ -70,6 +70,8 @@ class Roster:
         in_state: how many ranks are in each state.
         lost: numbers of the nodes that cannot be reached.
         not_joined: numbers of the nodes that cannot start processes, including the lost ones.
+        back_by_s: by when the nodes that look for this coordinator have to be back, by number, on the coordinator's
+            clock.
     """
 
     def __init__(self, nnodes: int, nproc: int) -> None:
@@ -79,6 +81,7 @@ class Roster:
         self.in_state = Counter({WorkerState.GONE: len(self.ranks)})
         self.lost = set(range(nnodes))
         self.not_joined = set(range(nnodes))
+        self.back_by_s: dict[int, float] = {}
 
     def put_in_place(self, node: Node, index: int) -> None:
         """Give ``node`` the number ``index`` and the ranks that belong to it."""
@@ -115,61 +118,6 @@ class Roster:
     def all_are(self, state: WorkerState) -> bool:
         """Return whether every rank is in ``state``."""
         return self.in_state[state] == len(self.ranks)
-
-
-class Standings:
-    """The latest report of each node on how far its ranks have come.
-
-    The nodes of a job are a step or two apart, so their reports name only a few different steps.
-    """
-
-    def __init__(self) -> None:
-        self._said: dict[int, Progress] = {}
-        self._oldest: Counter[int] = Counter()
-        self._newest: Counter[int] = Counter()
-        self._timed = 0  # how many nodes know how long a step takes
-        self._longest_ms = 0
-
-    def __len__(self) -> int:
-        return len(self._said)
-
-    @property
-    def oldest(self) -> int:
-        """The smallest committed step on any node."""
-        return min(self._oldest)
-
-    @property
-    def newest(self) -> int:
-        """The largest committed step on any node."""
-        return max(self._newest)
-
-    @property
-    def longest_s(self) -> float:
-        """The longest time that any rank took from one beat to the next in a step; 0 until every node knows."""
-        return self._longest_ms / 1000 if self._timed == len(self._said) else 0.0
-
-    def put(self, node: int, progress: Progress) -> None:
-        """Record a node's new report."""
-        self.drop(node)
-        self._said[node] = progress
-        self._oldest[progress.oldest] += 1
-        self._newest[progress.newest] += 1
-        self._timed += progress.longest_ms > 0
-        self._longest_ms = max(self._longest_ms, progress.longest_ms)
-
-    def drop(self, node: int) -> None:
-        """Forget a node's report, if there is one."""
-        before = self._said.pop(node, None)
-        if before is not None:
-            _take_one(self._oldest, before.oldest)
-            _take_one(self._newest, before.newest)
-            self._timed -= before.longest_ms > 0
-
-
-def _take_one(counts: Counter[int], value: int) -> None:
-    counts[value] -= 1
-    if not counts[value]:
-        del counts[value]
 
 
 def _nowhere(command: Command) -> None:

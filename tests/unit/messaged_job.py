@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpointless.coordinator.coordinator import Coordinator, Limits
-from checkpointless.coordinator.hangs import Heartbeat
+from checkpointless.coordinator.coordinator import Coordinator
+from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.coordinator.limits import Limits
 from checkpointless.coordinator.roster import Node
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.causes import CauseKind
@@ -142,7 +143,7 @@ class Job:
 
     @property
     def run_id(self) -> str:
-        return self.coordinator._rendezvous.run_id
+        return self.coordinator.run_id
 
     @property
     def outcome(self) -> End | None:

@@ -16,7 +16,7 @@ import pytest
 from checkpointless.agent.node import TERM_GRACE_S, NodeAgent
 from checkpointless.agent.rank_log import RankLog
 from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker
-from checkpointless.coordinator.hangs import Heartbeat
+from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.posix.errands import Errands
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.address import LOOPBACK

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from checkpointless.coordinator.hangs import (
+from checkpointless.coordinator.hangs.policy import (
     PAUSE_TIMES,
     Evidence,
     Finding,

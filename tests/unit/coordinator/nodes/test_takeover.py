@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointless.coordinator.reunion import Reunion, assumed, reunite
+from checkpointless.coordinator.job import Phase
+from checkpointless.coordinator.nodes.reunion import Reunion, assumed, reunite
 from checkpointless.coordinator.roster import Node
 from checkpointless.wire.causes import CauseKind
 from checkpointless.wire.node_messages import (
@@ -274,7 +275,7 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
         job.lose(node, "no word from it")
         if interrupted:
             job.raises(0)
-        if others_ready and not job.coordinator._running:
+        if others_ready and job.coordinator.phase is not Phase.RUNNING:
             job.ready(0, 1)
         job.sent.clear()
         back(job, 1, *states)
@@ -283,7 +284,7 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
     assert job.outcome is None
     assert job.take(Discard) == []
     if job.coordinator.generation == 0:
-        if job.coordinator._running:
+        if job.coordinator.phase is Phase.RUNNING:
             assert set(states) <= {RUNNING, DONE, WorkerState.STARTING, WorkerState.LEAVING}
             job.raises(0)
         job.ready(*(rank.number for rank in job.coordinator.ranks if rank.state is not WorkerState.READY))

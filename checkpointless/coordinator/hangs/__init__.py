@@ -1,0 +1,1 @@
+"""Ranks without progress: the policy, the watch over them, and what follows."""

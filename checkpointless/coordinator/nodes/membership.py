@@ -1,0 +1,179 @@
+"""Which nodes belong to a job: those that join it, are lost, come back or take the place of a lost one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from checkpointless.coordinator.job import FAILED, Job, Phase
+from checkpointless.coordinator.nodes.adoption import Adoption
+from checkpointless.coordinator.processes import Processes
+from checkpointless.coordinator.regrouping import Regrouping
+from checkpointless.coordinator.roster import NOT_YET, Node
+from checkpointless.telemetry.rungs import Rung
+from checkpointless.wire.causes import Cause, CauseKind
+from checkpointless.wire.node_messages import Command, End
+from checkpointless.wire.rank_state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """Admits nodes to a job, and replaces those that are lost.
+
+    Args:
+        job: the job.
+        adoption: what nodes reported about ranks that an earlier coordinator had them start.
+        processes: has a node open the store, if the one that did is lost.
+        regrouping: opens incidents, and ends the job.
+        on_complete: called whenever a node has joined and none is missing then.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        adoption: Adoption,
+        processes: Processes,
+        regrouping: Regrouping,
+        on_complete: Callable[[], None],
+    ) -> None:
+        self._job = job
+        self._roster = job.roster
+        self._adoption = adoption
+        self._processes = processes
+        self._regrouping = regrouping
+        self._on_complete = on_complete
+
+    def admit(self, index: int, nproc: int, send: Callable[[Command], None]) -> Node:
+        """Admit the agent of a node; see :meth:`Coordinator.admit`.
+
+        Raises:
+            ValueError: the job has no place for the node; the message says why.
+        """
+        roster = self._roster
+        wanted = roster.nodes[0].nproc
+        if nproc != wanted:
+            raise ValueError(f"it runs {nproc} ranks, and the nodes of this job run {wanted}")
+        if index >= len(roster.nodes):
+            raise ValueError(f"there is no node {index} in a job of {len(roster.nodes)}")
+        if self._job.phase is Phase.OVER:
+            raise ValueError("the job is over")
+        node = Node(index, nproc, send)
+        if index < 0:
+            roster.spares.append(node)
+        elif index in roster.back_by_s:
+            del roster.back_by_s[index]
+            node.joined, node.is_back = roster.nodes[index].joined, True
+            roster.put_in_place(node, index)
+        elif not roster.nodes[index].lost:
+            raise ValueError(f"node {index} is here already")
+        else:
+            roster.put_in_place(node, index)
+        return node
+
+    def joined(self, node: Node) -> None:
+        """Note that the agent of ``node`` can start processes."""
+        if node.is_back and not self.begin_anew(node, "its agent was started anew"):
+            return
+        node.joined = True
+        if not self._roster.is_in_place(node):
+            vacant = next((each for each in self._roster.nodes if each.lost and each.lost != NOT_YET), None)
+            if vacant is not None:
+                self._replace(vacant)
+            return
+        self._roster.not_joined.discard(node.index)
+        if not self._roster.not_joined:
+            self._on_complete()
+
+    def lose(self, node: Node, reason: str) -> None:
+        """Treat the ranks of ``node`` as dead, because its agent cannot be reached any more."""
+        if node.lost:  # it had said that it leaves, and now its connection is closed
+            return
+        roster, job = self._roster, self._job
+        if node.searching and node.index not in roster.back_by_s and roster.is_in_place(node):
+            node.send = _drop
+            roster.back_by_s[node.index] = job.clock() + job.limits.node_timeout_s
+            return
+        node.send, node.lost, node.joined = _drop, reason, False
+        if node in roster.spares:
+            roster.spares.remove(node)
+        if job.phase is Phase.OVER or not roster.is_in_place(node):
+            return
+        roster.lost.add(node.index)
+        roster.not_joined.add(node.index)
+        roster.back_by_s.pop(node.index, None)
+        job.progress.drop(node.index)
+        self._adoption.drop(node)
+        self._lose_ranks(node, reason)
+
+    def lose_those_that_stay_away(self, now_s: float) -> None:
+        """Treat nodes as lost that looked for this coordinator and have not come back in time."""
+        for index in [index for index, by_s in self._roster.back_by_s.items() if now_s >= by_s]:
+            self.lose(self._roster.nodes[index], "it lost sight of the coordinator and did not come back")
+
+    def replace_missing(self, why: str) -> None:
+        """Have spares take the places of all nodes that are not here.
+
+        Args:
+            why: why the nodes are not here, for people.
+        """
+        for index in sorted(self._roster.lost):
+            missing = self._roster.nodes[index]
+            missing.send, missing.lost = _drop, why
+            self._replace(missing)
+
+    def begin_anew(self, node: Node, reason: str) -> bool:
+        """Treat the ranks of a node as lost, because it has come back without them.
+
+        Returns:
+            Whether the node still has a place in the job.
+        """
+        send, index, node.is_back = node.send, node.index, False
+        self.lose(node, reason)
+        if self._job.outcome is None and self._roster.nodes[index] is node:
+            node.send, node.lost = send, ""
+            self._roster.put_in_place(node, index)
+            return True
+        send(self._job.outcome or End(FAILED, [f"a spare has taken the place of node {index}"]))
+        return False
+
+    def _lose_ranks(self, node: Node, reason: str) -> None:
+        """Treat the ranks of a node that was lost as dead, and look for another node."""
+        job, mine = self._job, self._roster.ranks_of(node)
+        states = {rank.state for rank in mine}
+        making = max(rank.making for rank in mine)
+        for rank in mine:
+            self._roster.move(rank, WorkerState.GONE)
+        if job.phase is Phase.FINISHING:
+            if states != {WorkerState.GONE}:
+                job.end(FAILED, f"node {node.index} was lost before its ranks had ended ({reason})")
+            self._regrouping.check_end()
+            return
+        if job.phase is Phase.JOINING:
+            job.say(f"node {node.index} was lost before the job began ({reason})")
+        else:
+            cause = Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}")
+            self._regrouping.fault(cause)
+            job.incidents.step_up(Rung.NODE, str(cause))
+            job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
+            if job.rendezvous.host == node.index:
+                self._processes.ask_for_store()
+        if job.outcome is None:
+            self._replace(node)
+
+    def _replace(self, lost: Node) -> None:
+        """Have a spare take the place of a lost node, if one is ready."""
+        roster, job = self._roster, self._job
+        spare = next((each for each in roster.spares if each.joined), None)
+        if spare is None:
+            left_s = (job.gather_by_s or 0.0) - job.clock()
+            job.say(f"no spare is ready: waiting up to {max(left_s, 0):.0f} s for another node {lost.index}")
+            return
+        roster.spares.remove(spare)
+        job.say(f"a spare takes the place of node {lost.index}")
+        roster.put_in_place(spare, lost.index)
+        self.joined(spare)
+
+
+def _drop(command: Command) -> None:
+    logger.info("%r is for a node that is lost", command.type)

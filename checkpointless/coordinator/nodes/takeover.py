@@ -1,0 +1,173 @@
+"""How nodes and their running ranks come (back) under a coordinator that did not see what they did meanwhile.
+
+Either this coordinator is new and takes the whole job over, or a single node had lost sight of it.
+"""
+
+from __future__ import annotations
+
+from checkpointless.coordinator.job import FAILED, Job, Phase
+from checkpointless.coordinator.nodes.adoption import Adoption
+from checkpointless.coordinator.nodes.membership import Membership
+from checkpointless.coordinator.nodes.reunion import Reunion, assumed, reunite
+from checkpointless.coordinator.processes import Processes
+from checkpointless.coordinator.regrouping import Regrouping
+from checkpointless.coordinator.roster import Node, Rank
+from checkpointless.wire.causes import Cause, CauseKind
+from checkpointless.wire.node_messages import STATES, AllDone, Discard, OpenStore, Standing
+from checkpointless.wire.rank_state import WorkerState
+
+
+class Takeover:
+    """Acts on what nodes report about ranks that run already.
+
+    Args:
+        job: the job.
+        adoption: collects the reports until all nodes have come.
+        membership: which nodes belong to the job.
+        processes: starts the processes that are missing.
+        regrouping: opens incidents, and ends the job.
+
+    Attributes:
+        replace_at_s: when the missing nodes of a running job are replaced, on the coordinator's clock (None:
+            never).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        adoption: Adoption,
+        membership: Membership,
+        processes: Processes,
+        regrouping: Regrouping,
+    ) -> None:
+        self.replace_at_s: float | None = None
+        self._job = job
+        self._roster = job.roster
+        self._adoption = adoption
+        self._membership = membership
+        self._processes = processes
+        self._regrouping = regrouping
+
+    def standing(self, node: Node, standing: Standing) -> None:
+        """Act on what a node reports about its ranks.
+
+        Raises:
+            ValueError: the node does not run one of these ranks, or a state does not exist.
+        """
+        job = self._job
+        if job.phase is not Phase.JOINING or not self._roster.is_in_place(node):
+            self._take_back(node, standing)
+            return
+        now_s = job.clock()
+        if not self._adoption:
+            job.gather_by_s = now_s + job.limits.regroup_timeout_s
+            self.replace_at_s = now_s + job.limits.node_timeout_s
+        self._adoption.put(node, standing)
+        self._membership.joined(node)
+
+    def adopt(self) -> None:
+        """Take over the job: all nodes are here, and some run ranks that an earlier coordinator had them start."""
+        job, found = self._job, self._adoption
+        job.rendezvous.run_id = found.run_id
+        job.high_water = found.high_water
+        job.incidents.adopt(found.generation, found.incidents)
+        if found.is_over:
+            failure = found.failure()
+            if failure is not None:
+                job.end(FAILED, str(failure))
+            self._regrouping.finish()
+            self._regrouping.check_end()
+            return
+        cause = found.cause()
+        if job.generation < 0:
+            job.say("took the job over before it had begun")
+            return
+        newest = max(rank.incarnation for rank in self._roster.ranks)
+        for rank in self._roster.ranks:
+            if rank.state is WorkerState.GONE:  # its next process is not its first
+                rank.incarnation = newest
+        job.enter(Phase.RUNNING)
+        if cause is None:
+            job.incidents.emit("adopt", "point", high_water=job.high_water)
+            job.say(f"took the job over in generation {job.generation}: its ranks train undisturbed")
+            self._regrouping.finish_if_all_are_done()
+        else:
+            job.say(f"took the job over in generation {job.generation}: its ranks have to regroup")
+            self._regrouping.fault(cause)
+
+    # ---- one node that comes back
+
+    def _take_back(self, node: Node, standing: Standing) -> None:
+        """Take back a node and its ranks after the node or this coordinator had lost sight of the other."""
+        job = self._job
+        if not self._is_of_this_generation(node, standing):
+            if not node.is_back or self._membership.begin_anew(node, "it came back from another generation"):
+                node.send(Discard())  # other processes may have taken the place of its ranks
+            return
+        was_lost = not node.is_back
+        node.is_back, node.joined = False, True
+        self._roster.not_joined.discard(node.index)
+        kept = "and has to regroup with the others" if was_lost else "and nobody had missed it"
+        job.say(f"node {node.index} is back with its ranks, {kept}")
+        job.incidents.emit("back", "point", node_number=node.index, was_lost=was_lost)
+        self._record(node, standing, was_lost)
+        for number, _, state, *_ in standing.ranks:
+            self._reunite(self._roster.ranks[number], STATES[state], was_lost)
+        if job.outcome is not None:
+            return
+        rendezvous = job.rendezvous
+        if rendezvous.host == node.index and not rendezvous.is_open and job.phase is not Phase.RUNNING:
+            node.send(OpenStore(rendezvous.generation))
+        if not self._roster.not_joined and job.phase is Phase.GATHERING:
+            self._processes.start_missing()  # the ranks of nodes that have come meanwhile
+        self._regrouping.begin_if_all_are_here()
+
+    def _is_of_this_generation(self, node: Node, standing: Standing) -> bool:
+        same = (standing.generation, standing.run_id) == (self._job.generation, self._job.rendezvous.run_id)
+        finishing = self._job.phase is Phase.FINISHING
+        return self._roster.is_in_place(node) and same and standing.finished == finishing
+
+    def _record(self, node: Node, standing: Standing, was_lost: bool) -> None:
+        """Record what a node says of its ranks, and replace those that ended while it was taken for lost."""
+        job = self._job
+        for number, incarnation, state, committed, making in standing.ranks:
+            rank, said = self._roster.rank_of(number, node), STATES[state]
+            if said is not WorkerState.GONE:
+                rank.incarnation = incarnation
+            rank.committed, rank.making = committed, making
+            job.high_water = max(job.high_water, committed)
+            if was_lost:
+                self._roster.move(rank, assumed(said))
+                if said is WorkerState.GONE and job.phase is not Phase.FINISHING:
+                    self._processes.spawn(rank)
+
+    def _reunite(self, rank: Rank, said: WorkerState, was_lost: bool) -> None:
+        """Make this coordinator's view of a rank and its node's view agree."""
+        match reunite(assumed(said) if was_lost else rank.state, said):
+            case Reunion.READY:
+                self._regrouping.ready(rank)
+            case Reunion.DONE:
+                self._regrouping.done(rank)
+            case Reunion.INTERRUPT:
+                rank.node.send(self._regrouping.interruption())
+            case Reunion.START:
+                self._roster.move(rank, WorkerState.GONE)
+                self._processes.spawn(rank)
+            case Reunion.FINISH:
+                rank.node.send(AllDone())
+            case Reunion.ENDED:
+                self._ended(rank)
+            case Reunion.AGREED:
+                pass
+
+    def _ended(self, rank: Rank) -> None:
+        """Act on the end of a rank's process that this coordinator did not hear of."""
+        job = self._job
+        if job.phase not in (Phase.FINISHING, Phase.OVER):
+            what = "ended while its node looked for the coordinator"
+            self._regrouping.fault(Cause(CauseKind.LOSS, rank.number, "exit", what, rank.making))
+        self._roster.move(rank, WorkerState.GONE)
+        if job.phase is Phase.FINISHING:
+            self._regrouping.check_end()
+        elif job.outcome is None:
+            self._processes.spawn(rank)

@@ -1,0 +1,77 @@
+"""The processes of ranks: asked for once their generation's store is open, and killed when they are late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from checkpointless.coordinator.job import Job
+from checkpointless.coordinator.roster import Rank
+from checkpointless.wire.node_messages import Kill, OpenStore, Spawn
+from checkpointless.wire.rank_state import WorkerState
+
+
+class Processes:
+    """Has nodes open the store of the coming generation, and start and kill the processes of ranks.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._to_start: list[tuple[Rank, int]] = []  # ranks that wait for a store, with their incarnations
+
+    def start_missing(self) -> None:
+        """Have every rank that has no process started."""
+        self.ensure_store()
+        for rank in self._job.roster.ranks:
+            if rank.state is WorkerState.GONE:
+                self.spawn(rank)
+
+    def ensure_store(self) -> None:
+        """Ask for the store of the coming generation, unless that has been done."""
+        if self._job.rendezvous.generation != self._job.coming:
+            self.ask_for_store()
+
+    def ask_for_store(self) -> None:
+        """Ask a node, or the first that joins if none is present, to open a store for the coming generation."""
+        roster, coming = self._job.roster, self._job.coming
+        here = (node for node in roster.nodes if node.joined and node.index not in roster.back_by_s)
+        host = next(here, None)
+        self._job.rendezvous.ask(coming if host else -1, host.index if host else -1)
+        if host is not None:
+            host.send(OpenStore(coming))
+
+    def store_opened(self) -> None:
+        """Start the ranks that have waited for the store."""
+        waiting, self._to_start = self._to_start, []
+        for rank, incarnation in waiting:
+            if rank.state is WorkerState.STARTING and rank.incarnation == incarnation:
+                self._start(rank)
+
+    def spawn(self, rank: Rank) -> None:
+        """Have the next process of ``rank`` started, as soon as there is a store for it."""
+        rank.incarnation += 1
+        self._job.roster.move(rank, WorkerState.STARTING)
+        if self._job.rendezvous.is_open:
+            self._start(rank)
+        else:
+            self._to_start.append((rank, rank.incarnation))
+
+    def kill(self, ranks: Iterable[Rank], beat: int = -1) -> None:
+        """Have the processes of ``ranks`` killed.
+
+        Args:
+            ranks: the ranks to kill; those without a process are left out.
+            beat: the beat at which the rank hung; its node kills it only if it has not beaten since (-1: kill it
+                in any case).
+        """
+        for rank in ranks:
+            if rank.state is not WorkerState.GONE:
+                rank.node.send(Kill(rank.number, rank.incarnation, self._job.generation, beat))
+
+    def _start(self, rank: Rank) -> None:
+        env = self._job.rendezvous.rank_env(rank.number, rank.node.index)
+        incident = self._job.incidents.open
+        incident_id = incident.id if incident is not None else ""
+        rank.node.send(Spawn(rank.number, rank.incarnation, self._job.coming, incident_id, env))

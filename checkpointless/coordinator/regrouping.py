@@ -1,0 +1,216 @@
+"""Regrouping: an incident stops a generation, the ranks gather at the barrier, and the next generation begins."""
+
+from __future__ import annotations
+
+from checkpointless.coordinator.hangs.watch import HangWatch
+from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
+from checkpointless.coordinator.job import FAILED, Job, Phase
+from checkpointless.coordinator.processes import Processes
+from checkpointless.coordinator.roster import Rank
+from checkpointless.telemetry.rungs import Rung
+from checkpointless.wire.board import NO_STEP
+from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause
+from checkpointless.wire.node_messages import AllDone, Begin, Interrupt, RankEnded
+from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, WorkerState
+
+
+class Regrouping:
+    """Takes a job from a fault to the next generation, and from its last block to its end.
+
+    Args:
+        job: the job.
+        processes: starts and kills the processes of ranks.
+        hangs: the watch over ranks without progress; it forgets what it saw when a generation ends or begins.
+    """
+
+    def __init__(self, job: Job, processes: Processes, hangs: HangWatch) -> None:
+        self._job = job
+        self._roster = job.roster
+        self._incidents = job.incidents
+        self._processes = processes
+        self._hangs = hangs
+
+    # ---- from a fault to the barrier
+
+    def fault(self, cause: Cause) -> None:
+        """Open an incident, or add ``cause`` to the open one."""
+        if self._incidents.open is None:
+            self._interrupt(cause)
+        self._incidents.add_cause(cause)
+        if cause.kind is CauseKind.LOSS:
+            decision = self._incidents.verdict(cause, self._job.high_water)
+            if decision is not None:
+                self._job.end(FAILED, decision.reason)
+
+    def _interrupt(self, cause: Cause) -> None:
+        """Open an incident and interrupt the ranks that are in their block."""
+        job = self._job
+        self._incidents.begin(cause)
+        self._hangs.forget()
+        if job.phase is Phase.RUNNING:
+            job.enter(Phase.GATHERING)
+            job.tell_nodes(self.interruption())
+            for rank in self._roster.ranks:
+                if rank.state in IN_BLOCK:
+                    self._roster.move(rank, WorkerState.LEAVING)
+        job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
+        self._processes.ensure_store()
+
+    def interruption(self) -> Interrupt:
+        """Return the command that has ranks leave their block because of the open incident."""
+        incident = self._incidents.open
+        assert incident is not None
+        blamed = culprit(incident.cause)
+        return Interrupt(
+            self._job.generation, incident.id, str(incident.cause), NO_STEP if blamed is None else blamed
+        )
+
+    def ended(self, rank: Rank, ended: RankEnded) -> None:
+        """Act on the end of a rank's process: have it replaced, or end the job."""
+        job, was = self._job, rank.state
+        self._roster.move(rank, WorkerState.GONE)
+        entered = was in COUNTED
+        if not entered and (was is WorkerState.FINISHED or (rank.incarnation == 0 and not ended.forgiven)):
+            if ended.code != 0:
+                cause = exit_cause(rank.number, ended.code, NO_STEP)
+                job.end(FAILED, *ended.last_lines, f"{cause}; its log: {ended.log_path}")
+            self.check_end()
+            return
+        cause = exit_cause(rank.number, ended.code, ended.making)
+        if not entered:
+            cause = exit_cause(rank.number, ended.code, NO_STEP, "before it entered the block")
+        if not ended.forgiven or job.phase is Phase.RUNNING:
+            self.fault(cause)
+        incident = self._incidents.open
+        if not entered and incident is not None:
+            incident.stillborn += 1
+            if incident.stillborn >= STILLBORN_LIMIT:
+                many = f"{incident.stillborn} successors ended before they entered the block; the last: {cause}"
+                job.end(FAILED, *ended.last_lines, many)
+        if incident is not None:
+            self._incidents.step_up(Rung.PROCESS, str(incident.cause if ended.forgiven else cause))
+        if job.outcome is None:
+            self._processes.spawn(rank)
+
+    # ---- at the barrier
+
+    def ready(self, rank: Rank) -> None:
+        """Note that ``rank`` is at the barrier, and begin the next generation if it was the last one."""
+        job = self._job
+        if job.phase is Phase.RUNNING:
+            self.fault(Cause(CauseKind.EXCEPTION, rank.number, "exit", "left the block", NO_STEP))
+        self._roster.move(rank, WorkerState.READY)
+        if job.gather_by_s is None:
+            job.gather_by_s = job.clock() + job.limits.heartbeat.limit_s
+        self.begin_if_all_are_here()
+        self.check_end()
+
+    def begin_if_all_are_here(self) -> None:
+        """Begin the next generation if all ranks are at the barrier, and no node is expected back."""
+        all_ready = self._roster.all_are(WorkerState.READY)
+        if all_ready and self._job.rendezvous.is_open and not self._roster.back_by_s:
+            self._begin()
+
+    def too_late(self, now_s: float) -> None:
+        """Act on ranks or nodes that have not come in time: replace the ranks once, then end the job."""
+        job = self._job
+        missing = self._what_is_missing()
+        if missing:
+            job.end(FAILED, missing)
+            return
+        late = [rank for rank in self._roster.ranks if rank.state is not WorkerState.READY]
+        names = "rank " + ", ".join(str(rank.number) for rank in late)
+        began = job.generation >= 0
+        limit_s = job.limits.regroup_timeout_s if began else job.limits.heartbeat.limit_s
+        if self._incidents.open is None:
+            what = f"did not enter the block within {limit_s:g} s after the first rank did"
+            self.fault(Cause(CauseKind.LOSS, late[0].number, "hang", what, NO_STEP))
+        incident = self._incidents.open
+        if incident is None or job.outcome is not None:
+            return
+        if incident.killed_the_late:
+            did = "come back" if began else "enter the block"
+            job.end(FAILED, f"{names} did not {did} within {limit_s:g} s, also not as a new process")
+        else:
+            incident.killed_the_late = True
+            job.gather_by_s = now_s + limit_s
+            job.say(f"incident {incident.id}: {names} did not come back in time and is replaced")
+            self._processes.kill(late)
+
+    def _what_is_missing(self) -> str:
+        """Return which node or store has not come in time; "" if only ranks are late, which can be replaced."""
+        limit_s, rendezvous = self._job.limits.regroup_timeout_s, self._job.rendezvous
+        if self._roster.lost:
+            lost = self._roster.nodes[min(self._roster.lost)]
+            return f"node {lost.index} was lost ({lost.lost}) and no other took its place within {limit_s:g} s"
+        if not rendezvous.is_open:
+            return f"node {rendezvous.host} opened no store for generation {self._job.coming} in time"
+        return ""
+
+    def _begin(self) -> None:
+        """Begin a generation, since all ranks are at the barrier."""
+        job = self._job
+        self._look_back()
+        incident, decision = self._incidents.open, self._incidents.gathered(job.high_water)
+        if decision is not None:
+            job.end(FAILED, decision.reason, decision.last_words.rstrip())
+            return
+        self._incidents.regrouped(job.coming)
+        job.enter(Phase.RUNNING)
+        job.gather_by_s = None
+        env = job.rendezvous.go_env()
+        for rank in self._roster.ranks:
+            self._roster.move(rank, WorkerState.RUNNING)
+        self._hangs.forget()
+        job.progress.forget()
+        job.tell_nodes(Begin(job.generation, incident.id if incident else "", env, job.high_water, job.target))
+        self._incidents.emit("go", "point", high_water=job.high_water)
+
+    def _look_back(self) -> None:
+        """Determine which step was committed last and which one is next, since all boards have been read."""
+        newest = max(rank.committed for rank in self._roster.ranks)
+        self.resumed_at(newest)
+        making = max(rank.making for rank in self._roster.ranks)
+        self._job.target = max(making, newest + 1) if making != NO_STEP else NO_STEP
+
+    def resumed_at(self, newest: int) -> None:
+        """Note that the job resumes after step ``newest``, since no rank's board shows a later step."""
+        if newest < self._job.high_water:  # every rank is behind what was committed, so storage gave the state
+            self._incidents.fell_back(self._job.high_water, newest)
+        self._job.high_water = newest
+
+    # ---- the end
+
+    def done(self, rank: Rank) -> None:
+        """Note that the block of ``rank`` has returned."""
+        if rank.state is WorkerState.RUNNING:
+            self._roster.move(rank, WorkerState.DONE)
+            self.finish_if_all_are_done()
+
+    def finish_if_all_are_done(self) -> None:
+        """Have all processes end if every rank's block has returned."""
+        if self._roster.all_are(WorkerState.DONE):
+            self.finish()
+
+    def finish(self) -> None:
+        """Have all processes end, since every rank's block has returned."""
+        self._job.enter(Phase.FINISHING)
+        self._incidents.recovered(self._job.target, self._job.high_water)
+        for rank in self._roster.ranks:
+            if rank.state is not WorkerState.GONE:
+                self._roster.move(rank, WorkerState.FINISHED)
+        self._job.tell_nodes(AllDone())
+
+    def check_end(self) -> None:
+        """End the job if all processes have ended, or if one has ended that the others wait for."""
+        roster = self._roster
+        if roster.in_state[WorkerState.GONE] <= len(roster.not_joined) * roster.nodes[0].nproc:
+            return  # only the ranks of nodes that are lost or not ready yet are gone
+        if roster.all_are(WorkerState.GONE):
+            self._job.end(0)
+        elif roster.in_state[WorkerState.READY]:
+            gone = next(rank for rank in roster.ranks if rank.state is WorkerState.GONE and rank.node.joined)
+            waiting = next(rank for rank in roster.ranks if rank.state is WorkerState.READY)
+            self._job.end(
+                FAILED, f"rank {gone.number} ended without entering the block that rank {waiting.number} waits in"
+            )

@@ -1,0 +1,123 @@
+"""What follows from ranks without progress: pure decisions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpointless.coordinator.hangs.policy import (
+    BUSY_TIMES,
+    MOST_GRACE_S,
+    STEADY_LOOKS,
+    Evidence,
+    Finding,
+    Heartbeat,
+    Stance,
+    grace_s,
+    is_shared,
+    judge,
+    stalled,
+)
+from checkpointless.posix.process_state import ProcessState
+
+CEILING_S = 600.0
+RANKS = range(8)
+
+
+def test_nobody_is_asked_while_all_make_progress() -> None:
+    assert stalled({}, {}) == ()
+    assert stalled({0: 9.9, 1: 0.0}, dict.fromkeys(range(2), 10.0)) == ()
+    assert stalled({0: 6.0, 1: 10.1, 2: 3.0}, dict.fromkeys(range(3), 10.0)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "limit_s"), [(0.0, 600.0), (0.2, 30.0), (3.0, 30.0), (20.0, 200.0), (90.0, 600.0)]
+)
+def test_the_limit_follows_the_steps(longest_s: float, limit_s: float) -> None:
+    assert Heartbeat.of(None).within_step_s(longest_s) == limit_s
+    assert Heartbeat.of(5.0).within_step_s(longest_s) == 5.0
+
+
+def test_the_ceiling_follows_the_pauses_unless_it_is_given() -> None:
+    assert [Heartbeat.of(None).ceiling_s(pause_s) for pause_s in (0.0, 100.0, 500.0)] == [600.0, 600.0, 1500.0]
+    assert Heartbeat.of(20.0).ceiling_s(500.0) == 20.0
+
+
+@pytest.mark.parametrize(
+    ("standing", "shared"),
+    [((), False), ((3,), False), ((0, 2), False), ((0, 1), True), ((0, 2, 4), False), ((0, 2, 4, 6), True)],
+)
+def test_half_of_the_job_or_a_whole_node_is_a_shared_stall(standing: tuple[int, ...], shared: bool) -> None:
+    assert is_shared(standing, 8, 2) is shared
+
+
+def test_one_of_two_ranks_hangs_by_itself_and_one_of_one_does_not() -> None:
+    assert not is_shared((0,), 2, 2)
+    assert not is_shared((0,), 2, 1)
+    assert is_shared((0,), 1, 1)
+
+
+def test_the_last_rank_in_its_block_hangs_by_itself() -> None:
+    silent = {0: Evidence(Stance.ELSEWHERE, 31.0, 30.0)}
+    assert judge(silent, 1, 8, 2, CEILING_S).ranks == (0,)
+
+
+EVIDENCE = st.builds(
+    Evidence,
+    st.sampled_from(Stance),
+    st.sampled_from([15.0, 29.0, 31.0, 91.0, 599.0, 601.0, 1900.0]),
+    st.sampled_from([30.0, CEILING_S]),
+    st.sampled_from(ProcessState),
+    st.sampled_from([0.0, 0.9, 20.0]),
+)
+
+
+SILENT = st.dictionaries(st.sampled_from(RANKS), EVIDENCE, min_size=1)
+
+
+STEADY = st.none() | st.integers(0, STEADY_LOOKS)
+
+
+@settings(max_examples=500)
+@given(SILENT, st.sampled_from([1, 2, 4, 8]), STEADY)
+def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
+    silent: dict[int, Evidence], nproc: int, steady: int | None
+) -> None:
+    verdict = judge(silent, 8, 8, nproc, CEILING_S, steady)
+    standing = {rank for rank, each in silent.items() if each.stance is not Stance.WAITS}
+    assert set(verdict.ranks) <= standing
+    if verdict.finding is not Finding.CULPRITS:
+        return
+    assert not is_shared(standing, 8, nproc)
+    for rank in verdict.ranks:
+        each = silent[rank]
+        assert each.age_s >= each.limit_s
+        if each.stance is Stance.MUTE:
+            assert each.mute_s >= grace_s(each.limit_s)
+            assert each.state is not ProcessState.BUSY or each.age_s >= BUSY_TIMES * each.limit_s
+            blocked = each.state in (ProcessState.BLOCKED, ProcessState.TRACED)
+            assert not blocked or each.age_s >= CEILING_S
+    if steady is not None:
+        assert steady >= STEADY_LOOKS
+        assert len(standing) < len(silent)
+
+
+@given(SILENT, st.sampled_from([1, 2, 4, 8]))
+def test_no_silence_is_waited_for_for_ever(silent: dict[int, Evidence], nproc: int) -> None:
+    """Who stays where it is leads to an incident in the end, whatever it is."""
+    old = {rank: Evidence(e.stance, 1e5, e.limit_s, e.state, 1e5) for rank, e in silent.items()}
+    verdict = judge(old, 8, 8, nproc, CEILING_S)
+    assert verdict.finding in (Finding.CULPRITS, Finding.TOO_LONG, Finding.ALL_WAIT)
+
+
+@given(SILENT, st.sampled_from([1, 2, 4, 8]), st.integers(0, STEADY_LOOKS - 1))
+def test_where_nobody_shows_progress_one_look_is_no_evidence(
+    silent: dict[int, Evidence], nproc: int, steady: int
+) -> None:
+    verdict = judge(silent, 8, 8, nproc, CEILING_S, steady)
+    assert verdict.finding in (Finding.NOTHING, Finding.ASK_AGAIN)
+
+
+def test_a_grace_is_short_and_in_proportion() -> None:
+    assert [grace_s(limit_s) for limit_s in (1.0, 4.0, 30.0, 600.0)] == [1.0, 2.0, MOST_GRACE_S, MOST_GRACE_S]

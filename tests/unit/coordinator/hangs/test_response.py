@@ -1,0 +1,200 @@
+"""What the coordinator makes of ranks without progress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.coordinator.job import Phase
+from checkpointless.wire.node_messages import (
+    Answered,
+    Ask,
+    Begin,
+    Interrupt,
+    Kill,
+    Progress,
+    Silent,
+)
+from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job
+
+
+def silence(job: Job, *ranks: int, beat: int = 7, age_s: float = HEARTBEAT_S + 0.1, letter: str = "S") -> None:
+    for node in job.coordinator.nodes:
+        mine = [rank for rank in ranks if rank // NPROC == node.index]
+        job.hear(node, Silent([[rank, beat, int(1000 * age_s), 4, 0, ord(letter), 0] for rank in mine]))
+
+
+def wait_in_silence(job: Job, *ranks: int, seconds: float = 6.0, letter: str = "S") -> None:
+    """Time passes, in which these ranks stay where they are."""
+    for _ in range(int(seconds)):
+        job.later_s += 1.0
+        silence(job, *ranks, age_s=HEARTBEAT_S + job.later_s, letter=letter)
+        job.tick()
+
+
+def test_who_waits_in_no_collective_is_asked_to_leave_and_replaced_if_it_does_not() -> None:
+    job = Job(nnodes=3).begin()
+    longest(job, 0)
+    silence(job, 0, 4, 5)
+    job.tick()
+    assert job.take(Ask) == [(0, Ask(1, [[0]])), (2, Ask(1, [[4], [5]]))]
+    job.tell(0, Answered(1, 0, True, "in a collective"))
+    job.tell(4, Answered(1, 4, False, "elsewhere"))
+    job.tick()
+    assert job.take(Interrupt) == []
+    job.tell(5, Answered(1, 5, True, "in a collective"))
+    job.tick()
+    cause = "rank 4 made no progress for 10 s at step 4"
+    assert job.take(Interrupt) == [(node, Interrupt(0, "1", cause, 4)) for node in (0, 1, 2)]
+    job.later_s = 4.9
+    job.tick()
+    assert job.take(Kill) == []
+    job.later_s = 5.1
+    job.tick()
+    assert job.take(Kill) == [(2, Kill(4, 0, 0, 7))]
+    job.ends(4, forgiven=True)
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1, 1]
+
+
+def test_who_leaves_in_time_is_not_replaced() -> None:
+    job = Job(nnodes=3).begin()
+    longest(job, 0)
+    silence(job, 4)
+    job.tick()
+    job.tell(4, Answered(1, 4, False, "elsewhere"))
+    job.tick()
+    job.ready(4)
+    job.later_s = 20.0
+    job.tick()
+    assert job.take(Kill) == []
+    job.ready(0, 1, 2, 3, 5)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1, 1]
+    assert {rank.incarnation for rank in job.coordinator.ranks} == {0}
+
+
+def test_who_does_not_answer_again_and_again_hangs() -> None:
+    job = Job().begin()
+    longest(job, 0)
+    silence(job, 3)
+    job.tick()
+    wait_in_silence(job, 3, seconds=4)
+    assert len(job.take(Ask)) >= 3
+    assert job.take(Interrupt) == []
+    wait_in_silence(job, 3, seconds=2)
+    assert job.take(Kill) == [(1, Kill(3, 0, 0, 7))]
+
+
+def test_an_answer_that_comes_late_counts() -> None:
+    job = Job().begin()
+    longest(job, 0)
+    silence(job, 3)
+    job.tick()
+    wait_in_silence(job, 3, seconds=3)
+    job.tell(3, Answered(1, 3, True, "in a collective"))
+    wait_in_silence(job, 3, seconds=4)
+    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+
+
+@pytest.mark.parametrize("letter", ["R", "D", "t"])
+def test_who_cannot_answer_is_waited_for(letter: str) -> None:
+    job = Job().begin()
+    longest(job, 0)
+    wait_in_silence(job, 3, seconds=15, letter=letter)
+    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+    assert "rank 3 of 4 has made no progress" in job.said[0]
+    wait_in_silence(job, 3, seconds=10, letter=letter)
+    assert job.take(Kill) == [(1, Kill(3, 0, 0, 7))]
+
+
+def test_a_node_that_has_not_spoken_of_its_ranks_since_does_not_accuse_them() -> None:
+    job = Job().begin()
+    longest(job, 0)
+    silence(job, 3)
+    job.tick()
+    for _ in range(20):
+        job.later_s += 1.0
+        job.tick()
+    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (1, 2), (2, 3)])
+def test_a_stall_that_many_share_is_waited_for_and_told(ranks: tuple[int, ...]) -> None:
+    job = Job(heartbeat=Heartbeat.of(None)).begin()
+    longest(job, 1000)
+    job.sent.clear()
+    for age_s in range(28, 120):
+        job.later_s += 1.0
+        stall(job, ranks, age_s)
+    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+    told = [line for line in job.said if "made no progress" in line]
+    assert 2 <= len(told) <= 3
+    assert "read in data.py:31" in told[0]
+    silence(job)
+    job.tick()
+    assert "is over after 119 s" in job.said[-1]
+
+
+def test_a_shared_stall_beyond_the_ceiling_is_an_incident_in_which_nobody_is_killed() -> None:
+    job = Job(heartbeat=Heartbeat.of(None)).begin()
+    longest(job, 1000)
+    for age_s in range(30, 610):
+        job.later_s += 1.0
+        stall(job, (0, 1, 2, 3), age_s)
+    assert "incident 1: ranks 0, 1, 2, 3 made no progress for 600 s at step 4" in job.said[-1]
+    assert len(job.take(Interrupt)) == 2
+    assert job.take(Kill) == []
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def longest(job: Job, milliseconds: int) -> None:
+    for node in job.coordinator.nodes:
+        job.hear(node, Progress(3, 3, 4, milliseconds))
+
+
+def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
+    """Ranks in step 4 make no progress, and answer where they are; the others wait for them in a collective."""
+    stack = 'File "/a/data.py", line 31, in read\n    file.read()\n'
+    if job.coordinator.outcome is not None or job.coordinator.phase is not Phase.RUNNING:
+        return
+    for node in job.coordinator.nodes:
+        mine = [rank for rank in job.ranks if rank // NPROC == node.index]
+        job.hear(node, Silent([[rank, 7, int(1000 * age_s), 4, 1, ord("S"), 0] for rank in mine]))
+    job.tick()
+    for _, ask in job.take(Ask):
+        for (rank,) in ask.ranks:
+            job.tell(rank, Answered(ask.id, rank, rank not in ranks, stack))
+    job.tick()
+
+
+def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed() -> None:
+    job = Job().begin()
+    silence(job, *job.ranks)
+    job.tick()
+    for rank in job.ranks:
+        job.tell(rank, Answered(1, rank, True, "in a collective"))
+    job.tick()
+    cause = "ranks waited for each other with no progress for 10 s at step 4"
+    assert job.take(Interrupt) == []  # nobody has ever shown progress
+    longest(job, 0)
+    wait_in_silence(job, *job.ranks, seconds=2)
+    for rank in job.ranks:
+        job.tell(rank, Answered(2, rank, True, "in a collective"))
+    job.tick()
+    assert job.take(Interrupt) == [(node, Interrupt(0, "1", cause, -1)) for node in (0, 1)]
+    assert job.take(Kill) == []
+
+
+@pytest.mark.parametrize("again", [(), (3,)])
+def test_a_rank_that_moved_on_since_it_was_asked_is_left_alone(again: tuple[int, ...]) -> None:
+    job = Job().begin()
+    longest(job, 0)
+    silence(job, 3)
+    job.tick()
+    silence(job, *again, beat=8, age_s=HEARTBEAT_S * 0.95)
+    job.tell(3, Answered(1, 3, False, "elsewhere"))
+    job.tick()
+    assert (job.take(Interrupt), job.take(Kill)) == ([], [])

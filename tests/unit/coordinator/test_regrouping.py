@@ -1,0 +1,161 @@
+"""What the coordinator makes of faults, until the next generation begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
+from checkpointless.telemetry.events import read_events
+from checkpointless.wire.causes import CauseKind
+from checkpointless.wire.node_messages import (
+    Alive,
+    Answered,
+    Begin,
+    End,
+    Interrupt,
+    Kill,
+    Progress,
+    RankDone,
+    RankReady,
+    Spawn,
+)
+from checkpointless.wire.rank_state import WorkerState
+from tests.unit.messaged_job import REGROUP_S, Job, go_env
+
+
+def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all() -> None:
+    job = Job().begin()
+    job.raises(2)
+    interrupt = Interrupt(0, "1", "rank 2 raised ValueError at step 4: no", 2)
+    assert job.take(Interrupt) == [(0, interrupt), (1, interrupt)]
+    assert job.stores == [(0, 0), (1, 0)]
+    job.ready(0, 1, 3, committed=4, making=5)
+    assert job.take(Begin) == []
+    job.ready(2, committed=3, making=4)
+    begin = Begin(1, "1", go_env(1), high_water=4, target=5)
+    assert job.take(Begin) == [(0, begin), (1, begin)]
+    assert job.take(Spawn) == []
+    assert job.said == ["incident 1: rank 2 raised ValueError at step 4: no; recovering"]
+
+
+def test_a_process_that_dies_is_replaced_alone() -> None:
+    job = Job().begin()
+    job.ends(2)
+    assert [interrupt.culprit for _, interrupt in job.take(Interrupt)] == [2, 2]
+    ((node, spawn),) = job.take(Spawn)
+    assert (node, spawn.rank, spawn.incarnation, spawn.generation, spawn.incident) == (1, 2, 1, 1, "1")
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_the_first_of_the_strongest_causes_is_told_and_a_victim_only_in_want_of_another() -> None:
+    job = Job().begin()
+    job.raises(0, CauseKind.VICTIM)
+    assert [interrupt.culprit for _, interrupt in job.take(Interrupt)] == [-1, -1]
+    assert job.said == []
+    job.raises(1, what="raised KeyError")
+    job.raises(2, what="raised OSError")
+    job.ends(3)
+    job.raises(0, CauseKind.VICTIM)
+    assert len(job.take(Interrupt)) == 2
+    job.ready(*job.ranks)
+    assert job.said == [
+        "incident 1: rank 1 raised KeyError at step 4: no; recovering",
+        "incident 1: rank 3 killed by SIGKILL at step 4; recovering",
+    ]
+    job.raises(0, CauseKind.VICTIM, generation=1)
+    job.ready(*job.ranks)
+    assert job.said[2:] == ["incident 2: rank 0 raised ValueError at step 4: no; recovering"]
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Job:
+    return Job(events=tmp_path / "events.jsonl").begin()
+
+
+def test_every_step_up_says_why(logged: Job, tmp_path: Path) -> None:
+    job = logged
+    job.raises(0)
+    job.ready(*job.ranks, committed=3, making=4)
+    _, two = job.coordinator.nodes
+    job.ends(1)
+    job.lose(two, "it closed the connection")
+    job.join(1)
+    job.ready(*job.ranks, committed=3, making=4)
+    for node in job.coordinator.nodes:
+        job.hear(node, Progress(0, 0, 1, 0))
+    ups = [event for event in read_events(tmp_path) if event.stage == "rung"]
+    assert [(up.incident, up.fields["rung"], up.fields["why"]) for up in ups] == [
+        ("2", "process", "rank 1 killed by SIGKILL at step 4"),
+        ("2", "node", "node 1 was lost at step 4: it closed the connection"),
+        ("2", "job", "storage brought step 0 back; step 3 had been committed"),
+    ]
+    assert job.said[-1] == "incident 2: storage brought step 0 back; step 3 had been committed"
+
+
+def test_a_rank_at_the_barrier_of_a_running_generation_has_left_it() -> None:
+    job = Job().begin()
+    job.ready(1)
+    assert [interrupt.cause for _, interrupt in job.take(Interrupt)] == ["rank 1 left the block"] * 2
+    job.ready(0, 2, 3)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_what_is_stale_is_ignored() -> None:
+    job = Job().begin()
+    job.ends(2)
+    job.ready(*job.ranks)
+    job.sent.clear()
+    job.said.clear()
+    job.raises(0, generation=0)
+    job.tell(0, RankDone(0, 0))
+    job.ends(2, incarnation=0)
+    job.tell(2, RankReady(2, 0, 1, -1, -1))
+    job.tell(0, Answered(1, 0, False, "of an inquiry that nobody made"))
+    job.tell(0, Alive())
+    assert {rank.state for rank in job.coordinator.ranks} == {WorkerState.RUNNING}
+    assert (job.sent, job.said) == ([], [])
+
+
+def test_a_fault_during_the_recovery_belongs_to_the_incident() -> None:
+    job = Job().begin()
+    job.raises(2)
+    job.ready(0, 1, 2)
+    job.ends(0)
+    job.ready(3)
+    assert job.take(Begin) == []
+    job.ready(0)
+    assert [(begin.generation, begin.incident) for _, begin in job.take(Begin)] == [(1, "1")] * 2
+
+
+def test_successors_that_never_enter_end_the_job() -> None:
+    job = Job().begin()
+    job.ends(1)
+    for _ in range(STILLBORN_LIMIT):
+        assert job.outcome is None
+        job.ends(1, 7)
+    assert job.last_word.startswith("5 successors ended before they entered the block; the last: rank 1 exited")
+
+
+def test_incidents_over_the_limit_end_the_job() -> None:
+    job = Job(max_incidents=1).begin()
+    job.raises(0)
+    job.ready(*job.ranks, committed=4)
+    job.raises(0, generation=1)
+    job.ready(*job.ranks, committed=5)
+    reason = "incident 2 is over the limit of 1: rank 0 raised ValueError at step 4: no"
+    assert job.outcome == End(1, [reason, "Traceback"])
+
+
+def test_ranks_that_are_late_are_killed_once_and_then_missed() -> None:
+    job = Job().begin()
+    job.raises(0)
+    job.ready(0, 1, 2)
+    job.tick(REGROUP_S + 1)
+    assert job.take(Kill) == [(1, Kill(3, 0, 0))]
+    job.ends(3, forgiven=True)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [3]
+    job.tick(2 * REGROUP_S + 2)
+    assert job.last_word == "rank 3 did not come back within 30 s, also not as a new process"
