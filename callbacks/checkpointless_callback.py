@@ -13,6 +13,7 @@ from typing_extensions import override
 from checkpointless.callbacks.incident_metrics import log_incident
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.recovery.manager import manager_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class CheckpointlessCallback(Callback):
             self._try_adapter_checkpointless_restore(trainer, peft.params_to_save)
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None and not _is_replaying(trainer):
-            manager = wrapper.checkpoint_manager
+            manager = manager_of(wrapper)
             wrapper.begin_step(trainer.global_step + 1 + (manager.offset if manager is not None else 0))
 
     @override
@@ -121,14 +122,14 @@ class CheckpointlessCallback(Callback):
             return
         wrapper.end_step()
         if wrapper.incident is not None and wrapper.step_upon_restart == 1:
-            log_incident(trainer, wrapper, wrapper.making_step)
+            log_incident(trainer, wrapper, wrapper.steps.making)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the wrapper that no step is left, so that the report can tell training from what comes after it."""
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None:
-            wrapper.end_training(trainer.global_step)
+            wrapper.steps.end_training(trainer.global_step)
 
     @override
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:

@@ -13,11 +13,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from checkpointless.callbacks.trainer_parts import worker_iterators
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.inprocess.data_workers.loader_workers import worker_iterators
+from checkpointless.recovery.manager import manager_of
 from checkpointless.telemetry.events import RUN_DIR_ENV
 from checkpointless.transfer.transfer import flip_a_bit
 
@@ -84,7 +85,7 @@ class HPFaultInjectionCallback(Callback):
     ) -> None:
         """Begin a step. With a strategy that announces no phases, the batch of the step is already fetched here."""
         call = active_call_wrapper()
-        manager = call.checkpoint_manager if call is not None else None
+        manager = manager_of(call)
         self._step = trainer.global_step + 1 + (manager.offset if manager is not None else 0)
         trainer_ref = weakref.ref(trainer)
         self.injector.batches = lambda: _batches_of(trainer_ref())

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 
+from checkpointless.recovery.manager import manager_of
+
 if TYPE_CHECKING:
     from checkpointless.inprocess import HPCallWrapper
 
@@ -38,7 +40,7 @@ def incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, 
         found["recovery_seconds"] = now_s - call.recovering_since_s
     if call.high_water >= 0:
         found["steps_lost"] = float(max(0, call.high_water - (step - 1)))
-    manager = call.checkpoint_manager
+    manager = manager_of(call)
     if manager is not None:
         found["bytes_received"] = float(manager.bytes_received)
     return {f"{PREFIX}{name}": value for name, value in found.items()}

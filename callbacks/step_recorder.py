@@ -18,6 +18,7 @@ from checkpointless.callbacks.recorded_state import (
     validation_metrics,
 )
 from checkpointless.inprocess import active_call_wrapper
+from checkpointless.recovery.manager import manager_of
 from checkpointless.serialization.checksum import digest_parameters
 from checkpointless.telemetry.steps import StepLog
 
@@ -61,7 +62,7 @@ class StepRecorder(Callback):
             return
         self._caught_up = True
         call = active_call_wrapper()
-        manager = call.checkpoint_manager if call is not None else None
+        manager = manager_of(call)
         step = trainer.global_step
         if manager is None or call is None or call.generation == 0 or step == 0:
             return

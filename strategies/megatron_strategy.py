@@ -31,6 +31,7 @@ from checkpointless.megatron.update import GuardedUpdate, NotedNorms
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
+from checkpointless.recovery.manager import manager_of
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies import chatter, cleanup, one_logger
 from checkpointless.strategies.boundary import ACCUMULATED, InMemoryCheckpoint, load_again, put_kinds
@@ -161,7 +162,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         call, trainer = self._call, self.lightning_module.trainer if self.lightning_module is not None else None
         if call is None or call.generation == 0 or trainer is None:
             return
-        manager = call.checkpoint_manager
+        manager = manager_of(call)
         leave_unfinished(manager is not None and manager.saves is not None and manager.saves.pending is not None)
         if not trainer.is_global_zero:
             return
@@ -207,9 +208,10 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         callback = next(each for each in _callbacks(trainer) if isinstance(each, CheckpointlessCallback))
         call.restart_in_process = callback.enable_inprocess
         if callback.enable_checkpointless:
-            if call.checkpoint_manager is None:
-                call.checkpoint_manager = PEFTCheckpointManager() if self._awaits_adapters else CheckpointManager()
-            self._manager = call.checkpoint_manager
+            self._manager = manager_of(call)
+            if self._manager is None:
+                self._manager = PEFTCheckpointManager() if self._awaits_adapters else CheckpointManager()
+                call.checkpoint_manager = self._manager
             if callback.enable_checksum:
                 self._manager.enable_checksum = True
             self._manager.begin_fit()
@@ -329,14 +331,14 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
                 manager.begin_buffers(self.live_state())
                 self.reached(Stage.LOADED)
             manager.attach(self.live_state(), step)
-        call.begin_data(samples_per_step(self.trainer))
+        call.steps.begin_data(samples_per_step(self.trainer))
 
     def _keep_facts(self, call: HPCallWrapper, fit: int) -> None:
         """Keep where loggers write and the folder name that NeMo has made up, so that they outlive rank 0."""
         if self.trainer.is_global_zero:
-            call.keep_fact(f"loggers of fit {fit}", versions_of(self.trainer))
+            call.facts.keep(f"loggers of fit {fit}", versions_of(self.trainer))
             if NEMO_ENV_VARNAME_VERSION in os.environ:
-                call.keep_fact("environment", {NEMO_ENV_VARNAME_VERSION: os.environ[NEMO_ENV_VARNAME_VERSION]})
+                call.facts.keep("environment", {NEMO_ENV_VARNAME_VERSION: os.environ[NEMO_ENV_VARNAME_VERSION]})
 
     def skip_fit(self, objects: dict[str, Any] | None) -> dict[str, Any]:
         """Skip a fit that was over before the fault, which came in a later fit of the same block.
@@ -462,7 +464,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
                 step, stage, buffers, lambda objects: store(own=own_part(objects["kinds"][ACCUMULATED]))
             )
             if stage is Stage.ENDED and self._call is not None and self.trainer.is_global_zero:
-                self._call.keep_fact(_ROWS, [step, rows_of(self.trainer)])
+                self._call.facts.keep(_ROWS, [step, rows_of(self.trainer)])
 
     def epoch_begins(self) -> None:
         """Begin an epoch; the one before it was over when it was resumed."""
@@ -565,7 +567,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             dataloader_iter = PhasedIterator.around(dataloader_iter, call)
         output = super().training_step(dataloader_iter, *args, **kwargs)
         if call is not None:
-            call.making_loss = loss_of(output)
+            call.steps.loss = loss_of(output)
         return output
 
     @override
@@ -615,7 +617,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._guard = GuardedUpdate(
             optimizer,
             lock=call.parameter_update_lock,
-            step=lambda: call.making_step,
+            step=lambda: call.steps.making,
             ready=self._gradients_are_final,
             applied=live.applied,
             committed=call.committed,
@@ -650,7 +652,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             buffers = self._live.copy_buffers()
             self._live.ready(step, self._outcomes.outcome(not self._guard.overflow, accumulated), buffers)
             self._manager.keep_buffers(step, Stage.COMMITTED, buffers)
-            self._manager.store_rng_states(step, loss=call.making_loss, own=own_part(accumulated))
+            self._manager.store_rng_states(step, loss=call.steps.loss, own=own_part(accumulated))
             self._manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)
 

@@ -20,7 +20,7 @@ def announce_gradient_sync(config: Any, call: HPCallWrapper) -> None:
         return
 
     def announced(*args: Any, **kwargs: Any) -> Any:
-        call.enter_phase("sync", call.making_step)
+        call.enter_phase("sync", call.steps.making)
         return finalize(*args, **kwargs)
 
     config.finalize_model_grads_func = announced
@@ -44,7 +44,7 @@ class PhasedIterator(Iterator[Any]):
         return cls(inner, call) if call.phase_hook is not None else inner
 
     def __next__(self) -> Any:
-        self._call.enter_phase("data", self._call.making_step)
+        self._call.enter_phase("data", self._call.steps.making)
         item = next(self._inner)
-        self._call.enter_phase("forward", self._call.making_step)
+        self._call.enter_phase("forward", self._call.steps.making)
         return item

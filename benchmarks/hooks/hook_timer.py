@@ -217,6 +217,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     from checkpointless.callbacks import CheckpointlessCallback
     from checkpointless.inprocess import active_call_wrapper
     from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
+    from checkpointless.inprocess.communicators.process_groups import process_groups
     from checkpointless.megatron import update
     from checkpointless.recovery import guard, manager, rng
     from checkpointless.strategies import megatron_strategy
@@ -260,7 +261,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     watch.replace(lock, "mark_ready", "lock.mark_ready")
     lock_update = lock.update
     lock.update = lambda step: _TimedUpdate(watch, lock_update, step)
-    for patch in call._torch_patches:
+    for patch in process_groups._waits:
         if isinstance(patch, InterruptibleWait) and patch._original is not None:
             patch.uninstall()
             watch.replace(c10d.Work, "wait", "torch's Work.wait")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess.aside import Helper
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
+from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.transfer.transfer import Fill, Key, TransferReport, receive_state, send_state
 
@@ -78,7 +78,7 @@ class Rank:
 
     def ours(self, holders: tuple[int, ...]) -> dict[str, Any]:
         """``receive_state`` from ``holders``, interruptible as in a job."""
-        patch, helper = InterruptibleWait(), Helper()
+        patch, helper = InterruptibleWait(), HelperThread()
         patch.install()
         try:
             if self.rank == 0:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.inprocess.aside import Helper
+from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.telemetry.events import event_log
 from checkpointless.wire.board import Board
 
@@ -42,7 +42,7 @@ def aside(transfer: Callable[[], _Result]) -> _Result:
             torch.cuda.set_device(device)  # the current device is per thread
         return transfer()
 
-    helper = Helper()
+    helper = HelperThread()
     try:
         return helper.run(run)
     finally:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,36 +13,33 @@ from typing import Any, NoReturn
 
 from checkpointless.client import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
 from checkpointless.faults.spec import FaultSpecError
-from checkpointless.inprocess.abort import (
-    CheckpointlessAbortManager,
-    after_block,
-    communicators_first,
-    destroy_process_groups,
-    gloo_sockets,
-)
-from checkpointless.inprocess.block_end import exit_code, forget_frames, is_return, is_victim
-from checkpointless.inprocess.caller import with_caller
-from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
-from checkpointless.inprocess.communicators.group_graveyard import bury_all, reap
-from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
+from checkpointless.inprocess.abort import CheckpointlessAbortManager
+from checkpointless.inprocess.abort.composition import after_block, communicators_first
+from checkpointless.inprocess.block.arguments import with_caller
+from checkpointless.inprocess.block.end import exit_code, forget_frames, is_return, is_victim
+from checkpointless.inprocess.block.entry_streams import EntryStreams
+from checkpointless.inprocess.block.main_thread import MainThread
+from checkpointless.inprocess.block.signal_handlers import SignalHandlers
+from checkpointless.inprocess.block.tracing import tracing
+from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.inprocess.deadline import bounded
-from checkpointless.inprocess.entry_streams import EntryStreams
+from checkpointless.inprocess.departure import Departure
 from checkpointless.inprocess.exceptions import (
     HealthCheckError,
     InternalError,
     RankShouldRestart,
     UnrecoverableError,
 )
-from checkpointless.inprocess.fault_thread import FaultThread, MainThread
+from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, collect_garbage
+from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.health_check import CudaHealthCheck
 from checkpointless.inprocess.memory import memory_status, reset_peak
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
-from checkpointless.inprocess.profile import tracing
-from checkpointless.inprocess.signal_handlers import SignalHandlers
 from checkpointless.inprocess.state import HPState
-from checkpointless.telemetry.events import event_log
+from checkpointless.inprocess.state_keeper import StateKeeper
+from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback
 from checkpointless.wire.board import Board
@@ -56,7 +50,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_ABORT_TIMEOUT_S = 60.0
 REPLACED_EXIT_CODE = 75  # EX_TEMPFAIL: the agent starts a successor
 GAVE_UP_EXIT_CODE = 1
-_SETTLED_STEPS = 2  # after this many steps, everything that the previous generation held has been released
 
 _active: HPCallWrapper | None = None
 
@@ -115,7 +108,7 @@ class HPWrapper:
         trace_file_path: str | None = None,
         async_raise_before_abort: bool = True,
         early_abort_communicator: bool = False,
-        checkpoint_manager: Any = None,
+        checkpoint_manager: StateKeeper | None = None,
         check_memory_status: bool = True,
     ) -> None:
         if abort_timeout is not None and abort_timeout <= 0:
@@ -160,17 +153,11 @@ class HPCallWrapper:
         wrapper: the wrapper that holds the settings.
 
     Attributes:
-        generation: the generation that the block runs in.
-        step_upon_restart: number of optimizer steps committed since the block was last entered.
         parameter_update_lock: lock that brackets the optimizer update of this rank.
         checkpoint_manager: keeps the state across restarts (None until the strategy installs one).
-        high_water: the highest optimizer step that any rank of the job is known to have committed (-1: none).
-        incident: id of the incident that led to this generation (None at the first start).
-        recovering_since_s: when this node noticed the incident, in monotonic-clock seconds (None if unknown).
-        board: this rank's board (None under another launcher).
+        steps: where training stands: the step in progress, and the stages until the first one after a recovery.
         facts: what this rank's block recorded for later generations and for a successor of this process.
-        making_step: the optimizer step in progress (-1: none).
-        making_loss: loss of the optimizer step in progress, once it is known and if it is recorded (else None).
+        board: this rank's board (None under another launcher).
         restart_in_process: if False, this process is replaced after a fault instead of re-entering the block.
         phase_hook: called with each phase of a step as training reaches it (for fault injection).
     """
@@ -179,42 +166,64 @@ class HPCallWrapper:
         global _active
         self.wrapper = wrapper
         self.parameter_update_lock = ParameterUpdateLock()
-        self.checkpoint_manager: Any = wrapper.checkpoint_manager
-        self.step_upon_restart = 0
-        self.making_step = -1
-        self.making_loss: float | None = None
+        self.checkpoint_manager: StateKeeper | None = wrapper.checkpoint_manager
         self.restart_in_process = True
         self.phase_hook: Callable[[str, int, Callable[[], None] | None], None] | None = None
-        self._open_span: tuple[str, float] | None = None
-        self.recovering_since_s: float | None = None
-        told = os.environ.pop(FAULT_AT_ENV, "")
-        self._fault_at_s = float(told) if told else None  # time of the fault after which this process was started
-        self.high_water = -1
-        self.incident: str | None = None
-        self.generation = int(os.environ.get("JOB_RESTART_COUNT", "0"))
         self.board = Board.from_environment()
-        self.facts: dict[str, Any] = self.board.facts() if self.board is not None else {}
-        for name, value in self.facts.get("environment", {}).items():
-            os.environ.setdefault(name, value)
+        self.facts = Facts(self.board)
         self.client: RankClient = wrapper.hp_api_factory()
+        self._now = Generation(int(os.environ.get("JOB_RESTART_COUNT", "0")))
+        self.steps = StepTracker(self._now, self.board)
         self._main = MainThread()
+        self._departure = Departure(
+            self._now,
+            self.client,
+            self._main,
+            self.parameter_update_lock,
+            abort=wrapper.abort,
+            timeout=wrapper.abort_timeout,
+            raise_before_abort=wrapper.async_raise_before_abort,
+            replace=self._replace,
+        )
+        told = os.environ.pop(FAULT_AT_ENV, "")
+        if told:  # the time of the fault after which this process was started
+            self._departure.fault_at_s = float(told)
         self._signal_handlers = SignalHandlers()
-        self._abort_mutex = threading.Lock()
-        self._generation_mutex = threading.Lock()  # no fault of the old generation is handled in the new one
-        self._aborted_generation = -1
-        self._noticed_generation = -1  # read in the block without a lock, which an interruption could leak
-        self._fault_thread: FaultThread | None = None
         self._entry_streams: EntryStreams | None = None
         worker_sockets.share_folder()
-        gloo_sockets.install()
-        self._torch_patches = (InterruptibleWait(), InterruptibleStore())
-        for patch in self._torch_patches:
-            patch.install()
+        process_groups.install()
         _active = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HPCallWrapper:
         """Return this wrapper itself: a process has only one, although NeMo deep-copies what a trainer is given."""
         return self
+
+    @property
+    def generation(self) -> int:
+        """The generation that the block runs in."""
+        return self._now.number
+
+    @property
+    def incident(self) -> str | None:
+        """The id of the incident that led to this generation (None at the first start)."""
+        return self._now.incident
+
+    @property
+    def high_water(self) -> int:
+        """The highest optimizer step that any rank of the job is known to have committed (-1: none)."""
+        return self._now.high_water
+
+    @property
+    def recovering_since_s(self) -> float | None:
+        """When this node noticed the incident, in monotonic-clock seconds (None if unknown)."""
+        return self._now.recovering_since_s
+
+    @property
+    def step_upon_restart(self) -> int:
+        """The number of optimizer steps committed since the block was last entered."""
+        return self.steps.since_entry
+
+    # ---- the loop
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run ``fn`` until it has returned on this rank and on every other rank.
@@ -243,26 +252,24 @@ class HPCallWrapper:
 
     def start_hp_fault_handling_thread(self) -> None:
         """Start the thread that reacts to fault notices."""
-        self._fault_thread = FaultThread(self._on_fault, self._replace)
-        self.client.on_fault = self._on_notice
+        self._departure.start()
         self.client.on_inquire = self._main.where
 
     def initialize_barrier(self) -> None:
         """Wait until every rank is ready to enter the block, then adopt the new generation's environment."""
-        entering_first = self._aborted_generation < 0
+        entering_first = self._departure.aborted < 0
         after = self.generation - 1 if entering_first else self.generation
-        with event_log().span("barrier", generation=self.generation, incident=self.incident):
+        with self._now.span("barrier"):
             if not entering_first:
                 self.client.barrier(self.generation)
             go = self.client.wait_go(after)
-        gloo_sockets.release()
+        process_groups.release()
         os.environ.update(go.env)
-        with self._generation_mutex:
-            self.generation = go.generation
-            self.incident = go.incident
-            self.high_water = go.high_water
-            self.recovering_since_s, self._fault_at_s = self._fault_at_s, None
-            self.step_upon_restart = 0
+        with self._departure.between_generations():
+            now, departure = self._now, self._departure
+            now.number, now.incident, now.high_water = go.generation, go.incident, go.high_water
+            now.recovering_since_s, departure.fault_at_s = departure.fault_at_s, None
+            self.steps.enter()
             if self.board is not None:
                 self.board.set_generation(go.generation)
             self.parameter_update_lock.open()
@@ -287,7 +294,7 @@ class HPCallWrapper:
         return result, error
 
     def _block(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._noticed_generation >= self.generation:
+        if self._departure.noticed >= self.generation:
             raise RankShouldRestart("a fault came before the block was entered")
         with tracing(self.wrapper.trace_file_path, self.generation):
             args, kwargs = with_caller(fn, args, kwargs, self)
@@ -307,7 +314,7 @@ class HPCallWrapper:
             raise SystemExit(GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
-        self._fault_noticed()
+        self._departure.note_fault()
         text = "".join(traceback.format_exception(call_ex))
         keep_traceback(self.generation, int(os.environ.get("RANK", "0")), text)
         self.client.report_fault(
@@ -315,7 +322,7 @@ class HPCallWrapper:
             error=type(call_ex).__name__,
             message=str(call_ex),
             traceback=text,
-            step=self.making_step,
+            step=self.steps.making,
             victim=is_victim(call_ex),
         )
 
@@ -328,59 +335,79 @@ class HPCallWrapper:
         If this process cannot continue, it asks to be replaced and ends; this method does not return then.
         """
         self.beat()  # a rank that was taken for hung has left the block after all
-        self._adopt_incident()
-        self._open_span = None
+        self._departure.adopt_incident()
+        self.steps.leave()
         self.phase_hook = None
         reset_peak()
         if not self.restart_in_process:
             self._replace("in-process recovery is switched off (CheckpointlessCallback(enable_inprocess=False))")
         try:
-            if not self._abort(self.generation):
+            if not self._departure.abort(self.generation):
                 raise InternalError("the update in progress did not end")
             if self.checkpoint_manager is not None:
                 self.checkpoint_manager.hold()
             forget_frames(term_ex)
             self._signal_handlers.restore()
             state = HPState.from_environment(self.generation, self.incident)
-            with self._span("finalize") as fields:
-                with self._bounded("the abort"):
-                    after_block(self.wrapper.abort, state)
-                with self._bounded("the clean-up"):
-                    bury_all()  # before any thread can wait in a group's destructor
-                    self.wrapper.finalize(state)
-                with self._bounded("the destruction of process groups"):
-                    destroy_process_groups()
-                    collect_garbage()
-                if self.wrapper.check_memory_status:
-                    fields.update(memory_status())
-            with self._span("health"):
-                own_limit = getattr(self.wrapper.health_check, "timeout", None)
-                with self._bounded("the health check", own_limit if isinstance(own_limit, timedelta) else None):
-                    try:
-                        self.wrapper.health_check(state, term_ex)
-                    except Exception as error:
-                        raise HealthCheckError(f"{type(error).__name__}: {error}") from error
+            self._clean_up(state)
+            self._check_health(state, term_ex)
         except (Exception, RankShouldRestart) as error:
             logger.exception("rank %s cannot restart in this process", os.environ.get("RANK"))
             self._replace(f"{type(error).__name__}: {error}")
+
+    def _clean_up(self, state: HPState) -> None:
+        with self._now.span("finalize") as fields:
+            with self._bounded("the abort"):
+                after_block(self.wrapper.abort, state)
+            with self._bounded("the clean-up"):
+                process_groups.hold()  # before any thread can wait in a group's destructor
+                self.wrapper.finalize(state)
+            with self._bounded("the destruction of process groups"):
+                process_groups.destroy()
+                collect_garbage()
+            if self.wrapper.check_memory_status:
+                fields.update(memory_status())
+
+    def _check_health(self, state: HPState, term_ex: BaseException) -> None:
+        with self._now.span("health"):
+            own_limit = getattr(self.wrapper.health_check, "timeout", None)
+            with self._bounded("the health check", own_limit if isinstance(own_limit, timedelta) else None):
+                try:
+                    self.wrapper.health_check(state, term_ex)
+                except Exception as error:
+                    raise HealthCheckError(f"{type(error).__name__}: {error}") from error
+
+    def shutdown(self) -> None:
+        """Stop listening for faults; the process has left the block and does not enter it again."""
+        global _active
+        _active = None
+        self._departure.shutdown()
+        self.client.on_inquire = None
+        self._main.close()
+        process_groups.uninstall()
+
+    # ---- what the block reports
 
     def beat(self) -> None:
         """Show the agent that the main thread is making progress."""
         if self.board is not None:
             self.board.beat()
 
-    def keep_fact(self, name: str, value: Any) -> None:
-        """Record a fact that a later generation, or a successor of this process, must know from the start.
+    def begin_step(self, step: int) -> None:
+        """Report that optimizer step ``step`` begins."""
+        self.steps.begin(step)
 
-        Args:
-            name: key of the fact in :attr:`facts`. The fact ``environment`` holds environment variables that a
-                successor is given.
-            value: the fact, as plain data.
-        """
-        if self.facts.get(name) != value:
-            self.facts = {**self.facts, name: value}
-            if self.board is not None:
-                self.board.put_facts(self.facts)
+    def committed(self, step: int) -> None:
+        """Report that the rank's state is the state after ``step``."""
+        self.steps.committed(step)
+
+    def end_step(self) -> None:
+        """Report that the optimizer step in progress is complete and committed."""
+        self.steps.end()
+
+    def span(self, stage: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
+        """Return a span of ``stage`` in the event log, of this generation and incident."""
+        return self._now.span(stage, **fields)
 
     def enter_phase(self, phase: str, step: int, damage: Callable[[], None] | None = None) -> None:
         """Report that training has reached ``phase`` of ``step``; phases are named as in fault specs.
@@ -391,75 +418,11 @@ class HPCallWrapper:
         if self.phase_hook is not None:
             self.phase_hook(phase, step, damage)
 
-    def begin_data(self, samples_per_step: int | None = None) -> None:
-        """Report that the state is in place and that the first batch is requested.
-
-        Args:
-            samples_per_step: number of samples that a step of the whole job takes, for the report; None if unknown.
-        """
-        self._begin_stage("data", **({} if samples_per_step is None else {"samples_per_step": samples_per_step}))
-
-    def begin_step(self, step: int) -> None:
-        """Report that optimizer step ``step`` begins."""
-        self.making_step = step
-        self.making_loss = None
-        if self.board is not None:
-            self.board.set_making(step)
-            self.board.beat()
-        if self._open_span is not None:
-            self._end_stage()
-            self._begin_stage("first_step")
-
-    def end_step(self) -> None:
-        """Report that the optimizer step in progress is complete and committed."""
-        self.step_upon_restart += 1
-        if self.step_upon_restart == _SETTLED_STEPS and self.incident is not None:
-            event_log().emit(
-                "settled", "point", generation=self.generation, incident=self.incident, **memory_status()
-            )
-        if self._open_span is not None:
-            self._end_stage(step=self.making_step)
-            gc.collect()  # the previous generation's trainer is part of reference cycles
-            reap()
-        self.beat()
-
-    def end_training(self, step: int) -> None:
-        """Report that ``step`` was the last step; what remains to be done is not training."""
-        event_log().emit("trained", "point", generation=self.generation, step=step)
-
-    def committed(self, step: int) -> None:
-        """Report that the rank's state is the state after ``step``."""
-        if self.board is not None:
-            self.board.set_committed(step)
-
-    def shutdown(self) -> None:
-        """Stop listening for faults; the process has left the block and does not enter it again."""
-        global _active
-        _active = None
-        if self._fault_thread is not None:
-            self._fault_thread.shutdown()
-        self.client.on_fault = None
-        self.client.on_inquire = None
-        self._main.close()
-        gloo_sockets.release()
-        gloo_sockets.uninstall()
-        for patch in self._torch_patches:
-            patch.uninstall()
-
-    def _begin_stage(self, stage: str, **fields: Any) -> None:
-        self._open_span = (stage, time.monotonic())
-        event_log().emit(stage, "begin", generation=self.generation, incident=self.incident, **fields)
-
-    def _end_stage(self, **fields: Any) -> None:
-        if self._open_span is not None:
-            stage, began_s = self._open_span
-            self._open_span = None
-            fields["seconds"] = time.monotonic() - began_s
-            event_log().emit(stage, "end", generation=self.generation, incident=self.incident, **fields)
+    # ---- the end
 
     def _end_job(self, leaving: SystemExit) -> NoReturn:
         """End the job after the block has called ``sys.exit`` with a code other than 0."""
-        at = f" in step {self.making_step}" if self.making_step >= 0 else ""
+        at = f" in step {self.steps.making}" if self.steps.making >= 0 else ""
         reason = f"rank {os.environ.get('RANK', '0')} left the block{at} by sys.exit({leaving.code!r})"
         self.client.give_up(self.generation, reason, exit_code(leaving))
         raise leaving
@@ -469,60 +432,9 @@ class HPCallWrapper:
         answer = self.client.wait_finish_or_fault(self.generation)
         return answer if isinstance(answer, FaultNotice) else None
 
-    def _on_notice(self, notice: FaultNotice) -> None:
-        self._noticed_generation = max(self._noticed_generation, notice.generation)
-        if notice.generation >= self.generation:
-            self._fault_noticed()
-        if self._fault_thread is not None and notice.generation >= self.generation:
-            self._fault_thread.notify(notice.generation)
-
-    def _fault_noticed(self) -> None:
-        if self._fault_at_s is None:
-            self._fault_at_s = time.monotonic()
-
-    def _on_fault(self, generation: int) -> None:
-        """Free the main thread and make sure that it leaves the block. Runs in the fault thread."""
-        with self._generation_mutex:
-            if generation != self.generation:
-                return
-            self._adopt_incident()
-            timeout_s = self.wrapper.abort_timeout.total_seconds()
-            if not self.parameter_update_lock.close(self.wrapper.abort_timeout):
-                self._replace(f"the optimizer update did not end within {timeout_s:.0f} s")
-            if self.wrapper.async_raise_before_abort:
-                self._main.interrupt()
-            left = self._abort(generation) and self._main.interrupt_until_left(timeout_s, gloo_sockets.shutdown)
-            if not left:
-                self._replace(f"the main thread did not leave the block within {timeout_s:.0f} s")
-
-    def _abort(self, generation: int) -> bool:
-        """Abort ``generation`` once, in whichever thread comes first; the other thread waits for it.
-
-        Returns:
-            False if the update in progress did not end in time.
-        """
-        with self._abort_mutex:
-            if self._aborted_generation >= generation:
-                return True
-            with self._span("abort"):
-                if not self.parameter_update_lock.close(self.wrapper.abort_timeout):
-                    return False
-                with self._bounded("the abort"):
-                    self.wrapper.abort(HPState.from_environment(generation, self.incident))
-            self._aborted_generation = generation
-            return True
-
-    def _adopt_incident(self) -> None:
-        notice = self.client.pending_fault(self.generation)
-        if notice is not None:
-            self.incident = notice.incident
-
     def _bounded(self, what: str, beyond: timedelta | None = None) -> AbstractContextManager[None]:
         limit = self.wrapper.abort_timeout + (beyond or timedelta())
         return bounded(what, limit.total_seconds(), self._replace)
-
-    def _span(self, stage: str) -> Any:
-        return event_log().span(stage, generation=self.generation, incident=self.incident)
 
     def _replace(self, reason: str) -> NoReturn:
         """Ask for a successor and end this process at once, because nothing in it can be trusted any more."""

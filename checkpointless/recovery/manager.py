@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
+from checkpointless.inprocess import HPCallWrapper, ParameterUpdateLock, active_call_wrapper
 from checkpointless.inprocess.context import aside, own_board, span
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
@@ -761,3 +761,21 @@ class CheckpointManager:
             newest = known.get(stage, known[min(known)])
             self._rng_replicas.exchange(target, lambda: self._own_state(target, newest))
         return lost
+
+
+def manager_of(call: HPCallWrapper | None) -> CheckpointManager | None:
+    """Return the manager that keeps the state of the running block.
+
+    Args:
+        call: the running wrapper, or None outside of a block.
+
+    Returns:
+        None outside of a block, and as long as nothing in the block keeps its state.
+
+    Raises:
+        TypeError: something else than a :class:`CheckpointManager` keeps it.
+    """
+    keeper = call.checkpoint_manager if call is not None else None
+    if keeper is not None and not isinstance(keeper, CheckpointManager):
+        raise TypeError(f"checkpoint_manager must be a CheckpointManager, not {type(keeper).__name__}")
+    return keeper

@@ -15,7 +15,7 @@ from checkpointless.faults.inject import from_environment
 from checkpointless.faults.spec import FaultPhase
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
-from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.manager import CheckpointManager, manager_of
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
 from checkpointless.telemetry.steps import StepExtras, StepLog
@@ -70,9 +70,10 @@ class PlainTraining(TrainingTensors):
         self._ready_step = 0
         self._moments: dict[int, Moment] = {}  # by step
         self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
-        if call.checkpoint_manager is None:
-            call.checkpoint_manager = CheckpointManager()
-        self._manager: CheckpointManager = call.checkpoint_manager
+        manager = manager_of(call)
+        if manager is None:
+            call.checkpoint_manager = manager = CheckpointManager()
+        self._manager = manager
         self._log = StepLog.from_environment()
         injector = from_environment(dist.get_rank())
         if injector is not None:
@@ -97,8 +98,8 @@ class PlainTraining(TrainingTensors):
             self._moments = {self.step: moment}
             self._call.begin_step(self.step + 1)
             yield self.step + 1
-            if self.step < self._call.making_step:
-                raise RuntimeError(f"step {self._call.making_step} ended without a call of update()")
+            if self.step < self._call.steps.making:
+                raise RuntimeError(f"step {self._call.steps.making} ended without a call of update()")
             self._call.end_step()
             self._call.enter_phase("between", self.step)
 
@@ -108,16 +109,16 @@ class PlainTraining(TrainingTensors):
         Args:
             loss: the loss of the step, which is kept with the step if steps are recorded.
         """
-        self._call.making_loss = loss
+        self._call.steps.loss = loss
         guarded_update(
-            self._call.making_step,
+            self._call.steps.making,
             self.apply_held_update,
             lock=self._call.parameter_update_lock,
             ready=self._ready,
             committed=self._call.committed,
             phase=self._call.enter_phase,
         )
-        self.step = self._call.making_step
+        self.step = self._call.steps.making
         self._record(loss)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -134,7 +135,7 @@ class PlainTraining(TrainingTensors):
         self._ready_buffers = self.copy_buffers()
         self._ready_step = step
         self._manager.keep_buffers(step, Stage.COMMITTED, self._ready_buffers)
-        self._manager.store_rng_states(step, loss=self._call.making_loss)
+        self._manager.store_rng_states(step, loss=self._call.steps.loss)
         self._manager.replicate_rng_states(step)
         self._call.parameter_update_lock.mark_ready(step)
 
@@ -160,7 +161,7 @@ class PlainTraining(TrainingTensors):
             manager.store_rng_states(0)
         manager.restore_streams()
         manager.attach(self, self.step)
-        call.begin_data()
+        call.steps.begin_data()
 
     # --- what the manager asks for (checkpointless.recovery.live_state.LiveState) ---------------------------------
 

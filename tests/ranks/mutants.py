@@ -77,7 +77,7 @@ class HeldUpUpdate(Callback):
         call = active_call_wrapper()
         assert call is not None
         _step_some(inner, slice(0, None, 2))
-        if call.generation == 0 and call.making_step == self.step:
+        if call.generation == 0 and call.steps.making == self.step:
             if self.fails:
                 raise RuntimeError("an update fails half-way")
             noticed = self._wait_for_notice(call)
@@ -87,7 +87,7 @@ class HeldUpUpdate(Callback):
     @staticmethod
     def _wait_for_notice(call: Any) -> bool:
         deadline = time.monotonic() + _NOTICE_LIMIT_S
-        while call._noticed_generation < call.generation:  # without a lock that an interruption could leave taken
+        while call._departure.noticed < call.generation:  # without a lock that an interruption could leave taken
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.aside import Helper
+from checkpointless.inprocess.communicators.helper_thread import HelperThread
 
 _TURN = timedelta(milliseconds=50)
 _TIMED_OUT = "Operation timed out"
@@ -35,7 +35,7 @@ class InterruptibleWait:
 
     def __init__(self) -> None:
         self._original: Any = None
-        self._helper: Helper | None = None
+        self._helper: HelperThread | None = None
 
     def install(self) -> None:
         """Replace torch's method (idempotent)."""
@@ -65,7 +65,7 @@ class InterruptibleWait:
 
     def _wait_aside(self, blocking: Callable[[], bool]) -> bool:
         """Let a helper thread wait, and wait for the helper in short turns."""
-        helper, self._helper = self._helper or Helper(), None
+        helper, self._helper = self._helper or HelperThread(), None
         try:
             return helper.run(blocking)
         finally:

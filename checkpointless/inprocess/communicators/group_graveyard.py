@@ -12,8 +12,6 @@ import sys
 import threading
 from typing import Any
 
-import torch.distributed.distributed_c10d as c10d
-
 _buried: list[Any] = []
 _REFERENCES = 4  # this list, the one added by bury(), the variable of reap(), and the argument of getrefcount()
 
@@ -25,11 +23,6 @@ def bury(groups: list[Any]) -> None:
         if id(group) not in held:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             _buried.append(group)
-
-
-def bury_all() -> None:
-    """Hold every process group that torch has registered."""
-    bury(list(c10d._world.pg_map))
 
 
 def reap() -> None:

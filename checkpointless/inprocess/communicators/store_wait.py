@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from checkpointless.inprocess.aside import Helper
+from checkpointless.inprocess.communicators.helper_thread import HelperThread
 
 # `torch.distributed.rendezvous` is also the name of a function, which hides the module as an attribute.
 rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -68,7 +68,7 @@ class InterruptibleStore:
 
 def _connect(create: Callable[[], Any]) -> Any:
     """Create the client in a helper thread: if the store closes meanwhile, torch blocks until its timeout."""
-    helper = Helper()
+    helper = HelperThread()
     try:
         return helper.run(create)
     finally:

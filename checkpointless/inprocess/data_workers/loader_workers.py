@@ -27,12 +27,6 @@ _END_S = 1.0  # a worker that is asked to end does so within milliseconds
 _LOCK_S = 1.0  # a living process holds the lock for microseconds
 
 
-def worker_iterators(combined_loader: Any) -> list[Any]:
-    """Return the multiprocessing iterators inside a Lightning ``CombinedLoader``."""
-    mode_iterator = getattr(combined_loader, "_iterator", None)
-    return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]
-
-
 def end_workers(iterator: Any) -> None:
     """End the workers of one iterator, and free threads that would wait for what the workers held.
 

@@ -66,7 +66,7 @@ class FaultBehindScaler(Callback):
     def _seen(self, rank: int, found_inf: bool, scale: float) -> None:
         call = active_call_wrapper()
         assert call is not None
-        if (call.making_step, call.generation) != (self._step, self._generation):
+        if (call.steps.making, call.generation) != (self._step, self._generation):
             return
         if rank == self._rank:
             note = Path(os.environ[RUN_DIR_ENV]) / f"scaler-{self._step}.json"

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger  # noqa: E402
 
 from checkpointless.callbacks.incident_metrics import incident_metrics, log_incident  # noqa: E402
 from checkpointless.inprocess import HPCallWrapper, RankShouldRestart  # noqa: E402
+from checkpointless.recovery import CheckpointManager  # noqa: E402
 
 
 class Notebook(Logger):
@@ -43,7 +44,9 @@ class Notebook(Logger):
 
 def call(**more: Any) -> HPCallWrapper:
     known = {"generation": 2, "incident": "2", "recovering_since_s": 10.0, "high_water": 7}
-    return cast(Any, SimpleNamespace(**{**known, "checkpoint_manager": SimpleNamespace(bytes_received=64), **more}))
+    manager = CheckpointManager()
+    manager.bytes_received = 64
+    return cast(Any, SimpleNamespace(**{**known, "checkpoint_manager": manager, **more}))
 
 
 def test_it_says_what_is_known() -> None:

@@ -26,13 +26,13 @@ from checkpointless.inprocess import (
     InternalError,
     RankShouldRestart,
 )
-from checkpointless.inprocess.abort import after_block
-from checkpointless.inprocess.block_end import is_victim
-from checkpointless.inprocess.caller import with_caller
-from checkpointless.inprocess.fault_thread import MainThread
+from checkpointless.inprocess.abort.composition import after_block
+from checkpointless.inprocess.block.arguments import with_caller
+from checkpointless.inprocess.block.end import is_victim
+from checkpointless.inprocess.block.main_thread import MainThread
+from checkpointless.inprocess.block.signal_handlers import SignalHandlers
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.inprocess.memory import peak_growth, reset_peak
-from checkpointless.inprocess.signal_handlers import SignalHandlers
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 

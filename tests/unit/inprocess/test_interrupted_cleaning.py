@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.inprocess import fault_thread
+from checkpointless.inprocess.block import main_thread
+from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.exceptions import RankShouldRestart
-from checkpointless.inprocess.fault_thread import MainThread
 from checkpointless.telemetry.events import append_line
 
 
@@ -103,7 +103,7 @@ def test_a_destructor_ends_and_is_interrupted_afterwards() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_destructor_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_thread, "_CLEANING_S", 0.2)
+    monkeypatch.setattr(main_thread, "_CLEANING_S", 0.2)
 
     class Endless:
         def __del__(self) -> None:

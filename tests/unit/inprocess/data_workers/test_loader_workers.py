@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
+from checkpointless.callbacks import trainer_parts
 from checkpointless.inprocess import HPDataLoaderAbort, HPState
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.posix import shared_memory
@@ -117,6 +118,7 @@ def iterator_of() -> Iterator[Callable[[Dataset[Any]], Any]]:
 def abort(iterator: Any) -> None:
     loader = Object(_iterator=Object(iterators=[iterator]))
     trainer = Object(fit_loop=Object(_combined_loader=loader))
+    trainer_parts.install()
     data_loader_abort = HPDataLoaderAbort()
     data_loader_abort.register_attributes(trainer)
     data_loader_abort(STATE)

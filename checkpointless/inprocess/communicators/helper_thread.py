@@ -19,13 +19,13 @@ def awaited_thread() -> int | None:
     return _awaited
 
 
-class Helper:
+class HelperThread:
     """A thread that waits on behalf of another thread."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="checkpointless-gloo-wait", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="checkpointless-helper", daemon=True)
         self._thread.start()
 
     def run(self, blocking: Callable[[], T]) -> T:

@@ -1,13 +1,32 @@
-"""What TransformerEngine, if it was imported, keeps in globals across a restart."""
+"""The abort that drops what TransformerEngine, if it was imported, keeps in globals across a restart."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+from checkpointless.inprocess.abort.base import Abort
+from checkpointless.inprocess.state import HPState
+
 _FP8 = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # 2.8 and later; earlier
 _MODULES = "transformer_engine.pytorch.module.base"
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+
+
+class AbortTransformerEngine(Abort):
+    """Drops what TransformerEngine keeps for process groups that are gone, once the main thread has left the block.
+
+    TransformerEngine's FP8 state must not be reset while the block is inside ``fp8_autocast``, whose exit relies on
+    it, and its communicators for overlapped tensor parallelism must not be dropped while kernels wait in them. This
+    abort does nothing if TransformerEngine was not imported.
+    """
+
+    def __call__(self, state: HPState) -> None:
+        """Do nothing, because nothing can be dropped while the block still runs."""
+
+    def after_block(self, state: HPState) -> None:
+        """Drop FP8 state, user buffers (``destroy_ub``) and workspaces."""
+        drop()
 
 
 def drop() -> None:

@@ -1,0 +1,42 @@
+"""Where Lightning's trainer keeps what an abort has to stop: data-loader workers and checkpoint writers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkpointless.inprocess.abort.trainer import register_trainer_parts
+
+
+class LightningTrainerParts:
+    """Finds the parts of Lightning's trainer, and nothing in another object."""
+
+    def loader_iterators(self, trainer: Any) -> list[Any]:
+        """Return torch's iterators of the training and validation loaders that have worker processes."""
+        fit_loop = getattr(trainer, "fit_loop", None)
+        loops = (fit_loop, getattr(getattr(fit_loop, "epoch_loop", None), "val_loop", None))
+        return [each for loop in loops for each in worker_iterators(getattr(loop, "_combined_loader", None))]
+
+    def stop_saves(self, trainer: Any) -> None:
+        """Have the strategy keep its asynchronous saves, or kill their writers if it cannot."""
+        strategy = getattr(trainer, "strategy", None)
+        keep_saves = getattr(strategy, "keep_saves", None)
+        if keep_saves is not None:
+            keep_saves()
+            return
+        checkpoint_io = getattr(strategy, "_checkpoint_io", None)
+        queue = getattr(checkpoint_io, "async_calls_queue", None)
+        for call in getattr(queue, "async_calls", ()):
+            process = getattr(getattr(call, "async_caller", None), "process", None)
+            if process is not None and process.is_alive():
+                process.kill()
+
+
+def worker_iterators(combined_loader: Any) -> list[Any]:
+    """Return the multiprocessing iterators inside a Lightning ``CombinedLoader``."""
+    mode_iterator = getattr(combined_loader, "_iterator", None)
+    return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]
+
+
+def install() -> None:
+    """Let the aborts find the parts of Lightning's trainer (idempotent)."""
+    register_trainer_parts("lightning", LightningTrainerParts())

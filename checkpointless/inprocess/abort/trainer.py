@@ -1,0 +1,70 @@
+"""The aborts of what a framework's trainer runs beside the main thread: data-loader workers, checkpoint writers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from checkpointless.inprocess.abort.base import Abort
+from checkpointless.inprocess.data_workers.loader_workers import end_workers
+from checkpointless.inprocess.state import HPState
+
+
+class TrainerParts(Protocol):
+    """Where a framework's trainer keeps what an abort has to stop."""
+
+    def loader_iterators(self, trainer: Any) -> Iterable[Any]:
+        """Return torch's multiprocessing iterators (``_MultiProcessingDataLoaderIter``) that are in use."""
+
+    def stop_saves(self, trainer: Any) -> None:
+        """Stop asynchronous checkpoint writers, unless the trainer keeps their saves and finishes them later."""
+
+
+_known: dict[str, TrainerParts] = {}
+
+
+def register_trainer_parts(framework: str, parts: TrainerParts) -> None:
+    """Register how to find the parts of a framework's trainer.
+
+    Args:
+        framework: the framework's name; registering a name again replaces what it stood for.
+        parts: finds nothing in a trainer of another framework.
+    """
+    _known[framework] = parts
+
+
+class TrainerAbort(Abort):
+    """An abort that acts on the running trainer, once there is one."""
+
+    def __init__(self) -> None:
+        self._trainer: weakref.ref[Any] | None = None
+
+    def register_attributes(self, trainer: Any) -> None:
+        """Keep a weak reference to the running trainer."""
+        self._trainer = weakref.ref(trainer)
+
+    @property
+    def trainer(self) -> Any:
+        """The running trainer, or None."""
+        return self._trainer() if self._trainer is not None else None
+
+
+class HPDataLoaderAbort(TrainerAbort):
+    """Stops the data-loader workers, which frees a main thread that waits for a batch and leaves nothing behind."""
+
+    def __call__(self, state: HPState) -> None:
+        for parts in _known.values():
+            for iterator in parts.loader_iterators(self.trainer):
+                end_workers(iterator)
+
+
+class HPCheckpointingAbort(TrainerAbort):
+    """Stops asynchronous checkpoint writers, unless the strategy keeps their saves and finishes them later.
+
+    A save that is not finished is not a checkpoint.
+    """
+
+    def __call__(self, state: HPState) -> None:
+        for parts in _known.values():
+            parts.stop_saves(self.trainer)

@@ -1,0 +1,201 @@
+"""The thread that runs the block: how it is interrupted wherever it is, and what an interruption spares."""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
+
+from checkpointless.inprocess.communicators.helper_thread import awaited_thread
+from checkpointless.inprocess.exceptions import InternalError, RankShouldRestart
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_RAISE_AGAIN_S = 0.05
+_SLOW_S = 1.0
+_CLEANING_S = 10.0  # a data loader waits 5 s for each worker that does not end
+_INNERMOST = 10  # number of innermost frames that are inspected
+_COLLECTIVE_FILES = ("torch/distributed/", "torch/futures/", "inprocess/communicators/gloo_wait.py")
+_WAITING_FILES = (
+    "/threading.py",
+    "inprocess/communicators/helper_thread.py",
+    "inprocess/communicators/store_wait.py",
+)  # code in which a thread waits for a collective
+#: Files, and functions in them (none means all), in which descriptors and child processes have no owner, either not
+#: yet or not any more.
+_OWNERLESS: dict[str, tuple[str, ...]] = {
+    "/multiprocessing/connection.py": ("Pipe",),
+    "/multiprocessing/popen_fork.py": ("_launch", "poll"),
+    "/multiprocessing/popen_forkserver.py": ("_launch", "poll"),
+    "/multiprocessing/popen_spawn_posix.py": ("_launch",),
+    "/multiprocessing/process.py": ("start",),
+    "/multiprocessing/util.py": (),
+    "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
+    "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
+    "/checkpointless/local_checkpoint/part_file.py": ("_sync_folder",),
+}
+
+
+class MainThread:
+    """The thread that runs the re-executable code block, and the means to make it leave the block.
+
+    An interruption is a signal that is never sent: Python is told that it arrived, so no system call is cut short.
+    Its handler runs in the main thread, between two bytecodes or where C code checks for signals, and sees the
+    frames that it would interrupt. It raises only if the block's frame is among them. Code before or after the
+    block is therefore never hit, no matter when the interruption was requested or how late it is handled. (An
+    exception that another thread sets with ``PyThreadState_SetAsyncExc`` is raised wherever the thread is by then.)
+    Python swallows an exception that is raised in a destructor, so the interruption is repeated until the thread
+    has left the block, but not in the middle of code that releases resources.
+
+    Raises:
+        InternalError: the current thread is not the main thread, the only one that handles signals.
+    """
+
+    def __init__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise InternalError(
+                "HPWrapper runs its function in the main thread of a process, and this is another one"
+            )
+        self._ident = threading.get_ident()
+        self._entered = 0  # number of times that the block was entered
+        self._to_leave = 0  # the entry that is to be left
+        self._waited_s = 0.0
+        self._left = threading.Event()
+        self._left.set()
+        self._signal = _unused_signal()
+        signal.signal(self._signal, self._hear)
+
+    def close(self) -> None:
+        """Stop interrupting and restore the signal's default action."""
+        signal.signal(self._signal, signal.SIG_DFL)
+
+    def run(self, block: Callable[[], T]) -> T:
+        """Run ``block``, which may be interrupted; code after it is not.
+
+        Raises:
+            RankShouldRestart: the block was interrupted.
+        """
+        self._entered += 1
+        self._left.clear()
+        try:
+            return _the_block(block)
+        finally:
+            self._left.set()
+
+    def interrupt(self, waited_s: float = 0.0) -> None:
+        """Raise :class:`RankShouldRestart` in the block, if the thread is still in it.
+
+        Args:
+            waited_s: for how many seconds the thread should have left already; no code is spared forever.
+        """
+        entry = self._entered
+        if self._left.is_set():
+            return
+        self._waited_s = waited_s
+        self._to_leave = entry
+        _thread.interrupt_main(self._signal)  # type: ignore[arg-type]  # typeshed knows none without a name
+
+    def _hear(self, _: int, frame: FrameType | None) -> None:
+        """Raise in the main thread, if it is in the entry that is to be left and not in code to be spared."""
+        if self._to_leave == self._entered and _is_in_block(frame) and self._waited_s >= _spared_s(frame):
+            raise RankShouldRestart
+
+    def interrupt_until_left(self, timeout_s: float, free: Callable[[], object]) -> bool:
+        """Interrupt the thread repeatedly until it has left the block.
+
+        Args:
+            timeout_s: time limit in seconds.
+            free: called before each interruption; frees what the thread may block in by then.
+
+        Returns:
+            False if the thread has not left the block within ``timeout_s``.
+        """
+        began = time.monotonic()
+        told = False
+        while not self._left.wait(_RAISE_AGAIN_S) and (waited := time.monotonic() - began) < timeout_s:
+            free()
+            self.interrupt(waited)
+            if waited > _SLOW_S and not told:
+                told = True
+                logger.warning("the main thread is slow to leave the block; it is in\n%s", self.where()[1])
+        return self._left.is_set()
+
+    def where(self) -> tuple[bool, str]:
+        """Return whether the thread waits in a collective, and its stack as text, innermost call last."""
+        frame = sys._current_frames().get(self._ident)
+        if frame is None:
+            return False, "the main thread has ended"
+        stack = "".join(traceback.format_stack(frame))
+        if _is_in_collective(frame):
+            return True, stack
+        helper = sys._current_frames().get(awaited_thread() or 0)
+        if helper is None:
+            return False, stack
+        stack += "waiting for a thread that works on its behalf:\n" + "".join(traceback.format_stack(helper))
+        return _is_in_collective(helper), stack
+
+
+def _the_block(block: Callable[[], T]) -> T:
+    """Run ``block`` in a frame by which an interruption knows that it is inside the block."""
+    return block()
+
+
+def _is_in_block(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is _the_block.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _spared_s(frame: FrameType | None) -> float:
+    """Return for how many seconds the thread must not be interrupted in ``frame``; 0 almost everywhere.
+
+    ``logging`` and the import system can be interrupted, like any other code, between taking a lock and the ``try``
+    that releases it; every thread of the process would then wait for that lock. Code that is interrupted while it
+    closes descriptors or joins a child process does not do so later. Most of that code runs in destructors, from
+    which an exception does not even propagate.
+    """
+    spared_s = 0.0
+    for _ in range(_INNERMOST):
+        if frame is None:
+            break
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        if function == "__del__" or _is_ownerless(name, function):
+            return _CLEANING_S
+        if name.endswith("logging/__init__.py") or name.startswith("<frozen importlib"):
+            spared_s = _SLOW_S
+        if name.endswith("/threading.py") and function != "wait":
+            spared_s = _SLOW_S
+        frame = frame.f_back
+    return spared_s
+
+
+def _unused_signal() -> int:
+    """Return an unused real-time signal, but not the first or the last, which programs restore by name."""
+    for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            return number
+    raise InternalError(
+        "every real-time signal has a handler already: none is left to interrupt the main thread with"
+    )
+
+
+def _is_ownerless(name: str, function: str) -> bool:
+    return any(name.endswith(file) and (not among or function in among) for file, among in _OWNERLESS.items())
+
+
+def _is_in_collective(frame: FrameType) -> bool:
+    """Return whether the thread whose innermost frame is ``frame`` waits for its peers."""
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITING_FILES):
+        frame = frame.f_back
+    return any(part in frame.f_code.co_filename for part in _COLLECTIVE_FILES)

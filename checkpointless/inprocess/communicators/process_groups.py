@@ -1,0 +1,92 @@
+"""The owner of a generation's process groups: how they are made, aborted, held, destroyed and released."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
+from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
+from checkpointless.inprocess.communicators.group_graveyard import bury, reap
+from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
+
+
+class ProcessGroups:
+    """Owns the process groups of this process, from the first block to the end of the last.
+
+    The order over a restart is: :meth:`abort` and :meth:`cut` in the fault thread; :meth:`hold` and :meth:`destroy`
+    in the main thread, once it has left the block; :meth:`release` when all ranks have left theirs; :meth:`reap`
+    when the next generation's garbage has been collected.
+    """
+
+    def __init__(self) -> None:
+        self._sockets = GlooSockets()
+        self._waits = (InterruptibleWait(), InterruptibleStore())
+
+    def install(self) -> None:
+        """Note which sockets new groups open, and make waits in gloo and for stores interruptible (idempotent)."""
+        self._sockets.install()
+        for wait in self._waits:
+            wait.install()
+
+    def uninstall(self) -> None:
+        """Restore torch's functions."""
+        self._sockets.release()
+        self._sockets.uninstall()
+        for wait in self._waits:
+            wait.uninstall()
+
+    def abort(self) -> None:
+        """Free every thread that waits in a collective: NCCL's groups are aborted, gloo's connections cut."""
+        for group in list(c10d._world.pg_map):
+            for device in ("cuda", "cpu"):
+                backend = _backend(group, device)
+                if backend is not None and "nccl" in type(backend).__name__.lower():
+                    backend.abort()
+        self.cut()
+
+    def cut(self) -> None:
+        """Cut gloo's connections, also those of a group that is just being made."""
+        self._sockets.shutdown()
+
+    def hold(self) -> None:
+        """Hold every group, so that no thread has to wait in its destructor."""
+        bury(list(c10d._world.pg_map))
+
+    def destroy(self) -> None:
+        """Destroy every process group of this process, in the main thread, after the abort.
+
+        This includes what an interrupted ``init_process_group`` leaves behind: torch counts the groups that it has
+        named, and a rank that has counted one more than the others would wait for them forever under another name.
+        """
+        self.hold()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        world = c10d._world
+        registries: list[Any] = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config]
+        registries += [world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state]
+        for registry in registries:
+            registry.clear()
+        world.group_count = 0
+
+    def release(self) -> None:
+        """Close the connections that were cut, since every rank has left its block and no rank writes any more."""
+        self._sockets.release()
+
+    def reap(self) -> None:
+        """Release every group that nothing else refers to. Call this after the garbage collector has run."""
+        reap()
+
+
+def _backend(group: Any, device: str) -> Any:
+    try:
+        return group._get_backend(torch.device(device))
+    except RuntimeError:  # the group has no backend for this kind of device
+        return None
+
+
+#: torch registers process groups for the whole process, so one object owns them.
+process_groups = ProcessGroups()

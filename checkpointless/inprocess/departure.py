@@ -1,0 +1,135 @@
+"""How a rank leaves its block after a fault: the generation is aborted once, and the main thread interrupted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from checkpointless.client import FaultNotice, RankClient
+from checkpointless.inprocess.block.main_thread import MainThread
+from checkpointless.inprocess.communicators.process_groups import process_groups
+from checkpointless.inprocess.deadline import bounded
+from checkpointless.inprocess.fault_thread import FaultThread
+from checkpointless.inprocess.generation import Generation
+from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
+from checkpointless.inprocess.state import HPState
+
+
+class Departure:
+    """Makes the main thread leave its block when a fault notice arrives.
+
+    Args:
+        generation: the generation that this rank is in.
+        client: the agent's client, which brings the notices.
+        main: the main thread.
+        lock: brackets the optimizer update; it is closed before anything is aborted.
+        abort: the composition of aborts.
+        timeout: time limit of the update in progress, of the abort, and of the main thread's way out, each.
+        raise_before_abort: whether the main thread is interrupted before the abort runs rather than after it.
+        replace: ends this process, which a successor takes over, with a reason.
+
+    Attributes:
+        aborted: the generation that was aborted last (-1: none).
+        noticed: the newest generation that is known to be over. The block reads it without a lock, because an
+            interruption could leave a lock taken.
+        fault_at_s: when this rank first knew of the fault of this generation, in monotonic-clock seconds (None: it
+            knows of none).
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        client: RankClient,
+        main: MainThread,
+        lock: ParameterUpdateLock,
+        *,
+        abort: Callable[[HPState], Any],
+        timeout: timedelta,
+        raise_before_abort: bool,
+        replace: Callable[[str], NoReturn],
+    ) -> None:
+        self.aborted = -1
+        self.noticed = -1
+        self.fault_at_s: float | None = None
+        self._generation = generation
+        self._client = client
+        self._main = main
+        self._lock = lock
+        self._abort_parts = abort
+        self._timeout = timeout
+        self._raise_before_abort = raise_before_abort
+        self._replace = replace
+        self._abort_mutex = threading.Lock()
+        self._generation_mutex = threading.Lock()  # no fault of the old generation is handled in the new one
+        self._thread: FaultThread | None = None
+
+    def start(self) -> None:
+        """Start the thread that reacts to fault notices."""
+        self._thread = FaultThread(self._on_fault, self._replace)
+        self._client.on_fault = self._on_notice
+
+    def shutdown(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._client.on_fault = None
+
+    def between_generations(self) -> AbstractContextManager[bool]:
+        """Return the lock under which the rank goes on to the next generation; no fault is handled meanwhile."""
+        return self._generation_mutex
+
+    def note_fault(self) -> None:
+        """Note that there is a fault now, unless one is known already."""
+        if self.fault_at_s is None:
+            self.fault_at_s = time.monotonic()
+
+    def abort(self, generation: int) -> bool:
+        """Abort ``generation`` once, in whichever thread comes first; the other thread waits for it.
+
+        Returns:
+            False if the update in progress did not end in time.
+        """
+        with self._abort_mutex:
+            if self.aborted >= generation:
+                return True
+            with self._generation.span("abort"):
+                if not self._lock.close(self._timeout):
+                    return False
+                with bounded("the abort", self._timeout.total_seconds(), self._replace):
+                    self._abort_parts(HPState.from_environment(generation, self._generation.incident))
+            self.aborted = generation
+            return True
+
+    def adopt_incident(self) -> None:
+        """Take the incident's id from the notice that has come, if one has."""
+        notice = self._client.pending_fault(self._generation.number)
+        if notice is not None:
+            self._generation.incident = notice.incident
+
+    def _on_notice(self, notice: FaultNotice) -> None:
+        """Pass a notice on to the fault thread. Runs in the thread that reads the agent."""
+        self.noticed = max(self.noticed, notice.generation)
+        if notice.generation < self._generation.number:
+            return
+        self.note_fault()
+        if self._thread is not None:
+            self._thread.notify(notice.generation)
+
+    def _on_fault(self, generation: int) -> None:
+        """Free the main thread and make sure that it leaves the block. Runs in the fault thread."""
+        with self._generation_mutex:
+            if generation != self._generation.number:
+                return
+            self.adopt_incident()
+            timeout_s = self._timeout.total_seconds()
+            if not self._lock.close(self._timeout):
+                self._replace(f"the optimizer update did not end within {timeout_s:.0f} s")
+            if self._raise_before_abort:
+                self._main.interrupt()
+            left = self.abort(generation) and self._main.interrupt_until_left(timeout_s, process_groups.cut)
+            if not left:
+                self._replace(f"the main thread did not leave the block within {timeout_s:.0f} s")

@@ -1,0 +1,35 @@
+"""The generation that a rank is in, as its agent announced it at the barrier."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from checkpointless.telemetry.events import Edge, event_log
+
+
+@dataclass
+class Generation:
+    """The generation that this rank is in. There is one of these per process, and it changes at every barrier.
+
+    Attributes:
+        number: the generation's number, from 0.
+        incident: id of the incident that led to this generation, or of the one that ends it, once that is known
+            (None: none).
+        high_water: the highest optimizer step that any rank of the job is known to have committed (-1: none).
+        recovering_since_s: when this node noticed the incident, in monotonic-clock seconds (None if unknown).
+    """
+
+    number: int
+    incident: str | None = None
+    high_water: int = -1
+    recovering_since_s: float | None = None
+
+    def emit(self, stage: str, edge: Edge, **fields: Any) -> None:
+        """Write an event of this generation and incident."""
+        event_log().emit(stage, edge, generation=self.number, incident=self.incident, **fields)
+
+    def span(self, stage: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
+        """Return a span of ``stage``, of this generation and incident, for a ``with`` statement."""
+        return event_log().span(stage, generation=self.number, incident=self.incident, **fields)

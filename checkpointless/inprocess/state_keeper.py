@@ -1,0 +1,19 @@
+"""What the engine asks of whatever keeps the training state across restarts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class StateKeeper(Protocol):
+    """Keeps the state of training from one run of the block to the next.
+
+    :class:`checkpointless.recovery.CheckpointManager` is one. The engine itself knows nothing about the state.
+    """
+
+    def hold(self) -> None:
+        """Take hold of the state that the block leaves behind.
+
+        It runs in the main thread after the abort, before the frames of the block are cleared and before anything
+        is cleaned up.
+        """

@@ -1,0 +1,95 @@
+"""Where training stands in this process: the step in progress, and the stages of a recovery before its first step."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+from checkpointless.inprocess.communicators.process_groups import process_groups
+from checkpointless.inprocess.generation import Generation
+from checkpointless.inprocess.memory import memory_status
+from checkpointless.telemetry.events import event_log
+from checkpointless.wire.board import Board
+
+_SETTLED_STEPS = 2  # after this many steps, everything that the previous generation held has been released
+
+
+class StepTracker:
+    """Reports how far training has come: on the rank's board for its agent, and in the event log.
+
+    Args:
+        generation: the generation that this rank is in.
+        board: this rank's board (None under another launcher).
+
+    Attributes:
+        making: the optimizer step in progress (-1: none).
+        loss: loss of the optimizer step in progress, once it is known and if it is recorded (else None).
+        since_entry: number of optimizer steps committed since the block was last entered.
+    """
+
+    def __init__(self, generation: Generation, board: Board | None) -> None:
+        self.making = -1
+        self.loss: float | None = None
+        self.since_entry = 0
+        self._generation = generation
+        self._board = board
+        self._open_stage: tuple[str, float] | None = None  # its name, and when it began
+
+    def enter(self) -> None:
+        """Count anew, because the block is about to be entered."""
+        self.since_entry = 0
+
+    def leave(self) -> None:
+        """Forget the stage that is open, because the block was left."""
+        self._open_stage = None
+
+    def begin_data(self, samples_per_step: int | None = None) -> None:
+        """Report that the state is in place and that the first batch is requested.
+
+        Args:
+            samples_per_step: number of samples that a step of the whole job takes, for the report; None if unknown.
+        """
+        self._begin_stage("data", **({} if samples_per_step is None else {"samples_per_step": samples_per_step}))
+
+    def begin(self, step: int) -> None:
+        """Report that optimizer step ``step`` begins."""
+        self.making = step
+        self.loss = None
+        if self._board is not None:
+            self._board.set_making(step)
+            self._board.beat()
+        if self._open_stage is not None:
+            self._end_stage()
+            self._begin_stage("first_step")
+
+    def end(self) -> None:
+        """Report that the optimizer step in progress is complete and committed."""
+        self.since_entry += 1
+        if self.since_entry == _SETTLED_STEPS and self._generation.incident is not None:
+            self._generation.emit("settled", "point", **memory_status())
+        if self._open_stage is not None:
+            self._end_stage(step=self.making)
+            gc.collect()  # the previous generation's trainer is part of reference cycles
+            process_groups.reap()
+        if self._board is not None:
+            self._board.beat()
+
+    def committed(self, step: int) -> None:
+        """Report that the rank's state is the state after ``step``."""
+        if self._board is not None:
+            self._board.set_committed(step)
+
+    def end_training(self, step: int) -> None:
+        """Report that ``step`` was the last step; what remains to be done is not training."""
+        event_log().emit("trained", "point", generation=self._generation.number, step=step)
+
+    def _begin_stage(self, stage: str, **fields: Any) -> None:
+        self._open_stage = (stage, time.monotonic())
+        self._generation.emit(stage, "begin", **fields)
+
+    def _end_stage(self, **fields: Any) -> None:
+        if self._open_stage is not None:
+            stage, began_s = self._open_stage
+            self._open_stage = None
+            self._generation.emit(stage, "end", seconds=time.monotonic() - began_s, **fields)
