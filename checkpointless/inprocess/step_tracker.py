@@ -1,4 +1,4 @@
-"""Where training stands in this process: the step in progress, and the stages of a recovery before its first step."""
+"""Where training stands in this process: the step in progress, and the stages of a recovery before its first."""
 
 from __future__ import annotations
 

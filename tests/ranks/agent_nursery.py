@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import checkpointless.agent.server  # noqa: F401 - what takes so long
 from checkpointless.agent.launch import LaunchConfig, launch
-from checkpointless.coordinator import hangs
+from checkpointless.coordinator.hangs import policy
 
 _nursery = multiprocessing.get_context("forkserver")
 _nursery.set_forkserver_preload([__name__])
@@ -99,7 +99,7 @@ def _be_agent(options: dict[str, Any], env: dict[str, str], *outputs: Connection
         output.close()
     floor_s = options.pop("floor_s", None)
     if floor_s is not None:
-        hangs.FLOOR_S = floor_s
+        policy.FLOOR_S = floor_s
     options["run_dir"] = Path(options["run_dir"])
     options["script_args"] = tuple(options["script_args"])
     sys.exit(launch(LaunchConfig(**options), lambda line: print(line, file=sys.stderr, flush=True)))
