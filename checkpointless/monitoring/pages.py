@@ -41,6 +41,8 @@ class Watched(Protocol):
 class Pages:
     """The pages that can be read, each made from a snapshot on request, once per snapshot.
 
+    One thread at a time may use them.
+
     Args:
         watch: holds the snapshot.
 
