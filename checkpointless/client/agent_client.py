@@ -151,7 +151,11 @@ class RankClient(abc.ABC):
         """Send ``message``."""
 
     def _hear(self, message: AgentMessage) -> None:
-        """Keep ``message`` for the thread that waits for it, and call the callback for it."""
+        """Keep ``message`` for the thread that waits for it, and call the callback for it.
+
+        Raises:
+            ProtocolError: ``message`` is none of those that are handled here.
+        """
         if isinstance(message, Inquire):
             waits, stack = self.on_inquire() if self.on_inquire is not None else (False, "")
             self._send(Answer(message.id, waits, stack))
@@ -162,6 +166,8 @@ class RankClient(abc.ABC):
                 self._move_to(message.generation)
             elif isinstance(message, Finish):
                 self._finish = message
+            elif not isinstance(message, FaultNotice):
+                raise ProtocolError(f"this rank cannot handle the agent's message {message.type!r}")
             elif message.generation < self._generation:
                 return  # stale: the rank has left that generation already
             else:

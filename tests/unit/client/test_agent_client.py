@@ -4,13 +4,15 @@ import multiprocessing
 import socket
 import threading
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 
 from checkpointless.client.agent_client import AgentClient, AgentLostError
 from checkpointless.client.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
 from checkpointless.client.standalone import StandaloneClient
+from checkpointless.wire import messages
 from checkpointless.wire.messages import (
     Answer,
     Barrier,
@@ -24,6 +26,7 @@ from checkpointless.wire.messages import (
     LineBuffer,
     Message,
     Sender,
+    Vocabulary,
     decode,
     encode,
 )
@@ -160,6 +163,29 @@ def test_an_agent_that_does_not_keep_to_the_protocol_is_left(pair: tuple[AgentCl
     with pytest.raises(AgentLostError):
         client.wait_go(0, 5)
     assert agent.connection.recv(1) == b""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A message that a newer agent might have."""
+
+    type: ClassVar[str] = "advice"
+    generation: int
+
+
+def test_a_message_that_is_not_handled_is_refused_and_no_fault(
+    pair: tuple[AgentClient, Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, agent = pair
+    called: list[FaultNotice] = []
+    client.on_fault = called.append
+    newer = Vocabulary("agent", Go, FaultNotice, Inquire, Finish, Advice)
+    monkeypatch.setitem(messages._VOCABULARIES, Sender.AGENT, newer)
+    agent.say(Advice(7))
+    with pytest.raises(AgentLostError, match="cannot handle the agent's message 'advice'"):
+        client.wait_finish_or_fault(7, 5)
+    assert client.pending_fault(7) is None
+    assert called == []
 
 
 def test_a_failing_callback_hangs_up_so_that_the_agent_notices(pair: tuple[AgentClient, Agent]) -> None:

@@ -1,253 +1,24 @@
-"""Health, status and metrics: what is said of a snapshot, and how the server takes what it is sent."""
+"""Health, status and metrics over HTTP: how the server takes what it is sent."""
 
-import json
-import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from http import HTTPStatus
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless import monitoring
 from checkpointless.agent.watch import Watch
 from checkpointless.monitoring import http_status
-from checkpointless.monitoring.durations import Durations
-from checkpointless.monitoring.http_status import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpStatus, Pages, answer
-from checkpointless.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
-from checkpointless.monitoring.snapshot import (
-    OUTSIDE,
-    RECOVERY_BUCKETS_S,
-    STALE_S,
-    JobNode,
-    JobRank,
-    JobStatus,
-    RankStatus,
-    Snapshot,
-    Tally,
-)
-from checkpointless.wire.node_messages import End
-
-NONE = Durations.none(RECOVERY_BUCKETS_S)
-RUNGS = {"in-process": NONE.and_one_of(0.75), "process": NONE.and_one_of(40.0), "node": NONE, "job": NONE}
-JOB = JobStatus(
-    nodes=(JobNode(0, "joined", ""), JobNode(1, "absent", "it closed the connection")),
-    ranks=(JobRank(0, 0, "leaving", 1), JobRank(1, 1, "gone", 0)),
-    spares=1,
-    incidents=4,
-    cause="node",
-    causes={"SIGKILL": 2, "SIGSEGV": 1},
-    recoveries=NONE.and_one_of(0.75).and_one_of(40.0),
-    rungs=RUNGS,
-    steps_lost=3,
-)
-SNAPSHOT = Snapshot(
-    node=0,
-    at_s=1.5,
-    looked_at_s=100.0,
-    generation=3,
-    high_water=7,
-    incident="4",
-    respawns=1,
-    ranks=(RankStatus(0, "leaving", 4242, 1, 7, 8, 0.25), RankStatus(2, "starting", None, 2, None, None, None)),
-    job=JOB,
-)
-
-
-def pages_of(snapshot: Snapshot) -> Pages:
-    watch = Watch(snapshot.node)
-    watch.snapshot = snapshot
-    return Pages(watch)
-
-
-def get(pages: Pages, path: str) -> tuple[int, str]:
-    """Status and body."""
-    head, _, body = answer(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode(), pages).partition(b"\r\n\r\n")
-    assert f"Content-Length: {len(body)}".encode() in head
-    return int(head.split()[1]), body.decode()
-
-
-@pytest.mark.parametrize(
-    ("snapshot", "now_s", "well", "words"),
-    [
-        (Snapshot(0), 1.0, False, "the agent has not joined the job yet"),
-        (Snapshot(0, looked_at_s=1.0), 1.0, True, "ok, waiting for all ranks"),
-        (Snapshot(0, looked_at_s=1.0, generation=0), 1.0 + STALE_S, True, "ok"),
-        (Snapshot(0, looked_at_s=1.0, generation=0), 8.25, False, "the loop has not turned for 7.2 s"),
-        (SNAPSHOT, 100.0, True, "ok, recovering from incident 4"),
-        (Snapshot(0, looked_at_s=1.0, generation=0, exit_code=1), 1.0, False, "the job is over with exit code 1"),
-    ],
-)
-def test_health(snapshot: Snapshot, now_s: float, well: bool, words: str) -> None:
-    assert snapshot.health(now_s) == (well, words)
-
-
-def test_a_sick_job_is_503_in_one_line() -> None:
-    assert get(pages_of(Snapshot(0)), "/healthz") == (503, "the agent has not joined the job yet\n")
-    well = Snapshot(0, looked_at_s=time.monotonic(), generation=0)
-    assert get(pages_of(well), "/healthz?from=probe") == (200, "ok\n")
-
-
-def test_the_status_is_the_snapshot() -> None:
-    status, body = get(pages_of(SNAPSHOT), "/status")
-    found = json.loads(body)
-    assert status == 200
-    assert {key: found[key] for key in ("node", "generation", "high_water", "incident", "respawns")} == {
-        "node": 0,
-        "generation": 3,
-        "high_water": 7,
-        "incident": "4",
-        "respawns": 1,
-    }
-    assert found["ranks"][0] == {
-        "rank": 0,
-        "state": "leaving",
-        "pid": 4242,
-        "incarnation": 1,
-        "committed": 7,
-        "making": 8,
-        "beat_age_s": 0.25,
-    }
-    assert found["job"]["incidents"] == 4
-    assert found["job"]["nodes"][1] == {"node": 1, "state": "absent", "why": "it closed the connection"}
-    assert found["job"]["recoveries"] == {"count": 2, "seconds": 40.75}
-    assert found["job"]["rungs"]["process"] == {"count": 1, "seconds": 40.0}
-    assert found["job"]["steps_lost"] == 3
-
-
-def samples(text: str) -> dict[tuple[str, str], float]:
-    """Every sample by its name and its label's value, as Prometheus's own parser reads them."""
-    parser = pytest.importorskip("prometheus_client.parser")
-    return {
-        (sample.name.removeprefix("checkpointless_"), *sample.labels.values(), "")[:2]: sample.value
-        for family in parser.text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def test_the_metrics_are_those_of_the_snapshot() -> None:
-    status, body = get(pages_of(SNAPSHOT), "/metrics")
-    found = samples(body)
-    assert status == 200
-    assert found["generation", ""] == 3
-    assert found["high_water_step", ""] == 7
-    assert found["incident_in_progress", ""] == 1
-    assert (found["ranks", "leaving"], found["ranks", "starting"], found["ranks", "running"]) == (1, 1, 0)
-    assert found["committed_step", "0"] == 7
-    assert ("committed_step", "2") not in found
-    assert found["beat_age_seconds", "0"] == 0.25
-    assert found["respawns_total", ""] == 1
-    causes = {label: value for (name, label), value in found.items() if name == "incidents_total"}
-    zeros = dict.fromkeys(("exception", "exit", "hang", "node", "replace"), 0)
-    assert causes == {"SIGKILL": 2, "SIGSEGV": 1, **zeros}
-    counts = {rung: found["recovery_seconds_count", rung] for rung in RUNGS}
-    assert counts == {"in-process": 1, "process": 1, "node": 0, "job": 0}
-    assert found["recovery_seconds_sum", "process"] == 40
-    buckets = re.findall(r'recovery_seconds_bucket{le="([^"]+)",rung="process"} (\S+)', body)
-    assert buckets == [
-        ("0.5", "0.0"),
-        ("1.0", "0.0"),
-        ("2.0", "0.0"),
-        ("5.0", "0.0"),
-        ("10.0", "0.0"),
-        ("30.0", "0.0"),
-    ] + [(bound, "1.0") for bound in ("60.0", "120.0", "300.0", "600.0", "+Inf")]
-    assert found["steps_lost_total", ""] == 3
-    assert found["job_nodes", "absent"] == found["job_nodes", "joined"] == found["job_spares", ""] == 1
-    assert found["job_ranks", "gone"] == 1
-
-
-def test_what_is_not_known_has_no_sample() -> None:
-    found = samples(get(pages_of(Snapshot(1)), "/metrics")[1])
-    names = {name for name, _ in found}
-    assert names == {"incident_in_progress", "ranks", "respawns_total"}
-    assert json.loads(get(pages_of(Snapshot(1)), "/status")[1])["job"] is None
-
-
-def test_what_ranks_measured_has_every_stage_and_kind_from_the_start() -> None:
-    metrics = pytest.importorskip("checkpointless.monitoring.prometheus")
-    stages = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
-    stages["abort"] = stages["abort"].and_one_of(0.25)
-    found = samples(metrics.render(SNAPSHOT, Measured(stages, 4096, {"sigkill": 0, "hang": 2})).decode())
-    assert {label for name, label in found if name == "stage_seconds_count"} == set(MEASURED_STAGES)
-    assert (found["stage_seconds_count", "abort"], found["stage_seconds_sum", "abort"]) == (1, 0.25)
-    assert found["stage_seconds_count", "verify"] == 0
-    assert found["transfer_bytes_total", ""] == 4096
-    assert (found["faults_injected_total", "sigkill"], found["faults_injected_total", "hang"]) == (0, 2)
-
-
-def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
-    watch = Watch(OUTSIDE)
-    watch.log(None).emit("detect", "point", generation=0, incident="1", how="hang")
-    job: dict[str, Any] = {"nodes": [], "ranks": [], "spares": []}
-    known = {"generation": 2, "high_water": 7, "outcome": None, **job}
-    watch.look_from_outside(cast(Any, SimpleNamespace(**known)), time.monotonic())
-    pages = Pages(watch)
-    assert get(pages, "/healthz") == (200, "ok, recovering from incident 1\n")
-    found = samples(get(pages, "/metrics")[1])
-    assert (found["generation", ""], found["high_water_step", ""]) == (2, 7)
-    assert found["job_nodes", "absent"] == found["incidents_total", "hang"] == 0
-    assert not {name for name, _ in found} & {"ranks", "respawns_total", "stage_seconds_count"}
-
-
-def test_without_the_library_everything_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "checkpointless.monitoring.prometheus", raising=False)
-    monkeypatch.delattr(monitoring, "prometheus", raising=False)
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    pages = pages_of(SNAPSHOT)
-    status, body = get(pages, "/metrics")
-    assert (status, body) == (501, "/metrics needs prometheus_client: pip install 'checkpointless[metrics]'\n")
-    assert get(pages, "/status")[0] == 200
-    said: list[str] = []
-    watch = Watch(0)
-    with HttpStatus("127.0.0.1", 0, watch) as http:
-        http.open(said.append)
-    assert "pip install" in said[1]
-
-
-def test_an_incident_is_counted_when_the_ranks_are_together_again_and_by_its_last_cause() -> None:
-    tally = Tally()
-    tally.event("go", "point", None, {})
-    tally.event("detect", "point", "1", {"how": "exception"})
-    tally.event("detect", "point", "1", {"how": "SIGKILL"})
-    tally.event("respawn", "begin", "1", {})
-    assert (tally.incidents, tally.open, dict(tally.causes)) == (1, {"1": "SIGKILL"}, {})
-    tally.event("respawn", "end", "1", {})
-    tally.event("go", "point", "1", {})
-    tally.event("recovered", "point", "1", {"seconds": 0.07, "rung": "process", "steps_lost": 2})
-    tally.event("detect", "point", "2", {"how": "hang"})
-    assert (tally.incidents, tally.open, dict(tally.causes)) == (2, {"2": "hang"}, {"SIGKILL": 1})
-    assert (tally.respawns, tally.recoveries.counts[-1], tally.recoveries.seconds) == (1, 1, 0.07)
-    assert {rung: found.counts[-1] for rung, found in tally.rungs.items() if found.counts[-1]} == {"process": 1}
-    assert tally.steps_lost == 2
-
-
-def test_the_snapshot_is_replaced_a_few_times_per_second() -> None:
-    watch = Watch(0)
-    knows = {"index": 0, "workers": {}, "generation": -1, "began_after": -1, "incident": None, "outcome": None}
-    knows["clock"] = time.monotonic
-    node = cast(Any, SimpleNamespace(**knows))
-    found: list[Snapshot] = []
-    for turn in range(1000):
-        watch.look(node, None, 10.0 + turn / 1000)
-        if watch.snapshot not in found:
-            found.append(watch.snapshot)
-    assert 2 <= len(found) <= 4
-    kept = watch.snapshot
-    assert (kept.generation, kept.high_water, kept.ranks) == (None, None, ())
-    node.outcome = End(1, [])
-    watch.look(node, None, 20.0)
-    assert (kept.exit_code, watch.snapshot.exit_code) == (None, 1)
-
+from checkpointless.monitoring.http_status import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpStatus
+from checkpointless.monitoring.pages import Page, Pages
+from checkpointless.monitoring.snapshot import JobRank, JobStatus, Snapshot
+from tests.unit.monitoring.http_exchange import NONE, SNAPSHOT, answer, pages_of
 
 # ---- requests
 
@@ -356,6 +127,108 @@ def test_who_asks_and_does_not_listen_is_dropped(monkeypatch: pytest.MonkeyPatch
             assert len(b"".join(received(deaf))) < 10_000_000
         watch.snapshot = SNAPSHOT
         assert b"high_water" in ask(where)
+
+
+def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the loop shares the interpreter with one thread, however many clients there are."""
+    within: set[int] = set()
+    most: list[int] = []
+
+    def at(_: Pages, path: str) -> Page:
+        within.add(threading.get_ident())
+        most.append(len(within))
+        time.sleep(0.01)
+        within.discard(threading.get_ident())
+        return Page(HTTPStatus.OK, "text/plain", path.encode())
+
+    monkeypatch.setattr(Pages, "at", at)
+    with serving() as where, ThreadPoolExecutor(16) as crowd:
+        replies = list(crowd.map(lambda number: ask(where, f"/{number}"), range(24)))
+    assert [reply.rpartition(b"/")[2] for reply in replies] == [str(number).encode() for number in range(24)]
+    assert (max(most), len(most)) == (1, 24)
+
+
+def test_a_flood_has_no_more_threads_than_connections() -> None:
+    with serving() as where:
+        before = threading.active_count()
+        flood = [socket.create_connection(where, timeout=20) for _ in range(4 * MAX_CONNECTIONS)]
+        assert b"high_water" in ask(where)  # which comes last, so all others were accepted
+        assert threading.active_count() - before <= MAX_CONNECTIONS
+        assert sum(is_open(client) for client in flood) <= MAX_CONNECTIONS
+        for client in flood:
+            client.close()
+
+
+def is_open(client: socket.socket) -> bool:
+    """Whether the server still has the connection."""
+    client.settimeout(0.05)
+    try:
+        return client.recv(1) != b""
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+
+
+def test_closing_does_not_wait_for_clients() -> None:
+    said, before = list[str](), threading.active_count()
+    http = HttpStatus("127.0.0.1", 0, Watch(0))
+    http.open(said.append)
+    where = ("127.0.0.1", int(said[0].split("127.0.0.1:")[1].split()[0]))
+    crowd = [socket.create_connection(where, timeout=10) for _ in range(8)]
+    for client in crowd:
+        client.sendall(b"GET /st")
+    assert b"high_water" in ask(where)
+    began_s = time.monotonic()
+    http.close()
+    assert time.monotonic() - began_s < http_status.REQUEST_TIMEOUT_S - 1
+    assert threading.active_count() == before
+    for client in crowd:
+        assert not is_open(client)
+        client.close()
+
+
+def test_no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server that does not answer would hold up the start of the job."""
+
+    def look_up(_: str) -> str:
+        raise AssertionError("a name was looked up")
+
+    monkeypatch.setattr(socket, "getfqdn", look_up)
+    monkeypatch.setattr(socket, "gethostbyaddr", look_up)
+    with serving() as where:
+        assert b"high_water" in ask(where)
+
+
+def test_nothing_is_written_to_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving() as where:
+        ask(where, "/none")
+        for garbage in (b"\0\0\r\n\r\n", b"GET /status HTTP/1.0\r\n"):
+            with socket.create_connection(where, timeout=10) as client:
+                client.sendall(garbage)
+        monkeypatch.setattr(Pages, "at", lambda *_: 1 / 0)
+        assert ask(where) == b""
+    assert capfd.readouterr() == ("", "")
+    assert [record.message for record in caplog.records if record.levelname != "DEBUG"] == [
+        "HTTP: a request could not be answered"
+    ]
+
+
+def test_what_follows_the_headers_is_not_read() -> None:
+    with serving() as where, socket.create_connection(where, timeout=10) as client:
+        client.sendall(b"POST /status HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n")
+        reply = b"".join(iter(lambda: client.recv(65536), b""))
+    assert reply.startswith(b"HTTP/1.0 405 ")
+    assert b"\r\nAllow: GET, HEAD\r\n" in reply
+
+
+def test_a_request_that_ends_early_has_no_answer() -> None:
+    with serving() as where, socket.create_connection(where, timeout=10) as client:
+        client.sendall(b"GET /status HTTP/1.1\r\nHost: here\r\n")
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(100) == b""
 
 
 def received(client: socket.socket) -> Iterator[bytes]:

@@ -1,184 +1,20 @@
-"""The adapter to SageMaker HyperPod's client package, against a stand-in for that package and its agent."""
+"""From one generation into the next, and to the end, against a stand-in for the package and its agent."""
 
-import importlib
-import logging
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
-from checkpointless.client import factory, hyperpod
 from checkpointless.client.agent_client import AgentLostError
 from checkpointless.client.factory import HPAgentK8sAPIFactory, wait_rank
-from checkpointless.client.hyperpod import HyperPodClient, VendorPackage, worker_envs
-from checkpointless.client.standalone import StandaloneClient
+from checkpointless.client.hyperpod import HyperPodClient, meeting, vendor_agent
+from checkpointless.client.hyperpod.package import VendorPackage
 from checkpointless.wire.messages import FaultNotice, Finish
-from tests import hyperpod_stand_in as stand_in
+from tests.unit.client.hyperpod.turns import MakeAgent, enter, until
 
-MakeAgent = Callable[..., stand_in.Agent]
-
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The stand-in is installed; the environment, the factory's client and all clients end with the test."""
-    made: list[HyperPodClient] = []
-    original = HyperPodClient.__init__
-
-    def remember(client: HyperPodClient, *args: Any, **settings: Any) -> None:
-        original(client, *args, **settings)
-        made.append(client)
-
-    before = dict(os.environ)
-    with monkeypatch.context() as patch:
-        patch.setattr(HyperPodClient, "__init__", remember)
-        patch.setattr(factory, "_of_other_launcher", None)
-        patch.setattr(hyperpod, "LISTEN_S", 1.0)
-        for name, module in stand_in.modules().items():
-            patch.setitem(sys.modules, name, module)
-        yield patch
-        for client in made:
-            client.close()
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture
-def make_agent(environment: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MakeAgent]:
-    agents: list[stand_in.Agent] = []
-
-    def make(**settings: Any) -> stand_in.Agent:
-        agent = stand_in.Agent(tmp_path / f"agent{len(agents)}", 1, **settings)
-        agents.append(agent)
-        os.environ.update(agent.environment(0))
-        return agent
-
-    yield make
-    for agent in agents:
-        agent.close()
-
-
-def enter(client: HyperPodClient, agent: stand_in.Agent) -> None:
-    """Be in the generation that ``agent`` starts next."""
-    client.hello(int(os.environ["JOB_RESTART_COUNT"]))
-    agent.wait_for("at_rcb_barrier", 1)
-    time.sleep(0.05)
-    agent.start()
-    assert client.wait_go(agent.restart_count - 1, 10).generation == agent.restart_count
-
-
-def until(condition: Callable[[], object], timeout_s: float = 5) -> None:
-    by_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < by_s
-        time.sleep(0.01)
-
-
-# --- which client a process gets ----------------------------------------------------------------------------------
-
-
-def test_the_factory_takes_the_adapter_under_the_vendors_agent(make_agent: MakeAgent) -> None:
-    make_agent()
-    client = HPAgentK8sAPIFactory()()
-    assert isinstance(client, HyperPodClient)
-    assert HPAgentK8sAPIFactory()() is client
-
-
-def test_elsewhere_the_installed_package_changes_nothing(environment: pytest.MonkeyPatch) -> None:
-    environment.delenv(stand_in.SOCKET_ENV, raising=False)
-    environment.setenv("WORLD_SIZE", "1")
-    assert isinstance(HPAgentK8sAPIFactory()(), StandaloneClient)
-
-
-def test_under_our_own_agent_the_vendors_is_not_asked(
-    make_agent: MakeAgent, environment: pytest.MonkeyPatch
-) -> None:
-    agent = make_agent()
-    ours = StandaloneClient()
-    environment.setattr(factory.AgentClient, "from_environment", lambda: ours)
-    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    wait_rank()
-    assert HPAgentK8sAPIFactory()() is ours
-    assert agent.heard == []
-
-
-def test_the_variable_is_the_one_that_the_package_reads() -> None:
-    assert factory._HYPERPOD_ENV == stand_in.SOCKET_ENV
-
-
-def test_nothing_is_said_about_a_launcher_that_does_not_respawn(
-    make_agent: MakeAgent, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_agent()
-    os.environ["RANK"] = "0"
-    with caplog.at_level(logging.WARNING):
-        HPAgentK8sAPIFactory()()
-    assert "does not respawn" not in caplog.text
-
-
-# --- a package that is missing, broken or too old -----------------------------------------------------------------
-
-
-def test_a_missing_package_is_one_line_that_says_what_to_do(environment: pytest.MonkeyPatch) -> None:
-    for name in stand_in.modules():
-        environment.setitem(sys.modules, name, None)
-    environment.setenv(stand_in.SOCKET_ENV, "/nowhere")
-    with pytest.raises(RuntimeError, match=r"not installed.*pip install 'checkpointless\[hyperpod\]'") as raised:
-        HPAgentK8sAPIFactory()()
-    assert "\n" not in str(raised.value)
-
-
-def test_a_package_that_misses_one_of_its_own_is_told_apart(environment: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> None:
-        raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
-
-    environment.setattr(importlib, "import_module", fail)
-    with pytest.raises(RuntimeError, match=r"cannot be imported \(No module named 'fastapi'\)"):
-        VendorPackage.load()
-
-
-class OldClient:
-    """What an older package might have."""
-
-    hyperpod_barrier = hyperpod_wait_fault = hyperpod_send_fault = hyperpod_wait_rank_info = print
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        (
-            "InProcessRestartSocketClient",
-            OldClient,
-            "has no InProcessRestartSocketClient.hyperpod_past_rcb_barrier:",
-        ),
-        ("InProcessRestartSocketClient", None, "InProcessRestartSocketClient.hyperpod_wait_rank_info, "),
-        ("HyperPodIPCException", None, "has no HyperPodIPCException: install a version"),
-        ("RestartMode", None, "RestartMode.IN_PROCESS_RESTART"),
-    ],
-)
-def test_a_package_without_a_name_that_is_used(
-    environment: pytest.MonkeyPatch, name: str, value: object, said: str
-) -> None:
-    for module in stand_in.modules(**{name: value}).items():
-        environment.setitem(sys.modules, *module)
-    with pytest.raises(RuntimeError) as raised:
-        VendorPackage.load()
-    assert said in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_an_agent_that_is_not_there(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    environment.setenv(stand_in.SOCKET_ENV, str(tmp_path / "nobody"))
-    with pytest.raises(RuntimeError, match=r"cannot be reached .* --inprocess-restart"):
-        HPAgentK8sAPIFactory()()
-
-
-# --- wait_rank ----------------------------------------------------------------------------------------------------
+# --- its rank ---------------------------------------------------------------------------------------------------
 
 
 def test_wait_rank_asks_the_agent_once_and_updates_the_environment(make_agent: MakeAgent) -> None:
@@ -217,30 +53,7 @@ def test_wait_rank_says_what_it_was_told_instead(make_agent: MakeAgent) -> None:
         client.wait_rank()
 
 
-ENV = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "JOB_RESTART_COUNT": "0"}
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        None,
-        ("job_fault", {"worker_envs": ENV}),
-        ("job_start", None),
-        ("job_start", {}),
-        ("job_start", {"worker_envs": ENV | {"RANK": 0}}),
-        ("job_start", {"worker_envs": ENV | {"RANK": "1"}}),
-        ("job_start", {"worker_envs": ENV | {"RANK": "-1"}}),
-        ("job_start", {"worker_envs": ENV | {"MASTER_PORT": "__import__('os')"}}),
-        ("job_start", {"worker_envs": {name: value for name, value in ENV.items() if name != "JOB_RESTART_COUNT"}}),
-    ],
-)
-def test_a_start_that_makes_no_sense_is_refused(reply: object) -> None:
-    assert worker_envs(("job_start", {"worker_envs": ENV}), "job_start") == ENV
-    with pytest.raises(ValueError):
-        worker_envs(reply, "job_start")
-
-
-# --- a generation, its end, and the next --------------------------------------------------------------------------
+# --- a generation, and the next ---------------------------------------------------------------------------------
 
 
 def test_hello_and_go(make_agent: MakeAgent) -> None:
@@ -434,7 +247,7 @@ def test_what_a_rank_cannot_do_alone(make_agent: MakeAgent) -> None:
     replace, give_up = agent.wait_for("job_fault", 2)
     assert (replace["restart_mode"], replace["message"]) == ("in_process_restart", "the CUDA context is broken")
     assert give_up["restart_mode"] == "process_level_restart"
-    assert len(give_up["message"]) == hyperpod.MAX_MESSAGE_CHARS
+    assert len(give_up["message"]) == vendor_agent.MAX_MESSAGE_CHARS
 
 
 def test_an_agent_that_is_gone_is_told(make_agent: MakeAgent) -> None:
@@ -456,7 +269,7 @@ def test_a_second_block_is_refused(make_agent: MakeAgent) -> None:
         client.hello(0)
 
 
-# --- the end ------------------------------------------------------------------------------------------------------
+# --- the end ----------------------------------------------------------------------------------------------------
 
 
 def test_done_waits_for_the_others(make_agent: MakeAgent) -> None:
@@ -498,8 +311,8 @@ def test_a_fault_while_done_is_heard_instead_of_the_finish(make_agent: MakeAgent
 
 
 def test_done_has_a_limit(make_agent: MakeAgent, environment: pytest.MonkeyPatch) -> None:
-    environment.setattr(hyperpod, "FINISH_TIMEOUT_S", 0.2)
-    environment.setattr(hyperpod, "LEAVE_TIMEOUT_S", 0.1)
+    environment.setattr(meeting, "FINISH_TIMEOUT_S", 0.2)
+    environment.setattr(meeting, "LEAVE_TIMEOUT_S", 0.1)
     agent = make_agent(automatic=False)
     agent.envs = {"WORLD_SIZE": "2"}
     client = HyperPodClient.from_environment()

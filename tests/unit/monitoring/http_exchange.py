@@ -1,0 +1,65 @@
+"""One request and its reply, without a network, and a snapshot to ask about."""
+
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+from checkpointless.agent.watch import Watch
+from checkpointless.monitoring.bounded_connection import BoundedConnection
+from checkpointless.monitoring.durations import Durations
+from checkpointless.monitoring.http_status import MAX_REQUEST_BYTES, StatusHandler
+from checkpointless.monitoring.pages import Pages
+from checkpointless.monitoring.snapshot import RECOVERY_BUCKETS_S, JobNode, JobRank, JobStatus, RankStatus, Snapshot
+
+NONE = Durations.none(RECOVERY_BUCKETS_S)
+RUNGS = {"in-process": NONE.and_one_of(0.75), "process": NONE.and_one_of(40.0), "node": NONE, "job": NONE}
+JOB = JobStatus(
+    nodes=(JobNode(0, "joined", ""), JobNode(1, "absent", "it closed the connection")),
+    ranks=(JobRank(0, 0, "leaving", 1), JobRank(1, 1, "gone", 0)),
+    spares=1,
+    incidents=4,
+    cause="node",
+    causes={"SIGKILL": 2, "SIGSEGV": 1},
+    recoveries=NONE.and_one_of(0.75).and_one_of(40.0),
+    rungs=RUNGS,
+    steps_lost=3,
+)
+SNAPSHOT = Snapshot(
+    node=0,
+    at_s=1.5,
+    looked_at_s=100.0,
+    generation=3,
+    high_water=7,
+    incident="4",
+    respawns=1,
+    ranks=(RankStatus(0, "leaving", 4242, 1, 7, 8, 0.25), RankStatus(2, "starting", None, 2, None, None, None)),
+    job=JOB,
+)
+
+
+def pages_of(snapshot: Snapshot) -> Pages:
+    watch = Watch(snapshot.node)
+    watch.snapshot = snapshot
+    return Pages(watch)
+
+
+def answer(head: bytes, pages: Pages) -> bytes:
+    """The reply to a request that is complete."""
+    client, accepted = socket.socketpair()
+    turn = threading.Lock()
+    limits: dict[str, Any] = {"timeout_s": 20.0, "max_bytes": MAX_REQUEST_BYTES, "pause_s": 0.0}
+    with client, BoundedConnection(accepted, turn=turn, **limits) as connection:
+        client.settimeout(20)
+        client.sendall(head)
+        with turn:
+            StatusHandler(connection, ("", 0), cast(Any, SimpleNamespace(pages=pages)))
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+def get(pages: Pages, path: str) -> tuple[int, str]:
+    """Status and body."""
+    head, _, body = answer(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode(), pages).partition(b"\r\n\r\n")
+    assert f"Content-Length: {len(body)}".encode() in head
+    return int(head.split()[1]), body.decode()
