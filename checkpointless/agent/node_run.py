@@ -14,6 +14,7 @@ from checkpointless.agent.joining import JoinError
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.links import Link
 from checkpointless.agent.node import NodeAgent
+from checkpointless.agent.platforms import PlatformMissingError
 from checkpointless.agent.rank_log import LogCopies, LogFolder, RankLog
 from checkpointless.agent.rank_program import RankProgram
 from checkpointless.agent.server import serve
@@ -77,10 +78,11 @@ class NodeRun:
         """
         config = self._config
         try:
+            self._program.check()
             if self._http is not None:
                 self._http.open(self._say)  # not earlier: the zygote may have been forked from this process
             link = link_to_coordinator(config, self._selector, self._events, self._signals, self._say, self._clock)
-        except (JoinError, OSError) as error:
+        except (JoinError, PlatformMissingError, OSError) as error:
             self._starter.close()
             self._say(str(error))
             return FAILED

@@ -7,13 +7,12 @@ import os
 from pathlib import Path
 
 from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.agent.platforms import CPU, find_platform
 from checkpointless.agent.preload import preloads_of
 from checkpointless.agent.rank_process import Script
 from checkpointless.agent.workers import FreshStarter, ZygoteStarter
 from checkpointless.faults.node import AGENT_PID_ENV
 from checkpointless.telemetry.events import RUN_DIR_ENV
-
-_CPU_HOOK = "checkpointless.megatron.cpu_platform:install"
 
 
 class RankProgram:
@@ -32,7 +31,16 @@ class RankProgram:
         self._config = config
         self._folder = folder
         self._script = Script(config.script, tuple(config.script_args), config.module)
-        self._hooks = (_CPU_HOOK,) if config.cpu else ()
+        self._platform = CPU if config.cpu else None
+
+    def check(self) -> None:
+        """Check what the ranks need and what only an installation has.
+
+        Raises:
+            PlatformMissingError: no installed package offers the platform that is asked for.
+        """
+        if self._platform is not None:
+            find_platform(self._platform)
 
     def zygote(self, log: Path) -> ZygoteStarter:
         """Start a zygote that forks the ranks.
@@ -47,7 +55,7 @@ class RankProgram:
         return ZygoteStarter(
             self._script,
             preload=preloads_of(self._script) if preload is None else preload,
-            after_preload=self._hooks,
+            platform=self._platform,
             env=self.environment,
             log_path=log,
             folder=self._folder,
@@ -56,7 +64,7 @@ class RankProgram:
 
     def interpreters(self) -> FreshStarter:
         """Return what starts each rank in an interpreter of its own."""
-        return FreshStarter(self._script, self._hooks, self._folder)
+        return FreshStarter(self._script, self._platform, self._folder)
 
 
 def rank_environment(config: LaunchConfig) -> dict[str, str]:

@@ -173,7 +173,8 @@ class ZygoteStarter(Starter):
     Args:
         script: what the ranks run.
         preload: names that the zygote imports.
-        after_preload: functions (``module:function``) that the zygote calls after the imports.
+        platform: name of the platform that the zygote installs after the imports
+            (:mod:`checkpointless.agent.platforms`); None: none.
         env: environment variables of the zygote, on top of this process's environment.
         log_path: file that the zygote's own output goes to.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
@@ -186,7 +187,7 @@ class ZygoteStarter(Starter):
         script: Script,
         *,
         preload: tuple[str, ...],
-        after_preload: tuple[str, ...],
+        platform: str | None,
         env: dict[str, str],
         log_path: Path,
         folder: Path | None,
@@ -197,8 +198,8 @@ class ZygoteStarter(Starter):
         arguments += ["--preload", ",".join(preload), "--script", script.to_json()]
         if folder is not None:
             arguments += ["--temp-folder", str(folder)]
-        for hook in after_preload:
-            arguments += ["--after-preload", hook]
+        if platform is not None:
+            arguments += ["--platform", platform]
         self.process: subprocess.Popen[bytes] | ForkedProcess
         with theirs, log_path.open("wb") as log:
             if fork_here:
@@ -317,18 +318,19 @@ class FreshStarter(Starter):
 
     Args:
         script: what the ranks run.
-        after_preload: functions (``module:function``) that a rank calls before the script.
+        platform: name of the platform that a rank installs before the script
+            (:mod:`checkpointless.agent.platforms`); None: none.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
     """
 
-    def __init__(self, script: Script, after_preload: tuple[str, ...], folder: Path | None) -> None:
+    def __init__(self, script: Script, platform: str | None, folder: Path | None) -> None:
         self._command = [sys.executable, "-m", "checkpointless.agent.rank_process"]
         self._command += ["--parent", str(os.getpid()), "--script", script.to_json()]
         if folder is not None:
             self._command += ["--temp-folder", str(folder)]
         self._folder = folder
-        for hook in after_preload:
-            self._command += ["--after-preload", hook]
+        if platform is not None:
+            self._command += ["--platform", platform]
         self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessGroup]] = {}
         self._news: list[Started | Exited | Ready] = []
 

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpointless.agent.platforms import install_platform
 from checkpointless.agent.preload import preload
-from checkpointless.agent.rank_process import Script, call_hooks, die_with_parent, run_script
+from checkpointless.agent.rank_process import Script, die_with_parent, run_script
 from checkpointless.posix import temp_folder
 from checkpointless.posix.process_tree import ProcessGroup
 from checkpointless.wire.board import BOARD_FD_ENV
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--preload", default="")
-    parser.add_argument("--after-preload", action="append", default=[])
+    parser.add_argument("--platform")
     parser.add_argument("--script", type=Script.from_json, required=True)
     parser.add_argument("--temp-folder", type=Path)
     options = parser.parse_args(arguments)
@@ -200,7 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     connection = socket.socket(fileno=options.fd)
     started_s = time.monotonic()
     failed = preload(tuple(name for name in options.preload.split(",") if name), options.script)
-    call_hooks(options.after_preload)
+    if options.platform is not None:
+        install_platform(options.platform)
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it
     zygote = Zygote(connection, options.script, options.temp_folder)
