@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpointless.agent.launch_config import CoordinatorConfig, LaunchConfig, limits_of, meeting_of
-from checkpointless.agent.rank_log import LogFolder
 from checkpointless.agent.rank_program import RankProgram
+from checkpointless.agent.ranks.rank_log import LogFolder
 from checkpointless.faults.node import CUT_SIGNAL
 from checkpointless.posix.temp_folder import private_temp_folder
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog

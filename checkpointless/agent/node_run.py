@@ -14,12 +14,13 @@ from checkpointless.agent.joining import JoinError
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.links import Link
 from checkpointless.agent.node import NodeAgent
-from checkpointless.agent.platforms import PlatformMissingError
-from checkpointless.agent.rank_log import LogCopies, LogFolder, RankLog
 from checkpointless.agent.rank_program import RankProgram
+from checkpointless.agent.ranks.local_rank import LocalRank
+from checkpointless.agent.ranks.platforms import PlatformMissingError
+from checkpointless.agent.ranks.rank_log import LogCopies, LogFolder, RankLog
+from checkpointless.agent.ranks.starters import Starter
 from checkpointless.agent.server import serve
 from checkpointless.agent.watch import Watch
-from checkpointless.agent.workers import Starter, Worker
 from checkpointless.coordinator.coordinator import FAILED
 from checkpointless.coordinator.hangs import Heartbeat
 from checkpointless.posix.awake_clock import AwakeClock
@@ -105,15 +106,16 @@ class NodeRun:
             selector=self._selector,
             starter=self._starter,
             fresh_starter=self._program.interpreters,
-            make_worker=self._make_worker,
+            make_rank=self._make_rank,
             rank_env=self._program.environment,
             events=self._events,
             say=self._say,
             clock=self._clock,
         )
 
-    def _make_worker(self, rank: int) -> Worker:
-        return Worker(rank, Board.create(rank), RankLog(self._logs.of_rank(rank), self._errands, self._say))
+    def _make_rank(self, number: int) -> LocalRank:
+        log = RankLog(self._logs.of_rank(number), self._errands, self._say)
+        return LocalRank(number, Board.create(number), log)
 
     def _serve(self, agent: NodeAgent, link: Link) -> int:
         config, events = self._config, self._events

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.agent.platforms import CPU, find_platform
-from checkpointless.agent.preload import preloads_of
-from checkpointless.agent.rank_process import Script
-from checkpointless.agent.workers import FreshStarter, ZygoteStarter
+from checkpointless.agent.ranks.platforms import CPU, find_platform
+from checkpointless.agent.ranks.preload import preloads_of
+from checkpointless.agent.ranks.rank_process import Script
+from checkpointless.agent.ranks.starters import FreshStarter, ZygoteStarter
 from checkpointless.faults.node import AGENT_PID_ENV
 from checkpointless.telemetry.events import RUN_DIR_ENV
 

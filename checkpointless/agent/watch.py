@@ -147,16 +147,16 @@ class _WatchedLog(EventLog):
 
 
 def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:
-    for worker in agent.workers.values():
-        reading = worker.board.read()
+    for rank in agent.ranks.values():
+        reading = rank.board.read()
         yield RankStatus(
-            worker.rank,
-            worker.state.value,
-            worker.pid if worker.state is not WorkerState.GONE else None,
-            worker.incarnation,
+            rank.number,
+            rank.state.value,
+            rank.pid if rank.state is not WorkerState.GONE else None,
+            rank.incarnation,
             _known(reading.committed),
             _known(reading.making),
-            round(max(0.0, now_s - worker.beat_at_s), 3) if worker.state in _BEATING else None,
+            round(max(0.0, now_s - rank.beats.at_s), 3) if rank.state in _BEATING else None,
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from checkpointless.agent.launch import launch
 from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.agent.rank_process import die_with_parent
+from checkpointless.agent.ranks.rank_process import die_with_parent
 
 _REAP_EVERY_S = 0.02
 _LEAVE_S = 10.0  # for agents that were interrupted together with this process

@@ -1,4 +1,4 @@
-"""The ranks as the agent sees them, and the two ways to start their processes."""
+"""The two ways to start the processes of ranks: a zygote that forks them, or an interpreter for each."""
 
 from __future__ import annotations
 
@@ -12,71 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointless.agent.rank_log import RankLog
-from checkpointless.agent.rank_process import Script
+from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.posix.forked_process import ForkedProcess
 from checkpointless.posix.process_tree import ProcessGroup
-from checkpointless.wire.board import BOARD_FD_ENV, Board
-from checkpointless.wire.messages import AGENT_FD_ENV, AgentMessage, LineBuffer, encode
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.board import BOARD_FD_ENV
+from checkpointless.wire.messages import AGENT_FD_ENV
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
-
-
-@dataclass
-class Worker:
-    """One rank, over all its processes.
-
-    Attributes:
-        incarnation: 0 for the first process, +1 at each respawn.
-        pid: process ID of the living process; None until it is known.
-        said_hello: whether the living process has said hello.
-        forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
-        beat: the last beat seen on the board.
-        beat_at_begin: the beat when the generation began.
-        beat_at_s: when the beat last changed, on the monotonic clock.
-        in_step: whether the rank is within an optimizer step, but not in the first ones of a generation.
-        kill_at_s: when the agent kills the process if it still runs (None: never).
-        started_at_s: when the living process was started.
-    """
-
-    rank: int
-    board: Board
-    log: RankLog
-    incarnation: int = -1
-    state: WorkerState = WorkerState.GONE
-    pid: int | None = None
-    connection: socket.socket | None = None
-    lines: LineBuffer = field(default_factory=LineBuffer)
-    said_hello: bool = False
-    forgiven: bool = False
-    beat: int = 0
-    beat_at_begin: int = 0
-    beat_at_s: float = 0.0
-    in_step: bool = False
-    started_at_s: float = 0.0
-    kill_at_s: float | None = None
-
-    def send(self, message: AgentMessage) -> bool:
-        """Send ``message`` to the rank.
-
-        Returns:
-            False if the rank cannot be reached: it has ended, or has read nothing for a long time.
-        """
-        if self.connection is None:
-            return False
-        try:
-            data = encode(message)
-            return self.connection.send(data) == len(data)
-        except OSError as error:
-            logger.info("rank %d cannot be told %r: %s", self.rank, message.type, error)
-            return False
 
 
 @dataclass(frozen=True)
@@ -174,7 +122,7 @@ class ZygoteStarter(Starter):
         script: what the ranks run.
         preload: names that the zygote imports.
         platform: name of the platform that the zygote installs after the imports
-            (:mod:`checkpointless.agent.platforms`); None: none.
+            (:mod:`checkpointless.agent.ranks.platforms`); None: none.
         env: environment variables of the zygote, on top of this process's environment.
         log_path: file that the zygote's own output goes to.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
@@ -210,7 +158,7 @@ class ZygoteStarter(Starter):
                 )
             else:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "checkpointless.agent.zygote", *arguments],
+                    [sys.executable, "-m", "checkpointless.agent.ranks.zygote", *arguments],
                     env=_zygote_env(env),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -295,7 +243,7 @@ class ZygoteStarter(Starter):
 
 def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     """Run the zygote in this process, which was forked for it."""
-    from checkpointless.agent import zygote
+    from checkpointless.agent.ranks import zygote
 
     wanted = _zygote_env(env)
     os.environ.clear()
@@ -319,12 +267,12 @@ class FreshStarter(Starter):
     Args:
         script: what the ranks run.
         platform: name of the platform that a rank installs before the script
-            (:mod:`checkpointless.agent.platforms`); None: none.
+            (:mod:`checkpointless.agent.ranks.platforms`); None: none.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
     """
 
     def __init__(self, script: Script, platform: str | None, folder: Path | None) -> None:
-        self._command = [sys.executable, "-m", "checkpointless.agent.rank_process"]
+        self._command = [sys.executable, "-m", "checkpointless.agent.ranks.rank_process"]
         self._command += ["--parent", str(os.getpid()), "--script", script.to_json()]
         if folder is not None:
             self._command += ["--temp-folder", str(folder)]

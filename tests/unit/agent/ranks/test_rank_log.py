@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.rank_log import LogCopies, LogFolder, RankLog
+from checkpointless.agent.ranks.rank_log import LogCopies, LogFolder, RankLog
 from checkpointless.posix.errands import Errands
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from checkpointless.agent import platforms
-from checkpointless.agent.platforms import CPU, GROUP, PlatformMissingError, find_platform, install_platform
+from checkpointless.agent.ranks import platforms
+from checkpointless.agent.ranks.platforms import CPU, GROUP, PlatformMissingError, find_platform, install_platform
 
-PROJECT = Path(__file__).parents[3] / "pyproject.toml"
+PROJECT = Path(__file__).parents[4] / "pyproject.toml"
 
 called: list[str] = []
 

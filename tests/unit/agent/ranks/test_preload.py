@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.preload import preload, preloads_of
-from checkpointless.agent.rank_process import Script
+from checkpointless.agent.ranks.preload import preload, preloads_of
+from checkpointless.agent.ranks.rank_process import Script
 
 
 def test_installed_modules_are_preloaded_and_the_users_own_are_not(tmp_path: Path) -> None:

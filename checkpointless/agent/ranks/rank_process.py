@@ -1,6 +1,7 @@
 """Sets up the process of a rank, then runs the user's script in it.
 
-``python -m checkpointless.agent.rank_process`` runs a rank in a fresh interpreter where forking is not possible.
+``python -m checkpointless.agent.ranks.rank_process`` runs a rank in a fresh interpreter where forking is not
+possible.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from checkpointless.agent.platforms import install_platform
+from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.posix import temp_folder
 from checkpointless.telemetry.log_level import apply_log_level
 from checkpointless.telemetry.log_relay import LogRelay

@@ -1,4 +1,4 @@
-"""A process that has imported the frameworks once and forks ranks: ``python -m checkpointless.agent.zygote``.
+"""A process that has imported the frameworks once and forks ranks: ``python -m checkpointless.agent.ranks.zygote``.
 
 It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
 descriptors: the rank's log, its connection to the agent, and its board.
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointless.agent.platforms import install_platform
-from checkpointless.agent.preload import preload
-from checkpointless.agent.rank_process import Script, die_with_parent, run_script
+from checkpointless.agent.ranks.platforms import install_platform
+from checkpointless.agent.ranks.preload import preload
+from checkpointless.agent.ranks.rank_process import Script, die_with_parent, run_script
 from checkpointless.posix import temp_folder
 from checkpointless.posix.process_tree import ProcessGroup
 from checkpointless.wire.board import BOARD_FD_ENV
