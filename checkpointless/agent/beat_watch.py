@@ -9,7 +9,7 @@ from checkpointless.coordinator.hangs import SHARING, Heartbeat
 from checkpointless.posix.process_state import ProcessLook
 from checkpointless.wire.board import NO_STEP, BoardReading
 from checkpointless.wire.node_messages import NodeMessage, Progress, Silent
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 _PROGRESS_EVERY_S = 0.25
 _SILENT_EVERY_S, _SILENT_RARELY_S = 0.2, 5.0  # the longer a silence is, the less its length in seconds means
@@ -84,7 +84,7 @@ class BeatWatch:
 
     def _watch_beats(self, ranks: Collection[LocalRank], readings: dict[int, BoardReading], now_s: float) -> None:
         for rank in ranks:
-            if rank.state is not WorkerState.RUNNING:
+            if rank.state is not RankState.RUNNING:
                 continue
             reading, beats = readings[rank.number], rank.beats
             if reading.beat != beats.last:
@@ -105,7 +105,7 @@ class BeatWatch:
         for rank in ranks:
             age_s = now_s - rank.beats.at_s
             limit_s = within_step_s if rank.beats.in_step else ceiling_s
-            if rank.state is WorkerState.RUNNING and age_s >= SHARING * limit_s:
+            if rank.state is RankState.RUNNING and age_s >= SHARING * limit_s:
                 silent.append((rank, age_s))
         if (silent or self._told_silent) and now_s >= self._tell_silent_at_s:
             youngest_s = min((age_s for _, age_s in silent), default=0.0)

@@ -36,7 +36,7 @@ from checkpointless.wire.node_messages import (
     Standing,
     StoreOpened,
 )
-from checkpointless.wire.rank_state import IN_BLOCK, WorkerState
+from checkpointless.wire.rank_state import IN_BLOCK, RankState
 
 TERM_GRACE_S = 5.0
 
@@ -133,7 +133,7 @@ class NodeAgent:
     @property
     def incident(self) -> str | None:
         """The incident that the ranks are being brought together for; None while they train."""
-        together = any(rank.state in (*IN_BLOCK, WorkerState.FINISHED) for rank in self.ranks.values())
+        together = any(rank.state in (*IN_BLOCK, RankState.FINISHED) for rank in self.ranks.values())
         return None if together or self._job.outcome is not None else self._job.incident
 
     @property
@@ -221,7 +221,7 @@ class NodeAgent:
         elif isinstance(command, AllDone):
             self._job.finished = True
             for rank in self.alive():
-                rank.state = WorkerState.FINISHED
+                rank.state = RankState.FINISHED
                 rank.send(Finish())
         elif isinstance(command, End):
             self.end(command)
@@ -279,7 +279,7 @@ class NodeAgent:
         go = Go(begin.generation, job.incident, begin.env, begin.high_water)
         now_s = self.clock()
         for rank in self.ranks.values():
-            if rank.state is not WorkerState.READY:
+            if rank.state is not RankState.READY:
                 continue  # its process has ended since; the coordinator hears of that
             rank.begin(now_s)
             if not rank.send(go):
@@ -294,11 +294,11 @@ class NodeAgent:
         notice = FaultNotice(interrupt.generation, interrupt.incident, interrupt.cause, culprit)
         # A rank that failed by itself may reach the barrier before this notice; its successor ignores a notice of a
         # generation that is over.
-        told = [rank for rank in self.ranks.values() if rank.state in (*IN_BLOCK, WorkerState.READY)]
+        told = [rank for rank in self.ranks.values() if rank.state in (*IN_BLOCK, RankState.READY)]
         self._job.emit("notify", "begin")
         for rank in told:
             if rank.state in IN_BLOCK:
-                rank.state = WorkerState.LEAVING
+                rank.state = RankState.LEAVING
             if not rank.send(notice):
                 rank.kill_at_s = now_s + EXIT_GRACE_S
         seconds = time.monotonic() - began_s

@@ -10,7 +10,7 @@ from checkpointless.monitoring.measured import Measuring
 from checkpointless.monitoring.snapshot import OUTSIDE, JobNode, JobRank, JobStatus, RankStatus, Snapshot, Tally
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.wire.board import NO_STEP
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 if TYPE_CHECKING:  # a node's agent loads torch, and a coordinator in a process of its own needs none
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ _EVERY_S = 0.25
 
 _SHARE = 50  # looking takes less than a fiftieth of the loop's time, however many ranks there are
 
-_BEATING = (WorkerState.RUNNING, WorkerState.LEAVING)
+_BEATING = (RankState.RUNNING, RankState.LEAVING)
 
 
 class Watch:
@@ -152,7 +152,7 @@ def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:
         yield RankStatus(
             rank.number,
             rank.state.value,
-            rank.pid if rank.state is not WorkerState.GONE else None,
+            rank.pid if rank.state is not RankState.GONE else None,
             rank.incarnation,
             _known(reading.committed),
             _known(reading.making),

@@ -19,7 +19,7 @@ from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
 from checkpointless.coordinator.incident_tracker import IncidentTracker
 from checkpointless.coordinator.rendezvous import Rendezvous
 from checkpointless.coordinator.reunion import Reunion, assumed, reunite
-from checkpointless.coordinator.roster import NOT_YET, Node, Rank, Roster, Standings
+from checkpointless.coordinator.roster import NOT_YET, JobProgress, Node, Rank, Roster
 from checkpointless.telemetry.events import EventLog
 from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.board import NO_STEP
@@ -52,7 +52,7 @@ from checkpointless.wire.node_messages import (
     StoreOpened,
     Trouble,
 )
-from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, WorkerState
+from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Coordinator:
         self._hangs = HangWatch(limits.heartbeat, nnodes * nproc, nproc, self._inquire, self._tell_stall)
         self._leave_by: dict[int, tuple[float, int]] = {}  # by rank: the deadline, and the beat at which it hung
         self._back_by_s: dict[int, float] = {}  # by node that looks for this coordinator
-        self._standings = Standings()
+        self._progress = JobProgress()
         self._adoption = Adoption(self._roster)
         self._replace_at_s: float | None = None  # when the missing nodes of a running job are replaced
 
@@ -196,15 +196,15 @@ class Coordinator:
         self._roster.lost.add(node.index)
         self._roster.not_joined.add(node.index)
         self._back_by_s.pop(node.index, None)
-        self._standings.drop(node.index)
+        self._progress.drop(node.index)
         self._adoption.drop(node)
         mine = self._roster.ranks_of(node)
         states = {rank.state for rank in mine}
         making = max(rank.making for rank in mine)
         for rank in mine:
-            self._roster.move(rank, WorkerState.GONE)
+            self._roster.move(rank, RankState.GONE)
         if self._finishing:
-            if states != {WorkerState.GONE}:
+            if states != {RankState.GONE}:
                 self.end(FAILED, f"node {node.index} was lost before its ranks had ended ({reason})")
             self._check_end()
             return
@@ -236,7 +236,7 @@ class Coordinator:
         """Act on a message from the agent of ``node``."""
         if self.outcome is not None:
             if isinstance(message, RankEnded):
-                self._roster.move(self._roster.rank_of(message.rank, node), WorkerState.GONE)
+                self._roster.move(self._roster.rank_of(message.rank, node), RankState.GONE)
             return
         if isinstance(message, Alive):
             return
@@ -282,7 +282,7 @@ class Coordinator:
             return
         for number in [number for number, (by_s, _) in self._leave_by.items() if now_s >= by_s]:
             _, beat = self._leave_by.pop(number)
-            if self.ranks[number].state is WorkerState.LEAVING:
+            if self.ranks[number].state is RankState.LEAVING:
                 self._kill([self.ranks[number]], beat)
         if self._replace_at_s is not None and now_s >= self._replace_at_s:
             self._replace_at_s = None
@@ -315,13 +315,13 @@ class Coordinator:
         elif isinstance(message, RankEnded):
             if message.incarnation == rank.incarnation:
                 self._on_ended(rank, message)
-        elif message.generation != self.generation or rank.state not in (*IN_BLOCK, WorkerState.LEAVING):
+        elif message.generation != self.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, Trouble):
             self._fault(message.cause)
-        elif rank.state is WorkerState.RUNNING:
-            self._roster.move(rank, WorkerState.DONE)
-            if self._roster.all_are(WorkerState.DONE):
+        elif rank.state is RankState.RUNNING:
+            self._roster.move(rank, RankState.DONE)
+            if self._roster.all_are(RankState.DONE):
                 self._finish()
 
     def _tell_nodes(self, command: Command) -> None:
@@ -353,7 +353,7 @@ class Coordinator:
         if self._rendezvous.generation != self._coming():
             self._ask_for_store()
         for rank in self.ranks:
-            if rank.state is WorkerState.GONE:
+            if rank.state is RankState.GONE:
                 self._spawn(rank)
 
     def _ask_for_store(self) -> None:
@@ -370,13 +370,13 @@ class Coordinator:
             return
         waiting, self._to_start = self._to_start, []
         for rank, incarnation in waiting:
-            if rank.state is WorkerState.STARTING and rank.incarnation == incarnation:
+            if rank.state is RankState.STARTING and rank.incarnation == incarnation:
                 self._start(rank)
         self._begin_if_all_are_here()
 
     def _spawn(self, rank: Rank) -> None:
         rank.incarnation += 1
-        self._roster.move(rank, WorkerState.STARTING)
+        self._roster.move(rank, RankState.STARTING)
         if self._rendezvous.is_open:
             self._start(rank)
         else:
@@ -391,9 +391,9 @@ class Coordinator:
 
     def _on_ended(self, rank: Rank, ended: RankEnded) -> None:
         was = rank.state
-        self._roster.move(rank, WorkerState.GONE)
+        self._roster.move(rank, RankState.GONE)
         entered = was in COUNTED
-        if not entered and (was is WorkerState.FINISHED or (rank.incarnation == 0 and not ended.forgiven)):
+        if not entered and (was is RankState.FINISHED or (rank.incarnation == 0 and not ended.forgiven)):
             if ended.code != 0:
                 cause = exit_cause(rank.number, ended.code, NO_STEP)
                 self.end(FAILED, *ended.last_lines, f"{cause}; its log: {ended.log_path}")
@@ -423,9 +423,9 @@ class Coordinator:
             self._interrupt(cause)
         self._incidents.add_cause(cause)
         if cause.kind is CauseKind.LOSS:
-            verdict = self._incidents.verdict(cause, self._high_water)
-            if verdict is not None:
-                self.end(FAILED, verdict.reason)
+            give_up = self._incidents.one_too_many(cause, self._high_water)
+            if give_up is not None:
+                self.end(FAILED, give_up.reason)
 
     def _interrupt(self, cause: Cause) -> None:
         """Open an incident and interrupt the ranks that are in their block."""
@@ -436,7 +436,7 @@ class Coordinator:
             self._tell_nodes(self._interruption())
             for rank in self.ranks:
                 if rank.state in IN_BLOCK:
-                    self._roster.move(rank, WorkerState.LEAVING)
+                    self._roster.move(rank, RankState.LEAVING)
         self._gather_by_s = self._clock() + self.limits.regroup_timeout_s
         if self._rendezvous.generation != self._coming():
             self._ask_for_store()
@@ -445,18 +445,18 @@ class Coordinator:
         if self._running:
             left = Cause(CauseKind.EXCEPTION, rank.number, "exit", "left the block", NO_STEP)
             self._fault(left)
-        self._roster.move(rank, WorkerState.READY)
+        self._roster.move(rank, RankState.READY)
         if self._gather_by_s is None:
             self._gather_by_s = self._clock() + self.limits.heartbeat.limit_s
         self._begin_if_all_are_here()
         self._check_end()
 
     def _begin_if_all_are_here(self) -> None:
-        if self._roster.all_are(WorkerState.READY) and self._rendezvous.is_open and not self._back_by_s:
+        if self._roster.all_are(RankState.READY) and self._rendezvous.is_open and not self._back_by_s:
             self._begin()
 
     def _too_late(self, now_s: float) -> None:
-        late = [rank for rank in self.ranks if rank.state is not WorkerState.READY]
+        late = [rank for rank in self.ranks if rank.state is not RankState.READY]
         lost = [self.nodes[index] for index in sorted(self._roster.lost)]
         if not self._has_started:
             missing = ", ".join(str(index) for index in sorted(self._roster.not_joined))
@@ -493,25 +493,25 @@ class Coordinator:
 
     def _kill(self, ranks: Iterable[Rank], beat: int = -1) -> None:
         for rank in ranks:
-            if rank.state is not WorkerState.GONE:
+            if rank.state is not RankState.GONE:
                 rank.node.send(Kill(rank.number, rank.incarnation, self.generation, beat))
 
     def _begin(self) -> None:
         """Begin a generation, since all ranks are at the barrier."""
         self._look_back()
-        incident, verdict = self._incidents.open, self._incidents.gathered(self._high_water)
-        if verdict is not None:
-            self.end(FAILED, verdict.reason, verdict.last_words.rstrip())
+        incident, give_up = self._incidents.open, self._incidents.gathered(self._high_water)
+        if give_up is not None:
+            self.end(FAILED, give_up.reason, give_up.last_words.rstrip())
             return
         self._incidents.regrouped(self._coming())
         self._running, self._finishing = True, False
         self._gather_by_s = None
         env = self._rendezvous.go_env()
         for rank in self.ranks:
-            self._roster.move(rank, WorkerState.RUNNING)
+            self._roster.move(rank, RankState.RUNNING)
         self._hangs.forget()
         self._leave_by.clear()
-        self._standings = Standings()
+        self._progress = JobProgress()
         self._tell_nodes(
             Begin(self.generation, incident.id if incident else "", env, self._high_water, self._target)
         )
@@ -533,16 +533,16 @@ class Coordinator:
     def _on_progress(self, node: Node, message: Progress) -> None:
         self._hangs.shows_progress |= message.shows
         self._hangs.pause_s = max(self._hangs.pause_s, message.pause_ms / 1000)
-        self._standings.put(node.index, message)
+        self._progress.put(node.index, message)
         self._high_water = max(self._high_water, message.newest)
-        if not self._running or len(self._standings) < len(self.nodes):
+        if not self._running or len(self._progress) < len(self.nodes):
             return
-        self._resumed_at(self._standings.newest)
+        self._resumed_at(self._progress.newest)
         now_s = self._clock()
         if now_s >= self._note_progress_at_s:
             self._note_progress_at_s = now_s + _NOTE_PROGRESS_EVERY_S
             self._incidents.emit("progress", "point", high_water=self._high_water)
-        if self._standings.oldest >= self._target:
+        if self._progress.oldest >= self._target:
             self._incidents.recovered(self._target, self._high_water)
 
     def _coming(self) -> int:
@@ -551,10 +551,10 @@ class Coordinator:
     # ---- hangs
 
     def _longest_s(self) -> float:
-        return self._standings.longest_s if len(self._standings) == len(self.nodes) else 0.0
+        return self._progress.longest_s if len(self._progress) == len(self.nodes) else 0.0
 
     def _look_for_hangs(self, now_s: float) -> None:
-        running = (rank.number for rank in self.ranks if rank.state is WorkerState.RUNNING)
+        running = (rank.number for rank in self.ranks if rank.state is RankState.RUNNING)
         for hang in self._hangs.look(running, now_s):
             if hang.rank is not None:
                 self._incidents.emit("stack", "point", rank=hang.rank, stack=hang.stack)
@@ -610,13 +610,13 @@ class Coordinator:
         self._incidents.emit("back", "point", node_number=node.index, was_lost=was_lost)
         for number, incarnation, state, committed, making in standing.ranks:
             rank, said = self._roster.rank_of(number, node), STATES[state]
-            if said is not WorkerState.GONE:
+            if said is not RankState.GONE:
                 rank.incarnation = incarnation
             rank.committed, rank.making = committed, making
             self._high_water = max(self._high_water, committed)
             if was_lost:
                 self._roster.move(rank, assumed(said))
-                if said is WorkerState.GONE and not self._finishing:
+                if said is RankState.GONE and not self._finishing:
                     self._spawn(rank)
         for number, _, state, *_ in standing.ranks:
             self._reunite(self.ranks[number], STATES[state], was_lost)
@@ -643,7 +643,7 @@ class Coordinator:
         send(self.outcome or End(FAILED, [f"a spare has taken the place of node {index}"]))
         return False
 
-    def _reunite(self, rank: Rank, said: WorkerState, was_lost: bool) -> None:
+    def _reunite(self, rank: Rank, said: RankState, was_lost: bool) -> None:
         match reunite(assumed(said) if was_lost else rank.state, said):
             case Reunion.READY:
                 self._on_ready(rank)
@@ -652,17 +652,17 @@ class Coordinator:
             case Reunion.INTERRUPT:
                 rank.node.send(self._interruption())
             case Reunion.START:
-                self._roster.move(rank, WorkerState.GONE)
+                self._roster.move(rank, RankState.GONE)
                 self._spawn(rank)
             case Reunion.FINISH:
                 rank.node.send(AllDone())
             case Reunion.ENDED if self._finishing:
-                self._roster.move(rank, WorkerState.GONE)
+                self._roster.move(rank, RankState.GONE)
                 self._check_end()
             case Reunion.ENDED:
                 what = "ended while its node looked for the coordinator"
                 self._fault(Cause(CauseKind.LOSS, rank.number, "exit", what, rank.making))
-                self._roster.move(rank, WorkerState.GONE)
+                self._roster.move(rank, RankState.GONE)
                 if self.outcome is None:
                     self._spawn(rank)
             case Reunion.AGREED:
@@ -693,13 +693,13 @@ class Coordinator:
             return
         newest = max(rank.incarnation for rank in self.ranks)
         for rank in self.ranks:
-            if rank.state is WorkerState.GONE:  # its next process is not its first
+            if rank.state is RankState.GONE:  # its next process is not its first
                 rank.incarnation = newest
         if cause is None:
             self._running = True
             self._incidents.emit("adopt", "point", high_water=self._high_water)
             self._say(f"took the job over in generation {self.generation}: its ranks train undisturbed")
-            if self._roster.all_are(WorkerState.DONE):
+            if self._roster.all_are(RankState.DONE):
                 self._finish()
         else:
             self._say(f"took the job over in generation {self.generation}: its ranks have to regroup")
@@ -712,18 +712,18 @@ class Coordinator:
         self._running, self._finishing = False, True
         self._incidents.recovered(self._target, self._high_water)
         for rank in self.ranks:
-            if rank.state is not WorkerState.GONE:
-                self._roster.move(rank, WorkerState.FINISHED)
+            if rank.state is not RankState.GONE:
+                self._roster.move(rank, RankState.FINISHED)
         self._tell_nodes(AllDone())
 
     def _check_end(self) -> None:
-        if self._roster.in_state[WorkerState.GONE] <= len(self._roster.not_joined) * self.nodes[0].nproc:
+        if self._roster.in_state[RankState.GONE] <= len(self._roster.not_joined) * self.nodes[0].nproc:
             return  # only the ranks of nodes that are lost or not ready yet are gone
-        if self._roster.all_are(WorkerState.GONE):
+        if self._roster.all_are(RankState.GONE):
             self.end(0)
-        elif self._roster.in_state[WorkerState.READY]:
-            gone = next(rank for rank in self.ranks if rank.state is WorkerState.GONE and rank.node.joined)
-            waiting = next(rank for rank in self.ranks if rank.state is WorkerState.READY)
+        elif self._roster.in_state[RankState.READY]:
+            gone = next(rank for rank in self.ranks if rank.state is RankState.GONE and rank.node.joined)
+            waiting = next(rank for rank in self.ranks if rank.state is RankState.READY)
             self.end(
                 FAILED, f"rank {gone.number} ended without entering the block that rank {waiting.number} waits in"
             )

@@ -25,7 +25,7 @@ class Helper:
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="checkpointless-gloo-wait", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="checkpointless-aside", daemon=True)
         self._thread.start()
 
     def run(self, blocking: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from checkpointless.agent.ranks.rank_link import RankLink
 from checkpointless.agent.ranks.rank_log import RankLog
 from checkpointless.wire.board import Board
 from checkpointless.wire.messages import AgentMessage
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 EXIT_GRACE_S = 1.0  # for a process to end after it hung up or said that it would exit
 
@@ -52,7 +52,7 @@ class LocalRank:
     board: Board
     log: RankLog
     incarnation: int = -1
-    state: WorkerState = WorkerState.GONE
+    state: RankState = RankState.GONE
     pid: int | None = None
     link: RankLink | None = None
     said_hello: bool = False
@@ -75,7 +75,7 @@ class LocalRank:
         Args:
             now_s: the current time on the agent's clock.
         """
-        self.state = WorkerState.RUNNING
+        self.state = RankState.RUNNING
         beat = self.board.read().beat
         self.beats = Beats(beat, beat, now_s)
 

@@ -24,7 +24,7 @@ from checkpointless.agent.ranks.starters import (
 )
 from checkpointless.wire.messages import FAULT_AT_ENV, ProtocolError
 from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, Spawn
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 
 class ProcessKeeper:
@@ -83,7 +83,7 @@ class ProcessKeeper:
 
     def alive(self) -> list[LocalRank]:
         """Return the ranks whose processes have not ended."""
-        return [rank for rank in self.ranks.values() if rank.state is not WorkerState.GONE]
+        return [rank for rank in self.ranks.values() if rank.state is not RankState.GONE]
 
     def hear(self) -> None:
         """Take what has happened to processes since the last call."""
@@ -96,7 +96,7 @@ class ProcessKeeper:
             self._unwatch_starter()
             for rank in self.ranks.values():  # they died with the starter
                 rank.disconnect()
-                rank.state = WorkerState.GONE
+                rank.state = RankState.GONE
             self._on_lost(str(error))
             return
         for item in news:
@@ -122,7 +122,7 @@ class ProcessKeeper:
         if spawn.rank not in self.ranks:
             self.ranks[spawn.rank] = self._make_rank(spawn.rank)
         rank, job = self.ranks[spawn.rank], self._job
-        if rank.state is not WorkerState.GONE:
+        if rank.state is not RankState.GONE:
             raise ValueError(f"rank {rank.number} is to be started, but its process has not ended")
         rank.incarnation = spawn.incarnation
         job.generation = max(job.generation, spawn.generation - 1)  # a spare's agent has seen no generation yet
@@ -140,7 +140,7 @@ class ProcessKeeper:
         theirs.close()
         os.close(log)
         rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
-        rank.state = WorkerState.STARTING
+        rank.state = RankState.STARTING
         rank.started_at_s = time.monotonic()
         rank.pid = rank.kill_at_s = None
         rank.said_hello = rank.forgiven = False
@@ -154,7 +154,7 @@ class ProcessKeeper:
     def kill(self, rank: LocalRank) -> None:
         """Kill the rank's process, as soon as its process ID is known."""
         rank.kill_at_s = None
-        if rank.state is WorkerState.GONE:
+        if rank.state is RankState.GONE:
             return
         if rank.pid is None:
             rank.kill_at_s = self._clock()  # try again when its pid is known
@@ -204,7 +204,7 @@ class ProcessKeeper:
     def _on_exit(self, rank: LocalRank, code: int) -> None:
         self._hear_rank(rank)  # take what it said before it ended
         rank.disconnect()
-        rank.state, rank.kill_at_s = WorkerState.GONE, None
+        rank.state, rank.kill_at_s = RankState.GONE, None
         self.failures += code != 0
         if self._discarding:
             self._join_when_empty()

@@ -20,7 +20,7 @@ from checkpointless.wire.messages import (
     Replace,
 )
 from checkpointless.wire.node_messages import Answered, JobOver, NodeMessage, RankDone, RankReady, Trouble
-from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, WorkerState
+from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
 logger = logging.getLogger(__name__)
 
@@ -68,19 +68,19 @@ class RankReports:
             self._report(JobOver(message.reason, message.code))
         elif isinstance(message, Replace):
             self._on_replace(rank, message)
-        elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, WorkerState.LEAVING):
+        elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, FaultReport):
             said = message.error, message.message, message.traceback, message.step, message.victim
             self._trouble(rank, exception_cause(rank.number, *said))
         elif isinstance(message, Barrier):
             self._is_ready(rank)
-        elif isinstance(message, Done) and rank.state is WorkerState.RUNNING:
-            rank.state = WorkerState.DONE
+        elif isinstance(message, Done) and rank.state is RankState.RUNNING:
+            rank.state = RankState.DONE
             self._report(RankDone(rank.number, message.generation))
 
     def _on_hello(self, rank: LocalRank) -> None:
-        if rank.state not in (WorkerState.STARTING, WorkerState.FINISHED):
+        if rank.state not in (RankState.STARTING, RankState.FINISHED):
             logger.warning("rank %d said hello in the state %s", rank.number, rank.state.value)
             return
         if rank.incarnation > 0 and not rank.said_hello:
@@ -98,7 +98,7 @@ class RankReports:
             self._trouble(rank, Cause(CauseKind.LOSS, rank.number, "replace", what, step, message.reason))
 
     def _is_ready(self, rank: LocalRank) -> None:
-        rank.state = WorkerState.READY
+        rank.state = RankState.READY
         reading = rank.board.read()
         self._report(RankReady(rank.number, rank.incarnation, rank.pid or -1, reading.committed, reading.making))
 

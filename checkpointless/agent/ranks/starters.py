@@ -18,7 +18,7 @@ from typing import Any
 
 from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.posix.forked_process import ForkedProcess
-from checkpointless.posix.process_tree import ProcessGroup
+from checkpointless.posix.process_tree import ProcessTree
 from checkpointless.wire.board import BOARD_FD_ENV
 from checkpointless.wire.messages import AGENT_FD_ENV
 
@@ -210,11 +210,11 @@ class ZygoteStarter(Starter):
             self.process.wait(_CLOSE_TIMEOUT_S)
         if self.process.returncode == 0:
             return
-        groups = [ProcessGroup(pid, None) for pid in self._pids]
-        for group in groups:  # the kernel kills the ranks, but not what they started
-            group.kill()
-        for group in groups:
-            group.clean()
+        trees = [ProcessTree(pid, None) for pid in self._pids]
+        for tree in trees:  # the kernel kills the ranks, but not what they started
+            tree.kill()
+        for tree in trees:
+            tree.clean()
 
     def _request(self, request: dict[str, Any], descriptors: list[int]) -> None:
         try:
@@ -279,7 +279,7 @@ class FreshStarter(Starter):
         self._folder = folder
         if platform is not None:
             self._command += ["--platform", platform]
-        self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessGroup]] = {}
+        self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessTree]] = {}
         self._news: list[Started | Exited | Ready] = []
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
@@ -293,7 +293,7 @@ class FreshStarter(Starter):
             pass_fds=[descriptors.agent, descriptors.board],
             start_new_session=True,
         )
-        self._processes[process.pid] = (order, process, ProcessGroup(process.pid, self._folder))
+        self._processes[process.pid] = (order, process, ProcessTree(process.pid, self._folder))
         self._news.append(Started(order.rank, order.incarnation, process.pid))
 
     def signal(self, pid: int, number: int) -> None:
@@ -305,21 +305,21 @@ class FreshStarter(Starter):
             os.kill(pid, number)
 
     def news(self) -> list[Started | Exited | Ready]:
-        for pid, (order, process, group) in list(self._processes.items()):
+        for pid, (order, process, tree) in list(self._processes.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            group.kill()
+            tree.kill()
             self._news.append(Exited(order.rank, order.incarnation, pid, process.wait()))
-            group.clean()
+            tree.clean()
             del self._processes[pid]
         found, self._news = self._news, []
         return found
 
     def close(self) -> None:
-        for _, _, group in self._processes.values():
-            group.kill()
+        for _, _, tree in self._processes.values():
+            tree.kill()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for _, process, group in self._processes.values():
+        for _, process, tree in self._processes.values():
             process.wait(max(0.1, deadline - time.monotonic()))
-            group.clean()
+            tree.clean()
         self._processes.clear()

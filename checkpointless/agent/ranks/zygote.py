@@ -24,7 +24,7 @@ from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.preload import preload
 from checkpointless.agent.ranks.rank_process import Script, die_with_parent, run_script
 from checkpointless.posix import temp_folder
-from checkpointless.posix.process_tree import ProcessGroup
+from checkpointless.posix.process_tree import ProcessTree
 from checkpointless.wire.board import BOARD_FD_ENV
 from checkpointless.wire.messages import AGENT_FD_ENV
 
@@ -47,7 +47,7 @@ class Zygote:
         self._connection = connection
         self._script = script
         self._folder = folder
-        self._ranks: dict[int, tuple[int, int, ProcessGroup]] = {}  # pid -> rank, incarnation, its processes
+        self._ranks: dict[int, tuple[int, int, ProcessTree]] = {}  # pid -> rank, incarnation, its processes
         self._wakeup, self._wake = socket.socketpair()
         self._wakeup.setblocking(False)
         self._wake.setblocking(False)
@@ -91,7 +91,7 @@ class Zygote:
             self._become_rank(zygote_pid, request["env"], *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._ranks[pid] = (request["rank"], request["incarnation"], ProcessGroup(pid, self._folder))
+        self._ranks[pid] = (request["rank"], request["incarnation"], ProcessTree(pid, self._folder))
         self.say(type="started", rank=request["rank"], incarnation=request["incarnation"], pid=pid)
 
     def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> None:
@@ -137,12 +137,12 @@ class Zygote:
         if ended.si_pid not in self._ranks:
             os.waitpid(ended.si_pid, 0)
             return True
-        rank, incarnation, group = self._ranks.pop(ended.si_pid)
-        group.kill()
+        rank, incarnation, tree = self._ranks.pop(ended.si_pid)
+        tree.kill()
         _, status = os.waitpid(ended.si_pid, 0)
         code = os.waitstatus_to_exitcode(status)
         self.say(type="exited", rank=rank, incarnation=incarnation, pid=ended.si_pid, code=code)
-        group.clean()
+        tree.clean()
         return True
 
     def _signal(self, pid: int, number: int) -> None:
@@ -154,8 +154,8 @@ class Zygote:
 
     def _end_all(self) -> None:
         deadline = time.monotonic() + _KILL_GRACE_S
-        for pid, (_, _, group) in self._ranks.items():
-            group.kill()
+        for pid, (_, _, tree) in self._ranks.items():
+            tree.kill()
             os.kill(pid, signal.SIGKILL)
         while self._ranks and time.monotonic() < deadline:
             if not self._reap(os.WNOHANG):

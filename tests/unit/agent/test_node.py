@@ -40,7 +40,7 @@ from checkpointless.wire.node_messages import (
     Standing,
     StoreOpened,
 )
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 Told = TypeVar("Told", Progress, Silent)
 
@@ -154,7 +154,7 @@ class Training(Node):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, heartbeat_timeout_s=None)
         for rank in self.agent.ranks.values():
-            rank.state = WorkerState.READY
+            rank.state = RankState.READY
         self.agent.obey(Begin(0, "", {}, -1, -1))
         self.now_s = time.monotonic()
 
@@ -259,7 +259,7 @@ def test_what_a_new_coordinator_is_told(node: Node) -> None:
     node.agent.ranks[1].board.set_making(12)
     node.ends(0)
     standing = node.agent.standing()
-    states = [WorkerState.GONE, WorkerState.STARTING]
+    states = [RankState.GONE, RankState.STARTING]
     ranks = [[rank, 0, STATES.index(states[rank]), -1, (-1, 12)[rank]] for rank in (0, 1)]
     assert standing == Standing(4, 3, 11, "", False, ranks)
 

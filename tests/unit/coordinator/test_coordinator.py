@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkpointless.coordinator.hangs import Heartbeat
 from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
-from checkpointless.coordinator.roster import Standings
+from checkpointless.coordinator.roster import JobProgress
 from checkpointless.telemetry.events import read_events
 from checkpointless.wire.causes import CauseKind
 from checkpointless.wire.node_messages import (
@@ -33,7 +33,7 @@ from checkpointless.wire.node_messages import (
     Silent,
     Spawn,
 )
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, REGROUP_S, Job, go_env
 
 
@@ -278,7 +278,7 @@ def test_what_is_stale_is_ignored() -> None:
     job.tell(2, RankReady(2, 0, 1, -1, -1))
     job.tell(0, Answered(1, 0, False, "of an inquiry that nobody made"))
     job.tell(0, Alive())
-    assert {rank.state for rank in job.coordinator.ranks} == {WorkerState.RUNNING}
+    assert {rank.state for rank in job.coordinator.ranks} == {RankState.RUNNING}
     assert (job.sent, job.said) == ([], [])
 
 
@@ -350,19 +350,19 @@ def test_a_fall_back_to_storage_is_seen_when_every_node_is_behind() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.none() | st.tuples(st.integers(-1, 9), st.integers(-1, 9)))))
-def test_standings_agree_with_brute_force(said: Sequence[tuple[int, tuple[int, int] | None]]) -> None:
-    standings, last = Standings(), dict[int, tuple[int, int]]()
+def test_job_progress_agrees_with_brute_force(said: Sequence[tuple[int, tuple[int, int] | None]]) -> None:
+    progress, last = JobProgress(), dict[int, tuple[int, int]]()
     for node, steps in said:
         if steps is None:
-            standings.drop(node)
+            progress.drop(node)
             last.pop(node, None)
         else:
-            standings.put(node, Progress(*steps, 10, 0))
+            progress.put(node, Progress(*steps, 10, 0))
             last[node] = steps
-        assert len(standings) == len(last)
+        assert len(progress) == len(last)
         if last:
-            assert standings.oldest == min(oldest for oldest, _ in last.values())
-            assert standings.newest == max(newest for _, newest in last.values())
+            assert progress.oldest == min(oldest for oldest, _ in last.values())
+            assert progress.newest == max(newest for _, newest in last.values())
 
 
 # ---- hangs

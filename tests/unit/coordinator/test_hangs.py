@@ -89,13 +89,13 @@ STEADY = st.none() | st.integers(0, STEADY_LOOKS)
 def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
     silent: dict[int, Evidence], nproc: int, steady: int | None
 ) -> None:
-    verdict = judge(silent, 8, 8, nproc, CEILING_S, steady)
+    diagnosis = judge(silent, 8, 8, nproc, CEILING_S, steady)
     standing = {rank for rank, each in silent.items() if each.stance is not Stance.WAITS}
-    assert set(verdict.ranks) <= standing
-    if verdict.finding is not Finding.CULPRITS:
+    assert set(diagnosis.ranks) <= standing
+    if diagnosis.finding is not Finding.CULPRITS:
         return
     assert not is_shared(standing, 8, nproc)
-    for rank in verdict.ranks:
+    for rank in diagnosis.ranks:
         each = silent[rank]
         assert each.age_s >= each.limit_s
         if each.stance is Stance.MUTE:
@@ -112,16 +112,16 @@ def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
 def test_no_silence_is_waited_for_for_ever(silent: dict[int, Evidence], nproc: int) -> None:
     """Who stays where it is leads to an incident in the end, whatever it is."""
     old = {rank: Evidence(e.stance, 1e5, e.limit_s, e.state, 1e5) for rank, e in silent.items()}
-    verdict = judge(old, 8, 8, nproc, CEILING_S)
-    assert verdict.finding in (Finding.CULPRITS, Finding.TOO_LONG, Finding.ALL_WAIT)
+    diagnosis = judge(old, 8, 8, nproc, CEILING_S)
+    assert diagnosis.finding in (Finding.CULPRITS, Finding.TOO_LONG, Finding.ALL_WAIT)
 
 
 @given(SILENT, st.sampled_from([1, 2, 4, 8]), st.integers(0, STEADY_LOOKS - 1))
 def test_where_nobody_shows_progress_one_look_is_no_evidence(
     silent: dict[int, Evidence], nproc: int, steady: int
 ) -> None:
-    verdict = judge(silent, 8, 8, nproc, CEILING_S, steady)
-    assert verdict.finding in (Finding.NOTHING, Finding.ASK_AGAIN)
+    diagnosis = judge(silent, 8, 8, nproc, CEILING_S, steady)
+    assert diagnosis.finding in (Finding.NOTHING, Finding.ASK_AGAIN)
 
 
 def test_a_grace_is_short_and_in_proportion() -> None:
