@@ -48,7 +48,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 def command_table(name: str) -> str:
     """Every option of a command."""
-    from checkpointless.agent.launch import LaunchConfig
+    from checkpointless.agent.launch_config import LaunchConfig
 
     known = {field.name.removesuffix("_s"): field.default for field in fields(LaunchConfig)}
     rows = []

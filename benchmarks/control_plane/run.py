@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import interruptible, machine, progress, spread
 
-from checkpointless.agent.server import TICK_S
 from checkpointless.coordinator import coordinator as measured
 from checkpointless.coordinator.coordinator import Coordinator
 from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.coordinator.hosting import TICK_S
 from checkpointless.coordinator.limits import Limits
 from checkpointless.coordinator.roster import Node
 from checkpointless.telemetry.events import EventLog
@@ -54,7 +54,7 @@ from checkpointless.wire.node_messages import (
     StoreOpened,
     Trouble,
 )
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 RANKS = (64, 1_024, 16_384)
 NPROC = 8
@@ -323,7 +323,7 @@ class World:
 
     def _take_over(self) -> None:
         generation, self.coordinator = self.coordinator.generation, self._new_coordinator()
-        running = STATES.index(WorkerState.RUNNING)
+        running = STATES.index(RankState.RUNNING)
         for node in self._admit_all():
             steps = [running, self.step, self.step + 1]
             ranks = [[rank, incarnation, *steps] for rank, incarnation in node.incarnations.items()]
@@ -350,7 +350,7 @@ class World:
             numbers = range(index * NPROC, (index + 1) * NPROC)
             rows = [[number, 7, int(HEARTBEAT_S * 1000) + 10, self.step + 1, 1, 0, 0] for number in numbers]
             node.say(Silent(rows))
-        for _ in range(2):  # the inquiry and, when all have answered, the verdict
+        for _ in range(2):  # the inquiry and, when all have answered, the diagnosis
             self._hear_all()
             with self._working():
                 self.coordinator.tick(time.monotonic())

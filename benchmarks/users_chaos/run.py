@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import ROOT, interruptible, machine, progress, search_path
 
-from checkpointless.agent.launch import LaunchConfig
+from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.demo.nursery import Ended, Nursery
 from checkpointless.faults.chaos import DEADLY, HANGING, NODES
 from checkpointless.faults.ledger import fired, not_fired

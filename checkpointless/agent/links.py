@@ -208,8 +208,8 @@ class GuestLink(Link):
             agent.end(End(FAILED, [f"the coordinator at {self._where} does not keep to the protocol: {error}"]))
         if self._lost and agent.outcome is None:
             self._say(f"the coordinator at {self._where} was lost ({self._lost}): training goes on without it")
-            if agent.workers:  # a spare got its number with its ranks
-                self._number = min(agent.workers) // self._nproc
+            if agent.ranks:  # a spare got its number with its ranks
+                self._number = min(agent.ranks) // self._nproc
             self._search = _Search(self._join, self._number)
 
     def is_needed(self, now_s: float) -> bool:
@@ -249,7 +249,7 @@ class GuestLink(Link):
             self._channel = self._open(found)
             while self._kept:  # first, so that what led to the standing is known when it arrives
                 self._channel.send(self._kept.popleft())
-            if agent.workers:
+            if agent.ranks:
                 self._channel.send(agent.standing())
             elif agent.joined:
                 self._channel.send(Joined())

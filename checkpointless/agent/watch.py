@@ -10,7 +10,7 @@ from checkpointless.monitoring.measured import Measuring
 from checkpointless.monitoring.snapshot import OUTSIDE, JobNode, JobRank, JobStatus, RankStatus, Snapshot, Tally
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.wire.board import NO_STEP
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 if TYPE_CHECKING:  # a node's agent loads torch, and a coordinator in a process of its own needs none
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ _EVERY_S = 0.25
 
 _SHARE = 50  # looking takes less than a fiftieth of the loop's time, however many ranks there are
 
-_BEATING = (WorkerState.RUNNING, WorkerState.LEAVING)
+_BEATING = (RankState.RUNNING, RankState.LEAVING)
 
 
 class Watch:
@@ -147,16 +147,16 @@ class _WatchedLog(EventLog):
 
 
 def _ranks(agent: NodeAgent, now_s: float) -> Iterator[RankStatus]:
-    for worker in agent.workers.values():
-        reading = worker.board.read()
+    for rank in agent.ranks.values():
+        reading = rank.board.read()
         yield RankStatus(
-            worker.rank,
-            worker.state.value,
-            worker.pid if worker.state is not WorkerState.GONE else None,
-            worker.incarnation,
+            rank.number,
+            rank.state.value,
+            rank.pid if rank.state is not RankState.GONE else None,
+            rank.incarnation,
             _known(reading.committed),
             _known(reading.making),
-            round(max(0.0, now_s - worker.beat_at_s), 3) if worker.state in _BEATING else None,
+            round(max(0.0, now_s - rank.beats.at_s), 3) if rank.state in _BEATING else None,
         )
 
 

@@ -31,10 +31,10 @@ class FaultLimits:
         )
         if report.step > 0:
             self.high_water = max(self.high_water, report.step - 1)
-        self._history, verdict = self._history.after(cause, self.high_water)
-        if verdict is None:
+        self._history, give_up = self._history.after(cause, self.high_water)
+        if give_up is None:
             return cause, None
-        return cause, f"{verdict.reason}\n{verdict.last_words}".rstrip()
+        return cause, f"{give_up.reason}\n{give_up.last_words}".rstrip()
 
 
 def tell(generation: int, incident: str, cause: Cause) -> None:

@@ -40,7 +40,7 @@ from checkpointless.wire.node_messages import (
     StoreOpened,
     Trouble,
 )
-from checkpointless.wire.rank_state import IN_BLOCK, WorkerState
+from checkpointless.wire.rank_state import IN_BLOCK, RankState
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Coordinator:
         """
         if self.phase is Phase.OVER:
             if isinstance(message, RankEnded):
-                self._job.roster.move(self._job.roster.rank_of(message.rank, node), WorkerState.GONE)
+                self._job.roster.move(self._job.roster.rank_of(message.rank, node), RankState.GONE)
             return
         match message:
             case Alive():
@@ -251,7 +251,7 @@ class Coordinator:
         elif isinstance(message, RankEnded):
             if message.incarnation == rank.incarnation:
                 self._regrouping.ended(rank, message)
-        elif message.generation != self.generation or rank.state not in (*IN_BLOCK, WorkerState.LEAVING):
+        elif message.generation != self.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, Trouble):
             self._regrouping.fault(message.cause)

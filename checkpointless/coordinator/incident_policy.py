@@ -71,7 +71,7 @@ class History:
             same_failure=same,
             failure=kept,
         )
-        return history, history._verdict(cause)
+        return history, history._limit_reached(cause)
 
     def fell_back(self, lost: int, resumed: int) -> History:
         """Return the history after a fallback to storage: progress counts from there, and the fallback counts, too.
@@ -88,7 +88,7 @@ class History:
             fallbacks=1 if further else self.fallbacks + 1,
         )
 
-    def _verdict(self, cause: Cause) -> GiveUpDecision | None:
+    def _limit_reached(self, cause: Cause) -> GiveUpDecision | None:
         if self.same_failure >= SAME_FAILURE_LIMIT and cause.kind is CauseKind.EXCEPTION:
             reason = f"{cause}, {self.same_failure} times in a row with no step committed in between"
             return GiveUpDecision(reason, cause.traceback)

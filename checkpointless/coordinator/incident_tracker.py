@@ -83,7 +83,7 @@ class IncidentTracker:
         if self.open.cause.kind is not CauseKind.VICTIM:
             self._tell(self.open)
 
-    def verdict(self, cause: Cause, high_water: int) -> GiveUpDecision | None:
+    def one_too_many(self, cause: Cause, high_water: int) -> GiveUpDecision | None:
         """Return why the job must end if one more incident with this cause would be one too many, else None."""
         return self._history.after(cause, high_water)[1]
 
@@ -96,8 +96,8 @@ class IncidentTracker:
         if self.open is None:
             return None
         self._tell(self.open)
-        self._history, verdict = self._history.after(self.open.cause, high_water)
-        return verdict
+        self._history, give_up = self._history.after(self.open.cause, high_water)
+        return give_up
 
     def regrouped(self, generation: int) -> None:
         """Record that ``generation`` begins."""

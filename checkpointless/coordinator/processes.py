@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from checkpointless.coordinator.job import Job
 from checkpointless.coordinator.roster import Rank
 from checkpointless.wire.node_messages import Kill, OpenStore, Spawn
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 
 class Processes:
@@ -25,7 +25,7 @@ class Processes:
         """Have every rank that has no process started."""
         self.ensure_store()
         for rank in self._job.roster.ranks:
-            if rank.state is WorkerState.GONE:
+            if rank.state is RankState.GONE:
                 self.spawn(rank)
 
     def ensure_store(self) -> None:
@@ -46,13 +46,13 @@ class Processes:
         """Start the ranks that have waited for the store."""
         waiting, self._to_start = self._to_start, []
         for rank, incarnation in waiting:
-            if rank.state is WorkerState.STARTING and rank.incarnation == incarnation:
+            if rank.state is RankState.STARTING and rank.incarnation == incarnation:
                 self._start(rank)
 
     def spawn(self, rank: Rank) -> None:
         """Have the next process of ``rank`` started, as soon as there is a store for it."""
         rank.incarnation += 1
-        self._job.roster.move(rank, WorkerState.STARTING)
+        self._job.roster.move(rank, RankState.STARTING)
         if self._job.rendezvous.is_open:
             self._start(rank)
         else:
@@ -67,7 +67,7 @@ class Processes:
                 in any case).
         """
         for rank in ranks:
-            if rank.state is not WorkerState.GONE:
+            if rank.state is not RankState.GONE:
                 rank.node.send(Kill(rank.number, rank.incarnation, self._job.generation, beat))
 
     def _start(self, rank: Rank) -> None:

@@ -11,7 +11,7 @@ from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause
 from checkpointless.wire.node_messages import AllDone, Begin, Interrupt, RankEnded
-from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, WorkerState
+from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
 
 class Regrouping:
@@ -38,7 +38,7 @@ class Regrouping:
             self._interrupt(cause)
         self._incidents.add_cause(cause)
         if cause.kind is CauseKind.LOSS:
-            decision = self._incidents.verdict(cause, self._job.high_water)
+            decision = self._incidents.one_too_many(cause, self._job.high_water)
             if decision is not None:
                 self._job.end(FAILED, decision.reason)
 
@@ -52,7 +52,7 @@ class Regrouping:
             job.tell_nodes(self.interruption())
             for rank in self._roster.ranks:
                 if rank.state in IN_BLOCK:
-                    self._roster.move(rank, WorkerState.LEAVING)
+                    self._roster.move(rank, RankState.LEAVING)
         job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
         self._processes.ensure_store()
 
@@ -68,9 +68,9 @@ class Regrouping:
     def ended(self, rank: Rank, ended: RankEnded) -> None:
         """Act on the end of a rank's process: have it replaced, or end the job."""
         job, was = self._job, rank.state
-        self._roster.move(rank, WorkerState.GONE)
+        self._roster.move(rank, RankState.GONE)
         entered = was in COUNTED
-        if not entered and (was is WorkerState.FINISHED or (rank.incarnation == 0 and not ended.forgiven)):
+        if not entered and (was is RankState.FINISHED or (rank.incarnation == 0 and not ended.forgiven)):
             if ended.code != 0:
                 cause = exit_cause(rank.number, ended.code, NO_STEP)
                 job.end(FAILED, *ended.last_lines, f"{cause}; its log: {ended.log_path}")
@@ -99,7 +99,7 @@ class Regrouping:
         job = self._job
         if job.phase is Phase.RUNNING:
             self.fault(Cause(CauseKind.EXCEPTION, rank.number, "exit", "left the block", NO_STEP))
-        self._roster.move(rank, WorkerState.READY)
+        self._roster.move(rank, RankState.READY)
         if job.gather_by_s is None:
             job.gather_by_s = job.clock() + job.limits.heartbeat.limit_s
         self.begin_if_all_are_here()
@@ -107,7 +107,7 @@ class Regrouping:
 
     def begin_if_all_are_here(self) -> None:
         """Begin the next generation if all ranks are at the barrier, and no node is expected back."""
-        all_ready = self._roster.all_are(WorkerState.READY)
+        all_ready = self._roster.all_are(RankState.READY)
         if all_ready and self._job.rendezvous.is_open and not self._roster.back_by_s:
             self._begin()
 
@@ -118,7 +118,7 @@ class Regrouping:
         if missing:
             job.end(FAILED, missing)
             return
-        late = [rank for rank in self._roster.ranks if rank.state is not WorkerState.READY]
+        late = [rank for rank in self._roster.ranks if rank.state is not RankState.READY]
         names = "rank " + ", ".join(str(rank.number) for rank in late)
         began = job.generation >= 0
         limit_s = job.limits.regroup_timeout_s if began else job.limits.heartbeat.limit_s
@@ -160,7 +160,7 @@ class Regrouping:
         job.gather_by_s = None
         env = job.rendezvous.go_env()
         for rank in self._roster.ranks:
-            self._roster.move(rank, WorkerState.RUNNING)
+            self._roster.move(rank, RankState.RUNNING)
         self._hangs.forget()
         job.progress.forget()
         job.tell_nodes(Begin(job.generation, incident.id if incident else "", env, job.high_water, job.target))
@@ -183,13 +183,13 @@ class Regrouping:
 
     def done(self, rank: Rank) -> None:
         """Note that the block of ``rank`` has returned."""
-        if rank.state is WorkerState.RUNNING:
-            self._roster.move(rank, WorkerState.DONE)
+        if rank.state is RankState.RUNNING:
+            self._roster.move(rank, RankState.DONE)
             self.finish_if_all_are_done()
 
     def finish_if_all_are_done(self) -> None:
         """Have all processes end if every rank's block has returned."""
-        if self._roster.all_are(WorkerState.DONE):
+        if self._roster.all_are(RankState.DONE):
             self.finish()
 
     def finish(self) -> None:
@@ -197,20 +197,20 @@ class Regrouping:
         self._job.enter(Phase.FINISHING)
         self._incidents.recovered(self._job.target, self._job.high_water)
         for rank in self._roster.ranks:
-            if rank.state is not WorkerState.GONE:
-                self._roster.move(rank, WorkerState.FINISHED)
+            if rank.state is not RankState.GONE:
+                self._roster.move(rank, RankState.FINISHED)
         self._job.tell_nodes(AllDone())
 
     def check_end(self) -> None:
         """End the job if all processes have ended, or if one has ended that the others wait for."""
         roster = self._roster
-        if roster.in_state[WorkerState.GONE] <= len(roster.not_joined) * roster.nodes[0].nproc:
+        if roster.in_state[RankState.GONE] <= len(roster.not_joined) * roster.nodes[0].nproc:
             return  # only the ranks of nodes that are lost or not ready yet are gone
-        if roster.all_are(WorkerState.GONE):
+        if roster.all_are(RankState.GONE):
             self._job.end(0)
-        elif roster.in_state[WorkerState.READY]:
-            gone = next(rank for rank in roster.ranks if rank.state is WorkerState.GONE and rank.node.joined)
-            waiting = next(rank for rank in roster.ranks if rank.state is WorkerState.READY)
+        elif roster.in_state[RankState.READY]:
+            gone = next(rank for rank in roster.ranks if rank.state is RankState.GONE and rank.node.joined)
+            waiting = next(rank for rank in roster.ranks if rank.state is RankState.READY)
             self._job.end(
                 FAILED, f"rank {gone.number} ended without entering the block that rank {waiting.number} waits in"
             )

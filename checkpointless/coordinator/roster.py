@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.node_messages import Command
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 NOT_YET = "it has not joined yet"
 
@@ -50,7 +50,7 @@ class Rank:
 
     number: int
     node: Node
-    state: WorkerState = WorkerState.GONE
+    state: RankState = RankState.GONE
     incarnation: int = -1
     committed: int = NO_STEP
     making: int = NO_STEP
@@ -78,7 +78,7 @@ class Roster:
         self.nodes = [Node(index, nproc, _nowhere, lost=NOT_YET) for index in range(nnodes)]
         self.spares: list[Node] = []
         self.ranks = [Rank(node.index * nproc + local, node) for node in self.nodes for local in range(nproc)]
-        self.in_state = Counter({WorkerState.GONE: len(self.ranks)})
+        self.in_state = Counter({RankState.GONE: len(self.ranks)})
         self.lost = set(range(nnodes))
         self.not_joined = set(range(nnodes))
         self.back_by_s: dict[int, float] = {}
@@ -109,13 +109,13 @@ class Roster:
             raise ValueError(f"node {node.index} speaks of rank {number}, which it does not run")
         return self.ranks[number]
 
-    def move(self, rank: Rank, state: WorkerState) -> None:
+    def move(self, rank: Rank, state: RankState) -> None:
         """Move a rank to another state; nothing else sets the state, so the count is right."""
         self.in_state[rank.state] -= 1
         self.in_state[state] += 1
         rank.state = state
 
-    def all_are(self, state: WorkerState) -> bool:
+    def all_are(self, state: RankState) -> bool:
         """Return whether every rank is in ``state``."""
         return self.in_state[state] == len(self.ranks)
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from checkpointless.agent.launch import LaunchConfig
+from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.demo.config import RECIPE, overrides
 from checkpointless.demo.nursery import Ended, Nursery
 from checkpointless.faults.chaos import HANGING, Case, Outcome, draw, outcome_of

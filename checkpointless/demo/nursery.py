@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointless.agent.launch import LaunchConfig, launch
-from checkpointless.agent.rank_process import die_with_parent
+from checkpointless.agent.launch import launch
+from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.agent.ranks.rank_process import die_with_parent
 
 _REAP_EVERY_S = 0.02
 _LEAVE_S = 10.0  # for agents that were interrupted together with this process
@@ -50,7 +51,7 @@ class Nursery:
         from checkpointless.recipes import runner
 
         runner.prepare_process()
-        for name in ("checkpointless.agent.server", *preload):
+        for name in ("checkpointless.agent.node_run", *preload):
             importlib.import_module(name)
         import torch
 

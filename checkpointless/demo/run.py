@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from checkpointless.agent.launch import LaunchConfig, launch
+from checkpointless.agent.launch import launch
+from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.demo import show
 from checkpointless.demo.config import RECIPE, DemoConfig, overrides
 from checkpointless.faults.ledger import not_fired

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from checkpointless.monitoring.durations import Durations
 from checkpointless.monitoring.measured import Measured
 from checkpointless.monitoring.snapshot import OUTSIDE, JobStatus, Snapshot
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 __all__ = ["CONTENT_TYPE", "render"]
 
@@ -108,7 +108,7 @@ def _of_job(job: JobStatus) -> Iterator[Metric]:
     yield _gauge("job_spares", "Nodes that wait to take a lost one's place.", job.spares)
 
 
-_RANK_STATES = tuple(state.value for state in WorkerState)
+_RANK_STATES = tuple(state.value for state in RankState)
 
 
 def _gauge(name: str, what: str, value: float | None) -> Metric:

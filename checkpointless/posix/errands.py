@@ -61,11 +61,11 @@ class Errands:
         try:
             return result.result(self._patience_s)
         except OutOfTimeError:
-            result.add_done_callback(lambda done: _settle(done, late))
+            result.add_done_callback(lambda done: _take_late(done, late))
             return otherwise
 
 
-def _settle(done: Future[Result], late: Callable[[Result], object]) -> None:
+def _take_late(done: Future[Result], late: Callable[[Result], object]) -> None:
     error = done.exception()
     if error is None:
         late(done.result())

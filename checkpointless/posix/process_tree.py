@@ -14,7 +14,7 @@ from checkpointless.posix import shared_memory, temp_folder
 _END_S = 0.1  # a killed process takes milliseconds
 
 
-class ProcessGroup:
+class ProcessTree:
     """The processes of one rank, and the files that they leave.
 
     Args:

@@ -12,9 +12,9 @@ from typing import ClassVar, get_args
 
 from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.messages import Vocabulary
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
-STATES = tuple(WorkerState)
+STATES = tuple(RankState)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class WorkerState(Enum):
+class RankState(Enum):
     """The state of a rank."""
 
     STARTING = "starting"  # its process was started but has not said hello
@@ -17,6 +17,6 @@ class WorkerState(Enum):
     GONE = "gone"  # its process has ended
 
 
-IN_BLOCK = (WorkerState.RUNNING, WorkerState.DONE)
+IN_BLOCK = (RankState.RUNNING, RankState.DONE)
 
-COUNTED = (WorkerState.READY, *IN_BLOCK, WorkerState.LEAVING)  # the end of their process is a fault
+COUNTED = (RankState.READY, *IN_BLOCK, RankState.LEAVING)  # the end of their process is a fault

@@ -17,8 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-import checkpointless.agent.server  # noqa: F401 - what takes so long
-from checkpointless.agent.launch import LaunchConfig, launch
+import checkpointless.agent.node_run  # noqa: F401 - what takes so long
+from checkpointless.agent.launch import launch
+from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.coordinator.hangs import policy
 
 _nursery = multiprocessing.get_context("forkserver")

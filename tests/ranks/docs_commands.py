@@ -20,10 +20,11 @@ def command_here(argv: list[str], folder: str) -> dict[str, Any]:
     """
     from checkpointless import cli
     from checkpointless.agent import launch as agent
+    from checkpointless.agent.launch_config import LaunchConfig
 
     launch = agent.launch
 
-    def launch_from_here(config: agent.LaunchConfig, *args: Any, **kwargs: Any) -> int:
+    def launch_from_here(config: LaunchConfig, *args: Any, **kwargs: Any) -> int:
         return launch(replace(config, preload=(), fork_here=True, stream_logs=False), *args, **kwargs)
 
     agent.launch = launch_from_here

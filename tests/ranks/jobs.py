@@ -259,7 +259,8 @@ class _Meanwhile(threading.Thread):
 
 def launch_here(settings: dict[str, Any], late: float | None, hosts: list[str]) -> dict[str, Any]:
     """In the forked process: be the agent of the node that this process was given the number of."""
-    from checkpointless.agent.launch import LaunchConfig, launch
+    from checkpointless.agent.launch import launch
+    from checkpointless.agent.launch_config import LaunchConfig
 
     node = int(os.environ["RANK"])
     if hosts:

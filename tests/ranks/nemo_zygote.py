@@ -121,7 +121,7 @@ def _serve() -> None:
     from checkpointless.recipes import runner
 
     runner.prepare_process()
-    for module in (*MODULES, "checkpointless.strategies", "checkpointless.agent.server"):
+    for module in (*MODULES, "checkpointless.strategies", "checkpointless.agent.node_run"):
         importlib.import_module(module)
     torch.set_num_threads(1)
     gc.collect()

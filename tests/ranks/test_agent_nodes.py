@@ -115,7 +115,7 @@ def test_ranks_of_three_nodes_meet_and_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 3, 5])
-def test_a_worker_killed_on_any_node_is_respawned_alone(tmp_path: Path, rank: int) -> None:
+def test_a_rank_killed_on_any_node_is_respawned_alone(tmp_path: Path, rank: int) -> None:
     nodes = Nodes(tmp_path, 3, f"{rank}:4:0:SIGKILL")
     first, *others = nodes.end()
     assert [first.code, *(ended.code for ended in others)] == [0, 0, 0]
@@ -126,7 +126,7 @@ def test_a_worker_killed_on_any_node_is_respawned_alone(tmp_path: Path, rank: in
     assert {note["rank"] for note in heard} == set(range(6)) - {rank}
 
 
-def test_workers_of_two_nodes_fail_at_once(tmp_path: Path) -> None:
+def test_ranks_of_two_nodes_fail_at_once(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 3, "2:4:0:SIGKILL", "5:4:0:SIGKILL")
     assert [ended.code for ended in nodes.end()] == [0, 0, 0]
     last = max(note["generation"] for note in nodes.notes("go"))
@@ -135,7 +135,7 @@ def test_workers_of_two_nodes_fail_at_once(tmp_path: Path) -> None:
     }
 
 
-def test_a_hanging_worker_of_another_node_is_found_and_replaced(tmp_path: Path) -> None:
+def test_a_hanging_rank_of_another_node_is_found_and_replaced(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, "3:4:0:SIGSTOP", heartbeat_timeout_s=2.0)
     first, second = nodes.end()
     assert (first.code, second.code) == (0, 0)

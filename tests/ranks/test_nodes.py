@@ -60,7 +60,7 @@ def test_two_nodes_train_as_one_does(disturb_nodes: Run) -> None:
     assert disturb_nodes().incidents == []
 
 
-def test_a_worker_killed_on_each_node(disturb_nodes: Run) -> None:
+def test_a_rank_killed_on_each_node(disturb_nodes: Run) -> None:
     faults = (
         "sigkill@backward:rank=1,step=2",
         "sigkill@backward:rank=2,step=4",
@@ -95,7 +95,7 @@ def test_a_hang_on_another_node_is_found_and_replaced(disturb_nodes: Run, kind: 
     assert incident.respawned == (2,)
 
 
-def test_workers_of_two_nodes_lost_one_after_the_other(disturb_nodes: Run) -> None:
+def test_ranks_of_two_nodes_lost_one_after_the_other(disturb_nodes: Run) -> None:
     job = disturb_nodes("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=3,step=3")
     assert job.incidents[-1].target == 3
 
@@ -112,7 +112,7 @@ def test_node_0_killed_with_a_spare_and_a_coordinator_of_its_own(disturb_nodes: 
     assert incident.respawned == (0, 1)
 
 
-def test_workers_of_two_nodes_lost_in_the_same_step(disturb_nodes: Run) -> None:
+def test_ranks_of_two_nodes_lost_in_the_same_step(disturb_nodes: Run) -> None:
     job = disturb_nodes("sigkill@forward:rank=0,step=4", "sigkill@forward:rank=3,step=4")
     assert {rank for incident in job.incidents for rank in incident.respawned} >= {0, 3}
 

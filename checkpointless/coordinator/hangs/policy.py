@@ -107,7 +107,7 @@ class Finding(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """A finding and the ranks that it concerns.
 
     Attributes:
@@ -172,7 +172,7 @@ def judge(
     nproc: int,
     ceiling_s: float,
     steady: int | None = None,
-) -> Verdict:
+) -> Diagnosis:
     """Find the ranks that hang: those outside of a collective, or mute, whose stall is not shared by many.
 
     Victims alone are no reason to act while a rank that they may be waiting for still shows progress, unless
@@ -193,24 +193,24 @@ def judge(
         everybody = len(silent) == running and all(e.age_s >= NEARLY * e.limit_s for e in silent.values())
         too_long = any(each.age_s >= 2 * ceiling_s for each in silent.values())
         if silent and steady is None and (everybody or too_long):
-            return Verdict(Finding.ALL_WAIT)
-        return Verdict(Finding.NOTHING)
+            return Diagnosis(Finding.ALL_WAIT)
+        return Diagnosis(Finding.NOTHING)
     mute = [silent[rank] for rank in standing if silent[rank].stance is Stance.MUTE]
     if any(each.mute_s < grace_s(each.limit_s) for each in mute):
-        return Verdict(Finding.ASK_AGAIN)
+        return Diagnosis(Finding.ASK_AGAIN)
     if is_shared(standing, world, nproc):
         if steady is not None:
-            return Verdict(Finding.NOTHING)
+            return Diagnosis(Finding.NOTHING)
         too_long = any(silent[rank].age_s >= ceiling_s for rank in standing)
-        return Verdict(Finding.TOO_LONG if too_long else Finding.WAIT, tuple(standing))
+        return Diagnosis(Finding.TOO_LONG if too_long else Finding.WAIT, tuple(standing))
     if steady is not None:
         idle = all(silent[rank].state is not ProcessState.BUSY for rank in standing)
         if not idle or len(standing) == len(silent) or steady < STEADY_LOOKS:
-            return Verdict(Finding.NOTHING)
+            return Diagnosis(Finding.NOTHING)
     culprits = tuple(rank for rank in standing if _is_culprit(silent[rank], ceiling_s))
     if culprits:
-        return Verdict(Finding.CULPRITS, culprits)
-    return Verdict(Finding.WAIT if mute else Finding.NOTHING, tuple(standing) if mute else ())
+        return Diagnosis(Finding.CULPRITS, culprits)
+    return Diagnosis(Finding.WAIT if mute else Finding.NOTHING, tuple(standing) if mute else ())
 
 
 def _is_culprit(evidence: Evidence, ceiling_s: float) -> bool:

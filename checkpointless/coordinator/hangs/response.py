@@ -12,7 +12,7 @@ from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node
 from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.node_messages import Answered, Ask, Progress, Silent
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 
 class HangReports:
@@ -104,7 +104,7 @@ class HangResponse:
     def look(self, now_s: float) -> None:
         """Look for hangs in a running generation."""
         job = self._job
-        running = (rank.number for rank in job.roster.ranks if rank.state is WorkerState.RUNNING)
+        running = (rank.number for rank in job.roster.ranks if rank.state is RankState.RUNNING)
         for hang in self._hangs.look(running, now_s):
             if hang.rank is not None:
                 job.incidents.emit("stack", "point", rank=hang.rank, stack=hang.stack)
@@ -117,5 +117,5 @@ class HangResponse:
         """Have the ranks killed that hung and have not left their block in time."""
         for number in [number for number, grace in self._graces.items() if now_s >= grace.until_s]:
             grace, rank = self._graces.pop(number), self._job.roster.ranks[number]
-            if rank.state is WorkerState.LEAVING and grace.generation == self._job.generation:
+            if rank.state is RankState.LEAVING and grace.generation == self._job.generation:
                 self._processes.kill([rank], grace.beat)

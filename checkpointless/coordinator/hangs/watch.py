@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from checkpointless.coordinator.hangs.policy import (
     PAUSE_TIMES,
+    Diagnosis,
     Evidence,
     Finding,
     Heartbeat,
     Stance,
-    Verdict,
     grace_s,
     judge,
     numbers,
@@ -244,8 +244,8 @@ class HangWatch:
         if mute and now_s - inquiry.began_at_s < ASK_EVERY_S:
             return []
         steady = None if self.shows_progress else self._steadiness(evidence)
-        verdict = judge(evidence, len(everybody), self._world, self._nproc, self._ceiling_s, steady)
-        if verdict.finding is Finding.ASK_AGAIN:
+        diagnosis = judge(evidence, len(everybody), self._world, self._nproc, self._ceiling_s, steady)
+        if diagnosis.finding is Finding.ASK_AGAIN:
             if now_s - inquiry.asked_at_s >= ASK_EVERY_S:
                 self._questions += 1
                 inquiry.last, inquiry.asked_at_s = self._questions, now_s
@@ -254,9 +254,9 @@ class HangWatch:
         self._inquiry = None
         shortest_s = min((each.limit_s for each in silent.values()), default=self._ceiling_s)
         self._next_inquiry_s = now_s + max(1.0, shortest_s / 10)
-        if verdict.finding is Finding.WAIT:
-            self._wait(verdict, evidence, silent, inquiry, len(everybody))
-        return self._hangs(verdict, evidence, silent, inquiry)
+        if diagnosis.finding is Finding.WAIT:
+            self._wait(diagnosis, evidence, silent, inquiry, len(everybody))
+        return self._hangs(diagnosis, evidence, silent, inquiry)
 
     @property
     def _ceiling_s(self) -> float:
@@ -300,19 +300,19 @@ class HangWatch:
 
     def _hangs(
         self,
-        verdict: Verdict,
+        diagnosis: Diagnosis,
         evidence: Mapping[int, Evidence],
         silent: Mapping[int, Silence],
         inquiry: Inquiry,
     ) -> list[Hang]:
         step = max((each.making for each in silent.values()), default=-1)
-        if verdict.finding is Finding.ALL_WAIT:
+        if diagnosis.finding is Finding.ALL_WAIT:
             return [Hang(None, min(each.limit_s for each in silent.values()), step)]
-        if verdict.finding is Finding.TOO_LONG:
+        if diagnosis.finding is Finding.TOO_LONG:
             ceiling_s = self._ceiling_s
             self.pause_s = max(self.pause_s, 2 * ceiling_s / PAUSE_TIMES)  # if it was no hang, it will come again
-            return [Hang(None, ceiling_s, step, who=numbers(verdict.ranks))]
-        if verdict.finding is not Finding.CULPRITS:
+            return [Hang(None, ceiling_s, step, who=numbers(diagnosis.ranks))]
+        if diagnosis.finding is not Finding.CULPRITS:
             return []
         return [
             Hang(
@@ -323,25 +323,25 @@ class HangWatch:
                 silent[rank].beat,
                 0.0 if evidence[rank].stance is Stance.MUTE else grace_s(silent[rank].limit_s),
             )
-            for rank in verdict.ranks
+            for rank in diagnosis.ranks
         ]
 
     # ---- stalls that are waited for
 
     def _wait(
         self,
-        verdict: Verdict,
+        diagnosis: Diagnosis,
         evidence: Mapping[int, Evidence],
         silent: Mapping[int, Silence],
         inquiry: Inquiry,
         running: int,
     ) -> None:
         """Report a stall when it is new, and again when it has lasted twice as long as at the last report."""
-        seconds = max(silent[rank].age_s for rank in verdict.ranks)
+        seconds = max(silent[rank].age_s for rank in diagnosis.ranks)
         if self._told is not None and seconds < 2 * self._told.seconds:
             return
         places: defaultdict[str, list[int]] = defaultdict(list)
-        for rank in verdict.ranks:
+        for rank in diagnosis.ranks:
             if evidence[rank].stance is Stance.MUTE:
                 places[f"no answer, {evidence[rank].state.value}"].append(rank)
             else:
@@ -349,9 +349,9 @@ class HangWatch:
         named = [f"{numbers(ranks)}: {place}" for place, ranks in list(places.items())[:_PLACES]]
         if len(places) > _PLACES:
             named.append(f"{len(places) - _PLACES} more places")
-        step = max(silent[rank].making for rank in verdict.ranks)
-        self._told = Stall(verdict.ranks, running, seconds, self._ceiling_s, step, "; ".join(named))
-        self._told_beats = {rank: silent[rank].beat for rank in verdict.ranks}
+        step = max(silent[rank].making for rank in diagnosis.ranks)
+        self._told = Stall(diagnosis.ranks, running, seconds, self._ceiling_s, step, "; ".join(named))
+        self._told_beats = {rank: silent[rank].beat for rank in diagnosis.ranks}
         self._tell(self._told)
 
     def _see_whether_it_is_over(self, known: Mapping[int, Silence]) -> None:

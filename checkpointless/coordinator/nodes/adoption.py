@@ -6,7 +6,7 @@ from checkpointless.coordinator.roster import Node, Rank, Roster
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, attribute, exit_cause
 from checkpointless.wire.node_messages import STATES, RankDone, RankEnded, RankReady, Standing, Trouble
-from checkpointless.wire.rank_state import IN_BLOCK, WorkerState
+from checkpointless.wire.rank_state import IN_BLOCK, RankState
 
 
 class Adoption:
@@ -70,9 +70,9 @@ class Adoption:
             self._causes.append(message.cause)
         elif isinstance(message, RankEnded):
             self._ends.append(message)
-            self._roster.move(rank, WorkerState.GONE)
+            self._roster.move(rank, RankState.GONE)
         else:
-            self._roster.move(rank, WorkerState.READY if isinstance(message, RankReady) else WorkerState.DONE)
+            self._roster.move(rank, RankState.READY if isinstance(message, RankReady) else RankState.DONE)
 
     @property
     def is_over(self) -> bool:
@@ -98,7 +98,7 @@ class Adoption:
         if absent:
             why = "as was the coordinator"
             return Cause(CauseKind.LOSS, None, "node", "was lost", step, why, who=f"node {absent[0]}")
-        gone = next((rank for rank in ranks if rank.state is WorkerState.GONE), None)
+        gone = next((rank for rank in ranks if rank.state is RankState.GONE), None)
         if gone is not None:
             return Cause(CauseKind.LOSS, gone.number, "exit", "ended while there was no coordinator", step)
         why = "in the middle of an incident"

@@ -13,7 +13,7 @@ from checkpointless.coordinator.roster import NOT_YET, Node
 from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.node_messages import Command, End
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +143,9 @@ class Membership:
         states = {rank.state for rank in mine}
         making = max(rank.making for rank in mine)
         for rank in mine:
-            self._roster.move(rank, WorkerState.GONE)
+            self._roster.move(rank, RankState.GONE)
         if job.phase is Phase.FINISHING:
-            if states != {WorkerState.GONE}:
+            if states != {RankState.GONE}:
                 job.end(FAILED, f"node {node.index} was lost before its ranks had ended ({reason})")
             self._regrouping.check_end()
             return

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
-from checkpointless.wire.rank_state import IN_BLOCK, WorkerState
+from checkpointless.wire.rank_state import IN_BLOCK, RankState
 
-_AT_WORK = (*IN_BLOCK, WorkerState.LEAVING)
+_AT_WORK = (*IN_BLOCK, RankState.LEAVING)
 
 
 class Reunion(Enum):
@@ -21,18 +21,18 @@ class Reunion(Enum):
     FINISH = "all are done: the command did not arrive"
 
 
-def assumed(said: WorkerState) -> WorkerState:
+def assumed(said: RankState) -> RankState:
     """Return what is known of a rank whose node was taken for lost, so that the whole job has to regroup.
 
     Args:
         said: the rank's state as its node reports it.
     """
     if said in _AT_WORK:
-        return WorkerState.LEAVING
-    return WorkerState.STARTING if said is WorkerState.READY else said
+        return RankState.LEAVING
+    return RankState.STARTING if said is RankState.READY else said
 
 
-def reunite(known: WorkerState, said: WorkerState) -> Reunion:
+def reunite(known: RankState, said: RankState) -> Reunion:
     """Return what to do with one rank.
 
     Args:
@@ -41,14 +41,14 @@ def reunite(known: WorkerState, said: WorkerState) -> Reunion:
     """
     if known is said:
         return Reunion.AGREED
-    if said is WorkerState.GONE:
-        return Reunion.START if known is WorkerState.STARTING else Reunion.ENDED
-    if said is WorkerState.READY:
+    if said is RankState.GONE:
+        return Reunion.START if known is RankState.STARTING else Reunion.ENDED
+    if said is RankState.READY:
         return Reunion.READY
-    if known is WorkerState.LEAVING and said in IN_BLOCK:
+    if known is RankState.LEAVING and said in IN_BLOCK:
         return Reunion.INTERRUPT
-    if known is WorkerState.FINISHED and said in IN_BLOCK:
+    if known is RankState.FINISHED and said in IN_BLOCK:
         return Reunion.FINISH
-    if known is WorkerState.RUNNING and said is WorkerState.DONE:
+    if known is RankState.RUNNING and said is RankState.DONE:
         return Reunion.DONE
     return Reunion.AGREED

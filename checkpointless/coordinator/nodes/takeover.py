@@ -14,7 +14,7 @@ from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node, Rank
 from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.node_messages import STATES, AllDone, Discard, OpenStore, Standing
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 
 class Takeover:
@@ -84,7 +84,7 @@ class Takeover:
             return
         newest = max(rank.incarnation for rank in self._roster.ranks)
         for rank in self._roster.ranks:
-            if rank.state is WorkerState.GONE:  # its next process is not its first
+            if rank.state is RankState.GONE:  # its next process is not its first
                 rank.incarnation = newest
         job.enter(Phase.RUNNING)
         if cause is None:
@@ -132,16 +132,16 @@ class Takeover:
         job = self._job
         for number, incarnation, state, committed, making in standing.ranks:
             rank, said = self._roster.rank_of(number, node), STATES[state]
-            if said is not WorkerState.GONE:
+            if said is not RankState.GONE:
                 rank.incarnation = incarnation
             rank.committed, rank.making = committed, making
             job.high_water = max(job.high_water, committed)
             if was_lost:
                 self._roster.move(rank, assumed(said))
-                if said is WorkerState.GONE and job.phase is not Phase.FINISHING:
+                if said is RankState.GONE and job.phase is not Phase.FINISHING:
                     self._processes.spawn(rank)
 
-    def _reunite(self, rank: Rank, said: WorkerState, was_lost: bool) -> None:
+    def _reunite(self, rank: Rank, said: RankState, was_lost: bool) -> None:
         """Make this coordinator's view of a rank and its node's view agree."""
         match reunite(assumed(said) if was_lost else rank.state, said):
             case Reunion.READY:
@@ -151,7 +151,7 @@ class Takeover:
             case Reunion.INTERRUPT:
                 rank.node.send(self._regrouping.interruption())
             case Reunion.START:
-                self._roster.move(rank, WorkerState.GONE)
+                self._roster.move(rank, RankState.GONE)
                 self._processes.spawn(rank)
             case Reunion.FINISH:
                 rank.node.send(AllDone())
@@ -166,7 +166,7 @@ class Takeover:
         if job.phase not in (Phase.FINISHING, Phase.OVER):
             what = "ended while its node looked for the coordinator"
             self._regrouping.fault(Cause(CauseKind.LOSS, rank.number, "exit", what, rank.making))
-        self._roster.move(rank, WorkerState.GONE)
+        self._roster.move(rank, RankState.GONE)
         if job.phase is Phase.FINISHING:
             self._regrouping.check_end()
         elif job.outcome is None:

@@ -50,9 +50,7 @@ class Agent(SimpleNamespace):
     """As much of an agent as a link needs."""
 
     def __init__(self, *ranks: int) -> None:
-        super().__init__(
-            workers=dict.fromkeys(ranks), outcome=None, joined=True, has_ended_well=False, grace_s=None
-        )
+        super().__init__(ranks=dict.fromkeys(ranks), outcome=None, joined=True, has_ended_well=False, grace_s=None)
 
     def standing(self) -> Standing:
         return STANDING

@@ -14,8 +14,9 @@ from typing import TypeVar
 import pytest
 
 from checkpointless.agent.node import TERM_GRACE_S, NodeAgent
-from checkpointless.agent.rank_log import RankLog
-from checkpointless.agent.workers import Descriptors, Exited, Order, Ready, Started, Starter, Worker
+from checkpointless.agent.ranks.local_rank import LocalRank
+from checkpointless.agent.ranks.rank_log import RankLog
+from checkpointless.agent.ranks.starters import Descriptors, Exited, Order, Ready, Started, Starter
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.posix.errands import Errands
 from checkpointless.telemetry.events import EventLog
@@ -39,7 +40,7 @@ from checkpointless.wire.node_messages import (
     Standing,
     StoreOpened,
 )
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 
 Told = TypeVar("Told", Progress, Silent)
 
@@ -82,7 +83,7 @@ class Node:
             selector=self.selector,
             starter=self.starter,
             fresh_starter=NoProcesses,
-            make_worker=lambda rank: Worker(
+            make_rank=lambda rank: LocalRank(
                 rank, Board.create(rank), RankLog(folder / f"rank-{rank}.log", Errands(), self.printed.append)
             ),
             rank_env={},
@@ -99,7 +100,7 @@ class Node:
         self.agent.tick(time.monotonic() + after_s)
 
     def ends(self, rank: int, code: int = -9) -> None:
-        self.starter.coming.append(Exited(rank, self.agent.workers[rank].incarnation, 1000 + rank, code))
+        self.starter.coming.append(Exited(rank, self.agent.ranks[rank].incarnation, 1000 + rank, code))
         self.tick()
 
 
@@ -152,14 +153,14 @@ class Training(Node):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, heartbeat_timeout_s=None)
-        for worker in self.agent.workers.values():
-            worker.state = WorkerState.READY
+        for rank in self.agent.ranks.values():
+            rank.state = RankState.READY
         self.agent.obey(Begin(0, "", {}, -1, -1))
         self.now_s = time.monotonic()
 
     def step(self, number: int, seconds: float, then_s: float = 0.0) -> None:
         """Both make a step of ``seconds``, and something else for ``then_s`` before the next."""
-        boards = [worker.board for worker in self.agent.workers.values()]
+        boards = [rank.board for rank in self.agent.ranks.values()]
         for board in boards:
             board.set_making(number)
             board.beat()
@@ -208,9 +209,9 @@ def test_silence_is_told_by_the_limit_of_where_the_rank_is(training: Training) -
         training.step(number, 2.0)
     training.step(5, 2.0, then_s=290.0)  # writes a checkpoint
     assert training.told(Silent) == []
-    for worker in training.agent.workers.values():
-        worker.board.set_making(6)
-        worker.board.beat()
+    for rank in training.agent.ranks.values():
+        rank.board.set_making(6)
+        rank.board.beat()
     training.later(0.1)
     training.later(14.0)
     assert training.told(Silent) == []
@@ -230,7 +231,7 @@ def test_the_longest_pause_is_told_and_outlasts_the_generation(training: Trainin
 
 
 def test_a_job_shows_progress_with_the_second_beat_of_a_block(training: Training) -> None:
-    board = training.agent.workers[0].board
+    board = training.agent.ranks[0].board
     board.beat()  # at the entry
     training.later(0.3)
     assert not training.told(Progress)[-1].shows
@@ -242,7 +243,7 @@ def test_a_job_shows_progress_with_the_second_beat_of_a_block(training: Training
 
 def test_a_kill_of_who_hangs_spares_who_has_moved(node: Node) -> None:
     node.agent.obey(Begin(0, "", {}, -1, -1))
-    board = node.agent.workers[1].board
+    board = node.agent.ranks[1].board
     board.beat()
     node.agent.obey(Kill(1, 0, 0, board.read().beat - 1))
     assert node.starter.signals == []
@@ -255,10 +256,10 @@ def test_a_kill_of_who_hangs_spares_who_has_moved(node: Node) -> None:
 
 def test_what_a_new_coordinator_is_told(node: Node) -> None:
     node.agent.obey(Begin(4, "3", {}, 11, 12))
-    node.agent.workers[1].board.set_making(12)
+    node.agent.ranks[1].board.set_making(12)
     node.ends(0)
     standing = node.agent.standing()
-    states = [WorkerState.GONE, WorkerState.STARTING]
+    states = [RankState.GONE, RankState.STARTING]
     ranks = [[rank, 0, STATES.index(states[rank]), -1, (-1, 12)[rank]] for rank in (0, 1)]
     assert standing == Standing(4, 3, 11, "", False, ranks)
 

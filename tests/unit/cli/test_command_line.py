@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpointless.agent import launch as launch_module
-from checkpointless.agent.launch import LaunchConfig
+from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.cli import main
 from checkpointless.demo.config import DemoConfig, overrides, parse_layout
 from checkpointless.faults.ledger import FaultLedger

@@ -50,7 +50,7 @@ class Agent:
             self._heard += [decode(line, Sender.RANK) for line in lines]
         return self._heard.pop(0)
 
-    def settle(self) -> None:
+    def wait_until_read(self) -> None:
         """Wait until the client has read all that was said."""
         self.say(Inquire(99))
         while not isinstance(self.hear(), Answer):
@@ -95,7 +95,7 @@ def test_a_notice_of_an_older_generation_is_ignored(pair: tuple[AgentClient, Age
     client.hello(2)
     agent.hear()
     agent.say(go(2), notice(1), notice(0))
-    agent.settle()
+    agent.wait_until_read()
     assert called == []
     assert client.pending_fault(1) is None
     assert client.pending_fault(2) is None
@@ -106,7 +106,7 @@ def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(pair: tupl
     client.barrier(1)
     assert agent.hear() == Barrier(1)
     agent.say(go(2), notice(2))
-    agent.settle()
+    agent.wait_until_read()
     assert client.wait_go(1, 5).generation == 2
     assert client.pending_fault(2) == notice(2)
     assert client.wait_finish_or_fault(2, 5) == notice(2)
@@ -115,7 +115,7 @@ def test_a_notice_that_comes_before_the_rank_left_the_barrier_is_kept(pair: tupl
 def test_a_notice_is_forgotten_with_its_generation(pair: tuple[AgentClient, Agent]) -> None:
     client, agent = pair
     agent.say(notice(0), go(1))
-    agent.settle()
+    agent.wait_until_read()
     assert client.pending_fault(0) is None
 
 

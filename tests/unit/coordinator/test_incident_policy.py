@@ -47,35 +47,35 @@ def test_what_is_said_of_a_cause() -> None:
     assert str(bug(message="no\nsecond line")) == "rank 1 raised ValueError at step 4: no"
 
 
-def verdicts(*incidents: tuple[Cause, int], max_incidents: int | None = None) -> list[bool]:
+def decisions(*incidents: tuple[Cause, int], max_incidents: int | None = None) -> list[bool]:
     """Whether each incident, given with the high water at its time, ends the job."""
     history, ends = History(max_incidents), []
     for cause, high_water in incidents:
-        history, verdict = history.after(cause, high_water)
-        ends.append(verdict is not None)
+        history, give_up = history.after(cause, high_water)
+        ends.append(give_up is not None)
     return ends
 
 
 def test_the_third_equal_exception_ends_the_job_with_its_traceback() -> None:
     history = History()
     for _ in range(SAME_FAILURE_LIMIT - 1):
-        history, verdict = history.after(bug(), 3)
-        assert verdict is None
-    history, verdict = history.after(bug(), 3)
-    assert verdict is not None
-    assert verdict.last_words == "Traceback of a bug\n"
-    assert "ValueError" in verdict.reason
+        history, give_up = history.after(bug(), 3)
+        assert give_up is None
+    history, give_up = history.after(bug(), 3)
+    assert give_up is not None
+    assert give_up.last_words == "Traceback of a bug\n"
+    assert "ValueError" in give_up.reason
 
 
 def test_what_comes_in_between_does_not_reset_the_count_but_progress_does() -> None:
-    assert verdicts((bug(), 3), (bug(), 3), (DEATH, 3), (bug(), 3)) == [False, False, False, True]
-    assert verdicts((bug(), 3), (bug(), 3), (bug(), 4), (bug(), 4)) == [False] * 4
-    assert verdicts((bug(), 3), (bug(5), 3), (bug(message="other"), 3)) == [False] * 3
+    assert decisions((bug(), 3), (bug(), 3), (DEATH, 3), (bug(), 3)) == [False, False, False, True]
+    assert decisions((bug(), 3), (bug(), 3), (bug(), 4), (bug(), 4)) == [False] * 4
+    assert decisions((bug(), 3), (bug(5), 3), (bug(message="other"), 3)) == [False] * 3
 
 
 @given(st.lists(st.sampled_from([DEATH, VICTIM]), min_size=12, max_size=12))
 def test_incidents_without_progress_end_the_job(causes: list[Cause]) -> None:
-    ends = verdicts(*((cause, 3) for cause in causes))
+    ends = decisions(*((cause, 3) for cause in causes))
     assert ends.index(True) == NO_PROGRESS_LIMIT - 1
 
 
@@ -85,12 +85,12 @@ def test_a_job_that_makes_progress_may_go_on_for_ever(incidents: list[tuple[Caus
     for cause, progress in incidents:
         high_water += progress
         told.append((cause, high_water))
-    assert not any(verdicts(*told))
+    assert not any(decisions(*told))
 
 
 @given(st.integers(0, 6))
 def test_max_incidents_is_how_many_are_recovered_from(limit: int) -> None:
-    ends = verdicts(*((DEATH, step) for step in range(10)), max_incidents=limit)
+    ends = decisions(*((DEATH, step) for step in range(10)), max_incidents=limit)
     assert ends.index(True) == limit
 
 
@@ -98,16 +98,16 @@ def test_after_a_fallback_progress_counts_from_what_storage_brought_back() -> No
     history, _ = History().after(DEATH, 1000)
     history = history.fell_back(1000, 500)
     for step in range(501, 520):
-        history, verdict = history.after(DEATH, step)
-        assert verdict is None
+        history, give_up = history.after(DEATH, step)
+        assert give_up is None
 
 
 def test_falling_back_again_and_again_without_coming_further_ends_the_job() -> None:
-    history, verdicts = History(), []
+    history, decisions = History(), []
     for _ in range(NO_PROGRESS_LIMIT + 1):
-        history, verdict = history.after(DEATH, 7)
-        verdicts.append(verdict)
+        history, give_up = history.after(DEATH, 7)
+        decisions.append(give_up)
         history = history.fell_back(7, 5)
-    assert verdicts[:-1] == [None] * NO_PROGRESS_LIMIT
-    assert verdicts[-1] is not None
-    assert "fell back to storage 5 times and never came further than step 7" in verdicts[-1].reason
+    assert decisions[:-1] == [None] * NO_PROGRESS_LIMIT
+    assert decisions[-1] is not None
+    assert "fell back to storage 5 times and never came further than step 7" in decisions[-1].reason

@@ -21,7 +21,7 @@ from checkpointless.wire.node_messages import (
     RankReady,
     Spawn,
 )
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 from tests.unit.messaged_job import REGROUP_S, Job, go_env
 
 
@@ -115,7 +115,7 @@ def test_what_is_stale_is_ignored() -> None:
     job.tell(2, RankReady(2, 0, 1, -1, -1))
     job.tell(0, Answered(1, 0, False, "of an inquiry that nobody made"))
     job.tell(0, Alive())
-    assert {rank.state for rank in job.coordinator.ranks} == {WorkerState.RUNNING}
+    assert {rank.state for rank in job.coordinator.ranks} == {RankState.RUNNING}
     assert (job.sent, job.said) == ([], [])
 
 

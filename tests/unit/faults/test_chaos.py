@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless import cli
-from checkpointless.agent.launch import LaunchConfig
+from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.faults.chaos import (
     DEADLY,
     LAYOUTS,

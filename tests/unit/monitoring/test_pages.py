@@ -179,7 +179,7 @@ def test_an_incident_is_counted_when_the_ranks_are_together_again_and_by_its_las
 
 def test_the_snapshot_is_replaced_a_few_times_per_second() -> None:
     watch = Watch(0)
-    knows = {"index": 0, "workers": {}, "generation": -1, "began_after": -1, "incident": None, "outcome": None}
+    knows = {"index": 0, "ranks": {}, "generation": -1, "began_after": -1, "incident": None, "outcome": None}
     knows["clock"] = time.monotonic
     node = cast(Any, SimpleNamespace(**knows))
     found: list[Snapshot] = []

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.posix import shared_memory
-from checkpointless.posix.process_tree import ProcessGroup
+from checkpointless.posix.process_tree import ProcessTree
 
 NOBODY = 4194305 + os.getpid()  # above the largest pid there can be, and this test's alone
 
@@ -88,7 +88,7 @@ def test_a_group_is_killed_and_what_it_had_in_shared_memory_goes(twice: bool) ->
     assert leader.stdout is not None
     assert leader.stdout.readline() == leader.stdout.readline() == "ready\n"
     assert len(list(shared_memory.FOLDER.glob(f"torch_*_{mark}_0"))) == 2
-    group = ProcessGroup(leader.pid, None)
+    group = ProcessTree(leader.pid, None)
     group.kill()
     if twice:  # a hung rank is killed, and is seen to have ended later, when the child is not there any more
         os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)
@@ -102,7 +102,7 @@ def test_a_group_is_killed_and_what_it_had_in_shared_memory_goes(twice: bool) ->
 
 def test_a_process_that_has_not_made_its_group_yet() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    group = ProcessGroup(process.pid, None)
+    group = ProcessTree(process.pid, None)
     group.kill()
     assert process.poll() is None
     process.communicate(b"\n")

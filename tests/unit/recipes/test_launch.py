@@ -17,7 +17,7 @@ import tomllib
 import yaml
 from kubeflow_trainer_api import models
 
-from checkpointless.agent.launch import DEFAULT_PORT
+from checkpointless.agent.launch_config import DEFAULT_PORT
 from checkpointless.cli import command_line
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.telemetry.scribe import scribe

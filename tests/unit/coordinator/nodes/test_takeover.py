@@ -26,16 +26,16 @@ from checkpointless.wire.node_messages import (
     Spawn,
     Standing,
 )
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.wire.rank_state import RankState
 from tests.unit.messaged_job import NPROC, REGROUP_S, Job, trouble
 
-RUNNING, DONE = WorkerState.RUNNING, WorkerState.DONE
+RUNNING, DONE = RankState.RUNNING, RankState.DONE
 
 
 def standing(
     job: Job,
     index: int,
-    *states: WorkerState,
+    *states: RankState,
     generation: int = 3,
     finished: bool = False,
     incarnation: int = 1,
@@ -74,7 +74,7 @@ def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() ->
 def test_a_rank_that_died_in_between_is_replaced() -> None:
     job = Job()
     standing(job, 1, RUNNING, RUNNING)
-    standing(job, 0, RUNNING, WorkerState.GONE, before=RankEnded(1, 1, -11, False, 7, 8, "rank-1.log", []))
+    standing(job, 0, RUNNING, RankState.GONE, before=RankEnded(1, 1, -11, False, 7, 8, "rank-1.log", []))
     assert job.said[1] == "incident 3: rank 1 killed by SIGSEGV at step 8; recovering"
     assert [spawn.rank for _, spawn in job.take(Spawn)] == [1]
 
@@ -129,7 +129,7 @@ def test_a_node_that_is_nowhere_ends_the_job_in_time() -> None:
 def test_ranks_that_were_finished_may_end() -> None:
     job = Job()
     standing(job, 0, DONE, DONE)
-    standing(job, 1, WorkerState.FINISHED, WorkerState.GONE, finished=True)
+    standing(job, 1, RankState.FINISHED, RankState.GONE, finished=True)
     assert [node for node, _ in job.take(AllDone)] == [0, 1]
     for rank in (0, 1, 2):
         job.ends(rank, 0)
@@ -138,13 +138,13 @@ def test_ranks_that_were_finished_may_end() -> None:
 
 def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
     job = Job()
-    standing(job, 1, WorkerState.GONE, WorkerState.GONE, finished=True)
+    standing(job, 1, RankState.GONE, RankState.GONE, finished=True)
     job.hear(job.coordinator.nodes[1], RankEnded(3, 1, 3, False, 7, 8, "rank-3.log", []))
     standing(job, 0, DONE, DONE)
     assert job.last_word == "rank 3 exited with code 3"
 
 
-def back(job: Job, index: int, *states: WorkerState, **more: Any) -> Node:
+def back(job: Job, index: int, *states: RankState, **more: Any) -> Node:
     """A node comes back to the coordinator that began generation 0 of a job with it."""
     more = {"generation": 0, "incarnation": 0, "run_id": job.run_id, **more}
     return standing(job, index, *states, **more)
@@ -154,7 +154,7 @@ def test_a_node_that_was_taken_for_lost_is_taken_back_with_its_processes() -> No
     job = Job().begin()
     job.lose(job.coordinator.nodes[1], "no word from it for 10 s")
     job.sent.clear()
-    back(job, 1, RUNNING, WorkerState.LEAVING)
+    back(job, 1, RUNNING, RankState.LEAVING)
     assert job.take(Discard) == []
     assert [(index, interrupt.generation) for index, interrupt in job.take(Interrupt)] == [(1, 0)]
     job.ready(*job.ranks)
@@ -218,20 +218,20 @@ def test_a_node_that_looked_for_the_coordinator_and_comes_back_empty_gets_new_pr
 
 def test_a_job_that_had_not_begun_begins() -> None:
     job = Job()
-    standing(job, 0, WorkerState.READY, WorkerState.STARTING, generation=-1, incarnation=0)
-    standing(job, 1, WorkerState.READY, WorkerState.READY, generation=-1, incarnation=0)
+    standing(job, 0, RankState.READY, RankState.STARTING, generation=-1, incarnation=0)
+    standing(job, 1, RankState.READY, RankState.READY, generation=-1, incarnation=0)
     assert (job.take(Spawn), job.take(Interrupt)) == ([], [])
     job.ready(1)
     assert [begin.generation for _, begin in job.take(Begin)] == [0, 0]
 
 
-STATE = st.sampled_from([state for state in STATES if state is not WorkerState.FINISHED])
+STATE = st.sampled_from([state for state in STATES if state is not RankState.FINISHED])
 
 
 @settings(max_examples=150)
 @given(st.lists(STATE, min_size=4, max_size=4), st.tuples(st.integers(0, 3), st.integers(0, 3)), st.booleans())
 def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
-    states: list[WorkerState], generations: tuple[int, int], held: bool
+    states: list[RankState], generations: tuple[int, int], held: bool
 ) -> None:
     job = Job()
     job.opens = not held
@@ -243,17 +243,17 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
         assert bool(job.take(AllDone)) == (set(states) == {DONE})
         return
     assert {interrupt.generation for _, interrupt in job.take(Interrupt)} == {max(generations)}
-    waiting = [rank for rank in job.ranks if states[rank] not in (WorkerState.READY, WorkerState.GONE)]
+    waiting = [rank for rank in job.ranks if states[rank] not in (RankState.READY, RankState.GONE)]
     job.ready(*waiting)
     job.opens = True
     job.open_stores()
     spawned = [spawn.rank for _, spawn in job.take(Spawn)]
-    assert spawned == [rank for rank in job.ranks if states[rank] is WorkerState.GONE]
+    assert spawned == [rank for rank in job.ranks if states[rank] is RankState.GONE]
     job.ready(*spawned)
     assert {begin.generation for _, begin in job.take(Begin)} == {max(generations) + 1}
 
 
-LIVING = [state for state in STATES if state is not WorkerState.FINISHED]
+LIVING = [state for state in STATES if state is not RankState.FINISHED]
 
 
 @settings(max_examples=300)
@@ -265,7 +265,7 @@ LIVING = [state for state in STATES if state is not WorkerState.FINISHED]
     st.sampled_from([None, 1, 2]),
 )
 def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_that_live(
-    states: list[WorkerState], searching: bool, interrupted: bool, others_ready: bool, lost_again: int | None
+    states: list[RankState], searching: bool, interrupted: bool, others_ready: bool, lost_again: int | None
 ) -> None:
     job = Job().begin()
     for _ in range(lost_again or 1):
@@ -285,18 +285,18 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
     assert job.take(Discard) == []
     if job.coordinator.generation == 0:
         if job.coordinator.phase is Phase.RUNNING:
-            assert set(states) <= {RUNNING, DONE, WorkerState.STARTING, WorkerState.LEAVING}
+            assert set(states) <= {RUNNING, DONE, RankState.STARTING, RankState.LEAVING}
             job.raises(0)
-        job.ready(*(rank.number for rank in job.coordinator.ranks if rank.state is not WorkerState.READY))
+        job.ready(*(rank.number for rank in job.coordinator.ranks if rank.state is not RankState.READY))
     assert {begin.generation for _, begin in job.take(Begin)} == {1}
     for rank, state in zip((2, 3), states, strict=True):
-        assert (job.coordinator.ranks[rank].incarnation == 0) == (state is not WorkerState.GONE)
+        assert (job.coordinator.ranks[rank].incarnation == 0) == (state is not RankState.GONE)
     assert {job.coordinator.ranks[rank].incarnation for rank in (0, 1)} == {0}
 
 
 @given(st.sampled_from(STATES), st.sampled_from(STATES))
-def test_two_views_of_a_rank_meet(known: WorkerState, said: WorkerState) -> None:
+def test_two_views_of_a_rank_meet(known: RankState, said: RankState) -> None:
     found = reunite(known, said)
-    assert (found in (Reunion.ENDED, Reunion.START)) == (said is WorkerState.GONE is not known)
-    assert (found is Reunion.INTERRUPT) <= (known is WorkerState.LEAVING)
+    assert (found in (Reunion.ENDED, Reunion.START)) == (said is RankState.GONE is not known)
+    assert (found is Reunion.INTERRUPT) <= (known is RankState.LEAVING)
     assert reunite(assumed(said), said) in (Reunion.AGREED, Reunion.INTERRUPT, Reunion.READY)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.rank_log import LogCopies, RankLog
+from checkpointless.agent.ranks.rank_log import LogCopies, LogFolder, RankLog
 from checkpointless.posix.errands import Errands
 
 
@@ -131,3 +131,15 @@ def test_what_ranks_print_is_copied_to_its_end(tmp_path: Path) -> None:
 
 def test_the_copies_of_a_log_on_a_disk_that_does_not_answer_are_not_waited_for(stopped: Path) -> None:
     assert not LogCopies({3: stopped}, io.StringIO(), Errands(patience_s=0.1)).stop()
+
+
+def test_what_a_lost_predecessor_printed_is_moved_away(tmp_path: Path) -> None:
+    logs = LogFolder(tmp_path)
+    logs.make()
+    for text in ("first", "second"):
+        assert logs.begin([0])
+        logs.of_rank(0).write_text(text)
+    assert logs.begin([0])
+    assert logs.of_rank(0).read_text() == ""
+    kept = {path.name: path.read_text() for path in (tmp_path / "logs").glob("rank-0.*.log")}
+    assert kept == {"rank-0.1.log": "first", "rank-0.2.log": "second"}

@@ -12,7 +12,7 @@ import sysconfig
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from checkpointless.agent.rank_process import Script
+from checkpointless.agent.ranks.rank_process import Script
 
 logger = logging.getLogger(__name__)
 

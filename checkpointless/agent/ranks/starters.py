@@ -1,4 +1,4 @@
-"""The ranks as the agent sees them, and the two ways to start their processes."""
+"""The two ways to start the processes of ranks: a zygote that forks them, or an interpreter for each."""
 
 from __future__ import annotations
 
@@ -12,71 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointless.agent.rank_log import RankLog
-from checkpointless.agent.rank_process import Script
+from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.posix.forked_process import ForkedProcess
-from checkpointless.posix.process_tree import ProcessGroup
-from checkpointless.wire.board import BOARD_FD_ENV, Board
-from checkpointless.wire.messages import AGENT_FD_ENV, AgentMessage, LineBuffer, encode
-from checkpointless.wire.rank_state import WorkerState
+from checkpointless.posix.process_tree import ProcessTree
+from checkpointless.wire.board import BOARD_FD_ENV
+from checkpointless.wire.messages import AGENT_FD_ENV
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
-
-
-@dataclass
-class Worker:
-    """One rank, over all its processes.
-
-    Attributes:
-        incarnation: 0 for the first process, +1 at each respawn.
-        pid: process ID of the living process; None until it is known.
-        said_hello: whether the living process has said hello.
-        forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
-        beat: the last beat seen on the board.
-        beat_at_begin: the beat when the generation began.
-        beat_at_s: when the beat last changed, on the monotonic clock.
-        in_step: whether the rank is within an optimizer step, but not in the first ones of a generation.
-        kill_at_s: when the agent kills the process if it still runs (None: never).
-        started_at_s: when the living process was started.
-    """
-
-    rank: int
-    board: Board
-    log: RankLog
-    incarnation: int = -1
-    state: WorkerState = WorkerState.GONE
-    pid: int | None = None
-    connection: socket.socket | None = None
-    lines: LineBuffer = field(default_factory=LineBuffer)
-    said_hello: bool = False
-    forgiven: bool = False
-    beat: int = 0
-    beat_at_begin: int = 0
-    beat_at_s: float = 0.0
-    in_step: bool = False
-    started_at_s: float = 0.0
-    kill_at_s: float | None = None
-
-    def send(self, message: AgentMessage) -> bool:
-        """Send ``message`` to the rank.
-
-        Returns:
-            False if the rank cannot be reached: it has ended, or has read nothing for a long time.
-        """
-        if self.connection is None:
-            return False
-        try:
-            data = encode(message)
-            return self.connection.send(data) == len(data)
-        except OSError as error:
-            logger.info("rank %d cannot be told %r: %s", self.rank, message.type, error)
-            return False
 
 
 @dataclass(frozen=True)
@@ -173,7 +121,8 @@ class ZygoteStarter(Starter):
     Args:
         script: what the ranks run.
         preload: names that the zygote imports.
-        after_preload: functions (``module:function``) that the zygote calls after the imports.
+        platform: name of the platform that the zygote installs after the imports
+            (:mod:`checkpointless.agent.ranks.platforms`); None: none.
         env: environment variables of the zygote, on top of this process's environment.
         log_path: file that the zygote's own output goes to.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
@@ -186,7 +135,7 @@ class ZygoteStarter(Starter):
         script: Script,
         *,
         preload: tuple[str, ...],
-        after_preload: tuple[str, ...],
+        platform: str | None,
         env: dict[str, str],
         log_path: Path,
         folder: Path | None,
@@ -197,8 +146,8 @@ class ZygoteStarter(Starter):
         arguments += ["--preload", ",".join(preload), "--script", script.to_json()]
         if folder is not None:
             arguments += ["--temp-folder", str(folder)]
-        for hook in after_preload:
-            arguments += ["--after-preload", hook]
+        if platform is not None:
+            arguments += ["--platform", platform]
         self.process: subprocess.Popen[bytes] | ForkedProcess
         with theirs, log_path.open("wb") as log:
             if fork_here:
@@ -209,7 +158,7 @@ class ZygoteStarter(Starter):
                 )
             else:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "checkpointless.agent.zygote", *arguments],
+                    [sys.executable, "-m", "checkpointless.agent.ranks.zygote", *arguments],
                     env=_zygote_env(env),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -261,11 +210,11 @@ class ZygoteStarter(Starter):
             self.process.wait(_CLOSE_TIMEOUT_S)
         if self.process.returncode == 0:
             return
-        groups = [ProcessGroup(pid, None) for pid in self._pids]
-        for group in groups:  # the kernel kills the ranks, but not what they started
-            group.kill()
-        for group in groups:
-            group.clean()
+        trees = [ProcessTree(pid, None) for pid in self._pids]
+        for tree in trees:  # the kernel kills the ranks, but not what they started
+            tree.kill()
+        for tree in trees:
+            tree.clean()
 
     def _request(self, request: dict[str, Any], descriptors: list[int]) -> None:
         try:
@@ -294,7 +243,7 @@ class ZygoteStarter(Starter):
 
 def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> None:
     """Run the zygote in this process, which was forked for it."""
-    from checkpointless.agent import zygote
+    from checkpointless.agent.ranks import zygote
 
     wanted = _zygote_env(env)
     os.environ.clear()
@@ -317,19 +266,20 @@ class FreshStarter(Starter):
 
     Args:
         script: what the ranks run.
-        after_preload: functions (``module:function``) that a rank calls before the script.
+        platform: name of the platform that a rank installs before the script
+            (:mod:`checkpointless.agent.ranks.platforms`); None: none.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
     """
 
-    def __init__(self, script: Script, after_preload: tuple[str, ...], folder: Path | None) -> None:
-        self._command = [sys.executable, "-m", "checkpointless.agent.rank_process"]
+    def __init__(self, script: Script, platform: str | None, folder: Path | None) -> None:
+        self._command = [sys.executable, "-m", "checkpointless.agent.ranks.rank_process"]
         self._command += ["--parent", str(os.getpid()), "--script", script.to_json()]
         if folder is not None:
             self._command += ["--temp-folder", str(folder)]
         self._folder = folder
-        for hook in after_preload:
-            self._command += ["--after-preload", hook]
-        self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessGroup]] = {}
+        if platform is not None:
+            self._command += ["--platform", platform]
+        self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessTree]] = {}
         self._news: list[Started | Exited | Ready] = []
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
@@ -343,7 +293,7 @@ class FreshStarter(Starter):
             pass_fds=[descriptors.agent, descriptors.board],
             start_new_session=True,
         )
-        self._processes[process.pid] = (order, process, ProcessGroup(process.pid, self._folder))
+        self._processes[process.pid] = (order, process, ProcessTree(process.pid, self._folder))
         self._news.append(Started(order.rank, order.incarnation, process.pid))
 
     def signal(self, pid: int, number: int) -> None:
@@ -355,21 +305,21 @@ class FreshStarter(Starter):
             os.kill(pid, number)
 
     def news(self) -> list[Started | Exited | Ready]:
-        for pid, (order, process, group) in list(self._processes.items()):
+        for pid, (order, process, tree) in list(self._processes.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            group.kill()
+            tree.kill()
             self._news.append(Exited(order.rank, order.incarnation, pid, process.wait()))
-            group.clean()
+            tree.clean()
             del self._processes[pid]
         found, self._news = self._news, []
         return found
 
     def close(self) -> None:
-        for _, _, group in self._processes.values():
-            group.kill()
+        for _, _, tree in self._processes.values():
+            tree.kill()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for _, process, group in self._processes.values():
+        for _, process, tree in self._processes.values():
             process.wait(max(0.1, deadline - time.monotonic()))
-            group.clean()
+            tree.clean()
         self._processes.clear()

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -18,6 +18,52 @@ logger = logging.getLogger(__name__)
 _TAIL_BYTES = 16 * 1024
 _COPY_EVERY_S = 0.05
 _LOOK_S = 1.0
+
+
+class LogFolder:
+    """The folder of a run directory that the output of ranks and zygotes goes to.
+
+    Args:
+        run_dir: the run directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "logs"
+
+    def make(self) -> None:
+        """Create the folder if it does not exist.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def of_rank(self, rank: int) -> Path:
+        """Return the path of a rank's log."""
+        return self._folder / f"rank-{rank}.log"
+
+    def of_zygote(self, node: int | None) -> Path:
+        """Return the path of the log of a node's zygote.
+
+        Args:
+            node: the node's number; None if it is the job's only node.
+        """
+        return self._folder / ("zygote.log" if node is None else f"zygote-{node}.log")
+
+    def begin(self, ranks: Iterable[int]) -> bool:
+        """Begin empty logs, and move away those that this node's lost predecessor left in a shared run directory.
+
+        Args:
+            ranks: the ranks whose logs begin.
+
+        Returns:
+            True, as soon as the disk has answered.
+        """
+        for rank in ranks:
+            log = self.of_rank(rank)
+            _keep_old(log)
+            log.write_bytes(b"")
+        return True
 
 
 class RankLog:
@@ -129,6 +175,13 @@ class LogCopies:
                     return False
                 thread.join(_LOOK_S)
         return True
+
+
+def _keep_old(log: Path) -> None:
+    """Move the log away, if there is one."""
+    if log.exists():
+        count = len(list(log.parent.glob(f"{log.stem}.*.log")))
+        log.rename(log.with_name(f"{log.stem}.{count + 1}.log"))
 
 
 def _answers(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A process that has imported the frameworks once and forks ranks: ``python -m checkpointless.agent.zygote``.
+"""A process that has imported the frameworks once and forks ranks: ``python -m checkpointless.agent.ranks.zygote``.
 
 It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
 descriptors: the rank's log, its connection to the agent, and its board.
@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointless.agent.preload import preload
-from checkpointless.agent.rank_process import Script, call_hooks, die_with_parent, run_script
+from checkpointless.agent.ranks.platforms import install_platform
+from checkpointless.agent.ranks.preload import preload
+from checkpointless.agent.ranks.rank_process import Script, die_with_parent, run_script
 from checkpointless.posix import temp_folder
-from checkpointless.posix.process_tree import ProcessGroup
+from checkpointless.posix.process_tree import ProcessTree
 from checkpointless.wire.board import BOARD_FD_ENV
 from checkpointless.wire.messages import AGENT_FD_ENV
 
@@ -46,7 +47,7 @@ class Zygote:
         self._connection = connection
         self._script = script
         self._folder = folder
-        self._ranks: dict[int, tuple[int, int, ProcessGroup]] = {}  # pid -> rank, incarnation, its processes
+        self._ranks: dict[int, tuple[int, int, ProcessTree]] = {}  # pid -> rank, incarnation, its processes
         self._wakeup, self._wake = socket.socketpair()
         self._wakeup.setblocking(False)
         self._wake.setblocking(False)
@@ -90,7 +91,7 @@ class Zygote:
             self._become_rank(zygote_pid, request["env"], *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        self._ranks[pid] = (request["rank"], request["incarnation"], ProcessGroup(pid, self._folder))
+        self._ranks[pid] = (request["rank"], request["incarnation"], ProcessTree(pid, self._folder))
         self.say(type="started", rank=request["rank"], incarnation=request["incarnation"], pid=pid)
 
     def _become_rank(self, zygote_pid: int, env: dict[str, str], log: int, agent: int, board: int) -> None:
@@ -136,12 +137,12 @@ class Zygote:
         if ended.si_pid not in self._ranks:
             os.waitpid(ended.si_pid, 0)
             return True
-        rank, incarnation, group = self._ranks.pop(ended.si_pid)
-        group.kill()
+        rank, incarnation, tree = self._ranks.pop(ended.si_pid)
+        tree.kill()
         _, status = os.waitpid(ended.si_pid, 0)
         code = os.waitstatus_to_exitcode(status)
         self.say(type="exited", rank=rank, incarnation=incarnation, pid=ended.si_pid, code=code)
-        group.clean()
+        tree.clean()
         return True
 
     def _signal(self, pid: int, number: int) -> None:
@@ -153,8 +154,8 @@ class Zygote:
 
     def _end_all(self) -> None:
         deadline = time.monotonic() + _KILL_GRACE_S
-        for pid, (_, _, group) in self._ranks.items():
-            group.kill()
+        for pid, (_, _, tree) in self._ranks.items():
+            tree.kill()
             os.kill(pid, signal.SIGKILL)
         while self._ranks and time.monotonic() < deadline:
             if not self._reap(os.WNOHANG):
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--preload", default="")
-    parser.add_argument("--after-preload", action="append", default=[])
+    parser.add_argument("--platform")
     parser.add_argument("--script", type=Script.from_json, required=True)
     parser.add_argument("--temp-folder", type=Path)
     options = parser.parse_args(arguments)
@@ -200,7 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     connection = socket.socket(fileno=options.fd)
     started_s = time.monotonic()
     failed = preload(tuple(name for name in options.preload.split(",") if name), options.script)
-    call_hooks(options.after_preload)
+    if options.platform is not None:
+        install_platform(options.platform)
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it
     zygote = Zygote(connection, options.script, options.temp_folder)

@@ -1,6 +1,7 @@
 """Sets up the process of a rank, then runs the user's script in it.
 
-``python -m checkpointless.agent.rank_process`` runs a rank in a fresh interpreter where forking is not possible.
+``python -m checkpointless.agent.ranks.rank_process`` runs a rank in a fresh interpreter where forking is not
+possible.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import ctypes
 import io
 import json
 import os
-import pkgutil
 import runpy
 import signal
 import sys
@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.posix import temp_folder
 from checkpointless.telemetry.log_level import apply_log_level
 from checkpointless.telemetry.log_relay import LogRelay
@@ -65,16 +66,6 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # the parent ended before the kernel was asked
         os._exit(_ORPHAN_EXIT_CODE)
-
-
-def call_hooks(names: list[str]) -> None:
-    """Call the functions in ``names``, each given as ``package.module:function``.
-
-    Raises:
-        ImportError, AttributeError: a function does not exist.
-    """
-    for name in names:
-        pkgutil.resolve_name(name)()
 
 
 def run_script(script: Script) -> NoReturn:
@@ -140,7 +131,7 @@ def main() -> NoReturn:
     """Run one rank in this interpreter."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--after-preload", action="append", default=[])
+    parser.add_argument("--platform")
     parser.add_argument("--script", type=Script.from_json, required=True)
     parser.add_argument("--temp-folder", type=Path)
     options = parser.parse_args()
@@ -148,7 +139,8 @@ def main() -> NoReturn:
     for name in (AGENT_FD_ENV, BOARD_FD_ENV):
         os.set_inheritable(int(os.environ[name]), False)
     temp_folder.use(options.temp_folder)
-    call_hooks(options.after_preload)
+    if options.platform is not None:
+        install_platform(options.platform)
     run_script(options.script)
 
 

@@ -1,0 +1,34 @@
+"""How a node's part of a job ends: what is written last, what is said last, and the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpointless.telemetry.events import EventLog
+from checkpointless.telemetry.scribe import scribe
+from checkpointless.wire.node_messages import End
+
+
+def conclude(
+    outcome: End, generation: int, *, node: int, run_dir: Path, events: EventLog, say: Callable[[str], None]
+) -> int:
+    """Write and say how the job ended on this node.
+
+    Args:
+        outcome: how the job ended.
+        generation: the last generation that this node knew of (-1: none).
+        node: the node's number.
+        run_dir: directory of the events, for messages.
+        events: the job's event log.
+        say: called with each line for the terminal.
+
+    Returns:
+        The exit code.
+    """
+    events.emit("job", "end", generation=max(generation, 0), code=outcome.code, reason=outcome.last_words)
+    if not scribe.flush():
+        say(f"the disk of {run_dir} does not answer: the last events of node {node} may be lost")
+    for line in outcome.last_words:
+        say(line)
+    return outcome.code

@@ -1,0 +1,133 @@
+"""The run of a node's part of a job, from the link to the coordinator to the end of the last rank."""
+
+from __future__ import annotations
+
+import functools
+import selectors
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from checkpointless.agent.coordinator_link import link_to_coordinator
+from checkpointless.agent.ending import conclude
+from checkpointless.agent.joining import JoinError
+from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.agent.links import Link
+from checkpointless.agent.node import NodeAgent
+from checkpointless.agent.rank_program import RankProgram
+from checkpointless.agent.ranks.local_rank import LocalRank
+from checkpointless.agent.ranks.platforms import PlatformMissingError
+from checkpointless.agent.ranks.rank_log import LogCopies, LogFolder, RankLog
+from checkpointless.agent.ranks.starters import Starter
+from checkpointless.agent.server import serve
+from checkpointless.agent.watch import Watch
+from checkpointless.coordinator.coordinator import FAILED
+from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.posix.awake_clock import AwakeClock
+from checkpointless.posix.errands import Errands
+from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.board import Board
+
+if TYPE_CHECKING:  # only if HTTP is asked for
+    from checkpointless.monitoring.http_status import HttpStatus
+
+
+class NodeRun:
+    """One run of a node's part of a job.
+
+    Args:
+        config: what to run.
+        program: what the ranks run.
+        starter: the zygote, which has been started.
+        events: the job's event log.
+        signals: the signals that this process got; a handler appends to it.
+        say: called with each line for the terminal.
+        http: serves health, status and metrics.
+        watch: looks at the job in every turn of the loop.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        program: RankProgram,
+        starter: Starter,
+        *,
+        events: EventLog,
+        signals: list[int],
+        say: Callable[[str], None],
+        http: HttpStatus | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self._config = config
+        self._program = program
+        self._starter = starter
+        self._events = events
+        self._signals = signals
+        self._say = say
+        self._http = http
+        self._watch = watch
+        self._logs = LogFolder(config.run_dir)
+        self._errands = Errands()
+        self._selector = selectors.DefaultSelector()
+        self._clock = AwakeClock()
+
+    def run(self) -> int:
+        """Run until the job has ended on this node.
+
+        Returns:
+            The exit code.
+        """
+        config = self._config
+        try:
+            self._program.check()
+            if self._http is not None:
+                self._http.open(self._say)  # not earlier: the zygote may have been forked from this process
+            link = link_to_coordinator(config, self._selector, self._events, self._signals, self._say, self._clock)
+        except (JoinError, PlatformMissingError, OSError) as error:
+            self._starter.close()
+            self._say(str(error))
+            return FAILED
+        # Not earlier, because an agent that is not admitted must leave the logs alone; and only briefly, because
+        # the others wait to hear from this node from here on.
+        if not self._errands.run(functools.partial(self._logs.begin, config.own_ranks), False):
+            self._say(f"{self._silent_disk}: logs that are there already are not moved away")
+        return self._serve(self._agent(link), link)
+
+    @property
+    def _silent_disk(self) -> str:
+        return f"the disk of {self._config.run_dir} does not answer"
+
+    def _agent(self, link: Link) -> NodeAgent:
+        return NodeAgent(
+            index=self._config.node_rank,
+            heartbeat=Heartbeat.of(self._config.heartbeat_timeout_s),
+            address=lambda: link.address,
+            report=link.report,
+            selector=self._selector,
+            starter=self._starter,
+            fresh_starter=self._program.interpreters,
+            make_rank=self._make_rank,
+            rank_env=self._program.environment,
+            events=self._events,
+            say=self._say,
+            clock=self._clock,
+        )
+
+    def _make_rank(self, number: int) -> LocalRank:
+        log = RankLog(self._logs.of_rank(number), self._errands, self._say)
+        return LocalRank(number, Board.create(number), log)
+
+    def _serve(self, agent: NodeAgent, link: Link) -> int:
+        config, events = self._config, self._events
+        shown = config.own_ranks if config.stream_logs else range(0)
+        copies = LogCopies({rank: self._logs.of_rank(rank) for rank in shown}, sys.stdout, self._errands)
+        nproc, nnodes = config.nproc_per_node, config.nnodes
+        events.emit("job", "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
+        try:
+            outcome = serve(agent, link, self._selector, self._signals, self._watch, self._clock)
+        finally:
+            if not copies.stop():
+                self._say(f"{self._silent_disk}: what the ranks printed last is not shown")
+        return conclude(
+            outcome, agent.generation, node=config.node_rank, run_dir=config.run_dir, events=events, say=self._say
+        )

@@ -1,0 +1,87 @@
+"""What the ranks of a node run, with which environment variables, and what starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.agent.ranks.platforms import CPU, find_platform
+from checkpointless.agent.ranks.preload import preloads_of
+from checkpointless.agent.ranks.rank_process import Script
+from checkpointless.agent.ranks.starters import FreshStarter, ZygoteStarter
+from checkpointless.faults.node import AGENT_PID_ENV
+from checkpointless.telemetry.events import RUN_DIR_ENV
+
+
+class RankProgram:
+    """What every rank of a node runs.
+
+    Args:
+        config: what to run on the node.
+        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
+
+    Attributes:
+        environment: environment variables of every rank, besides those that the coordinator sends.
+    """
+
+    def __init__(self, config: LaunchConfig, folder: Path | None) -> None:
+        self.environment = rank_environment(config)
+        self._config = config
+        self._folder = folder
+        self._script = Script(config.script, tuple(config.script_args), config.module)
+        self._platform = CPU if config.cpu else None
+
+    def check(self) -> None:
+        """Check what the ranks need and what only an installation has.
+
+        Raises:
+            PlatformMissingError: no installed package offers the platform that is asked for.
+        """
+        if self._platform is not None:
+            find_platform(self._platform)
+
+    def zygote(self, log: Path) -> ZygoteStarter:
+        """Start a zygote that forks the ranks.
+
+        Args:
+            log: file that the zygote's own output goes to.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        preload = self._config.preload
+        return ZygoteStarter(
+            self._script,
+            preload=preloads_of(self._script) if preload is None else preload,
+            platform=self._platform,
+            env=self.environment,
+            log_path=log,
+            folder=self._folder,
+            fork_here=self._config.fork_here,
+        )
+
+    def interpreters(self) -> FreshStarter:
+        """Return what starts each rank in an interpreter of its own."""
+        return FreshStarter(self._script, self._platform, self._folder)
+
+
+def rank_environment(config: LaunchConfig) -> dict[str, str]:
+    """Return the environment variables that are the same for every rank of the node and for its zygote.
+
+    Args:
+        config: what to run on the node; its ``extra_env`` wins over what is set here.
+    """
+    env = {RUN_DIR_ENV: str(config.run_dir.resolve()), "PYTHONUNBUFFERED": "1"}
+    if config.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+        env["OMP_NUM_THREADS"] = "1"
+    if config.cpu:
+        env["CHECKPOINTLESS_CPU"] = "1"
+    if config.faults:
+        env["CHECKPOINTLESS_FAULTS"] = json.dumps(list(config.faults))
+    if not config.is_alone:
+        env[AGENT_PID_ENV] = str(os.getpid())
+    if config.record_steps:
+        env["CHECKPOINTLESS_RECORD_STEPS"] = "1"
+    return {**env, **config.extra_env}

@@ -1,0 +1,63 @@
+"""What a node knows of the job that its ranks take part in."""
+
+from __future__ import annotations
+
+import time
+
+from checkpointless.telemetry.events import Edge, EventLog
+from checkpointless.wire.board import NO_STEP
+from checkpointless.wire.node_messages import End
+
+
+class KnownJob:
+    """The job as the coordinator has told it to this node.
+
+    Args:
+        events: the job's event log.
+
+    Attributes:
+        generation: the generation that began last (-1: none).
+        began_after: the highest step that was known to be committed when the generation began.
+        incident: the incident that the coordinator spoke of last; None if the generation began without one.
+        run_id: the job's name in the environment of ranks.
+        finished: whether every rank's block has returned, on this node and all others.
+        outcome: how the job ended; None until it has.
+    """
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self.generation = -1
+        self.began_after = NO_STEP
+        self.incident: str | None = None
+        self.run_id = ""
+        self.finished = False
+        self.outcome: End | None = None
+        self._told: tuple[str, float] = ("", 0.0)  # an incident, and when this node was told of it
+
+    def interrupt(self, incident: str, now_s: float) -> None:
+        """Note the incident that ends the generation.
+
+        Args:
+            now_s: the current time on the monotonic clock.
+        """
+        self.incident = incident
+        self._told = incident, now_s
+
+    def told_at(self, incident: str) -> float:
+        """Return when this node was told of the incident, on the monotonic clock: this moment if it never was."""
+        told_of, at_s = self._told
+        return at_s if told_of == incident else time.monotonic()
+
+    def emit(self, stage: str, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
+        """Write an event of the generation and incident that this node knows of."""
+        generation = max(self.generation, 0)
+        self._events.emit(stage, edge, generation=generation, incident=self.incident, rank=rank, **fields)
+
+    def emit_preload(self, seconds: float, failed: tuple[str, ...]) -> None:
+        """Write that this node has imported what its ranks need, before any generation.
+
+        Args:
+            seconds: how long that took.
+            failed: names that could not be imported.
+        """
+        self._events.emit("preload", "point", generation=0, seconds=seconds, failed=failed)

@@ -1,0 +1,237 @@
+"""Starts and ends the processes of a node's ranks, and listens to them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from checkpointless.agent.ranks.known_job import KnownJob
+from checkpointless.agent.ranks.local_rank import LocalRank
+from checkpointless.agent.ranks.rank_link import RankLink
+from checkpointless.agent.ranks.rank_reports import RankReports
+from checkpointless.agent.ranks.starters import (
+    Descriptors,
+    Exited,
+    Order,
+    Ready,
+    Started,
+    Starter,
+    StarterLostError,
+)
+from checkpointless.wire.messages import FAULT_AT_ENV, ProtocolError
+from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, Spawn
+from checkpointless.wire.rank_state import RankState
+
+
+class ProcessKeeper:
+    """Keeps the processes of a node's ranks.
+
+    Args:
+        job: what this node knows of the job.
+        starter: starts the processes.
+        fresh_starter: makes the starter to use if the zygote must not be forked.
+        make_rank: makes a rank, given its number, before its first process is started.
+        rank_env: environment variables of every rank, besides those that the coordinator sends.
+        selector: selector of the loop.
+        report: sends a message to the coordinator.
+        say: called with each line for the terminal.
+        clock: clock of the times after which a process is killed.
+        on_lost: called with the reason when no process can be started any more.
+
+    Attributes:
+        ranks: every rank that this node has started a process of, by number.
+        can_start: whether processes can be started.
+        failures: how many processes exited with a nonzero code since the generation began.
+    """
+
+    def __init__(
+        self,
+        job: KnownJob,
+        *,
+        starter: Starter,
+        fresh_starter: Callable[[], Starter],
+        make_rank: Callable[[int], LocalRank],
+        rank_env: dict[str, str],
+        selector: selectors.BaseSelector,
+        report: Callable[[NodeMessage], None],
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.ranks: dict[int, LocalRank] = {}
+        self.can_start = False
+        self.failures = 0
+        self._job = job
+        self._reports = RankReports(job, report, clock)
+        self._starter = starter
+        self._starter_lost = False
+        self._fresh_starter = fresh_starter
+        self._make_rank = make_rank
+        self._rank_env = rank_env
+        self._selector = selector
+        self._report = report
+        self._say = say
+        self._clock = clock
+        self._on_lost = on_lost
+        self._discarding = False
+        if starter.readable is not None:
+            selector.register(starter.readable, selectors.EVENT_READ, self.hear)
+
+    def alive(self) -> list[LocalRank]:
+        """Return the ranks whose processes have not ended."""
+        return [rank for rank in self.ranks.values() if rank.state is not RankState.GONE]
+
+    def hear(self) -> None:
+        """Take what has happened to processes since the last call."""
+        if self._starter_lost:
+            return
+        try:
+            news = self._starter.news()
+        except StarterLostError as error:
+            self._starter_lost = True
+            self._unwatch_starter()
+            for rank in self.ranks.values():  # they died with the starter
+                rank.disconnect()
+                rank.state = RankState.GONE
+            self._on_lost(str(error))
+            return
+        for item in news:
+            if isinstance(item, Ready):
+                self._on_starter_ready(item)
+                continue
+            rank = self.ranks[item.rank]
+            if item.incarnation != rank.incarnation:
+                continue
+            if isinstance(item, Started):
+                rank.pid = item.pid
+                if self._job.outcome is not None:
+                    self.kill(rank)
+            elif isinstance(item, Exited):
+                self._on_exit(rank, item.code)
+
+    def spawn(self, spawn: Spawn) -> None:
+        """Start a process of a rank.
+
+        Raises:
+            ValueError: the rank's last process has not ended.
+        """
+        if spawn.rank not in self.ranks:
+            self.ranks[spawn.rank] = self._make_rank(spawn.rank)
+        rank, job = self.ranks[spawn.rank], self._job
+        if rank.state is not RankState.GONE:
+            raise ValueError(f"rank {rank.number} is to be started, but its process has not ended")
+        rank.incarnation = spawn.incarnation
+        job.generation = max(job.generation, spawn.generation - 1)  # a spare's agent has seen no generation yet
+        job.incident = spawn.incident or None
+        job.run_id = spawn.env.get("TORCHELASTIC_RUN_ID", "")
+        ours, theirs = socket.socketpair()
+        log = rank.log.open()
+        env = {**self._rank_env, **spawn.env, "CHECKPOINTLESS_INCARNATION": str(rank.incarnation)}
+        if spawn.incident:
+            env[FAULT_AT_ENV] = str(job.told_at(spawn.incident))
+        if rank.incarnation > 0:
+            job.emit("respawn", "begin", rank=rank.number, incarnation=rank.incarnation)
+        order = Order(rank.number, rank.incarnation, env)
+        self._starter.start(order, Descriptors(log, theirs.fileno(), rank.board.fd))
+        theirs.close()
+        os.close(log)
+        rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
+        rank.state = RankState.STARTING
+        rank.started_at_s = time.monotonic()
+        rank.pid = rank.kill_at_s = None
+        rank.said_hello = rank.forgiven = False
+
+    def terminate(self) -> None:
+        """Ask every process to end."""
+        for rank in self.alive():
+            if rank.pid is not None:
+                self._starter.signal(rank.pid, signal.SIGTERM)
+
+    def kill(self, rank: LocalRank) -> None:
+        """Kill the rank's process, as soon as its process ID is known."""
+        rank.kill_at_s = None
+        if rank.state is RankState.GONE:
+            return
+        if rank.pid is None:
+            rank.kill_at_s = self._clock()  # try again when its pid is known
+        else:
+            self._starter.signal(rank.pid, signal.SIGKILL)
+
+    def kill_overdue(self, now_s: float) -> None:
+        """Kill the processes that should have ended by now.
+
+        Args:
+            now_s: the current time on the agent's clock.
+        """
+        for rank in self.ranks.values():
+            if rank.kill_at_s is not None and now_s >= rank.kill_at_s:
+                self.kill(rank)
+
+    def discard(self) -> None:
+        """Kill all processes, report nothing of their ends, and join the job again without them."""
+        self._discarding = True
+        for rank in self.alive():
+            rank.disconnect()
+            self.kill(rank)
+        self._join_when_empty()
+
+    def close(self) -> None:
+        """Kill and reap the remaining processes, and release all resources."""
+        self._starter.close()
+        for rank in self.ranks.values():
+            rank.close()
+
+    def _unwatch_starter(self) -> None:
+        if self._starter.readable is not None:
+            self._selector.unregister(self._starter.readable)
+
+    def _on_starter_ready(self, ready: Ready) -> None:
+        self._job.emit_preload(ready.seconds, ready.failed)
+        if self._job.outcome is not None:
+            return
+        if not ready.can_fork:
+            self._say("a preloaded module has set CUDA up, so ranks are started one by one instead of forked")
+            self._unwatch_starter()
+            self._starter.close()
+            self._starter = self._fresh_starter()
+        self.can_start = True
+        self._report(Joined())
+
+    def _on_exit(self, rank: LocalRank, code: int) -> None:
+        self._hear_rank(rank)  # take what it said before it ended
+        rank.disconnect()
+        rank.state, rank.kill_at_s = RankState.GONE, None
+        self.failures += code != 0
+        if self._discarding:
+            self._join_when_empty()
+            return
+        reading = rank.board.read()
+        self._report(
+            RankEnded(
+                rank.number,
+                rank.incarnation,
+                code,
+                rank.forgiven,
+                reading.committed,
+                reading.making,
+                str(rank.log.path),
+                rank.log.last_lines() if code != 0 else [],
+            )
+        )
+
+    def _join_when_empty(self) -> None:
+        if self._discarding and not self.alive():
+            self._discarding = False
+            self._report(Joined())
+
+    def _hear_rank(self, rank: LocalRank) -> None:
+        try:
+            self._reports.hear(rank)
+        except ProtocolError as error:
+            self._say(f"rank {rank.number} does not keep to the protocol and is replaced: {error}")
+            rank.disconnect()
+            self.kill(rank)

@@ -1,0 +1,28 @@
+"""What a node knows of its job, and the events that say so."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.agent.ranks import known_job
+from checkpointless.agent.ranks.known_job import KnownJob
+from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events, read_events
+
+
+def test_events_are_of_the_generation_and_the_incident_that_are_known(tmp_path: Path) -> None:
+    job = KnownJob(EventLog(tmp_path / EVENTS_FILE, node=0))
+    job.emit("notify", "begin")
+    job.generation = 4
+    job.interrupt("i7", 1.0)
+    job.emit("respawn", "begin", rank=1)
+    flush_events()
+    found = [(event.generation, event.incident, event.rank) for event in read_events(tmp_path)]
+    assert found == [(0, None, None), (4, "i7", 1)]
+
+
+def test_an_incident_that_this_node_was_not_told_of_begins_at_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_job.time, "monotonic", lambda: 50.0)
+    job = KnownJob(EventLog(None))
+    assert job.told_at("i1") == 50.0
+    job.interrupt("i1", 7.5)
+    assert (job.told_at("i1"), job.told_at("i2")) == (7.5, 50.0)

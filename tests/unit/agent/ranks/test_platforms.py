@@ -1,0 +1,38 @@
+"""Platforms are found by their names; one that is not installed is said in one line."""
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from checkpointless.agent.ranks import platforms
+from checkpointless.agent.ranks.platforms import CPU, GROUP, PlatformMissingError, find_platform, install_platform
+
+PROJECT = Path(__file__).parents[4] / "pyproject.toml"
+
+called: list[str] = []
+
+
+def note_the_call() -> None:
+    """What a platform's entry point may name."""
+    called.append("here")
+
+
+def test_the_cpu_platform_is_installed_as_the_project_says() -> None:
+    declared = tomllib.loads(PROJECT.read_text())["project"]["entry-points"][GROUP]
+    assert find_platform(CPU).value == declared[CPU]
+
+
+def test_a_platform_is_loaded_and_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("mine", f"{__name__}:note_the_call", GROUP)
+    monkeypatch.setattr(platforms, "entry_points", lambda group, name: [entry] if name == "mine" else [])
+    called.clear()
+    install_platform("mine")
+    assert called == ["here"]
+
+
+def test_a_platform_that_is_missing_is_one_line_that_says_what_to_do() -> None:
+    with pytest.raises(PlatformMissingError, match=r"'nowhere'.*install checkpointless again") as refused:
+        install_platform("nowhere")
+    assert "\n" not in str(refused.value)

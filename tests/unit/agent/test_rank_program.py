@@ -1,0 +1,52 @@
+"""What the ranks of a node find in their environment."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.agent.rank_program import rank_environment
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path
+
+
+def environment(run_dir: Path, nproc: int = 1, **more: Any) -> dict[str, str]:
+    """What is set besides what every rank gets."""
+    found = rank_environment(LaunchConfig(nproc, __file__, run_dir, **more))
+    assert found.pop("CHECKPOINTLESS_RUN_DIR") == str(run_dir)
+    assert found.pop("PYTHONUNBUFFERED") == "1"
+    return found
+
+
+def test_one_rank_that_is_asked_for_nothing_gets_nothing_more(run_dir: Path) -> None:
+    assert environment(run_dir) == {}
+
+
+def test_what_was_asked_for_reaches_the_ranks(run_dir: Path) -> None:
+    found = environment(run_dir, cpu=True, faults=("sigkill@forward:rank=0,step=1",), record_steps=True)
+    assert json.loads(found.pop("CHECKPOINTLESS_FAULTS")) == ["sigkill@forward:rank=0,step=1"]
+    assert found == {"CHECKPOINTLESS_CPU": "1", "CHECKPOINTLESS_RECORD_STEPS": "1"}
+
+
+def test_several_ranks_share_the_cores_unless_the_user_said_how(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert environment(run_dir, 2) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert environment(run_dir, 2) == {}
+
+
+def test_ranks_of_several_nodes_know_their_agent(run_dir: Path) -> None:
+    found = environment(run_dir, nnodes=2, rdzv_endpoint="here", token="t" * 32)
+    assert found == {"CHECKPOINTLESS_AGENT_PID": str(os.getpid())}
+
+
+def test_what_the_caller_adds_wins(run_dir: Path) -> None:
+    assert environment(run_dir, 2, extra_env={"OMP_NUM_THREADS": "2", "X": ""}) == {"OMP_NUM_THREADS": "2", "X": ""}
