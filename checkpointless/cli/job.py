@@ -15,6 +15,7 @@ from checkpointless.cli.output import say
 from checkpointless.cli.run_directory import new_run_dir
 from checkpointless.cli.values import UsageError, count, positive
 from checkpointless.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
+from checkpointless.telemetry.wording import plural
 
 if TYPE_CHECKING:
     from checkpointless.agent.launch import LaunchConfig
@@ -151,7 +152,8 @@ def _announce(config: LaunchConfig, name: str) -> None:
     from checkpointless.telemetry.steps import RECORDED, STEPS_DIR
 
     where = "" if config.is_alone else f" on node {config.node_rank} of {config.nnodes}"
-    say(f"{config.nproc_per_node} ranks of {name}{where}; events in {config.run_dir}")
+    ranks = plural(config.nproc_per_node, "rank")
+    say(f"{ranks} of {name}{where}; events in {config.run_dir}")
     if config.record_steps:
         steps_dir = config.run_dir / STEPS_DIR
         say(f"recorded into {steps_dir}, which takes a pass over the model's bytes each step: {RECORDED}")

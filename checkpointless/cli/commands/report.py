@@ -123,7 +123,9 @@ def _show(report: Report) -> None:
     for spec, times in (run.caused or {}).items():
         page.print(f"caused on purpose, {times} x: {wording.printable(spec)}")
     if run.lines_left_out:
-        page.print(f"{wording.plural(run.lines_left_out, 'line')} of the log are torn or no events, and left out")
+        lines = wording.plural(run.lines_left_out, "line")
+        why = "is torn or no event" if run.lines_left_out == 1 else "are torn or no events"
+        page.print(f"{lines} of the log {why}, and left out")
     if run.state is RunState.EMPTY:
         return
     if report.incidents:
