@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import Job, interruptible, machine, progress, search_path, wait_for
 from hook_timer import PART_OF, SEPARATOR, Part
 
-from checkpointless.cli import RECIPE_PRELOAD, RECIPE_RUNNER
+from checkpointless.cli.commands.train import RECIPE_PRELOAD, RECIPE_RUNNER
 
 HERE = Path(__file__).resolve().parent
 RECIPE = "tiny_gpt_cpu"

@@ -16,7 +16,7 @@ _SEED_HELP = "of the draws (default: 0); the same seed draws the same faults"
 _NEEDS_CHAOS = {"seed": None, "overlap": False, "chaos_case": None, "chaos_steps": None}
 
 
-def add_demo_options(parser: argparse.ArgumentParser) -> None:
+def add_demo_chaos_options(parser: argparse.ArgumentParser) -> None:
     """Add the chaos options of ``demo``."""
     add = parser.add_argument
     add("--chaos", type=positive, metavar="N", help="instead: N small jobs with drawn layouts and faults")
@@ -25,7 +25,7 @@ def add_demo_options(parser: argparse.ArgumentParser) -> None:
     add("--chaos-case", type=count, metavar="I", help="run only that one of the N")
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
+def add_job_chaos_options(parser: argparse.ArgumentParser) -> None:
     """Add the chaos options of ``run`` and ``train``."""
     add = parser.add_argument
     add("--chaos", type=positive, metavar="N", help="cause N drawn faults, one after the other")

@@ -146,33 +146,44 @@ def compare_with_restart(
         trained: whether ``spent.startup_s`` is a complete start-up, from the first event to the first step.
     """
     startup = _startup(options, spent.startup_s if trained else None)
-    requeue_s, load_s = options.requeue_s or 0.0, options.load_s or 0.0
-    interval_s = DEFAULT_INTERVAL_S if options.interval_s is None else options.interval_s
     chains, left_out = _chains(incidents)
-    restarts = []
-    for chain in chains:
-        first, last = chain[0], chain[-1]
-        redo_s = min(interval_s / 2, _training_before(spent, first.start_ns))
-        lost_s = (last.steps_lost or 0) * (step_s or 0.0)
-        end_ns = first.start_ns if last.end_ns is None else last.end_ns
-        restarts.append(
-            Restart(
-                incidents=tuple(incident.incident for incident in chain),
-                detect_s=first.stages_s.get("detect", 0.0) if options.detect_s is None else options.detect_s,
-                requeue_s=requeue_s,
-                startup_s=startup.seconds or 0.0,
-                load_s=load_s,
-                redo_s=redo_s,
-                redo_steps=redo_s / step_s if step_s else None,
-                recovered_s=max(0.0, (end_ns - first.start_ns) / _NS_PER_S) + lost_s,
-            )
-        )
+    restarts = tuple(_restart(chain, options, startup.seconds or 0.0, spent, step_s) for chain in chains)
     restart_s = sum(restart.total_s for restart in restarts)
     recovered_s = sum(restart.recovered_s for restart in restarts)
     ettr = None
     if spent.training_s is not None and spent.wall_s > 0:
         ettr = spent.training_s / max(spent.wall_s - recovered_s + restart_s, spent.training_s)
-    assumptions = (
+    return Comparison(_assumptions(options, startup), restarts, restart_s, recovered_s, ettr, left_out)
+
+
+def _restart(
+    chain: Sequence[IncidentSummary],
+    options: RestartOptions,
+    startup_s: float,
+    spent: TimeAccount,
+    step_s: float | None,
+) -> Restart:
+    """Estimate the restart that would have answered the incidents of one chain."""
+    first, last = chain[0], chain[-1]
+    interval_s = DEFAULT_INTERVAL_S if options.interval_s is None else options.interval_s
+    redo_s = min(interval_s / 2, _training_before(spent, first.start_ns))
+    lost_s = (last.steps_lost or 0) * (step_s or 0.0)
+    end_ns = first.start_ns if last.end_ns is None else last.end_ns
+    return Restart(
+        incidents=tuple(incident.incident for incident in chain),
+        detect_s=first.stages_s.get("detect", 0.0) if options.detect_s is None else options.detect_s,
+        requeue_s=options.requeue_s or 0.0,
+        startup_s=startup_s,
+        load_s=options.load_s or 0.0,
+        redo_s=redo_s,
+        redo_steps=redo_s / step_s if step_s else None,
+        recovered_s=max(0.0, (end_ns - first.start_ns) / _NS_PER_S) + lost_s,
+    )
+
+
+def _assumptions(options: RestartOptions, startup: Assumption) -> tuple[Assumption, ...]:
+    """Return the figures that the estimate rests on, in the order in which a restart spends them."""
+    return (
         Assumption(
             "detection",
             options.detect_s,
@@ -191,7 +202,6 @@ def compare_with_restart(
             "--checkpoint-interval",
         ),
     )
-    return Comparison(assumptions, tuple(restarts), restart_s, recovered_s, ettr, left_out)
 
 
 def _startup(options: RestartOptions, measured_s: float | None) -> Assumption:

@@ -225,6 +225,13 @@ def test_run_launches_what_was_asked(launched: list[LaunchConfig]) -> None:
     assert config.faults == (fault,)
 
 
+def test_a_job_says_how_many_ranks_it_has(launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    for ranks, says in (("1", "1 rank of train;"), ("2", "2 ranks of train;")):
+        assert main(["run", "--nproc-per-node", ranks, "--run-dir", ranks, "train.py"]) == 7
+        assert capsys.readouterr().err.startswith(f"checkpointless: {says} events in {ranks}\n")
+    assert len(launched) == 2
+
+
 def test_nothing_is_injected_or_recorded_unless_asked_for(launched: list[LaunchConfig]) -> None:
     assert main(["run", "train.py"]) == 7
     (config,) = launched

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from checkpointless.megatron import cpu_platform
+from checkpointless.megatron.cpu.draws import DRAW_METHODS
 
 
 @pytest.fixture
@@ -161,7 +162,7 @@ def _draw_everything() -> None:
     torch.rand(2), torch.randn(2), torch.randint(9, (2,)), torch.randperm(4), torch.normal(x, x)
     torch.bernoulli(x), torch.multinomial(x, 2), torch.poisson(x), torch.rand_like(x), torch.randn_like(x)
     torch.randint_like(x, 5), x.bernoulli(), x.multinomial(2)
-    for name in cpu_platform._DRAW_METHODS[:-2]:
+    for name in DRAW_METHODS[:-2]:
         getattr(x.clone(), name)(*([0.5] if name == "geometric_" else []))
     torch.nn.init.xavier_normal_(torch.empty(2, 2))
     torch.distributions.Uniform(0.0, 1.0).rsample((2,))

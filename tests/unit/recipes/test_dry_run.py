@@ -16,6 +16,7 @@ pytest.importorskip("hydra", reason="recipes need hydra-core")
 from rich.console import Console
 
 from checkpointless.cli import command_line
+from checkpointless.cli.commands import train
 from checkpointless.recipes.dry_run import Plan, launch_lines, replica_lines, show
 from checkpointless.recipes.layout import Layout, layout_of
 from checkpointless.recipes.memory import Count, Stage
@@ -109,7 +110,7 @@ def test_what_cannot_work_ends_in_one_line(
 def test_a_recipe_for_gpus_says_so_where_there_is_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_line, "_has_cuda", lambda: False)
+    monkeypatch.setattr(train, "has_cuda", lambda: False)
     assert command_line.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
     line = capsys.readouterr().err
     assert "needs GPUs and this machine has none" in line
@@ -119,7 +120,7 @@ def test_a_recipe_for_gpus_says_so_where_there_is_none(
 def test_values_that_are_the_users_are_asked_for_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_line, "_has_cuda", lambda: True)
+    monkeypatch.setattr(train, "has_cuda", lambda: True)
     assert command_line.main(["train", "llama3_8b_pretrain", "--nnodes", "2"]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1

@@ -19,6 +19,7 @@ from kubeflow_trainer_api import models
 
 from checkpointless.agent.launch_config import DEFAULT_PORT
 from checkpointless.cli import command_line
+from checkpointless.cli.commands import coordinator as coordinator_command
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.telemetry.scribe import scribe
 from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS, TOKEN_ENV
@@ -364,7 +365,7 @@ def test_a_new_pod_runs_the_node_of_its_index(tmp_path: Path, bin_dir: Path) -> 
 def test_the_coordinator_listens_on_its_own_address_for_the_same_job(tmp_path: Path, bin_dir: Path) -> None:
     assert run_coordinator(tmp_path) == 0
     options = options_of(tmp_path / "coordinated")
-    assert options.command is command_line._coordinator
+    assert options.command is coordinator_command.COMMAND.act
     assert (options.nnodes, options.nproc_per_node) == (4, 8)
     assert options.rdzv_endpoint == f"10.0.0.7:{DEFAULT_PORT}"
     assert options.run_dir == tmp_path / "run"
@@ -504,7 +505,7 @@ def test_the_batch_script_runs_every_node_and_ends_as_the_coordinator(
     (tmp_path / "argv").write_text(coordinated(tmp_path)[0])
     assert len(coordinated(tmp_path)) == 1
     coordinator = options_of(tmp_path / "argv")
-    assert coordinator.command is command_line._coordinator
+    assert coordinator.command is coordinator_command.COMMAND.act
     for node in range(3):
         options = options_of(tmp_path / f"argv-{node}")
         assert (options.node_rank, options.nnodes, options.spares, options.nproc_per_node) == (node, 2, 1, 8)

@@ -375,7 +375,10 @@ def test_empty_torn_and_unfinished_logs_are_shown_for_what_they_are(
     run.events.pop()
     written(tmp_path, run)
     with (tmp_path / EVENTS_FILE).open("a") as log:
-        log.write('{"not": "an event"}\n{"torn')
+        log.write('{"not": "an event"}\n')
+    assert "1 line of the log is torn or no event, and left out" in shown(*argv)
+    with (tmp_path / EVENTS_FILE).open("a") as log:
+        log.write('{"torn')
     text = shown(*argv)
     assert "2 lines of the log are torn" in text
     assert "no end in its log" in text

@@ -1,18 +1,31 @@
-"""The command `train`: its options, the checks before anything starts, and the dry run."""
+"""The command ``train``: its options, the checks before anything starts, the launch, and the dry run."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpointless.cli.command import Command
+from checkpointless.cli.cuda import has_cuda
+from checkpointless.cli.job import Program, add_job_options, launch_job
 from checkpointless.cli.values import UsageError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-EPILOG = """\
+RECIPE_RUNNER = "checkpointless.recipes.runner"
+RECIPE_PRELOAD = (
+    "nemo.collections.llm",
+    "checkpointless.strategies",
+    "checkpointless.callbacks",
+    "checkpointless.recovery",
+    RECIPE_RUNNER,
+)
+
+_EPILOG = """\
 examples:
   checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4
   checkpointless train my_recipe.yaml --nproc-per-node 8 trainer.max_steps=1000 optim.config.lr=3e-4
@@ -22,7 +35,8 @@ examples:
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only ``train`` has."""
+    """Add the options of ``train``."""
+    add_job_options(parser, ranks="the recipe's")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -31,6 +45,27 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that comes along")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="a value to set in it, by dotted key")
     parser.set_defaults(nproc_per_node=None, nnodes=None)  # None: as in the recipe
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train a recipe, or show what that would start.
+
+    Raises:
+        UsageError: the recipe cannot be trained as asked.
+    """
+    config = check_train(options, has_cuda)
+    if options.dry_run:
+        return dry_run(options, config)
+    max_steps = config.trainer.get("max_steps")
+    last = max_steps if isinstance(max_steps, int) and max_steps > 0 else None  # -1: all steps of the epochs
+    program = Program(
+        name=Path(options.recipe).stem,
+        script=RECIPE_RUNNER,
+        script_args=(options.recipe, *options.overrides),
+        module=True,
+        preload=RECIPE_PRELOAD,
+    )
+    return launch_job(options, program, last)
 
 
 def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> DictConfig:
@@ -125,3 +160,6 @@ def dry_run(options: argparse.Namespace, config: DictConfig) -> int:
         page,
     )
     return 0
+
+
+COMMAND = Command("train", "train a NeMo recipe, through faults", add_train_options, train, _EPILOG)

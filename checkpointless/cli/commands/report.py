@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpointless.cli.command import Command
+from checkpointless.cli.run_directory import check_run_dir
 from checkpointless.cli.values import UsageError, seconds
 
 if TYPE_CHECKING:
     from checkpointless.report.summary import Report
 
-EPILOG = """\
+_EPILOG = """\
 examples:
   checkpointless report runs/20260101T120000Z-train
   checkpointless report runs/1 --html report.html       one page, with pictures, that needs nothing else
@@ -67,8 +69,7 @@ def report_command(options: argparse.Namespace) -> int:
     from checkpointless.telemetry.events import EVENTS_FILE, read_events
 
     run_dir: Path = options.run_dir
-    if not run_dir.is_dir():
-        raise UsageError(f"there is no run directory {run_dir}")
+    check_run_dir(run_dir)
     log = run_dir / EVENTS_FILE
     if not log.is_file():
         raise UsageError(f"{run_dir} has no {EVENTS_FILE}: it is not a run directory")
@@ -122,7 +123,9 @@ def _show(report: Report) -> None:
     for spec, times in (run.caused or {}).items():
         page.print(f"caused on purpose, {times} x: {wording.printable(spec)}")
     if run.lines_left_out:
-        page.print(f"{wording.plural(run.lines_left_out, 'line')} of the log are torn or no events, and left out")
+        lines = wording.plural(run.lines_left_out, "line")
+        why = "is torn or no event" if run.lines_left_out == 1 else "are torn or no events"
+        page.print(f"{lines} of the log {why}, and left out")
     if run.state is RunState.EMPTY:
         return
     if report.incidents:
@@ -171,3 +174,12 @@ def _write(path: Path, make: Callable[[], str]) -> None:
 
 def _at_least_zero(text: str) -> float:
     return 0.0 if text.strip() in ("0", "0.0") else seconds(text)
+
+
+COMMAND = Command(
+    "report",
+    "show a run's incidents, and what its time was spent on",
+    add_report_options,
+    report_command,
+    _EPILOG,
+)

@@ -1,0 +1,1 @@
+"""The commands, one module each: its options, what it checks, and what it does."""

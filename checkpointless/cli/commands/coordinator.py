@@ -1,0 +1,65 @@
+"""The command ``coordinator``: a coordinator in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from checkpointless.cli.command import Command
+from checkpointless.cli.coordination import add_coordination_options, coordination_settings
+from checkpointless.cli.output import say
+from checkpointless.cli.values import UsageError, positive
+
+_EPILOG = """\
+examples:
+  checkpointless coordinator --nnodes 4 --nproc-per-node 8 --rdzv-endpoint control0:29400 --run-dir /shared/runs/1
+
+Then `checkpointless run` with the same --rdzv-endpoint on every node. No node is special any more: also the loss of
+node 0 is recovered from. CHECKPOINTLESS_TOKEN must be the same as on the nodes, and so should the limits be.
+"""
+
+
+def add_coordinator_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``coordinator``."""
+    add = parser.add_argument
+    add("--nnodes", type=positive, required=True, metavar="M", help="nodes of the job")
+    add("--nproc-per-node", "--nproc_per_node", type=positive, default=1, metavar="N", help="ranks (default: 1)")
+    add("--rdzv-endpoint", "--rdzv_endpoint", required=True, metavar="H[:P]", help="where to listen; for all nodes")
+    add("--run-dir", type=Path, metavar="D", help="the job's run directory (default: no events)")
+    add_coordination_options(parser)
+
+
+def coordinate(options: argparse.Namespace) -> int:
+    """Coordinate a job until it is over.
+
+    Raises:
+        UsageError: it cannot be coordinated as asked.
+    """
+    from checkpointless.agent.launch import CoordinatorConfig, launch_coordinator
+    from checkpointless.wire.handshake import TOKEN_ENV
+
+    settings = coordination_settings(options)
+    try:
+        config = CoordinatorConfig(
+            nnodes=options.nnodes,
+            nproc_per_node=options.nproc_per_node,
+            rdzv_endpoint=options.rdzv_endpoint,
+            token=os.environ.pop(TOKEN_ENV, ""),
+            run_dir=options.run_dir,
+            **settings,
+        )
+        return launch_coordinator(config, say)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"cannot listen at {options.rdzv_endpoint}: {error.strerror or error}") from error
+
+
+COMMAND = Command(
+    "coordinator",
+    "coordinate a job of several nodes from outside of them",
+    add_coordinator_options,
+    coordinate,
+    _EPILOG,
+)

@@ -1,0 +1,85 @@
+"""The command ``run``: its options, and what it launches."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpointless.cli.command import Command
+from checkpointless.cli.job import Program, add_job_options, launch_job
+from checkpointless.cli.values import UsageError, modules
+
+_EPILOG = """\
+examples:
+  checkpointless run --nproc-per-node 8 train.py --lr 1e-3
+  checkpointless run --nproc-per-node 8 --preload nemo.collections.llm train.py
+  checkpointless run --nproc-per-node 4 --cpu -m my_package.train --steps 20
+  checkpointless run --nproc-per-node 4 --record-steps --fault sigkill@backward:rank=1,step=5 train.py
+  checkpointless run --nproc-per-node 8 --nnodes 4 --node-rank 2 --rdzv-endpoint node0:29400 train.py
+
+What follows the script is the script's own. A rank that fails is recovered in place or replaced, while the others
+keep their state; that needs `@HPWrapper()` on the script's main function.
+"""
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``run``."""
+    add_job_options(parser)
+    add = parser.add_argument
+    add(
+        "--preload",
+        type=modules,
+        metavar="MODULE,...",
+        help="import these once and fork ranks with them, so that a replaced rank is ready at once "
+        "(default: what the script imports from installed packages)",
+    )
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
+    add("script", metavar="SCRIPT", help="the training script")
+    add("script_args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run a script on every rank of this node.
+
+    Raises:
+        UsageError: it cannot be run as asked.
+    """
+    beside = Path.cwd() if options.module else Path(options.script).resolve().parent
+    _check_importable(options.preload or (), beside)
+    program = Program(
+        name=options.script.rpartition(".")[2] if options.module else Path(options.script).stem,
+        script=options.script,
+        script_args=tuple(options.script_args),
+        module=options.module,
+        preload=options.preload,
+    )
+    return launch_job(options, program, None)
+
+
+def _check_importable(modules: Sequence[str], beside: Path) -> None:
+    """Raise unless the packages of ``modules`` can be found, without importing any.
+
+    Args:
+        modules: dotted names of the modules.
+        beside: folder of the script, from which the script can import too.
+    """
+    import importlib
+    import importlib.util
+    from importlib.machinery import PathFinder
+
+    importlib.invalidate_caches()
+    for module in modules:
+        root = module.partition(".")[0]
+        if PathFinder.find_spec(root, [str(Path.cwd()), str(beside), *sys.path]) is not None:
+            continue
+        try:
+            found = importlib.util.find_spec(root)  # by all finders: an editable install has a separate one
+        except ValueError:  # it is imported already, from an unknown place
+            found = None
+        if found is None and root not in sys.modules:
+            raise UsageError(f"there is no module {module}")
+
+
+COMMAND = Command("run", "run a script on every rank of this node, through faults", add_run_options, run, _EPILOG)

@@ -1,0 +1,47 @@
+"""The command ``verify``: whether two runs computed the same."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from checkpointless.cli.command import Command
+from checkpointless.cli.output import out
+from checkpointless.cli.run_directory import check_run_dir
+from checkpointless.cli.values import UsageError
+
+
+def add_verify_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``verify``."""
+    add = parser.add_argument
+    add("run_a", type=Path, metavar="RUN_A", help="run directory of a run with --record-steps")
+    add("run_b", type=Path, metavar="RUN_B", help="another one")
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Compare two runs and show the first difference.
+
+    Returns:
+        0 if they are equal, 1 if not.
+
+    Raises:
+        UsageError: there is no such run, or nothing was recorded of it.
+    """
+    from checkpointless.cli.tables import console, verdict_table
+    from checkpointless.report.verify import compare
+    from checkpointless.telemetry.steps import read_steps
+
+    steps = []
+    for run_dir in (options.run_a, options.run_b):
+        check_run_dir(run_dir)
+        try:
+            steps.append(read_steps(run_dir))
+        except (OSError, ValueError) as error:
+            raise UsageError(str(error)) from error
+    verdict = compare(*steps)
+    console().print(verdict_table(verdict, steps[0], steps[1], (str(options.run_a), str(options.run_b))))
+    out(verdict.sentence)
+    return 0 if verdict.equal else 1
+
+
+COMMAND = Command("verify", "compare what was recorded of two runs, bit by bit", add_verify_options, verify)

@@ -1,0 +1,40 @@
+"""The options of what coordinates a job: its limits, and health and metrics over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from checkpointless.cli.values import UsageError, count, port, seconds
+
+_HEARTBEAT_HELP = "seconds after which a silent rank counts as hung (default: ten of its steps, 30 s to 10 min)"
+
+
+def add_coordination_options(parser: argparse.ArgumentParser) -> None:
+    """Add the limits of a job and where health and metrics are served."""
+    add = parser.add_argument
+    add("--max-incidents", type=count, metavar="K", help="give up after so many incidents")
+    add("--heartbeat-timeout", type=seconds, metavar="S", help=_HEARTBEAT_HELP)
+    add("--node-timeout", type=seconds, metavar="S", help="seconds after which a silent node counts as lost")
+    add("--regroup-timeout", type=seconds, metavar="S", help="seconds within which all ranks must meet again")
+    add("--http-port", type=port, metavar="P", help="serve health and metrics over HTTP (0: on any free port)")
+    add("--http-host", metavar="H", help="address to serve them on (default: 127.0.0.1, this machine only)")
+
+
+def coordination_settings(options: argparse.Namespace) -> dict[str, Any]:  # Any: of different types
+    """Return what was given of these options, as keyword arguments of ``LaunchConfig`` and ``CoordinatorConfig``.
+
+    Raises:
+        UsageError: there is an address for HTTP and no port.
+    """
+    if options.http_host is not None and options.http_port is None:
+        raise UsageError("--http-host is where health and metrics are served if there is --http-port: add it")
+    settings = {
+        "max_incidents": options.max_incidents,
+        "heartbeat_timeout_s": options.heartbeat_timeout,
+        "regroup_timeout_s": options.regroup_timeout,
+        "node_timeout_s": options.node_timeout,
+        "http_port": options.http_port,
+        "http_host": options.http_host,
+    }
+    return {name: value for name, value in settings.items() if value is not None}

@@ -1,0 +1,161 @@
+"""A job on this node: the options that ``run`` and ``train`` share, and its launch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpointless.cli.chaos import add_job_chaos_options, draw_into, judge_chaos
+from checkpointless.cli.coordination import add_coordination_options, coordination_settings
+from checkpointless.cli.fault_specs import add_fault_option, fault_specs
+from checkpointless.cli.output import say
+from checkpointless.cli.run_directory import new_run_dir
+from checkpointless.cli.values import UsageError, count, positive
+from checkpointless.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
+from checkpointless.telemetry.wording import plural
+
+if TYPE_CHECKING:
+    from checkpointless.agent.launch import LaunchConfig
+
+_RECORD_HELP = (
+    "record for `verify` what each rank computes: per step loss, learning rates, loss scale and digests of "
+    "parameters, buffers, callbacks, module and data; validations; checkpoints. Takes a pass over the model's "
+    "bytes in each step"
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank of a job runs.
+
+    Attributes:
+        name: name of the job, for its run directory.
+        script: path of a script, or name of a module if ``module`` is set.
+        script_args: arguments of the script.
+        module: whether ``script`` is a module.
+        preload: dotted names to import once before the ranks are forked; None: what the script imports from
+            installed packages.
+    """
+
+    name: str
+    script: str
+    script_args: tuple[str, ...]
+    module: bool
+    preload: tuple[str, ...] | None
+
+
+def add_job_options(parser: argparse.ArgumentParser, ranks: str = "1") -> None:
+    """Add the options of a job.
+
+    Args:
+        parser: parser of the command.
+        ranks: default number of ranks, as ``--help`` shows it.
+    """
+    add = parser.add_argument
+    add(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=positive,
+        default=1,
+        metavar="N",
+        help=f"ranks (default: {ranks})",
+    )
+    add("--nnodes", type=positive, default=1, metavar="M", help="nodes of the job (default: 1)")
+    add("--node-rank", "--node_rank", type=count, default=0, metavar="I", help="this node's number, from 0")
+    add("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="H[:P]", help="node 0, as all nodes reach it")
+    add("--spares", type=count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
+    add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
+    add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
+    add_coordination_options(parser)
+    add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
+    add("--record-steps", action="store_true", help=_RECORD_HELP)
+    add_fault_option(parser)
+    add_job_chaos_options(parser)
+
+
+def launch_job(options: argparse.Namespace, program: Program, steps: int | None) -> int:
+    """Run this node's part of a job to its end.
+
+    Args:
+        options: options of ``run`` or ``train``; drawn faults are added to them.
+        program: what every rank runs.
+        steps: number of optimizer steps of the job; None if not known.
+
+    Returns:
+        The exit status of the job; 1 if it ended well, but not every fault that was asked for happened.
+
+    Raises:
+        UsageError: the job cannot be done as asked.
+    """
+    from checkpointless.agent.launch import launch
+    from checkpointless.cli.terminal import Terminal
+    from checkpointless.faults.ledger import not_fired
+
+    world_size = options.nproc_per_node * options.nnodes
+    expected = draw_into(options, world_size, steps)
+    specs = fault_specs(options.faults, world_size, steps, options.nnodes, options.cpu)
+    config = _configured(options, program)
+    run_dir = config.run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
+    _announce(config, program.name)
+    with Terminal(say, run_dir, config.node_rank) as terminal:
+        status = launch(config, terminal.say)
+    missing = not_fired(specs, run_dir)
+    for text in missing:
+        say(f"fault {text} did not happen, or not as often as asked for: the run never came there")
+    if not config.is_alone:  # other nodes may have recorded faults in their run directories
+        return status
+    problem = "" if expected is None else judge_chaos(run_dir, status, expected)
+    if problem:
+        say(f"chaos: {problem}; the same again: --chaos {options.chaos} --seed {options.seed or 0}")
+    return status or int(bool(missing or problem))
+
+
+def _configured(options: argparse.Namespace, program: Program) -> LaunchConfig:
+    from checkpointless.agent.launch import LaunchConfig
+    from checkpointless.wire.handshake import TOKEN_ENV
+
+    settings = coordination_settings(options)
+    if options.log_level is not None:
+        os.environ[LOG_LEVEL_ENV] = options.log_level  # the ranks inherit it
+        apply_log_level()
+    run_dir = new_run_dir(options.run_dir, program.name, shared=options.nnodes + options.spares > 1)
+    try:
+        return LaunchConfig(
+            nproc_per_node=options.nproc_per_node,
+            nnodes=options.nnodes,
+            node_rank=options.node_rank,
+            spares=options.spares,
+            rdzv_endpoint=options.rdzv_endpoint,
+            token=os.environ.pop(TOKEN_ENV, ""),  # not for the ranks
+            run_dir=run_dir,
+            cpu=options.cpu,
+            faults=tuple(options.faults),
+            record_steps=options.record_steps,
+            script=program.script,
+            script_args=program.script_args,
+            module=program.module,
+            preload=program.preload,
+            **settings,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _announce(config: LaunchConfig, name: str) -> None:
+    from checkpointless.telemetry.steps import RECORDED, STEPS_DIR
+
+    where = "" if config.is_alone else f" on node {config.node_rank} of {config.nnodes}"
+    ranks = plural(config.nproc_per_node, "rank")
+    say(f"{ranks} of {name}{where}; events in {config.run_dir}")
+    if config.record_steps:
+        steps_dir = config.run_dir / STEPS_DIR
+        say(f"recorded into {steps_dir}, which takes a pass over the model's bytes each step: {RECORDED}")
+    if config.faults:
+        say(f"faults will be caused on purpose: {' '.join(config.faults)}")

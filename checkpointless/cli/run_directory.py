@@ -1,0 +1,61 @@
+"""The run directory that a command reads or makes."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+
+from checkpointless.cli.values import UsageError
+
+RUNS_DIR = Path("runs")
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Check that there is such a run directory.
+
+    Raises:
+        UsageError: it does not exist.
+    """
+    if not run_dir.is_dir():
+        raise UsageError(f"there is no run directory {run_dir}")
+
+
+def check_can_be_made(run_dir: Path | None) -> None:
+    """Check that nothing known already prevents a run directory from being created.
+
+    Args:
+        run_dir: directory that the user asked for; None: one under the working directory.
+
+    Raises:
+        UsageError: the run directory cannot be created.
+    """
+    places = [] if run_dir is None else [run_dir, *run_dir.parents]
+    there = next((place for place in places if place.exists()), Path.cwd())
+    if not there.is_dir():
+        raise UsageError(f"cannot make run directory {run_dir}: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot make run directory {run_dir}: nothing may be written into {there}")
+
+
+def new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
+    """Return the directory of a new run; refuse one that already holds a run, because the two would mix.
+
+    Args:
+        asked: directory that the user asked for; None: a new one under :data:`RUNS_DIR`.
+        name: name of the run, for the new directory's name.
+        shared: whether other nodes of the same run, or this node's predecessor, may have written into it.
+
+    Raises:
+        UsageError: the directory that was asked for is a file, or holds a run.
+    """
+    if asked is None:
+        started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        asked = RUNS_DIR / f"{started}-{name}"
+        if asked.exists():
+            asked = RUNS_DIR / f"{started}-{name}-{os.getpid()}"
+    if asked.exists() and not asked.is_dir():
+        raise UsageError(f"run directory {asked} is a file: name another")
+    if not shared and asked.exists() and any(asked.iterdir()):
+        raise UsageError(f"run directory {asked} is not empty: name a new one")
+    return asked

@@ -1,0 +1,69 @@
+"""Replacements of attributes: made in order, undone in the reverse one, whole or not at all."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from checkpointless.megatron.cpu.replacements import Patch, Replacements, constant, itself, replaced_by
+
+
+class Base:
+    def name(self) -> str:
+        return "base"
+
+
+class Derived(Base):
+    def size(self) -> int:
+        return 1
+
+
+def patch(target: object, attribute: str, value: object) -> Patch:
+    return Patch(target, attribute, replaced_by(value), "for this test")
+
+
+def test_what_is_undone_is_what_was_there_whether_inherited_missing_or_the_targets_own() -> None:
+    before = dict(vars(Derived))
+    made = Replacements()
+    made.make([patch(Derived, name, name) for name in ("name", "size", "no_such")])
+    assert made.are_made
+    assert (Derived.name, Derived.size) == ("name", "size")
+    assert vars(Derived)["no_such"] == "no_such"
+    made.undo()
+    assert not made.are_made
+    assert dict(vars(Derived)) == before
+    made.undo()
+    assert dict(vars(Derived)) == before
+
+
+def test_a_replacement_of_a_replacement_is_undone_before_it() -> None:
+    target = SimpleNamespace(value=1)
+    made = Replacements()
+    made.make([Patch(target, "value", lambda old: old + 1, "twice")])
+    made.make([Patch(target, "value", lambda old: old * 10, "twice")])
+    assert target.value == 20
+    made.undo()
+    assert target.value == 1
+
+
+def test_a_row_that_fails_undoes_the_earlier_ones_too() -> None:
+    target = SimpleNamespace(first=1, second=2)
+    made = Replacements()
+    made.make([patch(target, "first", 10)])
+    with pytest.raises(AttributeError):
+        made.make([patch(target, "second", 20), Patch(target, "second", lambda old: old.no_such_thing, "fails")])
+    assert not made.are_made
+    assert vars(target) == {"first": 1, "second": 2}
+
+
+def test_it_knows_whose_attributes_are_replaced() -> None:
+    one, other = SimpleNamespace(value=1), SimpleNamespace(value=1)
+    made = Replacements()
+    made.make([patch(one, "value", 2)])
+    assert made.touch(one)
+    assert not made.touch(other)
+
+
+def test_a_function_with_one_answer_and_a_method_that_returns_its_object() -> None:
+    assert constant(3)(len)("any", argument=True) == 3
+    assert replaced_by(None)(len) is None
+    assert itself(len, "any", argument=True) is len
