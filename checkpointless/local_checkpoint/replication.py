@@ -21,8 +21,10 @@ import torch.distributed as dist
 
 from checkpointless.inprocess.context import aside
 from checkpointless.local_checkpoint.part_file import Content
+from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.exchange import MAX_BYTES, all_gather_json, wire_device
-from checkpointless.transfer.transfer import Fill, Key, TensorEntry, TransferError, receive_state, send_state
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
+from checkpointless.transfer.transfer import Fill, receive_state, send_state
 
 logger = logging.getLogger(__name__)
 
