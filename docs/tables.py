@@ -138,6 +138,7 @@ def _default(default: ast.expr | None, source: Path) -> str:
         parts = source.relative_to(ROOT).with_suffix("").parts
         module = ".".join(parts if parts[0] == "checkpointless" else ("checkpointless", *parts))
         value = getattr(import_module(module), default.id)
+        value = value.__name__ if isinstance(value, type) else value
     return f"`{value}`"
 
 

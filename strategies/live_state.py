@@ -17,7 +17,7 @@ from checkpointless.serialization import state_tree
 from checkpointless.strategies.boundary import take_checkpoint, take_kinds
 from checkpointless.strategies.data_position import DataPosition, begun_at, take_sampler
 from checkpointless.strategies.replay import StepOutcome
-from checkpointless.transfer.transfer import Key, TensorEntry
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 
 class TrainerLiveState:

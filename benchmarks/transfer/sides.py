@@ -17,7 +17,8 @@ import torch.distributed as dist
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.serialization.checksum import MemoryChecksumManager
-from checkpointless.transfer.transfer import Fill, Key, TransferReport, receive_state, send_state
+from checkpointless.transfer.tensor_entry import Key
+from checkpointless.transfer.transfer import Fill, TransferReport, receive_state, send_state
 
 RAW_BYTES = 256 * 1024 * 1024
 LIMIT = timedelta(seconds=180)

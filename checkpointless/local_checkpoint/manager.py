@@ -11,81 +11,39 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
-
-from checkpointless.local_checkpoint.part_file import Content, Generation, PartId
-from checkpointless.local_checkpoint.part_store import PartStore, Shelf, any_sound, read_any
-from checkpointless.local_checkpoint.replication import NoReplicasAvailableError, ReplicationStrategy
-from checkpointless.transfer.exchange import all_gather_json
+from checkpointless.local_checkpoint.agreement import (
+    LocalCheckpointError,
+    agree,
+    attempt,
+    by_rank,
+    gather,
+    own_rank,
+    present,
+    words,
+    world_size,
+)
+from checkpointless.local_checkpoint.async_save import AsyncSave
+from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.local_checkpoint.disk_storage import DiskStorage
+from checkpointless.local_checkpoint.part_id import PartId, SaveId
+from checkpointless.local_checkpoint.part_storage import PartStorage, Shelf, StoredPart, any_sound, read_any
+from checkpointless.local_checkpoint.replication import ReplicationStrategy
 
 logger = logging.getLogger(__name__)
-
-_TURN_S = 0.05
-_T = TypeVar("_T")
-
-
-class LocalCheckpointError(RuntimeError):
-    """A local checkpoint could not be saved or loaded; the message says on which rank, and why."""
-
-
-class AsyncSave:
-    """A save whose files are being written by a thread.
-
-    Args:
-        write: writes the files.
-        what: describes in messages what is written.
-    """
-
-    def __init__(self, write: Callable[[], None], what: str) -> None:
-        self._what = what
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(write,), name=f"checkpointless-write {what}")
-        self._thread.start()
-
-    def done(self) -> bool:
-        """Return whether the writing has ended, successfully or not."""
-        return not self._thread.is_alive()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until this rank's files are written. Not collective: it says nothing of other ranks' files.
-
-        Args:
-            timeout: how long to wait at most; None: as long as it takes.
-
-        Raises:
-            LocalCheckpointError: the files could not be written. (Every rank's next call of the manager raises it,
-                too.)
-            TimeoutError: the files are not written yet.
-        """
-        deadline_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while self._thread.is_alive():  # in turns: a thread that waits for a lock hears no interruption
-            if deadline_s is not None and time.monotonic() >= deadline_s:
-                raise TimeoutError(f"{self._what} is still being written")
-            self._thread.join(_TURN_S)
-        if self._error is not None:
-            raise LocalCheckpointError(f"{self._what} could not be written: {self._error}") from self._error
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception as error:
-            logger.exception("%s could not be written", self._what)
-            self._error = error
 
 
 @dataclass(frozen=True)
 class _Pending:
     """A save that not all ranks are known to have finished."""
 
-    generation: Generation
+    save: SaveId
     work: AsyncSave
 
 
@@ -107,9 +65,9 @@ def missing_parts(
     )
 
 
-def _candidates(inventories: Sequence[Mapping[str, Collection[int]]]) -> list[Generation]:
-    """Return all generations of which some rank has a part, the newest first."""
-    return sorted({Generation.parse(name) for inventory in inventories for name in inventory}, reverse=True)
+def _candidates(inventories: Sequence[Mapping[str, Collection[int]]]) -> list[SaveId]:
+    """Return all saves of which some rank has a part, the newest first."""
+    return sorted({SaveId.parse(name) for inventory in inventories for name in inventory}, reverse=True)
 
 
 # --- the manager --------------------------------------------------------------------------------------------------
@@ -136,19 +94,25 @@ class LocalCheckpointManager:
             not share it.
         repl_strategy: decides which ranks keep copies of which parts; None: no copies. To load a save, the
             strategy, its parameters and the world size have to be as they were when it was made.
+        storage: makes the :class:`~checkpointless.local_checkpoint.part_storage.PartStorage` of a directory.
 
     Raises:
         OSError: the directory cannot be made, or other users could write to it.
     """
 
     def __init__(
-        self, root_local_ckpt_dir: str | os.PathLike[str], repl_strategy: ReplicationStrategy | None = None
+        self,
+        root_local_ckpt_dir: str | os.PathLike[str],
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        storage: Callable[[Path], PartStorage] = DiskStorage,
     ) -> None:
         self.repl_strategy = repl_strategy
-        self._store = PartStore(Path(root_local_ckpt_dir))
-        self._latest: Generation | None = None  # the newest that is complete on all ranks
+        self._root = Path(root_local_ckpt_dir)
+        self._storage = storage(self._root)
+        self._latest: SaveId | None = None  # the newest that is complete on all ranks
         self._searched = False  # whether _latest is up to date
-        self._shortfall = ""  # why the newest generation that was found is not complete
+        self._shortfall = ""  # why the newest save that was found is not complete
         self._pending: _Pending | None = None
 
     def save(self, state: Any, iteration: int, is_async: bool = False) -> AsyncSave | None:
@@ -172,24 +136,24 @@ class LocalCheckpointManager:
             LocalCheckpointError: on every rank, if the save failed on any rank, or if the asynchronous save before
                 it did. What was complete before is still there.
         """
-        content, problem = _attempt(lambda: self._prepare(state, iteration, is_async))
+        content, problem = attempt(lambda: self._prepare(state, iteration, is_async))
         token = self._open("asynchronous save" if is_async else "save", problem, iteration)
         if not self._searched:
             self._search()
-        generation = Generation(iteration, token)
-        self._store.delete_all_but({self._latest, generation})
-        own = _present(content)
-        kept, problem = _attempt(lambda: self._replicate(own, PartId(generation, self._rank)))
-        self._agree(problem, f"replicating iteration {iteration}")
-        parts = _present(kept)
+        save = SaveId(iteration, token)
+        self._storage.delete_all_but({self._latest, save})
+        own = present(content)
+        kept, problem = attempt(lambda: self._replicate(own, PartId(save, own_rank())))
+        agree(problem, f"replicating iteration {iteration}")
+        parts = present(kept)
         if is_async:
-            work = AsyncSave(lambda: self._write(parts), f"iteration {iteration} on rank {self._rank}")
-            self._pending = _Pending(generation, work)
+            work = AsyncSave(lambda: self._write(parts), f"iteration {iteration} on rank {own_rank()}")
+            self._pending = _Pending(save, work)
             return work
         # Not in a thread: one that outlives an interruption would write tensors that are being trained by then.
-        _, problem = _attempt(lambda: self._write(parts))
-        self._agree(problem, f"writing iteration {iteration}")
-        self._complete(generation)
+        _, problem = attempt(lambda: self._write(parts))
+        agree(problem, f"writing iteration {iteration}")
+        self._complete(save)
         return None
 
     def find_latest(self) -> int:
@@ -228,31 +192,10 @@ class LocalCheckpointManager:
         if self._latest is None:
             if self._shortfall:
                 raise NoReplicasAvailableError(self._shortfall)
-            raise LocalCheckpointError(f"no rank has a local checkpoint; this one looked in {self._store.root}")
-        return self._load(PartId(self._latest, self._rank))
+            raise LocalCheckpointError(f"no rank has a local checkpoint; this one looked in {self._root}")
+        return self._load(PartId(self._latest, own_rank()))
 
     # --- agreement ------------------------------------------------------------------------------------------------
-
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    @property
-    def _world_size(self) -> int:
-        return dist.get_world_size() if dist.is_initialized() else 1
-
-    @staticmethod
-    def _gather(message: Any) -> list[Any]:
-        """Return every rank's message, in rank order. Collective."""
-        return all_gather_json(message) if dist.is_initialized() else [message]
-
-    def _agree(self, problem: Exception | None, doing: str) -> None:
-        """Raise on every rank what went wrong on any rank. Collective."""
-        lost = isinstance(problem, NoReplicasAvailableError)
-        told = self._gather(None if problem is None else [lost, _words(problem)])
-        if any(told):
-            kind = NoReplicasAvailableError if any(each[0] for each in told if each) else LocalCheckpointError
-            raise kind(_by_rank(doing, [each[1] if each else "" for each in told])) from problem
 
     def _open(self, call: str, problem: Exception | None = None, iteration: int | None = None) -> str:
         """Begin a call: all ranks learn how the pending save ended, that all make the same call, and who cannot.
@@ -260,41 +203,41 @@ class LocalCheckpointManager:
         A rank whose process is new may know less than the others; then no rank relies on what it knew.
 
         Returns:
-            A token for a new generation, the same on all ranks.
+            A token for a new save, the same on all ranks.
         """
         pending, self._pending = self._pending, None
         failed = None
         if pending is not None:
-            _, failed = _attempt(pending.work.wait)
-        told = self._gather(
+            _, failed = attempt(pending.work.wait)
+        told = gather(
             {
                 "call": [call, iteration],
-                "pending": str(pending.generation) if pending else None,
+                "pending": str(pending.save) if pending else None,
                 "latest": [self._searched, str(self._latest)],
-                "failed": _words(failed),
-                "problem": _words(problem),
+                "failed": words(failed),
+                "problem": words(problem),
                 "token": f"{time.time_ns():016x}{secrets.token_hex(4)}",
             }
         )
         if any(each["failed"] for each in told):
-            raise LocalCheckpointError(_by_rank("writing", [each["failed"] for each in told])) from failed
+            raise LocalCheckpointError(by_rank("writing", [each["failed"] for each in told])) from failed
         finished = {each["pending"] for each in told}
         if len(finished) == 1 and pending is not None:
-            self._complete(pending.generation)
+            self._complete(pending.save)
         elif len(finished) > 1 or any(each["latest"] != told[0]["latest"] for each in told):
             self._searched = False
         if any(each["call"] != told[0]["call"] for each in told):
             calls = [" ".join(str(word) for word in each["call"] if word is not None) for each in told]
-            raise LocalCheckpointError(_by_rank("the ranks call different things", calls)) from problem
+            raise LocalCheckpointError(by_rank("the ranks call different things", calls)) from problem
         if any(each["problem"] for each in told):
-            raise LocalCheckpointError(_by_rank(call, [each["problem"] for each in told])) from problem
+            raise LocalCheckpointError(by_rank(call, [each["problem"] for each in told])) from problem
         return str(told[0]["token"])
 
-    def _complete(self, generation: Generation) -> None:
-        """Record that all ranks have written ``generation``."""
-        before, self._latest, self._searched = self._latest, generation, True
-        if before is not None and before > generation:
-            self._store.delete_all_but({generation})  # else a search finds the older save: its iteration is later
+    def _complete(self, save: SaveId) -> None:
+        """Record that all ranks have written ``save``."""
+        before, self._latest, self._searched = self._latest, save, True
+        if before is not None and before > save:
+            self._storage.delete_all_but({save})  # else a search finds the older save: its iteration is later
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -302,7 +245,7 @@ class LocalCheckpointManager:
         """Check what can be checked, and copy what must be copied, before other ranks are needed."""
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration is a number from 0 on, not {iteration!r}")
-        self._store.make()
+        self._storage.make()
         content = Content.of(_plain(state))
         return content.on_host(copy=True) if is_async else content
 
@@ -314,92 +257,92 @@ class LocalCheckpointManager:
         return [(PartId.parse(name), Content.of(state)) for state, name in zip(states, names)]
 
     def _write(self, parts: Sequence[tuple[PartId, Content]]) -> None:
-        self._store.write(parts, self._rank, self._world_size)
+        self._storage.write(parts, own_rank(), world_size())
 
     # --- finding --------------------------------------------------------------------------------------------------
 
     def _shelf(self) -> Shelf:
-        return self._store.shelf(self._rank, self._world_size)
+        return self._storage.shelf(own_rank(), world_size())
 
     def _peers(self) -> tuple[int, ...]:
-        return self.repl_strategy.peers if self.repl_strategy is not None else (self._rank,)
+        return self.repl_strategy.peers if self.repl_strategy is not None else (own_rank(),)
 
     def _search(self) -> None:
-        """Find the newest generation of which all parts are undamaged. Collective."""
+        """Find the newest save of which all parts are undamaged. Collective."""
         peers = self._peers()
-        shelf, problem = _attempt(self._shelf)
-        self._agree(problem, "looking for local checkpoints")
-        parts_of = _present(shelf)
-        told = self._gather(
+        shelf, problem = attempt(self._shelf)
+        agree(problem, "looking for local checkpoints")
+        parts_of = present(shelf)
+        told = gather(
             {"shelf": {str(each): sorted(parts) for each, parts in parts_of.items()}, "peers": list(peers)}
         )
         everybodys_peers = [each["peers"] for each in told]
         self._latest, self._searched, self._shortfall = None, True, ""
-        for generation in _candidates([each["shelf"] for each in told]):
-            parts = [each["shelf"].get(str(generation), []) for each in told]
-            lost = missing_parts(parts, everybodys_peers, self._world_size)
-            lost = lost or self._damaged(parts_of.get(generation, {}), everybodys_peers)
+        for save in _candidates([each["shelf"] for each in told]):
+            parts = [each["shelf"].get(str(save), []) for each in told]
+            lost = missing_parts(parts, everybodys_peers, world_size())
+            lost = lost or self._damaged(parts_of.get(save, {}), everybodys_peers)
             if not lost:
-                self._latest = generation
+                self._latest = save
                 return
-            shortfall = _without_copy(generation, lost)
+            shortfall = _without_copy(save, lost)
             logger.warning("%s", shortfall)
             self._shortfall = self._shortfall or shortfall
 
-    def _damaged(self, parts: Mapping[int, Sequence[Path]], peers: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Return the ranks whose parts of a generation are nowhere undamaged. Collective.
+    def _damaged(
+        self, parts: Mapping[int, Sequence[StoredPart]], peers: Sequence[Sequence[int]]
+    ) -> tuple[int, ...]:
+        """Return the ranks whose parts of a save are nowhere undamaged. Collective.
 
         Each rank reads its own part; where that is damaged or missing, the peers read their copies.
         """
-        sound: set[int] = {self._rank} if any_sound(parts.get(self._rank, ())) else set()
-        told = self._gather(sorted(sound))
-        open_ = [rank for rank in range(self._world_size) if rank not in told[rank]]
+        sound: set[int] = {own_rank()} if any_sound(parts.get(own_rank(), ())) else set()
+        told = gather(sorted(sound))
+        open_ = [rank for rank in range(world_size()) if rank not in told[rank]]
         if not open_:
             return ()
-        sound |= {rank for rank in open_ if self._rank in peers[rank] and any_sound(parts.get(rank, ()))}
-        return missing_parts(self._gather(sorted(sound)), peers, self._world_size)
+        sound |= {rank for rank in open_ if own_rank() in peers[rank] and any_sound(parts.get(rank, ()))}
+        return missing_parts(gather(sorted(sound)), peers, world_size())
 
     # --- loading --------------------------------------------------------------------------------------------------
 
     def _load(self, part: PartId) -> tuple[Any, str]:
-        own, problem = _attempt(lambda: self._read_copy(part))
-        wanting = [rank for rank, has in enumerate(self._gather(own is not None)) if not has]
+        own, problem = attempt(lambda: self._read_copy(part))
+        wanting = [rank for rank, has in enumerate(gather(own is not None)) if not has]
         if wanting:
-            copies, trouble = _attempt(lambda: self._read_copies(part.generation, wanting))
-            self._agree(problem or trouble, f"reading iteration {part.generation.iteration}")
-            own = self._exchange(part, own, _present(copies))
-        return _present(own).state(), str(part)
+            copies, trouble = attempt(lambda: self._read_copies(part.save, wanting))
+            agree(problem or trouble, f"reading iteration {part.save.iteration}")
+            own = self._exchange(part, own, present(copies))
+        return present(own).state(), str(part)
 
     def _exchange(self, part: PartId, own: Content | None, copies: Mapping[int, Content]) -> Content:
         """Give every rank its part, if there is an undamaged copy of each part. Collective."""
-        sound = {self._rank} if own is not None else set()
-        told = self._gather({"parts": sorted(sound | copies.keys()), "peers": list(self._peers())})
+        sound = {own_rank()} if own is not None else set()
+        told = gather({"parts": sorted(sound | copies.keys()), "peers": list(self._peers())})
         parts = [each["parts"] for each in told]
-        lost = missing_parts(parts, [each["peers"] for each in told], self._world_size)
+        lost = missing_parts(parts, [each["peers"] for each in told], world_size())
         if lost:
-            self._searched = False  # an older generation may still be whole
-            raise NoReplicasAvailableError(_without_copy(part.generation, lost))
-        available = {
-            rank: [str(PartId(part.generation, each)) for each in numbers] for rank, numbers in enumerate(parts)
-        }
-        held = {str(PartId(part.generation, number)): content.state() for number, content in copies.items()}
+            self._searched = False  # an older save may still be whole
+            raise NoReplicasAvailableError(_without_copy(part.save, lost))
+        available = {rank: [str(PartId(part.save, each)) for each in numbers] for rank, numbers in enumerate(parts)}
+        held = {str(PartId(part.save, number)): content.state() for number, content in copies.items()}
         wanted = [] if own is not None else [str(part)]
-        arrived, problem = _attempt(lambda: self._retrieve(available, wanted, held))
-        self._agree(problem, f"fetching iteration {part.generation.iteration}")
+        arrived, problem = attempt(lambda: self._retrieve(available, wanted, held))
+        agree(problem, f"fetching iteration {part.save.iteration}")
         if own is None:
-            own = Content.of(_present(arrived)[str(part)]).on_host()
+            own = Content.of(present(arrived)[str(part)]).on_host()
             self._keep(part, own)
         return own
 
     def _read_copy(self, part: PartId) -> Content | None:
         """Return an undamaged copy of ``part`` from this node's directory, or None if there is none."""
-        return read_any(self._shelf().get(part.generation, {}).get(part.part, ()))
+        return read_any(self._shelf().get(part.save, {}).get(part.part, ()))
 
-    def _read_copies(self, generation: Generation, wanting: Sequence[int]) -> dict[int, Content]:
+    def _read_copies(self, save: SaveId, wanting: Sequence[int]) -> dict[int, Content]:
         """Return the parts that this rank's peers want and this rank has."""
         found = {}
-        for rank in sorted({*wanting} & {*self._peers()} - {self._rank}):
-            content = self._read_copy(PartId(generation, rank))
+        for rank in sorted({*wanting} & {*self._peers()} - {own_rank()}):
+            content = self._read_copy(PartId(save, rank))
             if content is not None:
                 found[rank] = content
         return found
@@ -415,25 +358,10 @@ class LocalCheckpointManager:
     def _keep(self, part: PartId, content: Content) -> None:
         """Write a part that came from a peer, so that it is in two places again. The load succeeds without it."""
         try:
-            self._store.make()
+            self._storage.make()
             self._write([(part, content)])
         except OSError as error:
             logger.warning("%s was loaded from a peer and cannot be kept here: %s", part.words, error)
-
-
-def _attempt(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """Return what ``do`` returned, or what it raised: waiting ranks must be told before it can be raised."""
-    try:
-        return do(), None
-    except Exception as error:  # noqa: BLE001 - every caller hands it to an agreement, which raises it
-        return None, error
-
-
-def _present(value: _T | None) -> _T:
-    """Return ``value``, which an agreement without a problem guarantees to be present."""
-    if value is None:
-        raise AssertionError("the ranks agreed that there was no problem")
-    return value
 
 
 def _plain(state: Any) -> Any:
@@ -443,17 +371,7 @@ def _plain(state: Any) -> Any:
     return state.state_dict() if callable(state.state_dict) else state.state_dict
 
 
-def _without_copy(generation: Generation, lost: Sequence[int]) -> str:
+def _without_copy(save: SaveId, lost: Sequence[int]) -> str:
     """Return the message about parts that are gone."""
-    parts = ", ".join(PartId(generation, rank).words for rank in lost)
+    parts = ", ".join(PartId(save, rank).words for rank in lost)
     return f"no undamaged copy is left of {parts}, neither on the rank itself nor with one of its peers"
-
-
-def _words(error: Exception | None) -> str:
-    """Return the text of ``error`` for the other ranks; "" if there is none."""
-    return "" if error is None else f"{error}" or type(error).__name__
-
-
-def _by_rank(doing: str, words: Sequence[str]) -> str:
-    """Return a message with what each rank says."""
-    return f"{doing}: " + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(words) if each)

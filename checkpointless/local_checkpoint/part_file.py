@@ -19,87 +19,26 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import xxhash
 
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.local_checkpoint.part_id import PART, PartId, SaveId
+from checkpointless.local_checkpoint.part_storage import PartError
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.state_tree import StateTreeError, dtype_name, dtype_of, tensor_bytes
+from checkpointless.serialization.tensor_memory import dtype_name, dtype_of, tensor_bytes
 
 _MAGIC = b"CKPTPRT1"
 _NUMBER = struct.Struct("<Q")
 _SEAL = struct.Struct("<QQ")
 _CHUNK_BYTES = 64 * 1024 * 1024  # how much of a tensor on a GPU is in host memory at a time
-_GENERATION = r"iter_(?P<iteration>\d{10,})\.(?P<token>[0-9a-f]{24})"
-_PART = _GENERATION + r"\.part_(?P<part>\d+)"
-_FILE_NAME = re.compile(rf"(?P<hidden>\.?){_PART}\.held_(?P<holder>\d+)\.ckpt(?P<unfinished>(\.tmp)?)")
+_FILE_NAME = re.compile(rf"(?P<hidden>\.?){PART}\.held_(?P<holder>\d+)\.ckpt(?P<unfinished>(\.tmp)?)")
 
 
-class PartFileError(ValueError):
+class PartFileError(PartError):
     """A part file was not written to its end, is damaged, or is not what its name says."""
-
-
-@dataclass(frozen=True, order=True)
-class Generation:
-    """One save of all ranks. A later save is greater.
-
-    Attributes:
-        iteration: the iteration that was saved, at least 0.
-        token: 24 hexadecimal digits that all ranks share and no other save has; they order two saves of one
-            iteration.
-    """
-
-    iteration: int
-    token: str
-
-    def __str__(self) -> str:
-        return f"iter_{self.iteration:010d}.{self.token}"
-
-    @classmethod
-    def parse(cls, text: str) -> Generation:
-        """Parse what ``str`` made.
-
-        Raises:
-            ValueError: ``text`` does not name a generation.
-        """
-        found = re.fullmatch(_GENERATION, text)
-        if found is None:
-            raise ValueError(f"{text!r} is no generation")
-        return cls(int(found["iteration"]), found["token"])
-
-
-@dataclass(frozen=True, order=True)
-class PartId:
-    """One rank's part of a generation. Its ``str`` is its name everywhere.
-
-    Attributes:
-        generation: the save.
-        part: the rank whose state it is.
-    """
-
-    generation: Generation
-    part: int
-
-    def __str__(self) -> str:
-        return f"{self.generation}.part_{self.part}"
-
-    @property
-    def words(self) -> str:
-        """The part in words, for messages."""
-        return f"part {self.part} of iteration {self.generation.iteration}"
-
-    @classmethod
-    def parse(cls, text: str) -> PartId:
-        """Parse what ``str`` made.
-
-        Raises:
-            ValueError: ``text`` does not name a part.
-        """
-        found = re.fullmatch(_PART, text)
-        if found is None:
-            raise ValueError(f"{text!r} names no part of a local checkpoint")
-        return cls(Generation(int(found["iteration"]), found["token"]), int(found["part"]))
 
 
 @dataclass(frozen=True)
@@ -128,94 +67,8 @@ class PartName:
         found = _FILE_NAME.fullmatch(file)
         if found is None or bool(found["hidden"]) != bool(found["unfinished"]):
             return None
-        id_ = PartId(Generation(int(found["iteration"]), found["token"]), int(found["part"]))
+        id_ = PartId(SaveId(int(found["iteration"]), found["token"]), int(found["part"]))
         return cls(id_, int(found["holder"]), finished=not found["unfinished"])
-
-
-# --- a state as its structure and its tensors ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Content:
-    """A nested state, separated into structure and tensors.
-
-    Attributes:
-        structure: the encoding of everything but the tensors.
-        tensors: the tensors, in the order in which the structure refers to them.
-    """
-
-    structure: bytes
-    tensors: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def of(cls, state: Any) -> Content:
-        """Take ``state`` apart; its tensors are referenced, not copied.
-
-        Raises:
-            StateTreeError: something in it cannot be stored safely; the message says where it is.
-        """
-        tensors: list[torch.Tensor] = []
-        skeleton = _without_tensors(state, "state", tensors)
-        return cls(state_tree.dumps(skeleton), tuple(tensors))
-
-    def state(self) -> Any:
-        """Return the state, put together again.
-
-        Raises:
-            ValueError: structure and tensors do not belong together.
-        """
-        return _with_tensors(state_tree.loads(self.structure), self.tensors)
-
-    def on_host(self, copy: bool = False) -> Content:
-        """Return this content in host memory.
-
-        Args:
-            copy: share nothing with the original, not even tensors that lie in host memory already.
-        """
-        return Content(self.structure, tuple(tensor.to("cpu", copy=copy) for tensor in self.tensors))
-
-
-def _without_tensors(value: Any, path: str, tensors: list[torch.Tensor]) -> Any:
-    """Return ``value`` with a reference in the place of each tensor.
-
-    A reference is a tuple that ends in "tensor". To tell them apart, "tuple" is appended to each of the user's
-    tuples. (The marks are at the end, so that the state tree's messages count the items as the user does.)
-    """
-    if isinstance(value, torch.Tensor):
-        tensors.append(_storable(value, path))
-        return len(tensors) - 1, "tensor"
-    if isinstance(value, dict):
-        return {key: _without_tensors(item, f"{path}[{key!r}]", tensors) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return *(_without_tensors(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)), "tuple"
-    if type(value) is list:
-        return [_without_tensors(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)]
-    return value
-
-
-def _with_tensors(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """Put together what :func:`_without_tensors` took apart."""
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_tensors(item, tensors) for item in value]
-    if not isinstance(value, tuple):
-        return value
-    if value[-1:] == ("tuple",):
-        return tuple(_with_tensors(item, tensors) for item in value[:-1])
-    if len(value) != 2 or value[1] != "tensor" or not 0 <= value[0] < len(tensors):
-        raise ValueError("the structure of a state refers to a tensor that is not there")
-    return tensors[value[0]]
-
-
-def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Return ``tensor`` without its autograd history, if it is nothing more than strided memory."""
-    kind = type(tensor)
-    if kind not in (torch.Tensor, torch.nn.Parameter):
-        raise StateTreeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: give its local, plain tensor")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise StateTreeError(f"{path} is a tensor without plain memory ({tensor.layout}, {tensor.device})")
-    return tensor.detach().resolve_conj().resolve_neg()
 
 
 # --- in and out of a file -----------------------------------------------------------------------------------------

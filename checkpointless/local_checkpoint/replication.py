@@ -1,8 +1,7 @@
-"""Copies of a rank's checkpoint on other nodes: which ranks keep them, and how a lost part is retrieved.
+"""Copies of a rank's checkpoint on other nodes: how they get there, and how a lost part is retrieved.
 
-The ranks of a job form cliques. The members of a clique are in different failure domains (nodes), and each of them
-keeps what the others save. Cliques and retrieval plans are pure functions of plain values; the bytes travel as in a
-recovery from memory (:mod:`checkpointless.transfer.transfer`).
+Cliques and retrieval plans are pure functions (:mod:`checkpointless.local_checkpoint.cliques`); the bytes travel as
+in a recovery from memory (:mod:`checkpointless.transfer.transfer`).
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import logging
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,115 +18,16 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess.context import aside
-from checkpointless.local_checkpoint.part_file import Content
+from checkpointless.local_checkpoint.cliques import ExchangePlan, PartTransfer, clique_of, plan_retrieval
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.exchange import MAX_BYTES, all_gather_json, wire_device
-from checkpointless.transfer.transfer import Fill, Key, TensorEntry, TransferError, receive_state, send_state
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
+from checkpointless.transfer.transfer import Fill, receive_state, send_state
 
 logger = logging.getLogger(__name__)
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # set by torchrun, srun wrappers and our own agent
-
-
-class NoReplicasAvailableError(RuntimeError):
-    """No rank that could send a part has an undamaged copy of it."""
-
-
-# --- which rank keeps whose parts: plain values -------------------------------------------------------------------
-
-
-def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, ...]:
-    """Return the ranks that keep each other's parts, ``rank`` among them, in ascending order.
-
-    With J the jump and F the factor, cliques are ``n, n + J, ..., n + (F - 1) J`` for ``n = a J F + b``, with a
-    from 0 to W / (J F) - 1 and b from 0 to J - 1 (the layout in the documentation of NVIDIA's
-    nvidia-resiliency-ext).
-
-    Args:
-        rank: a rank of the world.
-        world_size: W, the number of ranks of the job; a multiple of J * F.
-        jump: J, at least 1: the distance between two members. If J is the size of a node, no two members are on the
-            same node.
-        factor: F, at least 1: the number of members of a clique.
-
-    Raises:
-        ValueError: the world cannot be divided that way.
-    """
-    check_layout(world_size, jump, factor)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is none of the {world_size}")
-    block, within = divmod(rank, jump * factor)
-    first = block * jump * factor + within % jump
-    return tuple(range(first, first + jump * factor, jump))
-
-
-def check_layout(world_size: int, jump: int, factor: int) -> None:
-    """Check that ``world_size`` ranks can be divided into cliques of ``factor`` ranks that are ``jump`` apart.
-
-    Raises:
-        ValueError: they cannot be divided; the message says what would be possible.
-    """
-    if jump < 1 or factor < 1:
-        raise ValueError(f"replication_jump and replication_factor must be positive, not {jump} and {factor}")
-    if world_size % (jump * factor):
-        raise ValueError(
-            f"{world_size} ranks cannot be divided into cliques of {factor} ranks that are {jump} apart: the world "
-            f"size must be a multiple of replication_jump * replication_factor = {jump * factor}. On a single node "
-            "give replication_jump=1, which protects against the loss of files but not of the node"
-        )
-
-
-@dataclass(frozen=True)
-class PartTransfer:
-    """One part that is sent to one rank.
-
-    Attributes:
-        id: the part.
-        receiver: the global rank that wants the part.
-        holders: the global ranks that send the part, each of them a share.
-    """
-
-    id: str
-    receiver: int
-    holders: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ExchangePlan:
-    """The transfers of a clique, one after the other; the plan is the same on all members."""
-
-    transfers: tuple[PartTransfer, ...] = ()
-
-
-def plan_retrieval(
-    members: Sequence[int],
-    available: Mapping[int, Collection[str]],
-    wanted: Mapping[int, Collection[str]],
-) -> ExchangePlan:
-    """Plan that every wanted part is sent by all members that have it.
-
-    Args:
-        members: the global ranks of the clique.
-        available: the parts that each rank has; ranks that are not members are ignored.
-        wanted: the parts that each member asks for.
-
-    Raises:
-        NoReplicasAvailableError: no other member has a wanted part.
-    """
-    transfers = []
-    for receiver in sorted(members):
-        for part in sorted(set(wanted.get(receiver, ()))):
-            holders = tuple(
-                rank for rank in sorted(members) if rank != receiver and part in available.get(rank, ())
-            )
-            if not holders:
-                raise NoReplicasAvailableError(
-                    f"rank {receiver} has no copy of {part}, and none of the ranks {sorted(members)} has one"
-                )
-            transfers.append(PartTransfer(part, receiver, holders))
-    return ExchangePlan(tuple(transfers))
-
-
-# --- strategies ---------------------------------------------------------------------------------------------------
 
 
 class ReplicationStrategy(ABC):

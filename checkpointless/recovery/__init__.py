@@ -4,11 +4,12 @@ The package also moves the state and checks it. Of the frameworks it knows only 
 """
 
 from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
-from checkpointless.local_checkpoint.manager import LocalCheckpointError, LocalCheckpointManager
+from checkpointless.local_checkpoint.agreement import LocalCheckpointError
+from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
+from checkpointless.local_checkpoint.manager import LocalCheckpointManager
 from checkpointless.local_checkpoint.replication import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
-    NoReplicasAvailableError,
     ReplicationStrategy,
 )
 from checkpointless.recovery.manager import CheckpointManager

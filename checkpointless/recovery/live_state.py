@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.transfer.transfer import Key, TensorEntry
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 
 class LiveState(Protocol):

@@ -25,17 +25,10 @@ from checkpointless.recovery.rng import DATA_SERIES, RngStates, from_board, put_
 from checkpointless.recovery.rng_replicas import OwnState, RngReplicas
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.tensor_memory import flip_a_bit
 from checkpointless.transfer.exchange import all_gather_json, receive_bytes, send_bytes
-from checkpointless.transfer.transfer import (
-    MEMORY_BUDGET_BYTES,
-    Fill,
-    Key,
-    TensorEntry,
-    TransferReport,
-    flip_a_bit,
-    receive_state,
-    send_state,
-)
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
+from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES, Fill, TransferReport, receive_state, send_state
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.transfer.transfer import Key
+from checkpointless.transfer.tensor_entry import Key
 
 
 class Stage(IntEnum):

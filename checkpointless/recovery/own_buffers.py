@@ -24,7 +24,7 @@ from checkpointless.recovery.moment import Stage
 from checkpointless.serialization.checksum import digest_bytes
 from checkpointless.serialization.tensor_memory import tensor_bytes
 from checkpointless.transfer.exchange import all_gather_json
-from checkpointless.transfer.transfer import Key, TensorEntry
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.wire.board import Board
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.manager import CheckpointManager, HeldState
 from checkpointless.transfer.exchange import all_gather_json
-from checkpointless.transfer.transfer import Fill, Key, TensorEntry, TransferReport, receive_state, send_state
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
+from checkpointless.transfer.transfer import Fill, TransferReport, receive_state, send_state
 
 _MODEL = "model"  # the first word of the key of a parameter or buffer
 

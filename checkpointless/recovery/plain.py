@@ -18,9 +18,10 @@ from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.manager import CheckpointManager, manager_of
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
+from checkpointless.serialization.tensor_memory import flip_a_bit
 from checkpointless.telemetry.steps import StepExtras, StepLog
 from checkpointless.transfer.module_tensors import TrainingTensors
-from checkpointless.transfer.transfer import Key, flip_a_bit
+from checkpointless.transfer.tensor_entry import Key
 
 logger = logging.getLogger(__name__)
 

@@ -83,6 +83,24 @@ def receive_bytes(source: int) -> bytes:
     return b"".join(chunks)
 
 
+def send_json(message: Any, destination: int) -> None:
+    """Send ``message`` as JSON to the global rank ``destination``.
+
+    Raises:
+        ValueError: the message is larger than :data:`MAX_MESSAGE_BYTES`.
+    """
+    send_bytes(json.dumps(message, separators=(",", ":")).encode(), destination)
+
+
+def receive_json(source: int) -> Any:
+    """Receive what :func:`send_json` sent from the global rank ``source``.
+
+    Raises:
+        ValueError: the message is no JSON, claims to be empty, or is larger than :data:`MAX_MESSAGE_BYTES`.
+    """
+    return json.loads(receive_bytes(source))
+
+
 def to_tensor(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
     """Return ``data`` as a uint8 tensor of shape ``(len(data),)``."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from checkpointless.transfer.transfer import Key, TensorEntry
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 _SMALL_BYTES = 1 << 20  # a larger buffer is copied again only if its version has changed
 _PARAMETER = "parameter"  # the optimizer's own (main) parameter; its other keys are torch's state names

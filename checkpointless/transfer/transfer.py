@@ -7,95 +7,40 @@ All messages are point to point, in this order, between one rank to fill (D) and
    also sends the metadata of the shard (with keys, and with digests if D asked for them) and the skeleton of the
    non-tensor state.
 3. D to each S: the tensors that it wants, the size of a bucket, and S's share of the objects' tensors.
-4. Each S to D: its stripe of the buckets, several in flight, and then their digests.
-5. D to each S: the damaged buckets that S is to send now, or that everything has arrived. Back to 4.
+4. The buckets of these tensors, in rounds (:mod:`checkpointless.transfer.bucket_rounds`).
 
 The non-tensor state comes from S0. Large tensors inside it come in buckets like the others, from those holders that
 have the same ones, because a callback's state may differ between ranks.
-
-A large tensor is sent from where it lies to where it belongs; small ones share a bucket. Every bucket is digested
-at the sender, while others are under way, and at the receiver where its bytes ended up.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.checksum import digest_bytes, digest_parts
-from checkpointless.serialization.tensor_memory import dtype_name, dtype_of, own_device, tensor_bytes
-from checkpointless.transfer.buckets import PACKED_BYTES, Bucket, Shares, Slice, plan_buckets, size_of, stripe
-from checkpointless.transfer.exchange import receive_bytes, send_bytes, wire_device
-
-logger = logging.getLogger(__name__)
+from checkpointless.serialization.checksum import digest_bytes
+from checkpointless.serialization.tensor_memory import dtype_name, own_device, tensor_bytes
+from checkpointless.transfer.bucket_rounds import (
+    IN_FLIGHT,
+    OnBucket,
+    Order,
+    TransferError,
+    checked,
+    receive_buckets,
+    send_buckets,
+)
+from checkpointless.transfer.buckets import Bucket, Shares, Slice, plan_buckets, stripe
+from checkpointless.transfer.exchange import receive_bytes, receive_json, send_bytes, send_json
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
-IN_FLIGHT = 8
-MAX_ROUNDS = 4
-
-Key = tuple[str | int, ...]
-OnBucket = Callable[[int, int, torch.Tensor], torch.Tensor]
-
-
-class TransferError(RuntimeError):
-    """What arrived is not what was sent, and no holder could mend it."""
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """What another rank must know to make a tensor and check it.
-
-    Attributes:
-        key: the tensor's place in the state.
-        dtype: the tensor's dtype.
-        shape: the tensor's shape.
-        device: the kind of device that the tensor lives on, ``cpu`` or ``cuda``.
-        digest: the digest of the tensor's bytes, or None if nobody asked for it.
-    """
-
-    key: Key
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: str
-    digest: int | None = None
-
-    @classmethod
-    def of(cls, key: Key, tensor: torch.Tensor, digest: int | None = None) -> TensorEntry:
-        """Return the entry of ``tensor``."""
-        return cls(key, tensor.dtype, tuple(tensor.shape), tensor.device.type, digest)
-
-    @property
-    def nbytes(self) -> int:
-        """The tensor's size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def fits(self, tensor: torch.Tensor | None) -> bool:
-        """Return whether ``tensor`` has this dtype and shape."""
-        return tensor is not None and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
-
-    def to_json(self) -> list[Any]:
-        """Return the entry as plain data."""
-        return [list(self.key), dtype_name(self.dtype), list(self.shape), self.device, self.digest]
-
-    @classmethod
-    def from_json(cls, data: Sequence[Any]) -> TensorEntry:
-        """Return the entry that :meth:`to_json` encoded.
-
-        Raises:
-            ValueError: the dtype is unknown.
-        """
-        key, dtype, shape, device, digest = data
-        return cls(tuple(key), dtype_of(dtype), tuple(shape), device, digest)
 
 
 @dataclass(frozen=True)
@@ -134,16 +79,6 @@ class Fill:
     places: int
 
 
-@dataclass
-class _Order:
-    """What one destination still wants from this holder."""
-
-    destination: int
-    buckets: list[Bucket]
-    wanted: list[int]
-    digests: list[int] = field(default_factory=list)
-
-
 def bucket_bytes_of(memory_budget_bytes: int) -> int:
     """Return the size of a bucket with which the buckets in flight stay within the budget."""
     return max(1, memory_budget_bytes // IN_FLIGHT)
@@ -173,30 +108,21 @@ def send_state(
         StateTreeError: an object cannot travel.
         TransferError: a rank asks for what does not exist.
     """
-    asked = {fill: _receive_json(fill.destination)["digests"] for fill in fills}
+    asked = {fill: receive_json(fill.destination)["digests"] for fill in fills}
     skeleton, inside = state_tree.split(objects)
     striped = any(fill.places > 1 for fill in fills)
     inside_entries = [
         entry.to_json() for entry in _entries({(index,): tensor for index, tensor in enumerate(inside)}, striped)
     ]
     for fill in fills:
-        _send_json(inside_entries, fill.destination)
+        send_json(inside_entries, fill.destination)
         if fill.place == 0:
-            _send_json([entry.to_json() for entry in _entries(tensors, asked[fill])], fill.destination)
+            send_json([entry.to_json() for entry in _entries(tensors, asked[fill])], fill.destination)
             send_bytes(skeleton, fill.destination)
     ordered = [*tensors.values(), *inside]
     plans: dict[str, list[Bucket]] = {}
     orders = [_hear_order(fill, ordered, len(tensors), plans) for fill in fills]
-    while orders:
-        _send_buckets(ordered, orders, on_bucket)
-        for order in orders:
-            _send_json(order.digests, order.destination)
-        waiting, orders = orders, []
-        for order in waiting:
-            again = _receive_json(order.destination)
-            if again is not None:
-                order.wanted, order.digests = _checked(again, len(order.buckets)), []
-                orders.append(order)
+    send_buckets(ordered, orders, on_bucket)
 
 
 def receive_state(
@@ -222,11 +148,11 @@ def receive_state(
     """
     began_s = time.monotonic()
     for source in sources:
-        _send_json({"digests": bool(known)}, source)
-    insides = [_receive_json(sources[0])]
-    entries = [TensorEntry.from_json(each) for each in _receive_json(sources[0])]
+        send_json({"digests": bool(known)}, source)
+    insides = [receive_json(sources[0])]
+    entries = [TensorEntry.from_json(each) for each in receive_json(sources[0])]
     skeleton = receive_bytes(sources[0])
-    insides += [_receive_json(source) for source in sources[1:]]
+    insides += [receive_json(source) for source in sources[1:]]
     alike = [place for place, theirs in enumerate(insides) if theirs == insides[0]]
     room = allocate(entries)
     for entry in entries:
@@ -239,7 +165,7 @@ def receive_state(
     bucket_bytes = bucket_bytes_of(memory_budget_bytes)
     for place, source in enumerate(sources):
         share = [alike.index(place), len(alike)] if place in alike else None
-        _send_json({"wanted": missing, "bucket_bytes": bucket_bytes, "objects": share}, source)
+        send_json({"wanted": missing, "bucket_bytes": bucket_bytes, "objects": share}, source)
     inside = [
         torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device))
         for entry in map(TensorEntry.from_json, insides[0])
@@ -248,7 +174,7 @@ def receive_state(
     shares = Shares.of(
         [entries[index].nbytes for index in missing], list(map(_nbytes, inside)), bucket_bytes, len(sources), alike
     )
-    digests, again = _receive_buckets(sources, shares, arriving)
+    digests, again = receive_buckets(sources, shares, arriving)
     received = sum(map(_nbytes, arriving))
     return state_tree.join(skeleton, inside), TransferReport(
         bytes=received,
@@ -258,12 +184,6 @@ def receive_state(
         fetched_again=again,
         digest=xxhash.xxh3_64_hexdigest(json.dumps(digests).encode()) if digests else "",
     )
-
-
-def flip_a_bit(tensor: torch.Tensor) -> None:
-    """Flip the lowest bit of the byte in the middle of ``tensor``, which must be contiguous and not empty."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    flat[flat.numel() // 2] ^= 1
 
 
 # --- the holder's side ------------------------------------------------------------------------------------------
@@ -276,7 +196,7 @@ def _entries(tensors: Mapping[Key, torch.Tensor], digested: bool) -> list[Tensor
     ]
 
 
-def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: dict[str, list[Bucket]]) -> _Order:
+def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: dict[str, list[Bucket]]) -> Order:
     """Receive what a destination wants. Destinations that want the same share a plan, and thereby their buckets.
 
     Args:
@@ -285,11 +205,11 @@ def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: 
         count: how many tensors belong to the shard.
         plans: the plans made so far.
     """
-    order = _receive_json(fill.destination)
+    order = receive_json(fill.destination)
     share = order["objects"]
     name = json.dumps([order["wanted"], order["bucket_bytes"], share is not None])
     if name not in plans:
-        chosen = _checked(order["wanted"], count)
+        chosen = checked(order["wanted"], count)
         of_shard = _numbered(tensors, chosen, order["bucket_bytes"])
         inside = list(range(count, len(tensors))) if share is not None else []
         plans[name] = of_shard + _numbered(tensors, inside, order["bucket_bytes"])
@@ -301,7 +221,7 @@ def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: 
         if not 0 <= place < places <= fill.places:
             raise TransferError(f"a rank asks for part {place} of {places}")
         wanted += [first + index for index in stripe(len(buckets) - first, place, places)]
-    return _Order(fill.destination, buckets, wanted)
+    return Order(fill.destination, buckets, wanted)
 
 
 def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_bytes: int) -> list[Bucket]:
@@ -310,54 +230,6 @@ def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_byt
         tuple(Slice(chosen[part.index], part.start, part.stop) for part in bucket)
         for bucket in plan_buckets([_nbytes(tensors[index]) for index in chosen], bucket_bytes)
     ]
-
-
-def _send_buckets(
-    tensors: Sequence[torch.Tensor],
-    orders: Sequence[_Order],
-    on_bucket: OnBucket | None,
-) -> None:
-    """Send every order's buckets, in ascending order to each destination, with several in flight."""
-    parcels: dict[tuple[int, int], list[_Order]] = {}
-    for order in orders:
-        for index in order.wanted:
-            parcels.setdefault((index, id(order.buckets)), []).append(order)
-    staging = _Staging()
-    window: deque[tuple[list[Any], torch.Tensor | None]] = deque()
-    for position, ((index, _), takers) in enumerate(sorted(parcels.items(), key=lambda item: item[0])):
-        if len(window) >= IN_FLIGHT:
-            _finish(window.popleft(), staging)
-        bucket = takers[0].buckets[index]
-        payload = _in_place(tensors, bucket)
-        slot = None
-        if payload is None:
-            slot = staging.take(size_of(bucket))
-            payload = _pack(tensors, bucket, slot)
-        digest = digest_bytes(payload)  # before sending, which then finds the bytes in the cache
-        for order in takers:
-            order.digests.append(digest)
-        if on_bucket is not None:
-            payload = on_bucket(position, len(parcels), payload)
-        window.append(([dist.isend(payload, order.destination) for order in takers], slot))
-    while window:
-        _finish(window.popleft(), staging)
-
-
-def _finish(sent: tuple[list[Any], torch.Tensor | None], staging: _Staging) -> None:
-    works, slot = sent
-    for work in works:
-        work.wait()
-    if slot is not None:
-        staging.give_back(slot)
-
-
-def _pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor) -> torch.Tensor:
-    """Copy the bucket's bytes into ``slot``, one part after the other, and return the filled part of it."""
-    offset = 0
-    for part in bucket:
-        slot[offset : offset + part.nbytes].copy_(tensor_bytes(tensors[part.index])[part.start : part.stop])
-        offset += part.nbytes
-    return slot[:offset]
 
 
 # --- the side of the rank to fill -------------------------------------------------------------------------------
@@ -375,138 +247,7 @@ def _keep(entry: TensorEntry, known: Mapping[Key, torch.Tensor], room: Mapping[K
     return True
 
 
-def _receive_buckets(
-    sources: Sequence[int], shares: Shares, tensors: Sequence[torch.Tensor]
-) -> tuple[list[int], int]:
-    """Receive every bucket; fetch a damaged one again from the next holder.
-
-    Returns:
-        The digests of all buckets, and how many buckets were fetched again.
-    """
-    buckets = shares.buckets
-    wanted = shares.split(range(len(buckets)), 0)
-    digests = [0] * len(buckets)
-    fetched_again = 0
-    for attempt in range(MAX_ROUNDS):
-        for index, digest in _receive_round(sources, wanted, buckets, tensors):
-            digests[index] = digest
-        bad: list[int] = []
-        for place, source in enumerate(sources):
-            theirs = _receive_json(source)
-            if len(theirs) != len(wanted[place]):
-                raise TransferError(f"rank {source} sent {len(theirs)} digests for {len(wanted[place])} buckets")
-            bad += [index for index, digest in zip(wanted[place], theirs) if digests[index] != digest]
-        wanted = shares.split(bad, attempt + 1)
-        for place, source in enumerate(sources):
-            _send_json(wanted[place] if bad and attempt < MAX_ROUNDS - 1 else None, source)
-        if not bad:
-            return digests, fetched_again
-        fetched_again += len(bad)
-        logger.warning("%d of %d buckets arrived damaged and are fetched again", len(bad), len(buckets))
-    raise TransferError(f"{len(bad)} buckets stayed damaged after {MAX_ROUNDS} tries")
-
-
-def _receive_round(
-    sources: Sequence[int],
-    wanted: Sequence[Sequence[int]],
-    buckets: Sequence[Bucket],
-    tensors: Sequence[torch.Tensor],
-) -> list[tuple[int, int]]:
-    """Receive the wanted buckets of every source, and digest each where its bytes ended up."""
-    incoming = sorted((index, place) for place, indices in enumerate(wanted) for index in indices)
-    staging = _Staging()
-    window: deque[tuple[int, Any, torch.Tensor, torch.Tensor | None]] = deque()
-    done: list[tuple[int, int]] = []
-
-    def finish() -> None:
-        index, work, landed, slot = window.popleft()
-        work.wait()
-        if slot is None:
-            done.append((index, digest_bytes(landed)))
-        else:
-            done.append((index, _unpack(tensors, buckets[index], landed)))
-            staging.give_back(slot)
-
-    for index, place in incoming:
-        if len(window) >= IN_FLIGHT:
-            finish()
-        landing = _in_place(tensors, buckets[index])
-        slot = None
-        if landing is None:
-            slot = staging.take(size_of(buckets[index]))
-            landing = slot[: size_of(buckets[index])]
-        window.append((index, dist.irecv(landing, sources[place]), landing, slot))
-    while window:
-        finish()
-    return done
-
-
-def _unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor) -> int:
-    """Put the bucket's bytes where they belong, and return their digest (on the CPU, taken where they then are)."""
-    offset = 0
-    for part in bucket:
-        target = tensors[part.index].detach()
-        body = landed[offset : offset + part.nbytes]
-        if target.is_contiguous():
-            target.reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(body)
-        else:  # its storage has gaps: go through a contiguous copy
-            whole = target.contiguous()
-            whole.reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(body)
-            target.copy_(whole)
-        offset += part.nbytes
-    if landed.device.type != "cpu":
-        return digest_bytes(landed)
-    return digest_parts(tensor_bytes(tensors[part.index])[part.start : part.stop] for part in bucket)
-
-
 # --- both sides -------------------------------------------------------------------------------------------------
-
-
-class _Staging:
-    """Reusable buffers for buckets that cannot be sent from, or received into, the place where they belong."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        for index, buffer in enumerate(self._free):
-            if buffer.numel() >= nbytes:
-                return self._free.pop(index)
-        self._free.clear()  # too small: only the buffers in flight remain, within the budget
-        return torch.empty(max(nbytes, PACKED_BYTES), dtype=torch.uint8, device=wire_device())
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        self._free.append(buffer)
-
-
-def _in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | None:
-    """Return the bucket's bytes where they lie, if they are one piece on the device that the wire uses."""
-    if len(bucket) != 1:
-        return None
-    (part,) = bucket
-    tensor = tensors[part.index].detach()
-    if not tensor.is_contiguous() or tensor.device.type != wire_device().type:
-        return None
-    return tensor.reshape(-1).view(torch.uint8)[part.start : part.stop]
-
-
-def _checked(indices: Any, count: int) -> list[int]:
-    """Return ``indices`` of a message after checking that they are ascending numbers below ``count``."""
-    if (
-        not isinstance(indices, list)
-        or any(type(index) is not int or not 0 <= index < count for index in indices)
-        or indices != sorted(set(indices))
-    ):
-        raise TransferError(f"a rank asks for what there is not: {str(indices)[:100]}")
-    return indices
-
-
-def _send_json(message: Any, destination: int) -> None:
-    send_bytes(json.dumps(message, separators=(",", ":")).encode(), destination)
-
-
-def _receive_json(source: int) -> Any:
-    return json.loads(receive_bytes(source))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.local_checkpoint.manager import AsyncSave
+from checkpointless.local_checkpoint.async_save import AsyncSave
 from checkpointless.recovery import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,

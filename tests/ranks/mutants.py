@@ -27,9 +27,9 @@ from checkpointless.serialization.state_tree import tensor_bytes
 from checkpointless.strategies.data_position import DataPosition
 from checkpointless.strategies.live_state import TrainerLiveState
 from checkpointless.telemetry.events import event_log
-from checkpointless.transfer import transfer
+from checkpointless.transfer import bucket_rounds, transfer
 from checkpointless.transfer.buckets import Bucket
-from checkpointless.transfer.transfer import Key, TensorEntry
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 UPDATE_HELD_UP = "update_held_up"
 _NOTICE_LIMIT_S = 10.0
@@ -233,8 +233,8 @@ class TensorLeftOut(Callback):
             return
         elif where in ("wire", "nowhere"):
             _replace(TrainerLiveState, "room", self._found)
-            _replace(transfer, "_in_place", self._never_in_place)
-            _replace(transfer, "_unpack", lambda original: self._lost(original, lose=where == "wire"))
+            _replace(bucket_rounds, "in_place", self._never_in_place)
+            _replace(bucket_rounds, "unpack", lambda original: self._lost(original, lose=where == "wire"))
         elif where == "order":
             _replace(transfer, "_keep", self._not_asked_for)
         elif where == "room":

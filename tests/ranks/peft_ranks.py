@@ -13,7 +13,7 @@ import torch.distributed as dist
 from checkpointless.recovery import PEFTCheckpointManager
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.transfer.module_tensors import TrainingTensors
-from checkpointless.transfer.transfer import Key
+from checkpointless.transfer.tensor_entry import Key
 
 
 class FineTuning(TrainingTensors):

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from checkpointless.faults.inject import FAULTS_ENV
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.transfer.transfer import Key
+from checkpointless.transfer.tensor_entry import Key
 
 
 class StepBehind(Callback):

@@ -16,16 +16,11 @@ import torch.distributed as dist
 
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.tensor_memory import flip_a_bit
+from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.exchange import all_gather_json, receive_bytes
-from checkpointless.transfer.transfer import (
-    Fill,
-    Key,
-    TensorEntry,
-    TransferError,
-    flip_a_bit,
-    receive_state,
-    send_state,
-)
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
+from checkpointless.transfer.transfer import Fill, receive_state, send_state
 
 BUDGET = 64 * 1024  # buckets of 16 KiB
 

@@ -1,12 +1,11 @@
-"""Local checkpoints of a job of one process: the file format, generations, asynchronous saves, what is refused."""
+"""Local checkpoints of a job of one process: saves, asynchronous saves, another storage, what is refused."""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,180 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpointless
-from checkpointless.local_checkpoint import manager as local
-from checkpointless.local_checkpoint import part_file, part_store
-from checkpointless.local_checkpoint.part_file import (
-    Content,
-    Generation,
-    PartFileError,
-    PartId,
-    PartName,
-    part_world_size,
-    read_part,
-    verify_part,
-    write_part,
-)
+from checkpointless.local_checkpoint import disk_storage, part_file
+from checkpointless.local_checkpoint.async_save import AsyncSave
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.local_checkpoint.manager import missing_parts
+from checkpointless.local_checkpoint.part_file import PartName, write_part
+from checkpointless.local_checkpoint.part_id import PartId, SaveId
+from checkpointless.local_checkpoint.part_storage import PartError, Shelf
 from checkpointless.recovery import LocalCheckpointError, LocalCheckpointManager
-from checkpointless.serialization.state_tree import StateTreeError
 from tests.ranks.local_checkpoint_ranks import bits, state
 
-PART = PartId(Generation(5, "0123456789abcdef00000000"), 3)
-NAME = PartName(PART, 2, finished=True)
-dtypes = st.sampled_from(
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8, torch.bool]
-)
-
-
-def noise(dtype: torch.dtype, shape: list[int], transposed: bool) -> torch.Tensor:
-    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(torch.float32).sin().to(dtype)
-    return tensor.t() if transposed and tensor.dim() == 2 else tensor
-
-
-tensors = st.builds(noise, dtypes, st.lists(st.integers(0, 5), max_size=3), st.booleans())
-keys = st.integers() | st.text() | st.tuples(st.integers(), st.text()) | st.just("a.b")
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-trees = st.recursive(
-    tensors | plain,
-    lambda inner: st.lists(inner) | st.dictionaries(keys, inner) | st.lists(inner).map(tuple),
-    max_leaves=12,
-)
-in_a_folder = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-
-
-# --- one file ----------------------------------------------------------------------------------------------------
-
-
-@in_a_folder
-@given(tree=trees)
-def test_every_tree_comes_back_with_all_its_bits(tmp_path: Path, tree: Any) -> None:
-    path = write_part(tmp_path, NAME, 8, Content.of(tree))
-    verify_part(path)
-    assert part_world_size(path) == 8
-    assert bits(read_part(path).state()) == bits(tree)
-
-
-@pytest.mark.parametrize(
-    "tree", [("tensor",), (0, "tensor"), ("a", "tuple"), {"t": "tensor", "v": 0}, [(torch.ones(2), "tensor")]]
-)
-def test_what_looks_like_a_reference_to_a_tensor_is_none(tree: Any) -> None:
-    assert bits(Content.of(tree).state()) == bits(tree)
-
-
-def test_views_and_parameters_come_back_as_plain_tensors() -> None:
-    numbers = torch.complex(torch.arange(3.0), torch.arange(3.0) + 1)
-    tree = {
-        "parameter": torch.nn.Parameter(torch.ones(3)),
-        "conjugate": numbers.conj(),
-        "negative": numbers.conj().imag,
-        "expanded": torch.ones(1).expand(4),
-    }
-    back = Content.of(tree).state()
-    assert type(back["parameter"]) is torch.Tensor
-    assert not back["parameter"].requires_grad
-    assert back["conjugate"].tolist() == [0 - 1j, 1 - 2j, 2 - 3j]
-    assert bits(back["negative"]) == bits(torch.tensor([-1.0, -2.0, -3.0]))
-    assert bits(back["expanded"]) == bits(torch.ones(4))
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A part file as it should be."""
-    tree = {"weight": torch.arange(30.0), "step": torch.tensor(3), "lr": 0.1}
-    return write_part(tmp_path_factory.mktemp("good"), NAME, 4, Content.of(tree)).read_bytes()
-
-
-@in_a_folder
-@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, good: bytes, place: float, bit: int) -> None:
-    damaged = bytearray(good)
-    damaged[int(place * len(good))] ^= 1 << bit
-    path = tmp_path / NAME.file
-    path.write_bytes(damaged)
-    with pytest.raises(PartFileError, match=re.escape(NAME.file)):
-        verify_part(path)
-    with pytest.raises(PartFileError):
-        read_part(path)
-
-
-@in_a_folder
-@given(place=st.floats(0, 1, exclude_max=True))
-def test_a_file_that_is_cut_off_is_found_by_its_seal(tmp_path: Path, good: bytes, place: float) -> None:
-    path = tmp_path / NAME.file
-    path.write_bytes(good[: int(place * len(good))])
-    with pytest.raises(PartFileError):
-        part_world_size(path)
-
-
-@pytest.mark.parametrize("change", [lambda data: data + b"\0", lambda data: b"\0" + data, lambda data: data * 2])
-def test_more_than_the_file_is_not_the_file(tmp_path: Path, good: bytes, change: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / NAME.file
-    path.write_bytes(change(good))
-    with pytest.raises(PartFileError):
-        verify_part(path)
-
-
-def test_a_file_under_the_name_of_another_part_is_refused(tmp_path: Path, good: bytes) -> None:
-    path = tmp_path / PartName(PartId(PART.generation, 1), 2, finished=True).file
-    path.write_bytes(good)
-    with pytest.raises(PartFileError, match=r"part 3 of iteration 5 .* and not what its name says"):
-        part_world_size(path)
-
-
-def test_the_header_is_where_it_is_said_to_be(good: bytes) -> None:
-    assert good.startswith(b"CKPTPRT1")
-    length = int.from_bytes(good[8:16], "little")
-    tensors = good[16 + length : 16 + length + 30 * 4 + 8]
-    assert torch.frombuffer(bytearray(tensors[:120]), dtype=torch.float32).tolist() == list(range(30))
-    assert int.from_bytes(tensors[120:], "little") == 3
-    assert int.from_bytes(good[-16:-8], "little") == 2
-
-
-@given(iteration=st.integers(0, 10**12), part=st.integers(0, 10**6), holder=st.integers(0, 10**6), finished=...)
-def test_names_of_files(iteration: int, part: int, holder: int, finished: bool) -> None:
-    name = PartName(PartId(Generation(iteration, "f" * 24), part), holder, finished)
-    assert PartName.parse(name.file) == name
-    assert PartId.parse(str(name.id)) == name.id
-    assert Generation.parse(str(name.id.generation)) == name.id.generation
-
-
-@pytest.mark.parametrize(
-    "file", ["notes.txt", f".{NAME.file}", f"{NAME.file}.tmp", "iter_5.part_3.held_2.ckpt", ""]
-)
-def test_files_of_others(file: str) -> None:
-    assert PartName.parse(file) is None
-
-
-def test_what_is_no_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'part_3' names no part"):
-        PartId.parse("part_3")
-    with pytest.raises(ValueError, match="'5' is no generation"):
-        Generation.parse("5")
-
-
-class Sharded(torch.Tensor):
-    """A tensor that is more than its memory, as a DTensor is."""
-
-
-@pytest.mark.parametrize(
-    "intruder",
-    [
-        object(),
-        torch.ones(2).to_sparse(),
-        torch.ones(2, device="meta"),
-        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
-        torch.ones(1).as_subclass(Sharded),
-    ],
-)
-def test_what_cannot_be_stored_is_refused_with_its_path(intruder: Any) -> None:
-    with pytest.raises(StateTreeError, match=r"state\['callbacks'\]\[1\]\['EMA'\]"):
-        Content.of({"callbacks": (0, {"EMA": intruder})})
-
-
-# --- the manager --------------------------------------------------------------------------------------------------
+PART = PartId(SaveId(5, "0123456789abcdef00000000"), 3)
 
 
 @pytest.fixture
@@ -258,13 +98,13 @@ def test_the_older_save_is_there_until_the_next_but_one(
     manager: LocalCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there_while_written = []
-    write = part_store.write_part
+    write = disk_storage.write_part
 
     def observed(*arguments: Any) -> Path:
         there_while_written.append([int(path.name[5:15]) for path in files(tmp_path)])
         return write(*arguments)
 
-    monkeypatch.setattr(part_store, "write_part", observed)
+    monkeypatch.setattr(disk_storage, "write_part", observed)
     for iteration in range(4):
         manager.save({}, iteration)
     assert there_while_written == [[], [0], [1], [2]]
@@ -290,7 +130,7 @@ def test_what_a_dead_writer_left_and_what_is_not_ours(manager: LocalCheckpointMa
 
 
 def test_parts_of_a_job_of_another_size_are_not_loaded(manager: LocalCheckpointManager, tmp_path: Path) -> None:
-    name = PartName(PartId(PART.generation, 0), 0, finished=True)
+    name = PartName(PartId(PART.save, 0), 0, finished=True)
     write_part(tmp_path / "local" / "checkpoints", name, 2, Content.of({}))
     assert manager.find_latest() == -1
     write_part(tmp_path / "local" / "checkpoints", name, 1, Content.of({}))
@@ -361,13 +201,13 @@ def test_what_cannot_be_deleted_does_not_fail_the_save(
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Files are written only when it is set."""
     opened = threading.Event()
-    write = part_store.write_part
+    write = disk_storage.write_part
 
     def gated(*arguments: Any) -> Path:
         assert opened.wait(20)
         return write(*arguments)
 
-    monkeypatch.setattr(part_store, "write_part", gated)
+    monkeypatch.setattr(disk_storage, "write_part", gated)
     return opened
 
 
@@ -376,7 +216,7 @@ def test_training_goes_on_while_a_copy_is_written(
 ) -> None:
     tree = state(0, 5)
     work = manager.save(tree, 5, is_async=True)
-    assert isinstance(work, local.AsyncSave)
+    assert isinstance(work, AsyncSave)
     tree["model"]["layers.0.weight"].add_(1)
     tree["model"]["strided"].zero_()
     assert not work.done()
@@ -417,3 +257,72 @@ def test_the_error_of_an_asynchronous_save_is_raised(
     assert [int(path.name[5:15]) for path in files(tmp_path)] == [1]
     manager.save({}, 3)
     assert manager.find_latest() == 3
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 4)), st.sets(st.integers(0, 4))), min_size=5, max_size=5))
+def test_a_part_is_missing_if_neither_its_rank_nor_a_peer_has_it(ranks: list[tuple[set[int], set[int]]]) -> None:
+    parts, peers = [each[0] for each in ranks], [sorted(each[1]) for each in ranks]
+    missing = missing_parts(parts, peers, 5)
+    for rank in range(5):
+        reachable = set(parts[rank]).union(*(parts[peer] for peer in peers[rank]))
+        assert (rank in missing) == (rank not in reachable)
+
+
+# --- another storage ----------------------------------------------------------------------------------------------
+
+
+class Remembered:
+    """A part in memory."""
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+        self.damaged = False
+
+    def verify(self) -> None:
+        self.read()
+
+    def read(self) -> Content:
+        if self.damaged:
+            raise PartError("a bit has flipped")
+        return self.content
+
+
+class Memory:
+    """A storage that is no disk."""
+
+    def __init__(self, root: Path) -> None:
+        self.parts: dict[PartId, Remembered] = {}
+
+    def make(self) -> None:
+        pass
+
+    def write(self, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
+        self.parts |= {part: Remembered(content) for part, content in parts}
+
+    def shelf(self, holder: int, world_size: int) -> Shelf:
+        return {part.save: {part.part: [stored]} for part, stored in self.parts.items()}
+
+    def delete_all_but(self, keep: Collection[SaveId | None]) -> None:
+        self.parts = {part: stored for part, stored in self.parts.items() if part.save in keep}
+
+
+def test_a_storage_of_another_kind_takes_the_place_of_the_disk(tmp_path: Path) -> None:
+    memory = Memory(tmp_path)
+    manager = LocalCheckpointManager(tmp_path / "unused", storage=lambda root: memory)
+    for iteration in range(3):
+        manager.save(state(0, iteration), iteration)
+    assert [part.save.iteration for part in memory.parts] == [1, 2]
+    assert manager.find_latest() == 2
+    assert bits(manager.load()[0]) == bits(state(0, 2))
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_damaged_part_of_any_storage_counts_as_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory(tmp_path)
+    manager = LocalCheckpointManager(tmp_path, storage=lambda root: memory)
+    manager.save({"n": 1}, 1)
+    manager.save({"n": 2}, 2)
+    max(memory.parts.items())[1].damaged = True
+    assert manager.find_latest() == 1
+    assert "taken for missing: a bit has flipped" in caplog.text
+    assert manager.load()[0] == {"n": 1}

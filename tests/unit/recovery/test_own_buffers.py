@@ -10,7 +10,7 @@ import torch
 from checkpointless.recovery import own_buffers
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own_buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
-from checkpointless.transfer.transfer import Key
+from checkpointless.transfer.tensor_entry import Key
 
 NAME: Key = ("buffer", "norm.running_mean")
 

@@ -6,32 +6,41 @@ import logging
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from checkpointless.local_checkpoint.part_file import (
-    Content,
-    Generation,
-    PartFileError,
-    PartId,
-    PartName,
-    part_world_size,
-    read_part,
-    verify_part,
-    write_part,
-)
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.local_checkpoint.part_file import PartName, part_world_size, read_part, verify_part, write_part
+from checkpointless.local_checkpoint.part_id import PartId, SaveId
+from checkpointless.local_checkpoint.part_storage import Shelf, StoredPart, usable
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-Shelf = Mapping[Generation, Mapping[int, Sequence[Path]]]
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A copy of a part as a file.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Path
+
+    def verify(self) -> None:
+        """Verify the file (:func:`~checkpointless.local_checkpoint.part_file.verify_part`)."""
+        verify_part(self.path)
+
+    def read(self) -> Content:
+        """Read the file (:func:`~checkpointless.local_checkpoint.part_file.read_part`)."""
+        return read_part(self.path)
 
 
-class PartStore:
+class DiskStorage:
     """The part files in one directory, which the ranks of a node share.
 
-    A file that is damaged or cannot be read counts as missing, with a warning.
+    It is a :class:`~checkpointless.local_checkpoint.part_storage.PartStorage`. A file that is damaged or cannot be read counts as missing, with a warning.
 
     Args:
         root: the directory, which is made if it does not exist.
@@ -67,17 +76,17 @@ class PartStore:
         for part, content in parts:
             write_part(self.root, PartName(part, holder, finished=True), world_size, content)
 
-    def delete_all_but(self, keep: Collection[Generation | None]) -> None:
-        """Delete all files, also unfinished ones, of generations not in ``keep``. A node's ranks share the work."""
+    def delete_all_but(self, keep: Collection[SaveId | None]) -> None:
+        """Delete all files, also unfinished ones, of saves not in ``keep``. A node's ranks share the work."""
         try:
             for name, path in self._files():
-                if name.id.generation not in keep:
+                if name.id.save not in keep:
                     path.unlink(missing_ok=True)
         except OSError as error:  # there may still be room for the next save; if not, its write raises
             logger.warning("an old local checkpoint cannot be deleted: %s", error)
 
     def shelf(self, holder: int, world_size: int) -> Shelf:
-        """Return the files that are whole by their seal, by generation and part, whichever rank wrote them.
+        """Return the files that are whole by their seal, by save and part, whichever rank wrote them.
 
         After a node was replaced, a rank may find its part under another rank's name.
 
@@ -88,11 +97,11 @@ class PartStore:
         Raises:
             OSError: the directory cannot be read.
         """
-        shelf: dict[Generation, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
+        shelf: dict[SaveId, dict[int, list[StoredPart]]] = defaultdict(lambda: defaultdict(list))
         files = [(name, path) for name, path in self._files() if name.finished]
         for name, path in sorted(files, key=lambda file: (file[0].holder != holder, file[0].holder)):
-            if _usable(part_world_size, path) == world_size:
-                shelf[name.id.generation][name.id.part].append(path)
+            if usable(part_world_size, path) == world_size:
+                shelf[name.id.save][name.id.part].append(StoredFile(path))
         return shelf
 
     def _files(self) -> Iterator[tuple[PartName, Path]]:
@@ -105,33 +114,3 @@ class PartStore:
             name = PartName.parse(path.name)
             if name is not None:
                 yield name, path
-
-
-def any_sound(paths: Sequence[Path]) -> bool:
-    """Return whether one of the files, copies of one part, can be read to its end with every digest right."""
-
-    def sound(path: Path) -> bool:
-        verify_part(path)
-        return True
-
-    return any(_usable(sound, path) for path in paths)
-
-
-def read_any(paths: Sequence[Path]) -> Content | None:
-    """Return the content of the first undamaged file among copies of one part; None if there is none."""
-    for path in paths:
-        content = _usable(read_part, path)
-        if content is not None:
-            return content
-    return None
-
-
-def _usable(reader: Callable[[Path], _T], path: Path) -> _T | None:
-    """Return what ``reader`` makes of the file, or None, with a warning, if the file cannot be used."""
-    try:
-        return reader(path)
-    except FileNotFoundError:
-        return None  # another rank of the node has just deleted what no rank needs any more
-    except (OSError, PartFileError) as error:
-        logger.warning("a local checkpoint is taken for missing: %s", error)
-        return None

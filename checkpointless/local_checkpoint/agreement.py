@@ -1,0 +1,78 @@
+"""How the ranks of a job agree: each tells all others what it knows, and what went wrong on one is raised on all.
+
+Without process groups, the job is this process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
+from checkpointless.transfer.exchange import all_gather_json
+
+_T = TypeVar("_T")
+
+
+class LocalCheckpointError(RuntimeError):
+    """A local checkpoint could not be saved or loaded; the message says on which rank, and why."""
+
+
+def own_rank() -> int:
+    """Return this process's global rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks of the job."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather(message: Any) -> list[Any]:
+    """Return every rank's message, plain JSON data, in rank order. Collective."""
+    return all_gather_json(message) if dist.is_initialized() else [message]
+
+
+def agree(problem: Exception | None, doing: str) -> None:
+    """Raise on every rank what went wrong on any rank. Collective.
+
+    Args:
+        problem: what went wrong on this rank.
+        doing: describes in the message what the ranks were doing.
+
+    Raises:
+        NoReplicasAvailableError: on some rank, ``problem`` is one.
+        LocalCheckpointError: something else went wrong on some rank.
+    """
+    lost = isinstance(problem, NoReplicasAvailableError)
+    told = gather(None if problem is None else [lost, words(problem)])
+    if any(told):
+        kind = NoReplicasAvailableError if any(each[0] for each in told if each) else LocalCheckpointError
+        raise kind(by_rank(doing, [each[1] if each else "" for each in told])) from problem
+
+
+def attempt(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Return what ``do`` returned, or what it raised: waiting ranks must be told before it can be raised."""
+    try:
+        return do(), None
+    except Exception as error:  # noqa: BLE001 - every caller hands it to an agreement, which raises it
+        return None, error
+
+
+def present(value: _T | None) -> _T:
+    """Return ``value``, which an agreement without a problem guarantees to be present."""
+    if value is None:
+        raise AssertionError("the ranks agreed that there was no problem")
+    return value
+
+
+def words(error: Exception | None) -> str:
+    """Return the text of ``error`` for the other ranks; "" if there is none."""
+    return "" if error is None else f"{error}" or type(error).__name__
+
+
+def by_rank(doing: str, words: Sequence[str]) -> str:
+    """Return a message with what each rank says."""
+    return f"{doing}: " + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(words) if each)

@@ -1,0 +1,94 @@
+"""A state that is saved, as its structure and its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpointless.serialization import state_tree
+from checkpointless.serialization.state_tree import StateTreeError
+
+
+@dataclass(frozen=True)
+class Content:
+    """A nested state, separated into structure and tensors.
+
+    Attributes:
+        structure: the encoding of everything but the tensors.
+        tensors: the tensors, in the order in which the structure refers to them.
+    """
+
+    structure: bytes
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, state: Any) -> Content:
+        """Take ``state`` apart; its tensors are referenced, not copied.
+
+        Raises:
+            StateTreeError: something in it cannot be stored safely; the message says where it is.
+        """
+        tensors: list[torch.Tensor] = []
+        skeleton = _without_tensors(state, "state", tensors)
+        return cls(state_tree.dumps(skeleton), tuple(tensors))
+
+    def state(self) -> Any:
+        """Return the state, put together again.
+
+        Raises:
+            ValueError: structure and tensors do not belong together.
+        """
+        return _with_tensors(state_tree.loads(self.structure), self.tensors)
+
+    def on_host(self, copy: bool = False) -> Content:
+        """Return this content in host memory.
+
+        Args:
+            copy: share nothing with the original, not even tensors that lie in host memory already.
+        """
+        return Content(self.structure, tuple(tensor.to("cpu", copy=copy) for tensor in self.tensors))
+
+
+def _without_tensors(value: Any, path: str, tensors: list[torch.Tensor]) -> Any:
+    """Return ``value`` with a reference in the place of each tensor.
+
+    A reference is a tuple that ends in "tensor". To tell them apart, "tuple" is appended to each of the user's
+    tuples. (The marks are at the end, so that the state tree's messages count the items as the user does.)
+    """
+    if isinstance(value, torch.Tensor):
+        tensors.append(_storable(value, path))
+        return len(tensors) - 1, "tensor"
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, f"{path}[{key!r}]", tensors) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return *(_without_tensors(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)), "tuple"
+    if type(value) is list:
+        return [_without_tensors(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)]
+    return value
+
+
+def _with_tensors(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """Put together what :func:`_without_tensors` took apart."""
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_tensors(item, tensors) for item in value]
+    if not isinstance(value, tuple):
+        return value
+    if value[-1:] == ("tuple",):
+        return tuple(_with_tensors(item, tensors) for item in value[:-1])
+    if len(value) != 2 or value[1] != "tensor" or not 0 <= value[0] < len(tensors):
+        raise ValueError("the structure of a state refers to a tensor that is not there")
+    return tensors[value[0]]
+
+
+def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    """Return ``tensor`` without its autograd history, if it is nothing more than strided memory."""
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        raise StateTreeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: give its local, plain tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise StateTreeError(f"{path} is a tensor without plain memory ({tensor.layout}, {tensor.device})")
+    return tensor.detach().resolve_conj().resolve_neg()

@@ -1,0 +1,205 @@
+"""Move the buckets that were ordered, in rounds: a bucket that arrives damaged is sent again by the next holder.
+
+Between a rank to fill (D) and each of its holders (S), all messages are point to point:
+
+1. Each S to D: its stripe of the buckets, several in flight, and then their digests, as JSON.
+2. D to each S: the damaged buckets that S is to send now, or that everything has arrived. Back to 1.
+
+A large tensor is sent from where it lies to where it belongs; small ones share a bucket. Every bucket is digested
+at the sender, while others are under way, and at the receiver where its bytes ended up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.serialization.checksum import digest_bytes
+from checkpointless.transfer.buckets import Bucket, Shares, size_of
+from checkpointless.transfer.exchange import receive_json, send_json
+from checkpointless.transfer.staging import Staging, in_place, pack, unpack
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 8
+MAX_ROUNDS = 4
+
+OnBucket = Callable[[int, int, torch.Tensor], torch.Tensor]
+
+
+class TransferError(RuntimeError):
+    """What arrived is not what was sent, and no holder could mend it."""
+
+
+@dataclass
+class Order:
+    """What one destination still wants from this holder.
+
+    Attributes:
+        destination: the global rank.
+        buckets: all buckets of the destination.
+        wanted: the numbers of the buckets to send in this round, ascending.
+        digests: the digests of the buckets that were sent in this round.
+    """
+
+    destination: int
+    buckets: list[Bucket]
+    wanted: list[int]
+    digests: list[int] = field(default_factory=list)
+
+
+def send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[Order], on_bucket: OnBucket | None) -> None:
+    """Send every order's buckets and their digests, and the damaged ones again until every destination has all.
+
+    Args:
+        tensors: the tensors that the buckets are made of.
+        orders: what each destination wants; the orders are used up.
+        on_bucket: see :func:`~checkpointless.transfer.transfer.send_state`.
+
+    Raises:
+        TransferError: a rank asks for what does not exist.
+    """
+    while orders:
+        _send_round(tensors, orders, on_bucket)
+        for order in orders:
+            send_json(order.digests, order.destination)
+        waiting, orders = orders, []
+        for order in waiting:
+            again = receive_json(order.destination)
+            if again is not None:
+                order.wanted, order.digests = checked(again, len(order.buckets)), []
+                orders.append(order)
+
+
+def receive_buckets(
+    sources: Sequence[int], shares: Shares, tensors: Sequence[torch.Tensor]
+) -> tuple[list[int], int]:
+    """Receive every bucket; fetch a damaged one again from the next holder.
+
+    Args:
+        sources: the global ranks of the holders, in the order of their places.
+        shares: the buckets, and which holder sends which.
+        tensors: the tensors to write into, which the buckets are made of.
+
+    Returns:
+        The digests of all buckets, and how many buckets were fetched again.
+
+    Raises:
+        TransferError: a bucket stayed damaged, or a holder sent another number of digests than of buckets.
+    """
+    buckets = shares.buckets
+    wanted = shares.split(range(len(buckets)), 0)
+    digests = [0] * len(buckets)
+    fetched_again = 0
+    for attempt in range(MAX_ROUNDS):
+        for index, digest in _receive_round(sources, wanted, buckets, tensors):
+            digests[index] = digest
+        bad: list[int] = []
+        for place, source in enumerate(sources):
+            theirs = receive_json(source)
+            if len(theirs) != len(wanted[place]):
+                raise TransferError(f"rank {source} sent {len(theirs)} digests for {len(wanted[place])} buckets")
+            bad += [index for index, digest in zip(wanted[place], theirs) if digests[index] != digest]
+        wanted = shares.split(bad, attempt + 1)
+        for place, source in enumerate(sources):
+            send_json(wanted[place] if bad and attempt < MAX_ROUNDS - 1 else None, source)
+        if not bad:
+            return digests, fetched_again
+        fetched_again += len(bad)
+        logger.warning("%d of %d buckets arrived damaged and are fetched again", len(bad), len(buckets))
+    raise TransferError(f"{len(bad)} buckets stayed damaged after {MAX_ROUNDS} tries")
+
+
+def checked(indices: Any, count: int) -> list[int]:
+    """Return ``indices`` of a message after checking that they are ascending numbers below ``count``.
+
+    Raises:
+        TransferError: they are something else.
+    """
+    if (
+        not isinstance(indices, list)
+        or any(type(index) is not int or not 0 <= index < count for index in indices)
+        or indices != sorted(set(indices))
+    ):
+        raise TransferError(f"a rank asks for what there is not: {str(indices)[:100]}")
+    return indices
+
+
+def _send_round(
+    tensors: Sequence[torch.Tensor],
+    orders: Sequence[Order],
+    on_bucket: OnBucket | None,
+) -> None:
+    """Send every order's buckets, in ascending order to each destination, with several in flight."""
+    parcels: dict[tuple[int, int], list[Order]] = {}
+    for order in orders:
+        for index in order.wanted:
+            parcels.setdefault((index, id(order.buckets)), []).append(order)
+    staging = Staging()
+    window: deque[tuple[list[Any], torch.Tensor | None]] = deque()
+    for position, ((index, _), takers) in enumerate(sorted(parcels.items(), key=lambda item: item[0])):
+        if len(window) >= IN_FLIGHT:
+            _finish(window.popleft(), staging)
+        bucket = takers[0].buckets[index]
+        payload = in_place(tensors, bucket)
+        slot = None
+        if payload is None:
+            slot = staging.take(size_of(bucket))
+            payload = pack(tensors, bucket, slot)
+        digest = digest_bytes(payload)  # before sending, which then finds the bytes in the cache
+        for order in takers:
+            order.digests.append(digest)
+        if on_bucket is not None:
+            payload = on_bucket(position, len(parcels), payload)
+        window.append(([dist.isend(payload, order.destination) for order in takers], slot))
+    while window:
+        _finish(window.popleft(), staging)
+
+
+def _finish(sent: tuple[list[Any], torch.Tensor | None], staging: Staging) -> None:
+    works, slot = sent
+    for work in works:
+        work.wait()
+    if slot is not None:
+        staging.give_back(slot)
+
+
+def _receive_round(
+    sources: Sequence[int],
+    wanted: Sequence[Sequence[int]],
+    buckets: Sequence[Bucket],
+    tensors: Sequence[torch.Tensor],
+) -> list[tuple[int, int]]:
+    """Receive the wanted buckets of every source, and digest each where its bytes ended up."""
+    incoming = sorted((index, place) for place, indices in enumerate(wanted) for index in indices)
+    staging = Staging()
+    window: deque[tuple[int, Any, torch.Tensor, torch.Tensor | None]] = deque()
+    done: list[tuple[int, int]] = []
+
+    def finish() -> None:
+        index, work, landed, slot = window.popleft()
+        work.wait()
+        if slot is None:
+            done.append((index, digest_bytes(landed)))
+        else:
+            done.append((index, unpack(tensors, buckets[index], landed)))
+            staging.give_back(slot)
+
+    for index, place in incoming:
+        if len(window) >= IN_FLIGHT:
+            finish()
+        landing = in_place(tensors, buckets[index])
+        slot = None
+        if landing is None:
+            slot = staging.take(size_of(buckets[index]))
+            landing = slot[: size_of(buckets[index])]
+        window.append((index, dist.irecv(landing, sources[place]), landing, slot))
+    while window:
+        finish()
+    return done

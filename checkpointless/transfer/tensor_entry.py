@@ -1,0 +1,60 @@
+"""What one rank tells another about a tensor, before any of its bytes travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpointless.serialization.tensor_memory import dtype_name, dtype_of
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What another rank must know to make a tensor and check it.
+
+    Attributes:
+        key: the tensor's place in the state.
+        dtype: the tensor's dtype.
+        shape: the tensor's shape.
+        device: the kind of device that the tensor lives on, ``cpu`` or ``cuda``.
+        digest: the digest of the tensor's bytes, or None if nobody asked for it.
+    """
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    digest: int | None = None
+
+    @classmethod
+    def of(cls, key: Key, tensor: torch.Tensor, digest: int | None = None) -> TensorEntry:
+        """Return the entry of ``tensor``."""
+        return cls(key, tensor.dtype, tuple(tensor.shape), tensor.device.type, digest)
+
+    @property
+    def nbytes(self) -> int:
+        """The tensor's size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def fits(self, tensor: torch.Tensor | None) -> bool:
+        """Return whether ``tensor`` has this dtype and shape."""
+        return tensor is not None and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
+
+    def to_json(self) -> list[Any]:
+        """Return the entry as plain data."""
+        return [list(self.key), dtype_name(self.dtype), list(self.shape), self.device, self.digest]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Any]) -> TensorEntry:
+        """Return the entry that :meth:`to_json` encoded.
+
+        Raises:
+            ValueError: the dtype is unknown.
+        """
+        key, dtype, shape, device, digest = data
+        return cls(tuple(key), dtype_of(dtype), tuple(shape), device, digest)

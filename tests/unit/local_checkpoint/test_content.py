@@ -1,0 +1,54 @@
+"""A state is taken apart and put together again, and what cannot be stored safely is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.serialization.state_tree import StateTreeError
+from tests.ranks.local_checkpoint_ranks import bits
+
+
+@pytest.mark.parametrize(
+    "tree", [("tensor",), (0, "tensor"), ("a", "tuple"), {"t": "tensor", "v": 0}, [(torch.ones(2), "tensor")]]
+)
+def test_what_looks_like_a_reference_to_a_tensor_is_none(tree: Any) -> None:
+    assert bits(Content.of(tree).state()) == bits(tree)
+
+
+def test_views_and_parameters_come_back_as_plain_tensors() -> None:
+    numbers = torch.complex(torch.arange(3.0), torch.arange(3.0) + 1)
+    tree = {
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "conjugate": numbers.conj(),
+        "negative": numbers.conj().imag,
+        "expanded": torch.ones(1).expand(4),
+    }
+    back = Content.of(tree).state()
+    assert type(back["parameter"]) is torch.Tensor
+    assert not back["parameter"].requires_grad
+    assert back["conjugate"].tolist() == [0 - 1j, 1 - 2j, 2 - 3j]
+    assert bits(back["negative"]) == bits(torch.tensor([-1.0, -2.0, -3.0]))
+    assert bits(back["expanded"]) == bits(torch.ones(4))
+
+
+class Sharded(torch.Tensor):
+    """A tensor that is more than its memory, as a DTensor is."""
+
+
+@pytest.mark.parametrize(
+    "intruder",
+    [
+        object(),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+        torch.ones(1).as_subclass(Sharded),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_with_its_path(intruder: Any) -> None:
+    with pytest.raises(StateTreeError, match=r"state\['callbacks'\]\[1\]\['EMA'\]"):
+        Content.of({"callbacks": (0, {"EMA": intruder})})

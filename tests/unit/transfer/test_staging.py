@@ -1,0 +1,54 @@
+"""What is packed into a bucket is unpacked into the same bits, wherever the tensors lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless.serialization.checksum import digest_bytes
+from checkpointless.transfer import staging
+from checkpointless.transfer.buckets import PACKED_BYTES, Slice, plan_buckets, size_of
+from checkpointless.transfer.staging import Staging, in_place, pack, unpack
+
+
+@pytest.fixture(autouse=True)
+def the_wire_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "wire_device", lambda: torch.device("cpu"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=6), st.integers(1, 300))
+def test_every_bucket_arrives_as_it_was(shapes: list[tuple[int, int, bool]], bucket_bytes: int) -> None:
+    def tensors(fill: float) -> list[torch.Tensor]:
+        made = [torch.full((rows, columns), fill) for rows, columns, _ in shapes]
+        return [each.t() if shape[2] else each for each, shape in zip(made, shapes)]
+
+    here, there = tensors(1.5), tensors(0.0)
+    for bucket in plan_buckets([each.nbytes for each in here], bucket_bytes):
+        packed = pack(here, bucket, torch.empty(size_of(bucket) + 7, dtype=torch.uint8))
+        assert packed.numel() == size_of(bucket)
+        assert unpack(there, bucket, packed) == digest_bytes(packed)
+        lying = in_place(here, bucket)
+        assert lying is None or torch.equal(lying, packed)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, there))
+
+
+def test_only_one_piece_of_memory_is_sent_from_where_it_lies() -> None:
+    tensors = [torch.arange(8.0), torch.arange(8.0).reshape(2, 4).t()]
+    piece = in_place(tensors, (Slice(0, 4, 12),))
+    assert piece is not None
+    assert piece.data_ptr() == tensors[0].data_ptr() + 4
+    assert in_place(tensors, (Slice(1, 0, 32),)) is None
+    assert in_place(tensors, (Slice(0, 0, 4), Slice(0, 4, 8))) is None
+
+
+def test_buffers_are_used_again_while_they_are_large_enough() -> None:
+    buffers = Staging()
+    small = buffers.take(1)
+    assert small.numel() == PACKED_BYTES
+    buffers.give_back(small)
+    assert buffers.take(PACKED_BYTES) is small
+    buffers.give_back(small)
+    assert buffers.take(PACKED_BYTES + 1).numel() == PACKED_BYTES + 1
+    assert buffers.take(1) is not small
