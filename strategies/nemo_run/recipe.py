@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPWrapper
 from checkpointless.megatron import cpu_platform
-from checkpointless.strategies.recipe_changes import switch_on
+from checkpointless.strategies.nemo_run.changes import switch_on
 
 
 class Unbuilt:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import nemo_run as run
 
-    from checkpointless.strategies.nemo_run_recipe import CheckpointlessRecipe
+    from checkpointless.strategies.nemo_run.recipe import CheckpointlessRecipe
 
 
 def enable(
@@ -42,8 +42,8 @@ def enable(
     # A script that uses the strategy without NeMo-Run need not import NeMo-Run.
     import nemo_run as run
 
-    from checkpointless.strategies.nemo_run_recipe import CheckpointlessRecipe
-    from checkpointless.strategies.recipe_changes import switch_on
+    from checkpointless.strategies.nemo_run.changes import switch_on
+    from checkpointless.strategies.nemo_run.recipe import CheckpointlessRecipe
 
     if not isinstance(recipe, run.Partial):
         raise TypeError(f"enable() takes a run.Partial, as NeMo's recipes return it, not {type(recipe).__name__}")

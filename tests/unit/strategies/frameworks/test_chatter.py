@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpointless.strategies import chatter
+from checkpointless.strategies.frameworks import chatter
 from checkpointless.telemetry.log_level import LOG_LEVEL_ENV, apply_log_level, asked_for_level
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
-from dataclasses import dataclass
 from typing import Any
 
 import fiddle as fdl
@@ -13,8 +10,9 @@ import nemo_run as run
 from nemo.lightning import AutoResume, MegatronOptimizerModule, MegatronStrategy
 
 from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.strategies.checkpoints.resume import CheckpointlessAutoResume
 from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
-from checkpointless.strategies.resume import CheckpointlessAutoResume
+from checkpointless.strategies.nemo_run.layout import layout_of, require
 
 logger = logging.getLogger(__name__)
 
@@ -27,68 +25,6 @@ _UNFIT_CALLBACKS = {
     "StragglerDetectionCallback": "it can be set up once per process, and fails when training is entered again",
 }
 _EARLY_GATHER = "overlap_param_gather_with_optimizer_step"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks of a recipe are laid out.
-
-    Attributes:
-        world_size: the number of all ranks.
-        devices: the number of ranks on each node.
-        tensor: the number of ranks that share a layer.
-        pipeline: the number of pipeline stages.
-        context: the number of ranks that share a sequence.
-        expert: the number of ranks that share the experts of a layer.
-        expert_tensor: the number of ranks that share an expert.
-    """
-
-    world_size: int
-    devices: int
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-
-    def holders(self) -> tuple[int, int]:
-        """Return how many ranks train the same dense layers and the same experts; zeros if the sizes do not fit."""
-        dense, rest = divmod(self.world_size, self.tensor * self.pipeline)
-        experts, rest_of_experts = divmod(self.world_size, self.expert_tensor * self.expert * self.pipeline)
-        return (0, 0) if rest or rest_of_experts or dense % self.context else (dense, experts)
-
-    def nodes_for(self, replicas: int) -> int:
-        """Return the smallest number of nodes that can hold so many replicas, but not fewer than there are now."""
-        ranks = math.lcm(
-            self.tensor * self.pipeline * math.lcm(self.context, replicas),
-            self.expert_tensor * self.expert * self.pipeline * replicas,
-        )
-        step = ranks // math.gcd(ranks, self.devices)
-        return math.ceil(self.world_size / self.devices / step) * step
-
-    def require(self, replicas: int) -> None:
-        """Raise unless each shard can be held by ``replicas`` ranks.
-
-        Raises:
-            ValueError: the ranks cannot hold so many replicas; the message says what to change.
-        """
-        dense, experts = self.holders()
-        if dense and dense % replicas == experts % replicas == 0:
-            return
-        sizes = {
-            "tensor": self.tensor,
-            "pipeline": self.pipeline,
-            "context": self.context,
-            "expert": self.expert,
-            "expert tensor": self.expert_tensor if self.expert_tensor != self.tensor else 1,
-        }
-        shape = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no model parallelism"
-        made = f"leave {dense} data-parallel ranks" + (f" ({experts} for experts)" if self.expert > 1 else "")
-        raise ValueError(
-            f"{self.world_size} ranks ({shape}) {made if dense else 'are no whole number of models'}, which cannot "
-            f"hold {replicas} replicas: set num_nodes={self.nodes_for(replicas)} with {self.devices} devices each, "
-            "or smaller parallel sizes"
-        )
 
 
 def switch_on(recipe: run.Partial, replicas: int | None = None, enable_checksum: bool = False) -> None:
@@ -166,9 +102,9 @@ def _instances(recipe: run.Partial, strategy: Any, replicas: int | None) -> int:
     if wanted < 2:
         raise ValueError(f"replicas={wanted}: a rank that dies is filled by another holder, so 2 are needed")
     distributed = _optimizer_is_distributed(recipe)
-    layout = _layout(recipe.trainer, strategy)
+    layout = layout_of(recipe.trainer, strategy)
     if layout is not None:
-        layout.require(wanted if distributed else max(2, min(layout.holders())))
+        require(layout, wanted if distributed else max(2, min(layout.holders())))
     return wanted if distributed else 1
 
 
@@ -176,29 +112,6 @@ def _optimizer_is_distributed(recipe: run.Partial) -> bool:
     """Return whether the optimizer will be Megatron's distributed one; in NeMo its configuration decides that."""
     config = getattr(getattr(recipe, "optim", None), "config", None)
     return True if config is None else bool(getattr(config, "use_distributed_optimizer", False))
-
-
-def _layout(trainer: Any, strategy: Any) -> Layout | None:
-    """Return the layout on the job's ranks, or on those that the recipe asks for; None if it leaves them open."""
-    devices, nodes = getattr(trainer, "devices", None), getattr(trainer, "num_nodes", 1)
-    if isinstance(devices, list | tuple):
-        devices = len(devices)
-    if not isinstance(devices, int) or not isinstance(nodes, int) or devices < 1:
-        return None
-    tensor = _size(strategy, "tensor_model_parallel_size")
-    return Layout(
-        world_size=int(os.environ.get("WORLD_SIZE", devices * nodes)),
-        devices=devices,
-        tensor=tensor,
-        pipeline=_size(strategy, "pipeline_model_parallel_size"),
-        context=_size(strategy, "context_parallel_size"),
-        expert=_size(strategy, "expert_model_parallel_size"),
-        expert_tensor=getattr(strategy, "expert_tensor_parallel_size", None) or tensor,
-    )
-
-
-def _size(strategy: Any, name: str) -> int:
-    return getattr(strategy, name, None) or 1
 
 
 def _set_callbacks(trainer: Any, enable_checksum: bool) -> None:

@@ -41,7 +41,7 @@ def set_up(tracked: Any) -> tuple[int, int]:
 
 
 def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
-    from checkpointless.strategies.data_position import DataPosition, TrackedSampler
+    from checkpointless.strategies.data.position import DataPosition, TrackedSampler
 
     starts = SimpleNamespace(keep_data_start=lambda streams: None, data_start=lambda: None)
     first = TrackedSampler(sampler_at(), starts, None)
@@ -55,7 +55,7 @@ def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
 
 def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from checkpointless.recovery import rng
-    from checkpointless.strategies.validation_data import ValidationData
+    from checkpointless.strategies.data.validation import ValidationData
 
     monkeypatch.setattr(rng, "_sources", {})
     val_loop = SimpleNamespace(_combined_loader=None)

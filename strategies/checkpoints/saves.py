@@ -13,25 +13,23 @@ can go back to where it began (:mod:`checkpointless.recovery.decide`); otherwise
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, _ActiveAsyncRequest
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpointless.recovery.moment import Stage
+from checkpointless.strategies.checkpoints.agreement import Agreement
+from checkpointless.strategies.checkpoints.background import PendingSaves, report_separately, reset_reports
+from checkpointless.strategies.checkpoints.unfinished import remove, remove_unfinished
 from checkpointless.transfer.exchange import all_gather_json
 
 logger = logging.getLogger(__name__)
-
-_WRITER_ENDS_S = 5.0
-_REMOVE = ModelCheckpoint.__dict__["_remove_unfinished_checkpoints"]
 
 
 @dataclass(eq=False)
@@ -156,45 +154,30 @@ class Saves:
         everyone = all_gather_json(
             {"again": mine, "pending": numbers, "newest": newest, "failed": failed, "paths": paths}
         )
-        again = [{path: rest for path, *rest in each["again"]} for each in everyone]
-        known = {path: rest for each in reversed(again) for path, rest in each.items()}  # the lowest rank's count
-        self._again = set(known)
-        self._whole = {
-            path: number
-            for path, (number, is_made, _) in known.items()
-            # In a save that is made at once, the first rank's part is the last.
-            if (is_made and path in again[0] if number is None else _is_one_save(path, number, again, everyone))
-        }
-        in_vain = {number for each in again for path, (number, *_) in each.items() if path not in self._whole}
-        kept = [sorted(set(each["pending"]) - in_vain) for each in everyone]
         calls = getattr(strategy.checkpoint_io, "async_calls_queue", None)
-        lost = {number for each in everyone for number in each["failed"]} - in_vain
-        if lost:
+        agreed = Agreement.of(everyone, calls is not None)
+        self._again, self._whole = set(agreed.again), dict(agreed.whole)
+        self._going_on, self.has_lost = set(agreed.going_on), bool(agreed.lost)
+        if agreed.failed:
             logger.warning("a checkpoint that was written in the background could not be finished, and is lost")
-        if calls is not None and all(each == kept[0] for each in kept):
+        if agreed.continues:
             if pending is not None:
-                pending.end(in_vain)
-                calls.async_calls.extend(call for call in pending.calls if call.idx not in in_vain)
+                pending.end(agreed.in_vain)
+                calls.async_calls.extend(call for call in pending.calls if call.idx not in agreed.in_vain)
                 self._see_the_end_of(calls.async_calls)
-            calls.call_idx = max(each["newest"] for each in everyone)
-        elif any(kept):
+            calls.call_idx = agreed.newest
+        elif agreed.is_cut_off:
             logger.warning(
                 "a checkpoint that was being written in the background is lost with the writer of another rank"
             )
-            lost |= {number for each in kept for number in each}
-            self._whole = {path: number for path, number in self._whole.items() if number is None}
             if pending is not None:
                 pending.end(pending.numbers())
-        self.has_lost = bool(lost)
-        path_of = {number: path for each in everyone for number, path in each["paths"]}
-        self._going_on = {path_of[number] for number in kept[0] if number in path_of and number not in lost}
-        if self.has_lost and first:
-            if self._going_on:
-                _remove([path_of[number] for number in lost if number in path_of])
+        if agreed.lost and first:
+            if agreed.going_on:
+                remove(agreed.lost_paths)
             else:
-                _remove_unfinished(strategy.trainer.callbacks)
-        lost -= {number for each in again for number, *_ in each.values()}
-        self._made = [each for each in self._made if each.number not in lost]
+                remove_unfinished(strategy.trainer.callbacks)
+        self._made = [each for each in self._made if each.number not in agreed.forgotten]
         self.pending = None  # not earlier: a fault may come while the ranks agree
         reset_reports()
         self._write_to_the_same(strategy.trainer.callbacks)
@@ -234,13 +217,6 @@ class Saves:
         return file_exists
 
 
-def _remove_unfinished(callbacks: Iterable[Any]) -> None:
-    """Remove unfinished checkpoints, as NeMo does at a trainer's set-up unless it was told to leave them."""
-    for each in callbacks:
-        if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
-            _REMOVE.__func__(each.dirpath)
-
-
 def _is_there(save: _Save, first: bool) -> bool:
     """Return whether what was saved is where it was saved to, and whole.
 
@@ -255,26 +231,6 @@ def _is_there(save: _Save, first: bool) -> bool:
         return True
     there = Path(save.path).exists() or ckpt_to_dir(save.path).exists()
     return there and not (save.number is not None and ModelCheckpoint.is_checkpoint_unfinished(save.path))
-
-
-def _remove(paths: Iterable[str]) -> None:
-    """Remove checkpoints that will not be finished, and NeMo's markers of them."""
-    for path in paths:
-        if "://" not in path:
-            shutil.rmtree(ckpt_to_dir(path), ignore_errors=True)
-            ModelCheckpoint.format_checkpoint_unfinished_marker_path(path).unlink(missing_ok=True)
-
-
-def _is_one_save(
-    path: str, number: int, again: Sequence[dict[str, Any]], everyone: Sequence[dict[str, Any]]
-) -> bool:
-    """Return whether a background save is pending on every rank, or finished on every rank that knows of it."""
-    found = [each[path] for each in again if path in each]
-    if not all(each[0] == number and each[1] for each in found):
-        return False
-    if any(number in each["pending"] for each in everyone):
-        return len(found) == len(again) and all(number in each["pending"] for each in everyone)
-    return all(each[2] for each in found)
 
 
 class _Ended:
@@ -311,85 +267,3 @@ def _finish_by(save: _Save, before: _Save | None, calls: Any) -> None:
     save.number = calls.call_idx
     fns = [each for each in (save.finish, save.finished) if each is not None]
     calls.async_calls.append(_ActiveAsyncRequest(save.number, _Ended(), AsyncRequest(None, (), fns)))
-
-
-@dataclass(frozen=True)
-class PendingSaves:
-    """Saves that were not finished when the block was left.
-
-    Attributes:
-        calls: Megatron's active asynchronous requests, oldest first.
-        newest: the number that Megatron's queue assigned last.
-    """
-
-    calls: tuple[Any, ...]
-    newest: int
-
-    @classmethod
-    def of(cls, checkpoint_io: Any) -> PendingSaves | None:
-        """Return the pending saves of ``checkpoint_io``, or None if there are none."""
-        found = getattr(checkpoint_io, "async_calls_queue", None)
-        calls = tuple(getattr(found, "async_calls", ()))
-        return cls(calls, found.call_idx) if calls and found is not None else None
-
-    def numbers(self) -> list[int]:
-        """Return the numbers that Megatron's queue gave the saves, which are the same on every rank."""
-        return [call.idx for call in self.calls]
-
-    def end(self, numbers: Collection[int | None]) -> None:
-        """Stop the writers of the saves with these ``numbers``."""
-        for call in self.calls:
-            if call.idx not in numbers:
-                continue
-            process = getattr(call.async_caller, "process", None)
-            if process is not None:
-                process.kill()
-                process.join(_WRITER_ENDS_S)
-
-
-def report_separately() -> None:
-    """Make the writers of the next save report to a separate queue.
-
-    Megatron has one queue for all saves of a rank. With two saves under way, the reports of the second may come
-    first, and each save takes the other's reports for its own.
-    """
-    reports = filesystem_async._results_queue
-    manager = getattr(reports, "_manager", None)
-    if manager is None:
-        return
-    try:
-        filesystem_async._results_queue = manager.Queue()
-    except (OSError, EOFError) as error:  # the process that holds the queues is gone
-        logger.warning("the process that checkpoints in the background report to is replaced: %s", error)
-        filesystem_async._results_queue = None  # Megatron makes another one
-
-
-def reset_reports() -> None:
-    """Make writers report on a connection with nothing left on it, and the next ones to a separate queue.
-
-    Megatron's writers report to their rank through a queue in a separate process. A rank that was interrupted while
-    it asked that process would take the old answer for the answer to its next question, and an old report for the
-    report of its next save.
-    """
-    reports = filesystem_async._results_queue
-    if reports is not None:
-        vars(reports._tls).pop("connection", None)  # of this thread; multiprocessing makes another one
-        report_separately()
-
-
-def leave_unfinished(leave: bool) -> None:
-    """Set whether NeMo must leave unfinished checkpoints at a trainer's set-up: it must while they are written."""
-    name = "_remove_unfinished_checkpoints"
-    setattr(ModelCheckpoint, name, staticmethod(lambda *_: None) if leave else _REMOVE)
-
-
-def let_go(trainer: Any) -> None:
-    """Drop a trainer's references to model, optimizer and data: what finishes a save refers to the trainer."""
-    if trainer is None:
-        return
-    strategy = trainer.strategy
-    for name in ("megatron_parallel", "model", "_model", "_lightning_module"):
-        if name in vars(strategy):
-            setattr(strategy, name, None)
-    strategy.optimizers = []
-    trainer.fit_loop._data_fetcher = trainer.fit_loop._combined_loader = None

@@ -14,9 +14,9 @@ from checkpointless.megatron.state import MegatronTensors
 from checkpointless.recovery.manager import DATA
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
-from checkpointless.strategies.boundary import take_checkpoint, take_kinds
-from checkpointless.strategies.data_position import DataPosition, begun_at, take_sampler
-from checkpointless.strategies.replay import StepOutcome
+from checkpointless.strategies.boundary.kinds import take_checkpoint, take_kinds
+from checkpointless.strategies.boundary.replay import StepOutcome
+from checkpointless.strategies.data.position import DataPosition, begun_at, take_sampler
 from checkpointless.transfer.transfer import Key, TensorEntry
 
 

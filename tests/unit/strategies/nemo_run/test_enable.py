@@ -21,8 +21,7 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy, enable
-from checkpointless.strategies.nemo_run_recipe import CheckpointlessRecipe, Unbuilt, train
-from checkpointless.strategies.recipe_changes import Layout
+from checkpointless.strategies.nemo_run.recipe import CheckpointlessRecipe, Unbuilt, train
 
 pytestmark = pytest.mark.nemo
 
@@ -328,24 +327,6 @@ def test_a_published_recipe_whose_experts_are_held_once_only() -> None:
     says = r"1024 ranks \(tensor 2, pipeline 16, expert 64\) leave 32 data-parallel ranks \(1 for experts\)"
     with pytest.raises(ValueError, match=says + ".*set num_nodes=256"):
         enable(Published("deepseek_v3", arguments={"num_nodes": 128}).make())
-
-
-@pytest.mark.parametrize(
-    ("layout", "replicas", "nodes"),
-    [
-        (Layout(8, 8, tensor=4, pipeline=2), 2, 2),
-        (Layout(8, 8, tensor=8), 2, 2),
-        (Layout(24, 8, tensor=8), 2, 4),
-        (Layout(64, 8, tensor=8, pipeline=4), 3, 12),
-        (Layout(16, 8, expert=16, tensor=2, expert_tensor=1), 2, 4),
-        (Layout(3, 1), 2, 4),
-        (Layout(8, 8, tensor=3), 2, 3),
-    ],
-)
-def test_a_layout_that_is_too_small_says_how_many_nodes_it_takes(layout: Layout, replicas: int, nodes: int) -> None:
-    with pytest.raises(ValueError, match=rf"set num_nodes={nodes} with {layout.devices} devices"):
-        layout.require(replicas)
-    Layout(**{**vars(layout), "world_size": nodes * layout.devices}).require(replicas)
 
 
 def test_the_ranks_that_there_are_count_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from checkpointless.megatron.replicas import replicas
 from checkpointless.megatron.state import MegatronTensors
 from checkpointless.recovery.moment import Moment, Stage
-from checkpointless.strategies.live_state import TrainerLiveState
+from checkpointless.strategies.boundary.live_state import TrainerLiveState
 
 
 def peft_of(trainer: Any) -> PEFT | None:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.serialization import state_tree
-from checkpointless.strategies.epoch_metrics import put_accumulated, take_accumulated
+from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, take_accumulated
 
 
 class InMemoryCheckpoint(dict[str, Any]):

@@ -17,7 +17,7 @@ from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from typing_extensions import override
 
 from checkpointless.recovery.moment import Stage
-from checkpointless.strategies.epoch_metrics import make_results_resumable
+from checkpointless.strategies.boundary.epoch_metrics import make_results_resumable
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Resumption:
 
 
 class Observer(Protocol):
-    """What is notified of the moments after a step (a strategy)."""
+    """What is notified of the moments after a step (a recoverable fit)."""
 
     def reached(self, stage: Stage) -> None:
         """Note that the loop is at ``stage`` after the step that it committed last."""

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 
 from checkpointless.recovery.rng import RngSource, register_rng_source
-from checkpointless.strategies.data_position import generators_of, is_megatrons, place_of_sampler, sampler_of
+from checkpointless.strategies.data.position import generators_of, is_megatrons, place_of_sampler, sampler_of
 
 _SOURCE = "validation_data"
 

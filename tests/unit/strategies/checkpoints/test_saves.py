@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,31 +15,11 @@ from checkpointless.recovery.moment import Stage
 pytestmark = pytest.mark.nemo
 
 
-def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    from checkpointless.strategies.saves import reset_reports
-
-    before = filesystem_async._get_write_results_queue()
-    before.put("of a save that was interrupted")
-    before._tls.connection.send((before._id, "empty", (), {}))  # and interrupted before the answer came
-    reset_reports()
-    after = filesystem_async._get_write_results_queue()
-    assert after.empty() is True
-    assert before.empty() is False, "whoever goes on with that save gets its report"
-    after.put("of the next save")
-    assert after.get_nowait() == "of the next save"
-    assert before.get_nowait() == "of a save that was interrupted"
-    for reports in (before, after):
-        with pytest.raises(queue.Empty):
-            reports.get_nowait()
-
-
 def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
     """Of two that are under way the second may be written first."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from checkpointless.strategies.saves import Saves
+    from checkpointless.strategies.checkpoints.saves import Saves
 
     saves, queues = Saves(), []
     for name in ("a", "b"):
@@ -52,27 +31,12 @@ def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
     assert [first.get_nowait(), second.get_nowait()] == ["of the first", "of the second"]
 
 
-def test_reports_whose_process_is_gone_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    from checkpointless.strategies.saves import report_separately
-
-    monkeypatch.setattr(filesystem_async, "_results_queue", None)
-    reports = filesystem_async._get_write_results_queue()
-    reports._manager._process.kill()
-    reports._manager._process.join()
-    report_separately()
-    again = filesystem_async._get_write_results_queue()
-    again.put("of the next save")
-    assert again.get_nowait() == "of the next save"
-
-
 # ---- what the ranks agree on; two that are in the same place
 
 
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.strategies import saves
+    from checkpointless.strategies.checkpoints import saves
 
     monkeypatch.setattr(saves, "all_gather_json", lambda value: [value, value])
 
@@ -85,7 +49,7 @@ class Job:
     """
 
     def __init__(self, at_once: bool = False) -> None:
-        from checkpointless.strategies.saves import Saves
+        from checkpointless.strategies.checkpoints.saves import Saves
 
         self.saves = Saves()
         self.at_once = at_once
@@ -129,7 +93,7 @@ class Job:
 
     def leave(self) -> None:
         """The block is left."""
-        from checkpointless.strategies.saves import PendingSaves
+        from checkpointless.strategies.checkpoints.background import PendingSaves
 
         pending = PendingSaves.of(self.strategy.checkpoint_io)
         self.saves.pending = pending if pending is not None else self.saves.pending
@@ -149,7 +113,7 @@ def test_a_save_that_goes_on_is_ended_once_by_who_asks_for_it_now(finish: str | 
 
 @pytest.mark.usefixtures("alike")
 def test_a_fault_while_the_ranks_agree_forgets_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.strategies import saves
+    from checkpointless.strategies.checkpoints import saves
 
     def interrupted(value: object) -> list[object]:
         raise RuntimeError("aborted")
@@ -259,7 +223,7 @@ def test_a_process_that_knows_nothing_of_a_save_does_not_have_it_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where the others have gone through the end of it, it is whole; it ends with them for the callback of now."""
-    from checkpointless.strategies import saves
+    from checkpointless.strategies.checkpoints import saves
 
     def gather(first: Any, second: Any) -> None:
         """Let both agree on what each says."""
@@ -310,7 +274,7 @@ def test_a_save_that_ended_and_is_still_marked_is_made_again(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("alike")
 def test_a_save_that_a_rank_was_interrupted_in_is_made_again_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointless.strategies import saves
+    from checkpointless.strategies.checkpoints import saves
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -374,7 +338,7 @@ def test_a_save_that_is_lost_takes_no_other_along(tmp_path: Path) -> None:
 def test_a_callback_does_not_count_a_checkpoint_that_was_lost(is_lost: bool, tmp_path: Path) -> None:
     from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
-    from checkpointless.strategies.saves import Saves
+    from checkpointless.strategies.checkpoints.saves import Saves
 
     callback = ModelCheckpoint(dirpath=str(tmp_path), monitor="val_loss", save_top_k=2)
     whole, lost = str(tmp_path / "step=1"), str(tmp_path / "step=3")

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.recovery.decide import Verdict
-from checkpointless.strategies.boundary import InMemoryCheckpoint, copy_to_load
+from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint, copy_to_load
 from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torchmetrics import CatMetric, MeanMetric, MetricTracker, MinMaxMetric
 
 from checkpointless.serialization import state_tree
-from checkpointless.strategies import epoch_metrics
-from checkpointless.strategies.epoch_metrics import (
+from checkpointless.strategies.boundary import epoch_metrics
+from checkpointless.strategies.boundary.epoch_metrics import (
     OWN_BYTES,
     make_results_resumable,
     own_part,
