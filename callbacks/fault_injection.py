@@ -18,7 +18,6 @@ from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.inprocess.data_workers.loader_workers import worker_iterators
 from checkpointless.recovery.manager import manager_of
 from checkpointless.serialization.tensor_memory import flip_a_bit
 from checkpointless.telemetry.events import RUN_DIR_ENV

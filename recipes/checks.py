@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.recipes.layout import Layout
+from checkpointless.layout import Layout
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled
 
 PLAIN_STRATEGY = "nemo.lightning.MegatronStrategy"

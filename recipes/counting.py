@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpointless.recipes.layout import Layout
+from checkpointless.layout import Layout
 from checkpointless.recipes.memory import Count, Stage
 from checkpointless.recipes.settings import RecipeError
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from checkpointless.recipes.layout import Layout
+from checkpointless.layout import Layout
 from checkpointless.recipes.memory import GIB, Memory, Precision, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import missing
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from omegaconf import DictConfig, OmegaConf
 
-from checkpointless.recipes.layout import Layout
+from checkpointless.layout import Layout
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, needs_gpu
 
 _LOCAL_LAYERS = "nemo.collections.llm.gpt.model.base.local_layer_spec"

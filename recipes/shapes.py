@@ -21,7 +21,8 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from checkpointless.recipes.layout import Layout, check_layout, layout_of
+from checkpointless.layout import Layout
+from checkpointless.recipes.layout import check_layout, layout_of
 from checkpointless.recipes.memory import Count, Stage
 from checkpointless.recipes.runner import prepare_process
 from checkpointless.recipes.settings import RecipeError, load, parameters

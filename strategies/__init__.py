@@ -1,9 +1,9 @@
 """Lightning strategies of checkpointless: NeMo's Megatron strategy with recovery, connector and auto-resume."""
 
-from checkpointless.strategies.connector import CheckpointlessCompatibleConnector
-from checkpointless.strategies.enable import enable
+from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
+from checkpointless.strategies.checkpoints.resume import CheckpointlessAutoResume
 from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
-from checkpointless.strategies.resume import CheckpointlessAutoResume
+from checkpointless.strategies.nemo_run.enable import enable
 
 __all__ = [
     "CheckpointlessAutoResume",

@@ -220,7 +220,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     from checkpointless.inprocess.communicators.process_groups import process_groups
     from checkpointless.megatron import update
     from checkpointless.recovery import guard, manager, rng
-    from checkpointless.strategies import megatron_strategy
+    from checkpointless.strategies.boundary import step_keeper
 
     call = active_call_wrapper()
     strategy = trainer.strategy
@@ -233,11 +233,11 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     for hook in ("on_train_batch_start", "training_step", "optimizer_step"):
         watch.replace(strategy, hook, f"strategy.{hook}")
         watch.replace(MegatronStrategy, hook, f"MegatronStrategy.{hook}")
-    watch.replace(strategy, "reached", "strategy.reached")
+    watch.replace(strategy._fit, "reached", "strategy.reached")
     for method in ("copy_buffers", "reached", "ready"):
-        watch.replace(strategy._live, method, f"live.{method}")
+        watch.replace(strategy._fit.live, method, f"live.{method}")
     watch.replace(strategy.checkpoint_manager, "keep_buffers", "keep_buffers")
-    watch.replace(megatron_strategy, "take_accumulated", "take_accumulated")
+    watch.replace(step_keeper, "take_accumulated", "take_accumulated")
     watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
     watch.replace(strategy.checkpoint_manager, "replicate_rng_states", "replicate_rng_states", whole=True)
     watch.replace(manager, "put_on_board", "put_on_board")

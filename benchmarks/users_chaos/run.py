@@ -98,7 +98,7 @@ class Calm:
 
     def run(self, case: UsersCase) -> tuple[Path, int | None, str]:
         """Where it is, its exit code, and its last word."""
-        name = "_".join([case.script.partition(".")[0], str(case.layout.nproc), *case.words])
+        name = "_".join([case.script.partition(".")[0], str(case.layout.world_size), *case.words])
         name = re.sub(r"[^A-Za-z0-9,=-]+", "_", f"{name}_{case.resumed}")
         directory = self._directory / name
         ended = directory / "ended.json"
@@ -137,7 +137,7 @@ def _configs(case: UsersCase, directory: Path, checkpoint: Path | None, *, fault
     resume = () if checkpoint is None else ("--resume-from", str(checkpoint))
     return [
         LaunchConfig(
-            nproc_per_node=case.layout.nproc // nodes,
+            nproc_per_node=case.layout.world_size // nodes,
             script=str(SCRIPTS / case.script),
             script_args=(*case.words, *resume),
             run_dir=directory,
@@ -218,7 +218,7 @@ def judge(case: UsersCase, ended: Ended, directory: Path, reference: Path, took_
 
 
 def _differences(case: UsersCase, directory: Path, reference: Path) -> list[str]:
-    nproc = case.layout.nproc
+    nproc = case.layout.world_size
     parts = set(read_ends(reference, nproc)[0]) - IN_ALL
     if len(case.steps) > 1:
         parts.discard("hooks")  # the first fit is called once more and finds nothing to do
@@ -270,7 +270,7 @@ def _leave_out_saves(run: Recording) -> None:
 def _ranks_of_living_nodes(case: UsersCase, directory: Path) -> list[int]:
     """All ranks, but those of the second node where that was lost as a whole."""
     lost = any(parse(text).kind in NODES for text in fired(directory))
-    return list(range(case.layout.nproc // case.nodes if lost else case.layout.nproc))
+    return list(range(case.layout.world_size // case.nodes if lost else case.layout.world_size))
 
 
 # --- showing ------------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class _Calm:
         Raises:
             RuntimeError: the run without faults failed.
         """
-        key = (case.layout.nproc, case.layout.holders, *_overrides(case, None))
+        key = (case.layout.world_size, case.layout.instances, *_overrides(case, None))
         if key not in self._known:
             directory = self._directory / str(len(self._known))
             (config,) = _configs(case, directory, faulty=False)
@@ -227,7 +227,7 @@ def _configs(case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]
     checkpoints = directory / "nemo" if faulty and case.checkpoint_every else None
     return [
         LaunchConfig(
-            nproc_per_node=case.layout.nproc // nodes,
+            nproc_per_node=case.layout.world_size // nodes,
             script="checkpointless.recipes.runner",
             script_args=(RECIPE, *_overrides(case, checkpoints)),
             module=True,
@@ -252,8 +252,8 @@ def _configs(case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]
 
 def _overrides(case: Case, checkpoints: Path | None) -> tuple[str, ...]:
     changed = [*overrides(case.steps, case.layout.sizes, case.dropout), *_SMALL_BUCKETS]
-    if case.layout.holders != 2:
-        changed.append(f"strategy.num_distributed_optimizer_instances={case.layout.holders}")
+    if case.layout.instances != 2:
+        changed.append(f"strategy.num_distributed_optimizer_instances={case.layout.instances}")
         changed.append("data.global_batch_size=24")
     if case.workers:
         changed.append(f"data.num_workers={case.workers}")
@@ -309,14 +309,16 @@ def _say(console: Console, index: int, count: int, result: Result) -> None:
 
 def _write(results: Sequence[Result], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = [
-        {
-            **asdict(result.case),
-            "outcome": result.case.outcome.value,
-            "problem": result.problem,
-            "seconds": result.seconds,
-            "took_s": round(result.took_s, 2),
-        }
-        for result in results
-    ]
-    path.write_text(json.dumps(entries, indent=1) + "\n")
+    path.write_text(json.dumps([_entry(result) for result in results], indent=1) + "\n")
+
+
+def _entry(result: Result) -> dict[str, Any]:
+    layout = result.case.layout
+    return {
+        **asdict(result.case),
+        "layout": {"nproc": layout.world_size, "sizes": layout.sizes, "holders": layout.instances},
+        "outcome": result.case.outcome.value,
+        "problem": result.problem,
+        "seconds": result.seconds,
+        "took_s": round(result.took_s, 2),
+    }

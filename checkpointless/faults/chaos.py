@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase
+from checkpointless.layout import Layout
 from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.incidents import Outcome as Ending
 from checkpointless.telemetry.rungs import Rung
@@ -64,53 +65,15 @@ def outcome_of(code: int, incidents: Sequence[IncidentSummary]) -> Outcome | Non
     return Outcome.REFUSED if code == 1 and incidents else None
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks of a job share a model.
-
-    Attributes:
-        nproc: number of ranks.
-        sizes: parallel sizes by ``tp``, ``pp``, ``ep``; a missing size is 1.
-        holders: number of ranks that hold each shard of the optimizer.
-    """
-
-    nproc: int
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    holders: int = 2
-
-    @property
-    def text(self) -> str:
-        """A description for people."""
-        sizes = ",".join(f"{key}={size}" for key, size in self.sizes.items()) or "data parallel"
-        return f"{self.nproc} ranks, {sizes}" + (f", {self.holders} holders" if self.holders != 2 else "")
-
-    def replicas(self, rank: int) -> frozenset[int]:
-        """Return the ranks that hold the same shard of model and optimizer as ``rank``, including ``rank``.
-
-        Megatron-core orders ranks as tp-cp-ep-dp-pp, where the first varies fastest; its distributed optimizer
-        divides the data-parallel ranks into ``holders`` instances of consecutive ranks
-        (``parallel_state.initialize_model_parallel``).
-        """
-        tensor, pipeline = self.sizes.get("tp", 1), self.sizes.get("pp", 1)
-        data = self.nproc // (tensor * pipeline)
-        instance = data // self.holders
-        stage, inside = divmod(rank, tensor * data)
-        replica, shard = divmod(inside, tensor)
-        first = replica % instance
-        return frozenset(
-            (stage * data + first + number * instance) * tensor + shard for number in range(self.holders)
-        )
-
-
 #: The layouts from which cases are drawn; each holds every shard at least twice.
 LAYOUTS = (
-    Layout(2),
-    Layout(4),
-    Layout(4, {"tp": 2}),
-    Layout(4, {"pp": 2}),
-    Layout(4, {"ep": 2}),
-    Layout(6, holders=3),
-    Layout(8, {"tp": 2, "pp": 2}),
+    Layout.on_one_node(2),
+    Layout.on_one_node(4),
+    Layout.on_one_node(4, tensor=2),
+    Layout.on_one_node(4, pipeline=2),
+    Layout.on_one_node(4, expert=2),
+    Layout.on_one_node(6, instances=3),
+    Layout.on_one_node(8, tensor=2, pipeline=2),
 )
 _OFTEN = (2, 4, 4, 4, 3, 2, 1)  # weights in the draws: larger layouts take longer
 
@@ -166,9 +129,12 @@ def draw(seed: int, number: int, *, steps: int = 6, overlap: bool = False, most_
     """
     if steps < 6:
         raise ValueError(f"chaos needs at least 6 steps, not {steps}")
-    fitting = [(layout, often) for layout, often in zip(LAYOUTS, _OFTEN, strict=True) if layout.nproc <= most_ranks]
+    fitting = [
+        (layout, often) for layout, often in zip(LAYOUTS, _OFTEN, strict=True) if layout.world_size <= most_ranks
+    ]
     if not fitting:
-        raise ValueError(f"chaos needs at least {min(layout.nproc for layout in LAYOUTS)} ranks, not {most_ranks}")
+        fewest = min(layout.world_size for layout in LAYOUTS)
+        raise ValueError(f"chaos needs at least {fewest} ranks, not {most_ranks}")
     dice = random.Random(f"checkpointless/{seed}/{number}/{overlap}")
     (layout,) = dice.choices([layout for layout, _ in fitting], [often for _, often in fitting])
     drawn = _Drawn(dice, seed, number, layout, steps)
@@ -226,7 +192,7 @@ class _Drawn:
         self._layout = layout
         self._steps = steps
         self._step = dice.randrange(3, steps)
-        self._rank = dice.randrange(layout.nproc)
+        self._rank = dice.randrange(layout.world_size)
 
     def alone(self, kind: FaultKind) -> Case:
         """Return a case with one fault, at any moment of a step."""
@@ -249,7 +215,7 @@ class _Drawn:
         first = dice.choice((FaultKind.EXCEPTION, *DEADLY[:-1]))
         phase = dice.choice((FaultPhase.INIT, FaultPhase.RECOVERY, FaultPhase.TRANSFER))
         second = dice.choice((FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY))
-        rank, other = self._rank, dice.randrange(self._layout.nproc)
+        rank, other = self._rank, dice.randrange(self._layout.world_size)
         if phase is FaultPhase.TRANSFER:  # this phase comes only where something is sent
             first = dice.choice(DEADLY[:-1])
             other = dice.choice(sorted(self._layout.replicas(rank) - {rank}))
@@ -262,11 +228,11 @@ class _Drawn:
     def at_once(self) -> Case:
         """Return a case in which two ranks fail in the same phase of a step, but never all holders of a shard."""
         dice, rank = self._dice, self._rank
-        others = set(range(self._layout.nproc)) - self._layout.replicas(rank)
+        others = set(range(self._layout.world_size)) - self._layout.replicas(rank)
         kinds = (FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY[:-1])
         first, second = dice.choice(kinds), dice.choice(kinds)
         if not others:  # every rank holds the one shard, which the second fault must not lose
-            others, second = set(range(self._layout.nproc)) - {rank}, FaultKind.EXCEPTION
+            others, second = set(range(self._layout.world_size)) - {rank}, FaultKind.EXCEPTION
         phase, other = dice.choice(_BEFORE_UPDATE), dice.choice(sorted(others))
         faults = (_spec(first, phase, rank, self._step), _spec(second, phase, other, self._step))
         higher = Outcome.PROCESS if {first, second} & set(DEADLY) else Outcome.IN_PROCESS
@@ -274,9 +240,9 @@ class _Drawn:
 
     def _node(self, kind: FaultKind) -> Case:
         """Return a case that loses the second of two nodes; a spare waits only if it cannot come back by itself."""
-        if self._layout.nproc % 2 or self._layout.nproc > 6:
-            self._layout = Layout(4)
-        half, step = self._layout.nproc // 2, self._step
+        if self._layout.world_size % 2 or self._layout.world_size > 6:
+            self._layout = Layout.on_one_node(4)
+        half, step = self._layout.world_size // 2, self._step
         rank = half + self._rank % half
         faults = [_spec(kind, self._dice.choice(_BEFORE_UPDATE), rank, step)]
         if kind is FaultKind.PARTITION:
@@ -319,7 +285,7 @@ class _Drawn:
         return self._case(*faults, outcome=Outcome.REFUSED, reason=reason, nodes=nodes, spares=spares)
 
     def _groups(self) -> list[frozenset[int]]:
-        return sorted({self._layout.replicas(rank) for rank in range(self._layout.nproc)}, key=min)
+        return sorted({self._layout.replicas(rank) for rank in range(self._layout.world_size)}, key=min)
 
     def _case(
         self,

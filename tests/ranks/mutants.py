@@ -24,8 +24,8 @@ from checkpointless.megatron.update import sub_optimizers
 from checkpointless.recovery import CheckpointManager, manager
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization.state_tree import tensor_bytes
-from checkpointless.strategies.data_position import DataPosition
-from checkpointless.strategies.live_state import TrainerLiveState
+from checkpointless.strategies.boundary.live_state import TrainerLiveState
+from checkpointless.strategies.data.position import DataPosition
 from checkpointless.telemetry.events import event_log
 from checkpointless.transfer import bucket_rounds, transfer
 from checkpointless.transfer.buckets import Bucket

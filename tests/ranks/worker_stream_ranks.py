@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointless.recovery.rng import RngStates
-from checkpointless.strategies import worker_streams
-from checkpointless.strategies.worker_streams import WorkerSeed, repeat_worker_draws
+from checkpointless.strategies.data import worker_streams
+from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 
 
 class Lines(IterableDataset[int]):

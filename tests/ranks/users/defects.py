@@ -34,7 +34,7 @@ def callbacks_are_a_step_ahead() -> None:
     """The state of callbacks is that which the fault found."""
     from lightning.pytorch.trainer import call
 
-    from checkpointless.strategies.live_state import TrainerLiveState
+    from checkpointless.strategies.boundary.live_state import TrainerLiveState
 
     original = TrainerLiveState.moments
 
@@ -50,7 +50,7 @@ def callbacks_are_a_step_ahead() -> None:
 def validations_are_repeated() -> None:
     """A validation that was over is due again."""
     from checkpointless.recovery.moment import Stage
-    from checkpointless.strategies.loops import ResumableEpochLoop
+    from checkpointless.strategies.boundary.loops import ResumableEpochLoop
 
     original = ResumableEpochLoop.on_run_start
 
@@ -71,40 +71,40 @@ def entry_streams_are_stale() -> None:
 
 def accumulated_metrics_begin_anew() -> None:
     """What was accumulated over an epoch is gone."""
-    from checkpointless.strategies import boundary, megatron_strategy
+    from checkpointless.strategies.boundary import kinds, restoration
 
-    kinds = tuple(kind for kind in boundary.KINDS if kind.name != boundary.ACCUMULATED)
-    none_put = boundary.Kind(boundary.ACCUMULATED, boundary.take_accumulated, lambda trainer, state: None)
-    boundary.KINDS = (*kinds, none_put)  # type: ignore[misc, assignment]
-    megatron_strategy.put_accumulated = lambda trainer, kept: None
+    others = tuple(kind for kind in kinds.KINDS if kind.name != kinds.ACCUMULATED)
+    none_put = kinds.Kind(kinds.ACCUMULATED, kinds.take_accumulated, lambda trainer, state: None)
+    kinds.KINDS = (*others, none_put)  # type: ignore[misc, assignment]
+    restoration.put_accumulated = lambda trainer, kept: None
 
 
 def accumulated_metrics_are_a_peers() -> None:
     """A new process goes on with what a peer has accumulated."""
-    from checkpointless.strategies import megatron_strategy
+    from checkpointless.strategies.boundary import restoration
 
-    megatron_strategy.with_own = lambda kept, own: kept
+    restoration.with_own = lambda kept, own: kept
 
 
 def what_a_step_has_logged_is_lost() -> None:
     """A step that is gone through again logs only what follows its update."""
-    from checkpointless.strategies import megatron_strategy
+    from checkpointless.strategies.boundary import restoration
 
-    megatron_strategy.put_accumulated = lambda trainer, kept: None
+    restoration.put_accumulated = lambda trainer, kept: None
 
 
 def batches_are_counted_anew() -> None:
     """The first batch after a recovery has number 0."""
-    from checkpointless.strategies import megatron_strategy
+    from checkpointless.strategies.data import training
 
-    megatron_strategy.go_on_counting = lambda fetcher, position: None
+    training.go_on_counting = lambda fetcher, position: None
 
 
 def hooks_at_the_start_are_not_taken_back() -> None:
     """What they have done to the state of module and data module stays."""
-    from checkpointless.strategies import megatron_strategy
+    from checkpointless.strategies.boundary import restoration
 
-    megatron_strategy.load_again = lambda trainer, checkpoint: None
+    restoration.load_again = lambda trainer, checkpoint: None
 
 
 DEFECTS: Mapping[str, Callable[[], None]] = {

@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from checkpointless.faults.chaos import DEADLY, HANGING, IN_PROCESS, NODES, Layout
+from checkpointless.faults.chaos import DEADLY, HANGING, IN_PROCESS, NODES
 from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase, parse
+from checkpointless.layout import Layout
 
 #: What a NeMo script can have; ``resume``, ``two-fits`` and ``fits-two`` are no features of the script itself.
 FEATURES = (
@@ -28,7 +29,13 @@ _FITS = {"two-fits": (3, 6), "fits-two": (6, 3)}
 _RESUMED_AT = 4
 _PLAIN = "plain_loop.py"
 
-LAYOUTS = (Layout(2), Layout(4), Layout(4, {"tp": 2}), Layout(4, {"pp": 2}), Layout(4, {"ep": 2}))
+LAYOUTS = (
+    Layout.on_one_node(2),
+    Layout.on_one_node(4),
+    Layout.on_one_node(4, tensor=2),
+    Layout.on_one_node(4, pipeline=2),
+    Layout.on_one_node(4, expert=2),
+)
 _OFTEN = (1, 4, 3, 2, 2)
 _WORDS = {"tp": "--tensor-parallel", "pp": "--pipeline-parallel", "ep": "--expert-parallel"}
 
@@ -110,10 +117,10 @@ def draw(seed: int, number: int) -> UsersCase:
     if resumed and len(steps) > 1:
         steps = (8,)
     (layout,) = dice.choices(LAYOUTS, _OFTEN)
-    if layout.sizes.get("ep", 1) > 1 and "fp16" in names:
-        layout = Layout(4)
-    if layout.sizes.get("tp", 1) > 1 and names & _EXPERTS:  # Megatron wants sequence parallelism with them
-        layout = Layout(4)
+    if layout.expert > 1 and "fp16" in names:
+        layout = Layout.on_one_node(4)
+    if layout.tensor > 1 and names & _EXPERTS:  # Megatron wants sequence parallelism with them
+        layout = Layout.on_one_node(4)
     first = resumed + 1
     # The state that a second fit begins with has a number of its own.
     missing = steps[0] + 1 if len(steps) > 1 else 0
@@ -127,7 +134,7 @@ def draw(seed: int, number: int) -> UsersCase:
 
 
 def _draw_plain(dice: random.Random, seed: int, number: int) -> UsersCase:
-    layout = Layout(3, holders=3)
+    layout = Layout.on_one_node(3, instances=3)
     faults = _Faults(dice, layout, 1, 6, plain=True)
     specs, _, _ = faults.draw()
     return UsersCase(seed, number, PLAIN_FEATURES, layout, (6,), specs, dice.random() < 0.5, _PLAIN)
@@ -160,7 +167,7 @@ class _Faults:
         count = self._dice.choices((1, 2, 3), (4, 3, 2))[0]
         (group,) = self._dice.choices(list(_GROUPS), list(_GROUPS.values()))
         kind = self._dice.choice(group)
-        if kind in NODES and not self._plain and self._layout.nproc == 4 and not self._layout.sizes:
+        if kind in NODES and not self._plain and self._layout.world_size == 4 and not self._layout.sizes:
             return self._node(kind)
         specs: list[str] = []
         # Two steps between two of them: who was filled in one has committed one before the next.
@@ -177,7 +184,7 @@ class _Faults:
 
     def _of(self, kind: FaultKind, step: int) -> list[str]:
         """One fault, or one and another that comes while it is handled."""
-        dice, rank = self._dice, self._dice.randrange(self._layout.nproc)
+        dice, rank = self._dice, self._dice.randrange(self._layout.world_size)
         if kind in NODES or (self._plain and kind is FaultKind.DATALOADER):
             kind = FaultKind.EXCEPTION
         if kind is FaultKind.BITFLIP:
@@ -196,7 +203,7 @@ class _Faults:
 
     def _second(self, lethal: bool, rank: int, committed: int) -> str:
         """What comes in the recovery from the first, and never costs the last holder of a shard."""
-        dice, everybody = self._dice, set(range(self._layout.nproc))
+        dice, everybody = self._dice, set(range(self._layout.world_size))
         others = sorted(everybody - self._layout.replicas(rank)) if lethal else sorted(everybody)
         kinds = (FaultKind.EXCEPTION, FaultKind.OOM, *(DEADLY[:-1] if others else ()))
         second = dice.choice(kinds)

@@ -15,13 +15,13 @@ from checkpointless.faults.chaos import (
     DEADLY,
     LAYOUTS,
     Case,
-    Layout,
     Outcome,
     draw,
     draw_faults,
     outcome_of,
 )
 from checkpointless.faults.spec import SETUP_PHASES, FaultKind, parse, parse_all
+from checkpointless.layout import Layout
 from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.incidents import Outcome as Ending
 from checkpointless.telemetry.rungs import Rung
@@ -38,20 +38,20 @@ def cases() -> list[Case]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.text)
 def test_the_replica_groups_of_a_layout_divide_its_ranks(layout: Layout) -> None:
-    groups = {layout.replicas(rank) for rank in range(layout.nproc)}
-    assert {len(group) for group in groups} == {layout.holders}
-    assert sorted(itertools.chain(*groups)) == list(range(layout.nproc))
-    assert all(rank in layout.replicas(rank) for rank in range(layout.nproc))
+    groups = {layout.replicas(rank) for rank in range(layout.world_size)}
+    assert {len(group) for group in groups} == {layout.instances}
+    assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+    assert all(rank in layout.replicas(rank) for rank in range(layout.world_size))
 
 
 @pytest.mark.parametrize(
     ("layout", "rank", "group"),
     [  # as Megatron-core's own groups were seen to be
-        (Layout(4), 1, {1, 3}),
-        (Layout(4, {"tp": 2}), 0, {0, 2}),
-        (Layout(4, {"pp": 2}), 3, {2, 3}),
-        (Layout(6, holders=3), 4, {0, 2, 4}),
-        (Layout(8, {"tp": 2, "pp": 2}), 5, {5, 7}),
+        (Layout.on_one_node(4), 1, {1, 3}),
+        (Layout.on_one_node(4, tensor=2), 0, {0, 2}),
+        (Layout.on_one_node(4, pipeline=2), 3, {2, 3}),
+        (Layout.on_one_node(6, instances=3), 4, {0, 2, 4}),
+        (Layout.on_one_node(8, tensor=2, pipeline=2), 5, {5, 7}),
     ],
 )
 def test_who_holds_the_same_shard(layout: Layout, rank: int, group: set[int]) -> None:
@@ -69,8 +69,8 @@ def test_a_case_is_the_same_whenever_it_is_drawn() -> None:
 
 def test_every_case_can_happen() -> None:
     for case in cases():
-        specs = parse_all(case.faults, case.layout.nproc, case.steps)
-        assert case.layout.nproc % case.nodes == 0
+        specs = parse_all(case.faults, case.layout.world_size, case.steps)
+        assert case.layout.world_size % case.nodes == 0
         several = any(spec.kind in (FaultKind.NODE, FaultKind.PARTITION, FaultKind.STORE) for spec in specs)
         assert several == (case.nodes > 1)
         assert (case.workers > 0) == any(spec.kind is FaultKind.DATALOADER for spec in specs)

@@ -18,6 +18,7 @@ FOLDERS[PACKAGE] = ROOT / PACKAGE
 # Lower is further down. A part may import its own floor (but see the test for cycles) and those below. The
 # package's own __init__ gathers what has no framework in it.
 FLOORS = {
+    "layout": 0,
     "posix": 0,
     "telemetry": 0,
     "wire": 0,
@@ -42,7 +43,7 @@ FLOORS = {
     "__main__": 11,
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}
-STANDARD_LIBRARY_ONLY = ("posix", "telemetry", "wire", "coordinator", "faults")
+STANDARD_LIBRARY_ONLY = ("layout", "posix", "telemetry", "wire", "coordinator", "faults")
 NO_FRAMEWORK = (
     *STANDARD_LIBRARY_ONLY,
     "report",
@@ -123,6 +124,22 @@ def test_no_parts_import_each_other_in_a_circle() -> None:
     edges: dict[str, set[str]] = {part: set() for part in FLOORS}
     for module in MODULES:
         edges[part_of(module)] |= own_parts(module) - {part_of(module)}
+    TopologicalSorter(edges).prepare()  # raises CycleError, with the circle
+
+
+def test_no_rooms_of_the_strategies_import_each_other_in_a_circle() -> None:
+    house = f"{PACKAGE}.strategies."
+
+    def room_of(module: str) -> str:
+        return module.removeprefix(house).partition(".")[0]
+
+    inside = [module for module in MODULES if module.startswith(house)]
+    rooms = {room_of(module) for module in inside}
+    assert {"data", "boundary", "checkpoints", "frameworks", "block", "nemo_run"} <= rooms
+    edges: dict[str, set[str]] = {room: set() for room in rooms}
+    for module in inside:
+        theirs = {room_of(name) for name in imports(module) if name.startswith(house)}
+        edges[room_of(module)] |= (theirs & rooms) - {room_of(module)}
     TopologicalSorter(edges).prepare()  # raises CycleError, with the circle
 
 

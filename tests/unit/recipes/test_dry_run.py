@@ -17,8 +17,9 @@ from rich.console import Console
 
 from checkpointless.cli import command_line
 from checkpointless.cli.commands import train
+from checkpointless.layout import Layout
 from checkpointless.recipes.dry_run import Plan, launch_lines, replica_lines, show
-from checkpointless.recipes.layout import Layout, layout_of
+from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.memory import Count, Stage
 from checkpointless.recipes.settings import available, load
 
@@ -39,14 +40,14 @@ def shown(plan: Plan) -> str:
 
 
 def test_the_loss_of_a_node_is_said_plainly() -> None:
-    apart = replica_lines(Layout(nodes=2, ranks_per_node=8, instances=2), enabled=True)
+    apart = replica_lines(Layout(16, 8, instances=2), enabled=True)
     assert "8 replica groups of 2 ranks, 8 ranks apart (8 ranks are a node): ranks 0 and 8, ranks 7 and 15" in apart
     assert any(line.startswith("The loss of a whole node: survivable") for line in apart)
-    together = replica_lines(Layout(nodes=2, ranks_per_node=8, pipeline=2, instances=2), enabled=True)
+    together = replica_lines(Layout(16, 8, pipeline=2, instances=2), enabled=True)
     assert any("NOT survivable. 8 of 8 groups" in line and "ranks 0 and 4 for example" in line for line in together)
-    alone = replica_lines(Layout(nodes=1, ranks_per_node=8, instances=2), enabled=True)
+    alone = replica_lines(Layout(8, 8, instances=2), enabled=True)
     assert alone[-1] == "The loss of the node: not survivable, there is no other."
-    assert replica_lines(Layout(nodes=1, ranks_per_node=8), enabled=False) == [
+    assert replica_lines(Layout(8, 8), enabled=False) == [
         "checkpointless is off in this recipe: nothing is recovered from memory.",
         "No replicas: each of the 8 shards has one holder.",
     ]
@@ -62,7 +63,7 @@ def test_the_cost_of_the_replica_is_said() -> None:
 
 def test_what_it_shows_is_the_recipe_as_it_would_be_trained() -> None:
     plan = plan_of("llama3_8b_pretrain", "trainer.max_steps=77")
-    text = shown(replace(plan, layout=replace(plan.layout, nodes=3, ranks_per_node=4)))
+    text = shown(replace(plan, layout=replace(plan.layout, world_size=12, ranks_per_node=4)))
     assert "max_steps: 77" in text
     assert "num_nodes: 3" in text
     assert "devices: 4" in text

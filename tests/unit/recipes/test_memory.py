@@ -8,13 +8,14 @@ import pytest
 
 pytest.importorskip("hydra", reason="recipes need hydra-core")
 
-from checkpointless.recipes.layout import Layout, layout_of
+from checkpointless.layout import Layout
+from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.memory import Count, Precision, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import load
 
 MILLION = 1_000_000
 DENSE = Stage(dense=Count(MILLION, MILLION), expert=Count(0, 0), whole=MILLION)
-EIGHT = Layout(nodes=1, ranks_per_node=8)
+EIGHT = Layout(8, 8)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,6 @@ def test_the_eight_billion_model_on_two_nodes_takes_what_it_does_on_one_without_
     config = load("llama3_8b_pretrain")
     two = layout_of(config)
     assert memory(DENSE, two, precision_of(config)) == replace(
-        memory(DENSE, replace(two, nodes=1, instances=1), precision_of(config)),
+        memory(DENSE, replace(two, world_size=two.ranks_per_node, instances=1), precision_of(config)),
         optimizer_without_replicas=MILLION * 12 // 16,
     )

@@ -15,7 +15,7 @@ def test_every_fault_can_happen(seed: int, number: int) -> None:
     case = draw(seed, number)
     assert case.faults
     assert set(case.features) <= {*FEATURES, *PLAIN_FEATURES}
-    parse_all(list(case.faults), case.layout.nproc, max(case.steps))
+    parse_all(list(case.faults), case.layout.world_size, max(case.steps))
     kinds = {parse(spec).kind.value for spec in case.faults}
     assert "dataloader" not in kinds or "workers" in case.features
 

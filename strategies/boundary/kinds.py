@@ -1,0 +1,209 @@
+"""The state at the boundary of a step: every kind besides the tensors of model and optimizer, by name.
+
+A step changes much before it is committed, and a fault leaves that half done. The state is therefore taken when a
+moment after a step is reached (:class:`~checkpointless.recovery.moment.Stage`), and a recovery gives back what was
+taken then. This module is the one place that says what is taken; a kind of state that is missing here is not exact
+after a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.serialization import state_tree
+from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, take_accumulated
+
+
+class InMemoryCheckpoint(dict[str, Any]):
+    """A Lightning checkpoint whose model and optimizer tensors are already in place."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of state that Lightning's checkpoints do not have.
+
+    Attributes:
+        name: its key in the objects of a moment.
+        take: returns the trainer's state of this kind, as plain data that is not changed later.
+        put: puts that data back into a trainer.
+    """
+
+    name: str
+    take: Callable[[Any], Any]
+    put: Callable[[Any, Any], None]
+
+
+def take_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
+
+    These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
+    of callbacks, module and data module add.
+
+    Raises:
+        UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
+    """
+    checkpoint: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": pl.__version__,
+        "state_dict": {},
+        "optimizer_states": [],
+        "loops": _loops(trainer),
+        "callbacks": call._call_callbacks_state_dict(trainer),
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
+    precision = trainer.precision_plugin
+    if precision_state := precision.state_dict():
+        checkpoint[type(precision).__qualname__] = precision_state
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None and is_overridden("state_dict", datamodule):
+        checkpoint[type(datamodule).__qualname__] = call._call_lightning_datamodule_hook(trainer, "state_dict")
+    _call_save_hooks(trainer, checkpoint)
+    copied: dict[str, Any] = state_tree.copy(checkpoint)
+    return copied
+
+
+def _loops(trainer: pl.Trainer) -> dict[str, Any] | None:
+    """Return the loops' state; None at the beginning, which to Lightning is something else once it is loaded."""
+    fit_loop = trainer.fit_loop
+    begun = fit_loop.epoch_progress.current.ready > 0 or fit_loop.restarting or fit_loop.epoch_loop.restarting
+    if not begun:
+        return None
+    state = fit_loop.state_dict()
+    if fit_loop._combined_loader is None and fit_loop._combined_loader_states_to_load:
+        state["state_dict"]["combined_loader"] = fit_loop._combined_loader_states_to_load
+    return {"fit_loop": state}
+
+
+def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    owner = "a callback"
+    try:
+        for each in callbacks:
+            if type(each).on_save_checkpoint is not Callback.on_save_checkpoint:
+                owner = type(each).__name__
+                each.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+            if part is not None and is_overridden("on_save_checkpoint", part):
+                owner = type(part).__name__
+                part.on_save_checkpoint(checkpoint)
+    except Exception as error:
+        raise UnrecoverableError(
+            f"{owner}.on_save_checkpoint failed on a checkpoint without the model's tensors "
+            f"({type(error).__name__}: {error}), so its state cannot be kept for a recovery from memory: "
+            "let it do without checkpoint['state_dict']"
+        ) from error
+
+
+def load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Make module, data module and callbacks load their state once more, because hooks have changed it since.
+
+    Args:
+        trainer: a trainer that has loaded ``checkpoint`` before.
+        checkpoint: what :func:`take_checkpoint` returned; it stays as it is.
+    """
+    checkpoint = copy_to_load(checkpoint)
+    if is_overridden("on_load_checkpoint", trainer.lightning_module):
+        call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
+        call._call_lightning_datamodule_hook(trainer, "load_state_dict", checkpoint[type(datamodule).__qualname__])
+    call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
+    call._call_callbacks_load_state_dict(trainer, checkpoint)
+
+
+def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``checkpoint`` that hooks may change; Lightning itself copies the callbacks' states."""
+    return {name: part if name == "callbacks" else state_tree.copy(part) for name, part in checkpoint.items()}
+
+
+def loads_state(callback: Any) -> bool:
+    """Return whether a callback has a state that it loads."""
+    return bool(type(callback).load_state_dict is not Callback.load_state_dict)
+
+
+# --- kinds that Lightning's checkpoints lack --------------------------------------------------------------------
+
+
+def _take_metrics(trainer: Any) -> dict[str, Any]:
+    connector = trainer._logger_connector
+    return {name: {key: _number(value) for key, value in getattr(connector, name).items()} for name in _METRICS}
+
+
+def _put_metrics(trainer: Any, state: dict[str, Any]) -> None:
+    for name, values in state.items():
+        setattr(trainer._logger_connector, name, dict(values))
+
+
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def _number(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+#: What checkpoint callbacks know and do not put into their state, or do not take from it again: which checkpoints
+#: were saved last, and which were the best.
+_SAVER = (
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "last_model_path",
+    "future_last_model_path",
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "kth_best_model_path",
+    "kth_value",
+    "current_score",
+)
+
+
+def _take_savers(trainer: Any) -> list[dict[str, Any]]:
+    return [
+        {name: state_tree.copy(getattr(each, name)) for name in _SAVER if hasattr(each, name)}
+        for each in trainer.callbacks
+        if isinstance(each, Checkpoint)
+    ]
+
+
+def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
+    savers = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]
+    for saver, state in zip(savers, states):
+        for name, value in state.items():
+            setattr(saver, name, state_tree.copy(value))
+
+
+#: The kind of state whose values only the rank itself has.
+ACCUMULATED = "accumulated"
+
+
+def _put_stop(trainer: Any, should_stop: bool) -> None:
+    trainer.should_stop = should_stop
+
+
+KINDS = (
+    Kind("stop", lambda trainer: bool(trainer.should_stop), _put_stop),
+    Kind("metrics", _take_metrics, _put_metrics),
+    Kind("savers", _take_savers, _put_savers),
+    Kind(ACCUMULATED, take_accumulated, put_accumulated),
+)
+
+
+def take_kinds(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return every kind of state in :data:`KINDS`, by name."""
+    return {kind.name: kind.take(trainer) for kind in KINDS}
+
+
+def put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
+    """Put back what :func:`take_kinds` returned."""
+    for kind in KINDS:
+        kind.put(trainer, states[kind.name])

@@ -1,0 +1,219 @@
+"""The training state of a NeMo trainer: Megatron's tensors and what Lightning keeps beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.megatron.state import MegatronTensors
+from checkpointless.recovery.manager import DATA
+from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.serialization import state_tree
+from checkpointless.strategies.boundary.kinds import take_checkpoint, take_kinds
+from checkpointless.strategies.boundary.replay import StepOutcome
+from checkpointless.strategies.data.position import DataPosition, begun_at, take_sampler
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
+
+
+class TrainerLiveState:
+    """The state of one trainer, as :class:`checkpointless.recovery.live_state.LiveState` asks for it.
+
+    The strategy reports every moment of a step to this object, which then takes what a later step changes.
+
+    Args:
+        trainer: a trainer whose strategy has been set up.
+        position: returns where the training stands in its data. None: always at the beginning.
+    """
+
+    def __init__(self, trainer: pl.Trainer, position: Callable[[], DataPosition] | None = None) -> None:
+        self.trainer = trainer
+        self._position = position
+        strategy: Any = trainer.strategy
+        self._tensors = MegatronTensors(strategy.megatron_parallel, strategy.optimizers[0].mcore_optimizer)
+        self._moments: dict[tuple[int, Stage], Moment] = {}
+        self._ready: tuple[int, Moment] | None = None  # the step in the making, and what its commit leaves
+        self._update_is_skipped = False
+        self._travels: set[Stage] = set()  # the stages whose state is known to be fit for another process
+
+    def group(self) -> tuple[int, ...]:
+        """Return the ranks that hold the same shard."""
+        return self._tensors.group()
+
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        """Return every tensor of model and optimizer."""
+        return self._tensors.tensors()
+
+    def shard(self) -> dict[Key, torch.Tensor]:
+        """Return the tensors that this rank's update owns."""
+        return self._tensors.shard()
+
+    # --- while training -------------------------------------------------------------------------------------------
+
+    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
+        """Return copies of this rank's buffers as they are now."""
+        return self._tensors.copy_buffers()
+
+    def reached(
+        self,
+        step: int,
+        stage: Stage,
+        buffers: Mapping[Key, torch.Tensor],
+        keep: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Take the state of the moment that the trainer has reached: ``stage`` after ``step``.
+
+        Args:
+            step: the optimizer step.
+            stage: the moment after ``step``.
+            buffers: copies of the buffers as they are now.
+            keep: keeps the random streams and, of the objects that it is given, those that only this rank has.
+                None: nothing is kept.
+
+        Raises:
+            UnrecoverableError: the state has something in it that could not be given to a new process.
+        """
+        moment = self._take(buffers)
+        if stage not in self._travels:
+            try:
+                state_tree.check(moment.objects)
+            except state_tree.StateTreeError as error:
+                raise UnrecoverableError(f"{error}; no new process could be given this state") from error
+            self._travels.add(stage)
+        if keep is not None:  # first, so that a rank that has a moment also has its streams
+            keep(moment.objects)
+        self._moments = {**self._moments, (step, stage): moment}
+
+    def ready(self, step: int, outcome: StepOutcome, buffers: Mapping[Key, torch.Tensor]) -> None:
+        """Take what ``step`` has changed before its commit, now that its gradients are final.
+
+        Args:
+            step: the optimizer step in the making.
+            outcome: the outcome of the step.
+            buffers: copies of the buffers as they are now.
+        """
+        self._update_is_skipped = not outcome.succeeded
+        changed = {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()}
+        objects = {"optimizer": changed, "outcome": outcome.to_plain()}
+        self._ready = step, Moment(objects, buffers)
+
+    def applied(self, step: int) -> None:
+        """Note that the update of ``step`` is applied: no rank goes back to before it any more."""
+        committed = self._committed(step)
+        if committed is not None:
+            committed.objects["optimizer"]["groups"] = self._tensors.groups()
+            self._moments = {(step, Stage.COMMITTED): committed}
+            self._ready = None
+
+    def _committed(self, step: int) -> Moment | None:
+        """Return what the commit of ``step`` leaves: what the step changed, and the rest as it was before it."""
+        before = max((key for key in self._moments if key[0] == step - 1), default=None)
+        if self._ready is None or self._ready[0] != step or before is None:
+            return None
+        changed = self._ready[1]
+        objects = {**self._moments[before].objects, **changed.objects, "base": int(before[1])}
+        if before[1] is Stage.LOADED:
+            objects["sampler"] = begun_at(objects["sampler"], take_sampler(self.trainer))
+        return Moment(objects, changed.buffers)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a fit is being run, and not skipped."""
+        return bool(self._moments)
+
+    @property
+    def newest_moment(self) -> tuple[int, Stage]:
+        """The newest step, and the stage that this rank has reached after it."""
+        return max(self._moments)
+
+    def newest(self) -> dict[str, Any]:
+        """Return the non-tensor state that was taken last."""
+        return self._moments[max(self._moments)].objects
+
+    def _take(self, buffers: Mapping[Key, torch.Tensor]) -> Moment:
+        trainer = self.trainer
+        position = self._position() if self._position is not None else DataPosition(0, 0)
+        objects = {
+            "checkpoint": take_checkpoint(trainer),
+            "kinds": take_kinds(trainer),
+            "sampler": take_sampler(trainer),
+            "data": dataclasses.astuple(position),
+            "optimizer": {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()},
+            "outcome": None,
+            "base": None,
+        }
+        return Moment(objects, buffers)
+
+    # --- when a fault comes ---------------------------------------------------------------------------------------
+
+    def moments(self, step: int) -> Mapping[Stage, Moment]:
+        """Return what was taken after ``step``, and what its commit left of what was taken before it."""
+        found = {stage: moment for (at, stage), moment in self._moments.items() if at == step}
+        committed = self._committed(step)
+        if committed is not None:
+            found.setdefault(Stage.COMMITTED, committed)
+        state = self._tensors.plain_state()
+        return {stage: _with_state(moment, state) for stage, moment in sorted(found.items())}
+
+    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+        """Return the buffers at each moment after ``step``; if its update failed or is to come, those before it."""
+        found = {stage: moment.buffers for (at, stage), moment in self._moments.items() if at == step}
+        if self._ready is not None and self._ready[0] == step:
+            found.setdefault(Stage.COMMITTED, self._ready[1].buffers)
+        return found
+
+    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the states of data loaders, data module and callbacks, by name."""
+        checkpoint = objects["checkpoint"]
+        loops = checkpoint["loops"] or {}
+        loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
+        parts: dict[str, Any] = {f"the state of {key}": state for key, state in checkpoint["callbacks"].items()}
+        if loaders:
+            parts[f"{DATA} (loaders)"] = loaders
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if type(datamodule).__qualname__ in checkpoint:
+            parts[f"{DATA} ({type(datamodule).__qualname__})"] = checkpoint[type(datamodule).__qualname__]
+        return parts
+
+    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+        """Note that tensors and objects are in place as they were at ``stage`` after ``step``."""
+        self._moments = {(step, stage): Moment(objects, self._tensors.copy_buffers())}
+        self._ready = None
+
+    def put_buffers_back(self) -> None:
+        """Undo what hooks have done to buffers since the state was put in place."""
+        for moment in self._moments.values():
+            self._tensors.put_buffers(moment.buffers)
+
+    def apply_held_update(self) -> None:
+        """Apply the update whose final gradients are held, unless they had overflowed."""
+        if not self._update_is_skipped:
+            self._tensors.apply_held_update()
+        if self._ready is not None:
+            self.applied(self._ready[0])
+
+    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
+        """Put those of ``tensors`` in place that can be used without a copy, and return their keys."""
+        return self._tensors.adopt(tensors)
+
+    def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+        """Return storage for ``entries``."""
+        return self._tensors.room(entries)
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Put the optimizer's plain values back; the strategy and Lightning load the rest."""
+        self._tensors.load_objects(objects["optimizer"])
+
+    def settle(self) -> None:
+        """Derive the parameters from all ranks' shards. Collective."""
+        self._tensors.settle()
+
+
+def _with_state(moment: Moment, state: Mapping[Key, Any]) -> Moment:
+    """Return ``moment`` with the optimizer's plain state, which nothing but an update changes."""
+    optimizer = {**moment.objects["optimizer"], "state": state}
+    return Moment({**moment.objects, "optimizer": optimizer}, moment.buffers)

@@ -1,0 +1,196 @@
+"""Lightning's training loops, which can resume at the very moment after a step at which they were left.
+
+Lightning resumes from checkpoints that were written by a hook, and guesses what had happened by then. Here this is
+known: a recovery says at which stage after the last committed step it resumes, and the loops do what still follows
+that step, once, before they ask for the next batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from typing_extensions import override
+
+from checkpointless.recovery.moment import Stage
+from checkpointless.strategies.boundary.epoch_metrics import make_results_resumable
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where the loops resume.
+
+    Attributes:
+        stage: how much has happened after the last committed step.
+        go_on: puts back, once the loops have begun, what can only be put back then.
+        done_again: runs what follows the update of a step; it is given a function that runs Lightning's part of it.
+        begins_epoch: whether an epoch begins where the loops resume.
+    """
+
+    stage: Stage
+    go_on: Callable[[], None]
+    done_again: Callable[[Callable[[], None]], None]
+    begins_epoch: bool = False
+
+
+class Observer(Protocol):
+    """What is notified of the moments after a step (a recoverable fit)."""
+
+    def reached(self, stage: Stage) -> None:
+        """Note that the loop is at ``stage`` after the step that it committed last."""
+
+    def epoch_begins(self) -> None:
+        """Begin an epoch; the one before it was over when it was resumed."""
+
+    def data_is_set_up(self, loaders: Sequence[Any]) -> None:
+        """Refuse training loaders that could not be brought back to where they stood."""
+
+
+class ResumableEpochLoop(_TrainingEpochLoop):
+    """Lightning's loop over the batches of an epoch, which reports its moments and can resume at each of them.
+
+    Attributes:
+        observer: what is notified of the moments.
+        resumption: where to resume when the loop is run next; None: where Lightning would.
+        not_delivered: how many batches the fetcher counts that no iterator of this process delivered.
+        has_asked: whether a batch was asked for since the epoch was resumed.
+    """
+
+    observer: Observer
+    resumption: Resumption | None
+    not_delivered: int
+    has_asked: bool
+
+    @property
+    @override
+    def done(self) -> bool:
+        """Whether nothing is left to do, not even what follows the last step."""
+        pending = self.resumption is not None and self.resumption.stage in (Stage.COMMITTED, Stage.ENDED)
+        return False if pending else bool(super().done)
+
+    @override
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """Begin the epoch, or resume it."""
+        resumption = self.resumption
+        within = resumption is not None and not resumption.begins_epoch
+        if not within and not self.has_asked:
+            self.observer.epoch_begins()
+        self.has_asked = not within
+        if within and self.trainer.current_epoch > 0:
+            self._restarting = True  # otherwise Lightning makes a second iterator
+        super().on_run_start(data_fetcher)
+        self.not_delivered = self.batch_progress.current.ready
+        if resumption is not None and within:
+            self.restarting = False  # what is due is known, and need not be guessed
+            resumption.go_on()
+            if resumption.stage not in (Stage.COMMITTED, Stage.ENDED):
+                self.resumption = None
+
+    @override
+    def advance(self, data_fetcher: Any) -> None:
+        """Make a step, or do what still follows the last one."""
+        resumption, self.resumption = self.resumption, None
+        if resumption is not None and resumption.stage is Stage.ENDED:
+            return
+        self.has_asked = True
+        if resumption is not None:
+            try:
+                resumption.done_again(functools.partial(super().advance, data_fetcher))
+            except StopIteration as error:  # which would end the epoch
+                raise RuntimeError("the data of a step that is gone through again is not there") from error
+        else:
+            validates_only = self.restarting and self._should_check_val_fx(data_fetcher)
+            super().advance(data_fetcher)
+            if validates_only:  # from a Lightning checkpoint that was written before its validation
+                return
+        if not self._should_accumulate() and self._should_check_val_fx(data_fetcher):
+            self.observer.reached(Stage.ENDED)
+
+    @override
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Validate if that is due, and report the moment."""
+        super().on_advance_end(data_fetcher)
+        if not self._should_accumulate():
+            self.observer.reached(Stage.CHECKED)
+
+
+class ResumableFitLoop(_FitLoop):
+    """Lightning's loop over epochs, which can resume at each moment after a step.
+
+    Attributes:
+        resumption: where to resume when the loop is run next; None: where Lightning would.
+        was_finished: whether the whole fit was over before the fault.
+    """
+
+    epoch_loop: ResumableEpochLoop
+    resumption: Resumption | None
+    was_finished: bool
+
+    @override
+    def setup_data(self) -> None:
+        """Make the data loader, unless no batch will be asked for."""
+        if not self.was_finished:
+            super().setup_data()
+            if self._combined_loader is not None:
+                self.epoch_loop.observer.data_is_set_up(self._combined_loader.flattened)
+
+    @property
+    @override
+    def skip(self) -> bool:
+        """Whether there is nothing to do, not even what follows the last step or the end of training."""
+        if self.was_finished:
+            return True
+        return bool(self.trainer.limit_train_batches == 0) if self.resumption is not None else bool(super().skip)
+
+    @property
+    @override
+    def done(self) -> bool:
+        """Whether no epoch is left to begin or to end."""
+        within = self.resumption is not None and self.resumption.stage is not Stage.TURNED
+        return False if within else bool(super().done)
+
+    @override
+    def on_run_start(self) -> None:
+        """Begin training, or resume it."""
+        super().on_run_start()
+        if self.resumption is not None and self.resumption.begins_epoch:
+            self._restarting = self.epoch_loop.restarting = False
+            self.resumption.go_on()
+            if self.resumption.stage is Stage.TURNED:
+                self.resumption = None
+
+    @override
+    def on_advance_start(self) -> None:
+        """Begin an epoch, or resume it."""
+        super().on_advance_start()
+        self.epoch_loop.resumption, self.resumption = self.resumption, None
+
+    @override
+    def on_advance_end(self) -> None:
+        """End an epoch, and report the moment."""
+        super().on_advance_end()
+        self.epoch_loop.observer.reached(Stage.TURNED)
+
+
+def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
+    """Make the loops of ``trainer`` resumable and report their moments to ``observer``.
+
+    Args:
+        trainer: the trainer, whose loops become resumable ones in place.
+        observer: what is notified of the moments.
+    """
+    fit_loop: Any = trainer.fit_loop
+    for loop, kind in ((fit_loop, ResumableFitLoop), (fit_loop.epoch_loop, ResumableEpochLoop)):
+        if not isinstance(loop, kind):
+            base = type(loop)
+            loop.__class__ = kind if base in kind.__mro__ else type(base.__name__, (kind, base), {})
+        loop.resumption = None
+    make_results_resumable(trainer)
+    fit_loop.was_finished = False
+    fit_loop.epoch_loop.observer = observer
+    fit_loop.epoch_loop.not_delivered = 0
+    fit_loop.epoch_loop.has_asked = True

@@ -1,0 +1,192 @@
+"""Puts back what a recovery from memory gave a trainer besides its tensors, part by part, until the loops go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+
+from checkpointless.recovery import CheckpointManager
+from checkpointless.recovery.moment import Stage
+from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, warn_if_lost, with_own
+from checkpointless.strategies.boundary.kinds import ACCUMULATED, load_again, put_kinds
+from checkpointless.strategies.boundary.loops import Resumption
+from checkpointless.strategies.boundary.replay import StepOutcome, with_own_loss
+from checkpointless.strategies.boundary.step_keeper import StepKeeper
+from checkpointless.strategies.data.position import DataPosition, put_sampler
+from checkpointless.strategies.data.training import TrainingData
+from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
+
+logger = logging.getLogger(__name__)
+
+
+class Restoration:
+    """What memory gave one trainer besides its tensors, which are in place.
+
+    Args:
+        objects: the non-tensor state of the moment at which training resumes.
+        trainer: the trainer, in which Lightning loads its own part of ``objects``.
+        manager: the manager that recovered the state.
+        keeper: holds the trainer's state.
+        data: the training data.
+        loggers: what is known of the loggers.
+    """
+
+    def __init__(
+        self,
+        objects: dict[str, Any],
+        trainer: pl.Trainer,
+        manager: CheckpointManager,
+        keeper: StepKeeper,
+        data: TrainingData,
+        loggers: LoggerFacts,
+    ) -> None:
+        self._waiting: dict[str, Any] | None = objects  # until the loops resume
+        self._trainer = trainer
+        self._manager = manager
+        self._keeper = keeper
+        self._data = data
+        self._loggers = loggers
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something is still to be put back."""
+        return self._waiting is not None
+
+    # --- before the loops begin ---------------------------------------------------------------------------------
+
+    def put_sampler(self) -> None:
+        """Put NeMo's sampler back, so that a loader is made as it was at the start."""
+        if self._waiting is not None:
+            put_sampler(self._trainer, self._waiting["sampler"])
+
+    def position(self) -> DataPosition | None:
+        """Return where the next training loader begins; None: at the beginning."""
+        objects, resumed_at = self._waiting, self._manager.resumed_at
+        if objects is None or resumed_at is None:
+            return None
+        position = DataPosition(*objects["data"])
+        if not _begins_epoch(resumed_at[1], objects):
+            return position
+        length = position.length_at_start if not self._trainer.reload_dataloaders_every_n_epochs else None
+        return dataclasses.replace(position, within=False, length_at_start=length)
+
+    def resume(self) -> None:
+        """Put back the part of the state that Lightning does not load, and set where the loops resume."""
+        manager, objects = self._manager, self._waiting
+        assert manager.resumed_at is not None
+        assert objects is not None
+        step, stage = manager.resumed_at
+        replays = stage is Stage.COMMITTED
+        kept = objects["kinds"][ACCUMULATED]
+        if manager.was_filled:
+            warn_if_lost(objects["outcome"]["accumulated"] if replays else kept, manager.own_of(step, stage))
+        kept = self._own_of(kept, *((step - 1, Stage(objects["base"])) if replays else (step, stage)))
+        objects = {**objects, "kinds": {**objects["kinds"], ACCUMULATED: kept}}
+        put_kinds(self._trainer, objects["kinds"])
+        put_sampler(self._trainer, objects["sampler"])
+        if stage is Stage.LOADED:
+            self._waiting = None
+            manager.restore_streams()
+            return
+        self._trainer.fit_loop.resumption = Resumption(  # type: ignore[attr-defined]
+            stage,
+            partial(self._go_on, objects),
+            partial(self._do_again, objects),
+            _begins_epoch(stage, objects),
+        )
+
+    def _own_of(self, kept: dict[str, Any], step: int, stage: Stage) -> dict[str, Any]:
+        """Return what this rank itself accumulated over the epoch, although ``kept`` may come from a peer."""
+        own = self._manager.own_of(step, stage)
+        return with_own(kept, own) if own is not None or self._manager.was_filled else kept
+
+    # --- when the loops have begun ------------------------------------------------------------------------------
+
+    def _go_on(self, objects: dict[str, Any]) -> None:
+        """Put the state back again, after the loops have begun with hooks and iterators that changed it."""
+        trainer, manager = self._trainer, self._manager
+        fit_loop: Any = trainer.fit_loop
+        step, stage = manager.resumed_at or (0, Stage.LOADED)
+        position = DataPosition(*objects["data"])
+        if _begins_epoch(stage, objects):
+            self._data.begin_epoch_at(position)
+        elif objects["base"] != Stage.LOADED:  # after LOADED, Lightning knows where the data stood
+            self._data.resume_at(position, fit_loop)
+        load_again(trainer, objects["checkpoint"])
+        put_kinds(trainer, objects["kinds"])
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        manager.saves.forget_lost(callbacks)
+        put_sampler(trainer, objects["sampler"])
+        self._waiting = None
+        self._keeper.live.put_buffers_back()
+        self._loggers.forget_rows(fit_loop.epoch_loop._batches_that_stepped, step if stage is Stage.ENDED else None)
+        if stage is Stage.COMMITTED:  # what led to the step is replayed, with the streams from before it
+            base = Stage(objects["base"])
+            if not manager.restore_streams_of(step - 1, base) and base is not Stage.LOADED:
+                logger.warning("what is drawn between steps %d and %d is drawn anew", step - 1, step)
+        else:
+            manager.restore_streams()
+
+    def _do_again(self, objects: dict[str, Any], run: Callable[[], None]) -> None:
+        """Let Lightning replay the last committed step without computing it."""
+        outcome = StepOutcome(**objects["outcome"])
+        step, _ = self._manager.resumed_at or (-1, Stage.COMMITTED)
+        states = self._manager.rng_of(step)
+        with self._keeper.outcomes.replay(with_own_loss(outcome, states.loss if states is not None else None)):
+            run()
+
+    @contextmanager
+    def replayed_update(self, optimizer: Any, outcome: StepOutcome) -> Iterator[None]:
+        """Make the update of ``optimizer`` a replay of ``outcome`` while the context lasts.
+
+        Args:
+            optimizer: Megatron's optimizer.
+            outcome: the outcome of the step that is replayed.
+        """
+        kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
+
+        def step() -> tuple[bool, Any, Any]:
+            """Stand in for the update: put back what forward and backward have logged, and compute nothing."""
+            assert self._manager.resumed_at is not None
+            put_accumulated(self._trainer, self._own_of(outcome.accumulated, *self._manager.resumed_at))
+            return kept
+
+        optimizer.step = step
+        try:
+            yield
+        finally:
+            del optimizer.step
+            self._manager.restore_streams()
+
+
+def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, Any]:
+    """Skip a fit that was over before the fault, which came in a later fit of the same block.
+
+    Args:
+        trainer: the trainer of the fit.
+        objects: the non-tensor state that the fit ended in; None if no rank knows it.
+
+    Returns:
+        The part of that state that Lightning loads.
+    """
+    logger.warning(
+        "this fit was over before the fault and is not made again; until the next fit of the block begins, the "
+        "model's weights are not those that it ended with"
+    )
+    trainer.fit_loop.was_finished = True  # type: ignore[attr-defined]
+    if objects is None:
+        return {}
+    put_kinds(trainer, objects["kinds"])
+    checkpoint: dict[str, Any] = objects["checkpoint"]
+    return checkpoint
+
+
+def _begins_epoch(stage: Stage, objects: Mapping[str, Any]) -> bool:
+    """Return whether an epoch begins where the loops resume."""
+    return stage is Stage.TURNED or (stage is Stage.COMMITTED and objects["base"] == Stage.TURNED)

@@ -1,0 +1,113 @@
+"""Lightning's checkpoint connector, which asks memory before storage."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
+from checkpointless.recovery.decide import Verdict
+from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint, copy_to_load
+from checkpointless.telemetry.events import event_log
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointlessCompatibleConnector(_CheckpointConnector):
+    """Restores a trainer from living replicas or, failing that, from the checkpoint that Lightning would load.
+
+    If neither is possible although steps were committed, the job ends with the reason, unless the manager allows a
+    restart from scratch.
+    """
+
+    @classmethod
+    def adopt(cls, connector: _CheckpointConnector) -> CheckpointlessCompatibleConnector:
+        """Return a connector that takes the place of ``connector``, with all its attributes."""
+        if isinstance(connector, cls):
+            return connector
+        adopted = cls(connector.trainer)
+        vars(adopted).update(vars(connector))
+        return adopted
+
+    @override
+    def resume_start(self, checkpoint_path: str | Path | None = None) -> None:
+        """Load from memory if this is a restart and memory suffices, else from ``checkpoint_path``.
+
+        Args:
+            checkpoint_path: the checkpoint on storage; None: the one that the delayed auto-resume finds.
+
+        Raises:
+            UnrecoverableError: steps were committed, and neither memory nor storage holds them any more.
+        """
+        strategy: Any = self.trainer.strategy
+        call = active_call_wrapper()
+        manager = getattr(strategy, "checkpoint_manager", None)  # a strategy of another kind has none
+        if call is None or manager is None or call.generation == 0 or not self._fits:
+            self._load(self._storage_path(checkpoint_path))
+            return
+        if strategy.awaits_adapters and manager.checkpointless_recovery_feasible(self.trainer):
+            strategy.add_adapters()
+        strategy.rebuilt()
+        call.enter_phase("recovery", call.high_water)
+        checkpoint = manager.try_checkpointless_load(self.trainer)
+        if manager.verdict is Verdict.SKIP:
+            self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(strategy.skip_fit(manager.finished_fit())))
+            return
+        if checkpoint is not None:
+            self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(checkpoint))
+            return
+        self._from_storage(checkpoint_path, manager, call)
+
+    @override
+    def resume_end(self) -> None:
+        """End the restore, and tell the strategy that the state is whole from now on."""
+        super().resume_end()
+        restored = getattr(self.trainer.strategy, "restored", None)
+        if restored is not None and self._fits:
+            restored()
+
+    @property
+    def _fits(self) -> bool:
+        """Whether the trainer was asked for a fit; a validation that follows a fit has no separate state."""
+        return bool(self.trainer.state.fn == TrainerFn.FITTING)
+
+    def _from_storage(self, checkpoint_path: str | Path | None, manager: Any, call: Any) -> None:
+        path = self._storage_path(checkpoint_path)
+        if not path and call.high_water > 0 and manager.verdict is not Verdict.START:
+            reason = (
+                f"{manager.refusal or 'no rank holds the state in memory'}; "
+                "there is no checkpoint on storage to fall back to"
+            )
+            if not manager.allow_restart_from_scratch:
+                raise UnrecoverableError(reason)
+            logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
+        event_log().emit(
+            "fallback",
+            "point",
+            generation=call.generation,
+            incident=call.incident,
+            reason=manager.refusal,
+            storage=str(path) if path else None,
+        )
+        self._load(path)
+        manager.delete_checkpoint()
+
+    def _load(self, path: Any) -> None:
+        """Load the checkpoint at ``path`` or, without one, what NeMo's ``restore_config`` names."""
+        restore_from_storage = getattr(self.trainer.strategy, "restore_from_storage", None)
+        if not path and restore_from_storage is not None:
+            restore_from_storage()
+        super().resume_start(path)
+
+    def _storage_path(self, checkpoint_path: str | Path | None) -> Any:
+        """Return the checkpoint to load: the given one, or the one that the delayed auto-resume finds now."""
+        delayed = getattr(self.trainer, "fresume", None)
+        if checkpoint_path is None and delayed is not None:
+            delayed.setup(self.trainer, self.trainer.lightning_module, force_setup=True)
+            return self.trainer.ckpt_path
+        return checkpoint_path

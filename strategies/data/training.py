@@ -1,0 +1,84 @@
+"""The data that a fit trains on: where it stands, and how a loader that was made anew is brought there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from checkpointless.strategies.data.position import (
+    DataPosition,
+    Starts,
+    TrackedSampler,
+    go_on_counting,
+    keeps_its_position,
+    track,
+)
+
+
+class TrainingData:
+    """Follows the training loader of a trainer, whichever was made last."""
+
+    def __init__(self) -> None:
+        self._tracked: TrackedSampler | None = None  # None: the loader, or the dataset alone, knows its position
+
+    def position(self, fit_loop: Any) -> DataPosition:
+        """Return where the training stands in its data.
+
+        Args:
+            fit_loop: Lightning's loop over epochs, made resumable.
+        """
+        fetcher = fit_loop._data_fetcher
+        fetched = fetcher.fetched if fetcher is not None else 0
+        tracked = self._tracked
+        return DataPosition(
+            fetched,
+            fetched - fit_loop.epoch_loop.not_delivered,
+            tracked.began_at if tracked is not None else None,
+            tracked.consumed if tracked is not None else None,
+            length=fetcher.length if fetcher is not None else None,
+            length_at_start=tracked.length_at_start if tracked is not None else None,
+        )
+
+    def made(self, loader: Any, starts: Starts, position: DataPosition | None) -> None:
+        """Follow a training loader that has just been made.
+
+        Args:
+            loader: the loader as Lightning will iterate over it.
+            starts: keeps the random streams at the beginning of each iterator.
+            position: where the training stands; None: at the beginning.
+        """
+        self._tracked = None if keeps_its_position(loader) else track(loader, starts, position)
+
+    def set_up(self) -> None:
+        """Note that the fit is set up: Lightning has asked how many batches there are."""
+        if self._tracked is not None:
+            self._tracked.set_up()
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch; the one before it was over when it was resumed."""
+        if self._tracked is not None:
+            self._tracked.begin_epoch()
+
+    def begin_epoch_at(self, position: DataPosition) -> None:
+        """Let the epoch that begins where the loops resume begin at ``position``."""
+        if self._tracked is not None:
+            self._tracked.begin_at(position.consumed)
+
+    def resume_at(self, position: DataPosition, fit_loop: Any) -> None:
+        """Let an epoch that has begun in an earlier generation continue at ``position``.
+
+        Args:
+            position: where the training stands.
+            fit_loop: Lightning's loop over epochs, whose loader and iterator were made anew.
+        """
+        fetcher: Any = fit_loop._data_fetcher
+        self._take_what_was_delivered(fit_loop._combined_loader.flattened, fetcher, position)
+        fetcher.fetched, fetcher.length = position.fetched, position.length
+        fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
+        go_on_counting(fetcher, position)
+        fit_loop.epoch_loop.not_delivered = position.fetched - position.delivered
+
+    def _take_what_was_delivered(self, loaders: Any, fetcher: Any, position: DataPosition) -> None:
+        """Advance an iterator whose batches only the dataset knows past those that were delivered."""
+        if self._tracked is None and not any(keeps_its_position(loader) for loader in loaders):
+            for _ in range(position.delivered):
+                next(fetcher.iterator)

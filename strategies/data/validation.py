@@ -1,0 +1,117 @@
+"""Where the loaders of a fit's validations stand: the state that one validation leaves to the next.
+
+NeMo's shuffling sampler counts the samples that it has handed out, and a loader may have a separate generator. Both
+continue from validation to validation, so they are taken and put back with the random streams of the rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from checkpointless.recovery.rng import RngSource, register_rng_source
+from checkpointless.strategies.data.position import generators_of, is_megatrons, place_of_sampler, sampler_of
+
+_SOURCE = "validation_data"
+
+
+class ValidationData:
+    """Takes and puts back the state that a trainer's validation loaders carry over to the next validation.
+
+    Args:
+        trainer: the trainer. Only validations of its fit count, not one that is asked for by itself.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._waiting: dict[str, Any] = {}  # the state of loaders that are not made yet
+        self._made = 0
+        register_rng_source(_SOURCE, RngSource(self._take, self._put))
+
+    def made(self, loader: Any) -> None:
+        """Let the next loader, which has just been made, resume where the one before the fault stood."""
+        if self._waiting:
+            _put_generators(loader, self._made, self._waiting)
+            consumed = self._waiting.get(f"{self._made}")
+            name = place_of_sampler(loader)
+            sampler = getattr(loader, name, None)
+            if consumed is not None and is_megatrons(sampler):
+                object.__setattr__(loader, name, _GoesOn(sampler, consumed))  # torch forbids a plain assignment
+            self._made += 1
+
+    def _take(self) -> dict[str, Any]:
+        loaders = self._loaders()
+        if not loaders:
+            return self._waiting
+        return {name: value for index, each in enumerate(loaders) for name, value in _state_of(each, index)}
+
+    def _put(self, state: dict[str, Any]) -> None:
+        loaders = self._loaders()
+        self._waiting, self._made = ({}, 0) if loaders else (state, 0)
+        for index, loader in enumerate(loaders):
+            _put_state(loader, index, state)
+
+    def _loaders(self) -> list[Any]:
+        """Return the loaders that are made already."""
+        trainer = self._trainer()
+        combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader if trainer is not None else None
+        return list(combined.flattened) if combined is not None else []
+
+
+class _GoesOn:
+    """A Megatron sampler whose first iterator begins where the sampler before the fault stood.
+
+    The count is not put back earlier: Lightning asks for the sampler's length when the loader is made, and no
+    sampler had counted anything by then.
+    """
+
+    def __init__(self, inner: Any, consumed: int) -> None:
+        self._inner = inner
+        self._consumed: int | None = consumed
+
+    @property
+    def consumed_samples(self) -> int:
+        """The number of samples that the sampler counts as consumed."""
+        return int(self._inner.consumed_samples) if self._consumed is None else self._consumed
+
+    @consumed_samples.setter
+    def consumed_samples(self, consumed: int) -> None:
+        self._inner.consumed_samples, self._consumed = consumed, None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._consumed is not None:
+            self.consumed_samples = self._consumed
+        yield from self._inner
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _state_of(loader: Any, index: int) -> Iterator[tuple[str, Any]]:
+    sampler = sampler_of(loader)
+    if is_megatrons(sampler):
+        yield f"{index}", sampler.consumed_samples
+    for number, each in enumerate(generators_of(loader)):
+        yield f"{index}/{number}", each.get_state().numpy().tobytes()
+
+
+def _put_state(loader: Any, index: int, state: Mapping[str, Any]) -> None:
+    sampler = sampler_of(loader)
+    if is_megatrons(sampler) and f"{index}" in state:
+        sampler.consumed_samples = state[f"{index}"]
+    _put_generators(loader, index, state)
+
+
+def _put_generators(loader: Any, index: int, state: Mapping[str, Any]) -> None:
+    for number, each in enumerate(generators_of(loader)):
+        if f"{index}/{number}" in state:
+            each.set_state(torch.frombuffer(bytearray(state[f"{index}/{number}"]), dtype=torch.uint8))

@@ -1,0 +1,1 @@
+"""Recipes of NeMo-Run: switching recovery on in them, and what is refused."""

@@ -1,0 +1,157 @@
+"""Changes a NeMo-Run recipe so that it recovers from memory, and says what prevents that."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import fiddle as fdl
+import nemo_run as run
+from nemo.lightning import AutoResume, MegatronOptimizerModule, MegatronStrategy
+
+from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.strategies.checkpoints.resume import CheckpointlessAutoResume
+from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
+from checkpointless.strategies.nemo_run.layout import layout_of, require
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_REPLICAS = 2
+
+# Callbacks of nvidia-resiliency-ext (NVRx) and why they cannot stay; by name, as the package need not be installed.
+_UNFIT_CALLBACKS = {
+    "FaultToleranceCallback": "it reports to NVRx's launcher, which restarts all processes",
+    "FaultToleranceSectionsCallback": "it reports to NVRx's launcher, which restarts all processes",
+    "StragglerDetectionCallback": "it can be set up once per process, and fails when training is entered again",
+}
+_EARLY_GATHER = "overlap_param_gather_with_optimizer_step"
+
+
+def switch_on(recipe: run.Partial, replicas: int | None = None, enable_checksum: bool = False) -> None:
+    """Change a recipe in place, after checking that all can be changed. A second call changes nothing more.
+
+    Args:
+        recipe: the recipe of a function that takes a ``trainer``.
+        replicas: the number of ranks that hold each shard, as for :func:`checkpointless.strategies.enable`.
+        enable_checksum: compare the replicas before a recovery.
+
+    Raises:
+        ValueError: the recipe cannot be made to recover; the message is one line that says what to change.
+    """
+    strategy = _strategy_of(recipe)
+    _check_optimizer(recipe)
+    instances = _instances(recipe, strategy, replicas)
+    _swap(strategy, CheckpointlessMegatronStrategy)
+    strategy.num_distributed_optimizer_instances = instances
+    _set_callbacks(recipe.trainer, enable_checksum)
+    resume = getattr(recipe, "resume", None)
+    if isinstance(resume, fdl.Buildable) and _is(resume, AutoResume):
+        _swap(resume, CheckpointlessAutoResume)
+
+
+def _strategy_of(recipe: run.Partial) -> Any:
+    """Return the configuration of the recipe's Megatron strategy."""
+    trainer = getattr(recipe, "trainer", None)
+    strategy = getattr(trainer, "strategy", None)
+    if not isinstance(trainer, fdl.Buildable) or strategy is None:
+        raise ValueError("the recipe has no trainer.strategy: set it to a run.Config of nl.MegatronStrategy")
+    if not isinstance(strategy, fdl.Buildable):
+        raise ValueError(
+            f"trainer.strategy is {_name(strategy)}, made already: set it to a run.Config, so that it can be made "
+            "anew after a fault"
+        )
+    if not _is(strategy, MegatronStrategy):
+        raise ValueError(f"trainer.strategy is {_name(strategy)}: only nl.MegatronStrategy can recover from memory")
+    if strategy.__fn_or_cls__ is not MegatronStrategy and not _is(strategy, CheckpointlessMegatronStrategy):
+        raise ValueError(
+            f"trainer.strategy is {_name(strategy)}, a subclass of MegatronStrategy: derive it from "
+            "CheckpointlessMegatronStrategy instead"
+        )
+    ddp = getattr(strategy, "ddp", None)
+    sharded = any(getattr(ddp, name, False) for name in ("use_custom_fsdp", "use_megatron_fsdp"))
+    if getattr(strategy, "fsdp", None) is not None or sharded:
+        raise ValueError(
+            "FSDP shards parameters over all data-parallel ranks, so that nobody holds them twice: set "
+            "trainer.strategy.fsdp=None, without use_custom_fsdp or use_megatron_fsdp in its ddp"
+        )
+    if ddp == "pytorch":
+        raise ValueError('trainer.strategy.ddp="pytorch" has no Megatron optimizer: set it to "megatron"')
+    return strategy
+
+
+def _check_optimizer(recipe: run.Partial) -> None:
+    """Raise if the update of the recipe's optimizer cannot be guarded."""
+    optim = getattr(recipe, "optim", None)
+    of_class = isinstance(optim, fdl.Buildable) and isinstance(optim.__fn_or_cls__, type)
+    if of_class and not _is(optim, MegatronOptimizerModule):
+        raise ValueError(f"optim is {_name(optim)}: only nl.MegatronOptimizerModule can recover from memory")
+    for place in (getattr(optim, "config", None), *_callbacks_of(recipe.trainer)):
+        if getattr(place, _EARLY_GATHER, None):
+            raise ValueError(
+                f"{_name(place)} sets {_EARLY_GATHER}, with which an update cannot be guarded: set it to False"
+            )
+
+
+def _instances(recipe: run.Partial, strategy: Any, replicas: int | None) -> int:
+    """Return how many instances of the distributed optimizer are needed.
+
+    Without the distributed optimizer all data-parallel ranks hold the same state, and Megatron wants one instance.
+    """
+    present = strategy.__arguments__.get("num_distributed_optimizer_instances") or 1
+    wanted = replicas if replicas is not None else max(present, DEFAULT_REPLICAS)
+    if wanted < 2:
+        raise ValueError(f"replicas={wanted}: a rank that dies is filled by another holder, so 2 are needed")
+    distributed = _optimizer_is_distributed(recipe)
+    layout = layout_of(recipe.trainer, strategy)
+    if layout is not None:
+        require(layout, wanted if distributed else max(2, min(layout.holders())))
+    return wanted if distributed else 1
+
+
+def _optimizer_is_distributed(recipe: run.Partial) -> bool:
+    """Return whether the optimizer will be Megatron's distributed one; in NeMo its configuration decides that."""
+    config = getattr(getattr(recipe, "optim", None), "config", None)
+    return True if config is None else bool(getattr(config, "use_distributed_optimizer", False))
+
+
+def _set_callbacks(trainer: Any, enable_checksum: bool) -> None:
+    """Add our callback if it is missing, and remove the callbacks that cannot be entered again."""
+    kept = []
+    for callback in _callbacks_of(trainer):
+        why = _UNFIT_CALLBACKS.get(_name(callback))
+        if why is None:
+            kept.append(callback)
+        else:
+            logger.warning("%s is taken out of the recipe: %s", _name(callback), why)
+    ours = next((each for each in kept if _is(each, CheckpointlessCallback)), None)
+    if ours is None:
+        ours = run.Config(CheckpointlessCallback)
+        kept.append(ours)
+    if enable_checksum and isinstance(ours, fdl.Buildable):
+        ours.enable_checksum = True
+    trainer.callbacks = kept
+
+
+def _callbacks_of(trainer: Any) -> list[Any]:
+    """Return the trainer's callbacks, however they are given."""
+    callbacks = getattr(trainer, "callbacks", None)
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+
+
+def _swap(config: Any, cls: type) -> None:
+    """Make a configuration build ``cls`` with the arguments that it has, unless it builds one already."""
+    if not _is(config, cls):
+        fdl.update_callable(config, cls)
+
+
+def _is(value: Any, cls: type) -> bool:
+    """Return whether ``value`` is an instance or a configuration of ``cls`` or of a subclass."""
+    made = value.__fn_or_cls__ if isinstance(value, fdl.Buildable) else type(value)
+    return isinstance(made, type) and issubclass(made, cls)
+
+
+def _name(value: Any) -> str:
+    made = value.__fn_or_cls__ if isinstance(value, fdl.Buildable) else type(value)
+    return getattr(made, "__name__", str(made))

@@ -1,0 +1,265 @@
+"""One fit of a trainer in the block that is entered again: what recovery keeps of it, and how the fit resumes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+
+from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.inprocess.finalize import register_cleanup
+from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
+from checkpointless.recovery.decide import Verdict
+from checkpointless.recovery.guard import vote
+from checkpointless.recovery.manager import manager_of
+from checkpointless.recovery.moment import Stage
+from checkpointless.strategies.boundary.live_state import TrainerLiveState
+from checkpointless.strategies.boundary.peft import trained_names
+from checkpointless.strategies.boundary.replay import StepOutcome
+from checkpointless.strategies.boundary.restoration import Restoration
+from checkpointless.strategies.boundary.step_keeper import StepKeeper
+from checkpointless.strategies.checkpoints.background import let_go
+from checkpointless.strategies.checkpoints.saves import Saves
+from checkpointless.strategies.checkpoints.unfinished import leave_unfinished
+from checkpointless.strategies.data.position import samples_per_step, several_loaders
+from checkpointless.strategies.data.training import TrainingData
+from checkpointless.strategies.data.validation import ValidationData
+from checkpointless.strategies.data.worker_streams import WorkerSeed
+from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
+
+
+def begin_manager(call: HPCallWrapper, callback: CheckpointlessCallback, peft: bool) -> CheckpointManager | None:
+    """Begin a fit with the manager that keeps this rank's state over restarts, made if the block has none yet.
+
+    Args:
+        call: the running wrapper.
+        callback: the settings of the recovery.
+        peft: whether a manager that is made is one for parameter-efficient fine-tuning.
+
+    Returns:
+        The manager; None if recovery from memory is switched off.
+    """
+    call.restart_in_process = callback.enable_inprocess
+    if not callback.enable_checkpointless:
+        return None
+    manager = manager_of(call)
+    if manager is None:
+        call.checkpoint_manager = manager = PEFTCheckpointManager() if peft else CheckpointManager()
+    if callback.enable_checksum:
+        manager.enable_checksum = True
+    manager.begin_fit()
+    if manager.saves is None:
+        manager.saves = Saves()
+    return manager
+
+
+class RecoverableFit:
+    """One fit of a trainer, which is kept from step to step and resumes after a fault.
+
+    The loops report their moments to it (:class:`checkpointless.strategies.boundary.loops.Observer`).
+
+    Args:
+        trainer: the trainer, whose strategy has been set up. Optimizers may be missing, in a PEFT run.
+        call: the running wrapper.
+        manager: keeps this rank's state over restarts; None: recovery from memory is switched off.
+        data: the training data of the trainer.
+        worker_seed: the seed of all data-loader workers.
+
+    Attributes:
+        manager: the manager, as given.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        call: HPCallWrapper,
+        manager: CheckpointManager | None,
+        data: TrainingData,
+        worker_seed: WorkerSeed,
+    ) -> None:
+        self.manager = manager
+        self._trainer = trainer
+        self._call = call
+        self._data = data
+        self._worker_seed = worker_seed
+        self._loggers = LoggerFacts(trainer, call)
+        self._keeper: StepKeeper | None = None  # None: a PEFT run has neither adapters nor an optimizer yet
+        self._restoration: Restoration | None = None
+        self._restored_without_adapters = False
+        self._validation_data: ValidationData | None = None
+        if manager is not None:
+            self._validation_data = ValidationData(trainer)
+            old, saves = weakref.ref(trainer), manager.saves
+            register_cleanup("saves", lambda: let_go(old()) if saves.pending is not None else None)
+
+    # --- what it holds ------------------------------------------------------------------------------------------
+
+    def take_hold(self) -> None:
+        """Take hold of model and optimizer, which are built, and guard the update."""
+        self._keeper = StepKeeper(self._trainer, self._call, self.manager, self._data)
+
+    @property
+    def live(self) -> TrainerLiveState | None:
+        """The state of the trainer; None before :meth:`take_hold`."""
+        return self._keeper.live if self._keeper is not None else None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the fit is being run, and could be recovered."""
+        return self.manager is not None and self._keeper is not None and self._keeper.live.is_under_way
+
+    @property
+    def replayed(self) -> StepOutcome | None:
+        """The outcome of the committed step that is replayed; None: a step is computed."""
+        return self._keeper.outcomes.replayed if self._keeper is not None else None
+
+    def _job_step(self) -> int:
+        """Return the optimizer step that the trainer is at, counted over all fits of the block."""
+        offset = self.manager.offset if self.manager is not None else 0
+        return int(self._trainer.global_step) + offset
+
+    # --- what the loops report ----------------------------------------------------------------------------------
+
+    def reached(self, stage: Stage) -> None:
+        """Take the state of the moment that the loops have reached: ``stage`` after the newest step."""
+        if self.manager is None or self._keeper is None:
+            return
+        step = self._job_step()
+        self._keeper.reached(step, stage)
+        if stage is Stage.ENDED:
+            self._loggers.keep_rows(step)
+
+    def epoch_begins(self) -> None:
+        """Begin an epoch; the one before it was over when it was resumed."""
+        self._data.begin_epoch()
+
+    def data_is_set_up(self, loaders: Sequence[Any]) -> None:
+        """Refuse training loaders that could not be brought back to where they stood.
+
+        Args:
+            loaders: all training loaders that the trainer was given.
+
+        Raises:
+            UnrecoverableError: there are several loaders.
+        """
+        if self.manager is not None and len(loaders) > 1:
+            raise UnrecoverableError(several_loaders(len(loaders)))
+        self._data.set_up()
+
+    # --- when the state is whole --------------------------------------------------------------------------------
+
+    def restored_from_memory(self, objects: dict[str, Any]) -> None:
+        """Note that the tensors are in place, and keep the rest of the state.
+
+        Args:
+            objects: the rest of the state; what Lightning does not load is put back after Lightning has loaded its
+                part.
+        """
+        assert self.manager is not None
+        assert self._keeper is not None
+        self._restoration = Restoration(
+            objects, self._trainer, self.manager, self._keeper, self._data, self._loggers
+        )
+
+    @property
+    def _is_resuming(self) -> bool:
+        """Whether the state is from memory, and a part of it is still to be put back."""
+        return self._restoration is not None and self._restoration.is_pending
+
+    def restored(self) -> None:
+        """Prepare to train with the state, which is whole: from memory, from storage, or that of a new job."""
+        call, manager = self._call, self.manager
+        if manager is None:
+            return
+        self._loggers.keep(manager.fit)
+        resumed_at = manager.resumed_at if self._is_resuming else None
+        if call.generation > 0:
+            manager.saves.agree(resumed_at, self._trainer.strategy)
+            leave_unfinished(False)
+        if manager.verdict is Verdict.SKIP:
+            return
+        step = resumed_at[0] if resumed_at is not None else self._job_step()
+        self._worker_seed.agree(manager.rng_of(step))
+        if self._restoration is not None and self._restoration.is_pending:
+            self._restoration.resume()
+        if self._keeper is None:
+            self._restored_without_adapters = True
+        else:
+            if not self._is_resuming:
+                manager.begin_buffers(self._keeper.live)
+                self.reached(Stage.LOADED)
+            manager.attach(self._keeper.live, step)
+        call.steps.begin_data(samples_per_step(self._trainer))
+
+    def adapters_added(self, params_to_save: Iterable[str]) -> None:
+        """Note that the adapters are in place with their values, unless memory is about to give them the values.
+
+        Args:
+            params_to_save: the names of the parameters that NeMo saves as adapters.
+        """
+        manager, keeper = self.manager, self._keeper
+        if manager is None or keeper is None:
+            return
+        if isinstance(manager, PEFTCheckpointManager):
+            strategy: Any = self._trainer.strategy
+            manager.params_to_save = {*params_to_save, *trained_names(strategy.megatron_parallel)}
+        if self._restored_without_adapters:
+            self._restored_without_adapters = False
+            manager.begin_buffers(keeper.live)
+            self.reached(Stage.CHECKED)
+            vote()  # an attached rank can be recovered from: by then every rank's streams are on its board
+            manager.attach(keeper.live, self._job_step())
+
+    # --- while it is run ----------------------------------------------------------------------------------------
+
+    def loader_is_due(self) -> None:
+        """Prepare for a loader that is about to be made."""
+        if self._restoration is not None and self._trainer.training:
+            self._restoration.put_sampler()
+
+    def loader_is_made(self, loader: Any) -> None:
+        """Follow a loader that has just been made, and bring it to where the data stood before the fault.
+
+        Args:
+            loader: the loader as Lightning will iterate over it.
+        """
+        if self.manager is not None and self._trainer.training:
+            position = self._restoration.position() if self._restoration is not None else None
+            self._data.made(loader, self.manager, position)
+        elif self._validation_data is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self._validation_data.made(loader)
+
+    def update(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Return a context for the update of a step, in which a step that is replayed updates nothing.
+
+        Args:
+            optimizer: Megatron's optimizer.
+        """
+        if self.replayed is None or self._restoration is None:
+            return nullcontext()
+        return self._restoration.replayed_update(optimizer, self.replayed)
+
+    def save(self, path: str, calls: Any, finish: Callable[[], None] | None, make: Callable[[], None]) -> None:
+        """Make a save, unless it was made before a fault that makes the ranks pass this point once more.
+
+        Args:
+            path: the path to save to.
+            calls: Megatron's queue of background saves; None: the save is made at once.
+            finish: the function that ends the save; None: there is none.
+            make: makes the save.
+        """
+        if self.manager is None or self._keeper is None or not self.is_under_way:
+            make()
+            return
+        self.manager.saves.save(path, self._keeper.live.newest_moment, calls, finish, make)
+
+    def finish(self) -> None:
+        """End the fit, if it is under way. Collective."""
+        if self.manager is not None and self._keeper is not None and self.is_under_way:
+            vote()  # the last hooks have run on every rank: no rank goes back into this fit
+            self.manager.finish_fit(self._keeper.live.newest())

@@ -1,0 +1,158 @@
+"""What Lightning and torchmetrics accumulate over an epoch: taken, kept as a rank's own, and put back."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torchmetrics import CatMetric, MeanMetric, MetricTracker, MinMaxMetric
+
+from checkpointless.serialization import state_tree
+from checkpointless.strategies.boundary import epoch_metrics
+from checkpointless.strategies.boundary.epoch_metrics import (
+    OWN_BYTES,
+    make_results_resumable,
+    own_part,
+    put_accumulated,
+    take_accumulated,
+    warn_if_lost,
+    with_own,
+)
+
+
+class Strategy:
+    """As far as results ask it."""
+
+    root_device = torch.device("cpu")
+
+    def reduce(self, value: Any, group: Any = None, reduce_op: Any = None) -> Any:
+        """Over one rank."""
+        return value
+
+
+class Module(torch.nn.Module):
+    """With two metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.more = torch.nn.ModuleDict({"all": CatMetric()})
+        self.extremes = MinMaxMetric(MeanMetric())
+        self.history = MetricTracker(MeanMetric(), maximize=True)
+
+
+def trainer_of() -> Any:
+    """One with results and metrics of its own."""
+    trainer = SimpleNamespace(
+        lightning_module=Module(),
+        strategy=Strategy(),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_results=_ResultCollection(training=True))),
+        _logger_connector=SimpleNamespace(_first_loop_iter=None, _current_fx=None),
+    )
+    make_results_resumable(trainer)
+    return trainer
+
+
+def log(trainer: Any, value: float, group: Any = None) -> None:
+    """As a training step does."""
+    module, connector = trainer.lightning_module, trainer._logger_connector
+    connector._first_loop_iter = connector._first_loop_iter is None
+    connector._current_fx = "training_step"
+    module.mean.update(value)
+    module.more["all"].update(value)
+    module.extremes.update(value)
+    module.extremes.compute()
+    module.history.increment()
+    module.history.update(value)
+    results = trainer.fit_loop.epoch_loop._results
+    options = {"on_epoch": True, "sync_dist_fn": trainer.strategy.reduce, "batch_size": 2}
+    for reduction in ("mean", "max", "sum"):
+        results.log("training_step", reduction, torch.tensor(value), reduce_fx=reduction, on_step=True, **options)
+    results.log("training_step", "shared", torch.tensor(value), sync_dist=True, sync_dist_group=group, **options)
+    results.log("training_step", "object", module.mean, metric_attribute="mean", **options)
+    results.log("training_step", "step", torch.tensor(value), on_step=True, on_epoch=False)
+
+
+def ended(trainer: Any) -> dict[str, Any]:
+    """What the epoch came to."""
+    found = trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
+    module = trainer.lightning_module
+    return {
+        **found,
+        "all": module.more["all"].compute().tolist(),
+        "extremes": module.extremes.compute(),
+        "history": module.history.compute_all().tolist(),
+    }
+
+
+def test_what_is_put_back_goes_on_as_if_nothing_had_been() -> None:
+    calm, broken, resumed = trainer_of(), trainer_of(), trainer_of()
+    for value in (3.0, 1.0, 7.0):
+        log(calm, value)
+    for value in (3.0, 1.0):
+        log(broken, value, group="old")
+    kept = take_accumulated(broken)
+    log(broken, 100.0, group="old")
+    state_tree.check(kept)
+    put_accumulated(resumed, state_tree.loads(state_tree.dumps(kept)))
+    assert resumed._logger_connector._first_loop_iter is False
+    log(resumed, 7.0, group="new")
+    assert ended(resumed) == ended(calm)
+
+
+def test_what_is_put_back_stays_as_it_was_kept() -> None:
+    broken = trainer_of()
+    log(broken, 3.0)
+    kept = take_accumulated(broken)
+    before = state_tree.digest(kept)
+    for _ in range(2):
+        resumed = trainer_of()
+        put_accumulated(resumed, kept)
+        log(resumed, 5.0)
+        ended(resumed)
+    assert state_tree.digest(kept) == before
+
+
+def test_a_peers_values_are_not_taken_for_ones_own() -> None:
+    mine, peer, resumed = trainer_of(), trainer_of(), trainer_of()
+    log(mine, 2.0)
+    log(peer, 50.0)
+    peer.fit_loop.epoch_loop._results.log("training_step", "of rank 0", torch.tensor(1.0), batch_size=1)
+    own = own_part(take_accumulated(mine))
+    assert own is not None
+    put_accumulated(resumed, with_own(take_accumulated(peer), state_tree.loads(state_tree.dumps(own))))
+    assert ended(resumed) == ended(mine)
+
+
+def test_nothing_is_kept_of_what_is_not_accumulated() -> None:
+    trainer = trainer_of()
+    trainer.lightning_module = torch.nn.Module()
+    trainer.fit_loop.epoch_loop._results.log(
+        "training_step", "loss", torch.tensor(1.0), on_step=True, on_epoch=False
+    )
+    assert own_part(take_accumulated(trainer)) == {}
+
+
+def test_what_is_too_large_to_outlive_its_process_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epoch_metrics, "_warned", False)
+    trainer = trainer_of()
+    trainer.lightning_module.more["all"].update(torch.zeros(OWN_BYTES))
+    kept = take_accumulated(trainer)
+    with caplog.at_level(logging.WARNING):
+        assert own_part(kept) is None
+        assert own_part(kept) is None
+    (said,) = caplog.messages
+    assert "if its process is lost" in said
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert with_own(kept, None)["metrics"].keys() == kept["metrics"].keys()
+        warn_if_lost(kept, own_part(take_accumulated(trainer_of())))
+        warn_if_lost(kept, None)
+    (said,) = caplog.messages
+    assert "is lost with its process" in said

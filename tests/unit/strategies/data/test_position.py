@@ -1,0 +1,89 @@
+"""Samplers that count what is fetched ahead: the lengths that Lightning is told, and where validations go on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+pytestmark = pytest.mark.nemo
+
+SAMPLES, PER_ITEM = 64, 8
+
+
+class Trainer:
+    """Can be referred to weakly."""
+
+
+def sampler_at(consumed: int = 0) -> Any:
+    """NeMo's that shuffles, for one of four ranks."""
+    from nemo.lightning.data import MegatronPretrainingRandomSampler
+
+    return MegatronPretrainingRandomSampler(
+        total_samples=SAMPLES,
+        consumed_samples=consumed,
+        micro_batch_size=PER_ITEM // 4,
+        data_parallel_rank=0,
+        data_parallel_size=4,
+    )
+
+
+def set_up(tracked: Any) -> tuple[int, int]:
+    """What Lightning asks at set-up: before the iterator is made, and when workers have fetched two ahead."""
+    before = len(tracked)
+    items = iter(tracked)
+    next(items), next(items)
+    found = before, len(tracked)
+    tracked.set_up()
+    return found
+
+
+def test_the_lengths_at_set_up_are_the_same_after_a_fault() -> None:
+    from checkpointless.strategies.data.position import DataPosition, TrackedSampler
+
+    starts = SimpleNamespace(keep_data_start=lambda streams: None, data_start=lambda: None)
+    first = TrackedSampler(sampler_at(), starts, None)
+    lengths = set_up(first)
+    assert lengths == (8, 6)
+    position = DataPosition(4, 4, first.began_at, 48, length=6, length_at_start=first.length_at_start)
+    again = TrackedSampler(sampler_at(), starts, position)
+    assert set_up(again) == lengths
+    assert len(again) == (SAMPLES - again.consumed) // PER_ITEM, "behind the set-up as ever"
+
+
+def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkpointless.recovery import rng
+    from checkpointless.strategies.data.validation import ValidationData
+
+    monkeypatch.setattr(rng, "_sources", {})
+    val_loop = SimpleNamespace(_combined_loader=None)
+    trainer: Any = Trainer()
+    trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=val_loop))
+
+    def loader() -> DataLoader[int]:
+        return DataLoader(range(SAMPLES), batch_sampler=sampler_at())  # type: ignore[arg-type]
+
+    def put_in_place(made: DataLoader[int]) -> None:
+        val_loop._combined_loader = SimpleNamespace(flattened=[made])
+
+    before = ValidationData(trainer)
+    put_in_place(loader())
+    (first,) = val_loop._combined_loader.flattened
+    assert len(list(first)) == 8
+    state = before._take()
+    assert state == {"0": 64}
+    expected = list(first)
+
+    val_loop._combined_loader = None
+    after = ValidationData(trainer)
+    after._put(state)
+    assert after._take() == state, "nothing is lost by a fault before the loader is made"
+    late = loader()
+    after.made(late)
+    assert len(late) == 8
+    put_in_place(late)
+    assert after._take() == state
+    assert [batch.tolist() for batch in late] == [batch.tolist() for batch in expected]
+    assert after._take() == {"0": 128}

@@ -1,0 +1,78 @@
+"""Facts of loggers: where a trainer's successor writes on, and which rows it drops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nemo.lightning", reason="needs NeMo")
+
+from lightning.pytorch.loggers import CSVLogger
+from nemo.constants import NEMO_ENV_VARNAME_VERSION
+
+from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
+
+pytestmark = pytest.mark.nemo
+
+
+class Call:
+    """A running wrapper that keeps facts."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+
+    def keep_fact(self, name: str, value: Any) -> None:
+        """Keep one."""
+        self.facts[name] = value
+
+
+def facts_of(folder: Path, call: Any, rank: int = 0) -> tuple[LoggerFacts, CSVLogger]:
+    made = CSVLogger(str(folder), flush_logs_every_n_steps=1)
+    trainer: Any = SimpleNamespace(loggers=[made], is_global_zero=rank == 0)
+    return LoggerFacts(trainer, call), made
+
+
+def steps(logger: CSVLogger) -> list[int]:
+    rows = Path(logger.experiment.metrics_file_path).read_text().splitlines()
+    column = rows[0].split(",").index("step")
+    return [int(row.split(",")[column]) for row in rows[1:]]
+
+
+def test_a_successor_writes_on_in_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NEMO_ENV_VARNAME_VERSION, "yesterday")
+    call = Call()
+    before, logger = facts_of(tmp_path, call)
+    for step in range(4):
+        logger.log_metrics({"loss": 1.0}, step)
+    before.keep(fit=2)
+    assert call.facts["environment"] == {NEMO_ENV_VARNAME_VERSION: "yesterday"}
+    after, again = facts_of(tmp_path, call)
+    after.write_on(fit=2)
+    assert again.log_dir == logger.log_dir
+    after.forget_rows(2, validated_after=None)
+    assert steps(again) == [0, 1]
+
+
+@pytest.mark.parametrize(("validated_after", "left"), [(2, [0, 1, 2]), (1, [0, 1]), (None, [0, 1])])
+def test_rows_from_before_a_validation_stay_if_it_comes_next(
+    tmp_path: Path, validated_after: int | None, left: list[int]
+) -> None:
+    facts, logger = facts_of(tmp_path, Call())
+    for step in range(3):
+        logger.log_metrics({"loss": 1.0}, step)
+    facts.keep_rows(2)
+    logger.log_metrics({"loss": 1.0}, 3)
+    facts.forget_rows(2, validated_after)
+    assert steps(logger) == left
+
+
+def test_other_ranks_keep_nothing(tmp_path: Path) -> None:
+    call = Call()
+    facts, _ = facts_of(tmp_path, call, rank=1)
+    facts.keep(1)
+    facts.keep_rows(3)
+    facts.forget_rows(0, None)
+    assert call.facts == {}

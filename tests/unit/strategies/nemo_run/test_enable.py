@@ -1,0 +1,336 @@
+"""Recipes of NeMo's collection, switched on: what is kept, what is changed, what is refused. Nothing is trained."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nemo.collections.llm", reason="needs NeMo")
+pytest.importorskip("nemo_run", reason="needs NeMo-Run")
+
+import fiddle as fdl
+import nemo_run as run
+from fiddle._src import diffing
+from lightning.pytorch.callbacks import Callback
+from nemo import lightning as nl
+from nemo.collections import llm
+from nemo_run.core.serialization.yaml import YamlSerializer
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.inprocess import HPWrapper
+from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy, enable
+from checkpointless.strategies.nemo_run.recipe import CheckpointlessRecipe, Unbuilt, train
+
+pytestmark = pytest.mark.nemo
+
+
+@dataclass(frozen=True)
+class Published:
+    """A recipe of the collection, as its documentation has it made.
+
+    Attributes:
+        module: in ``nemo.collections.llm``.
+        kind: of recipe.
+        replicas: what ``num_distributed_optimizer_instances`` has to be.
+        arguments: of the recipe.
+    """
+
+    module: str
+    kind: str = "pretrain"
+    replicas: int = 2
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Any:
+        return getattr(getattr(llm, self.module), f"{self.kind}_recipe")(
+            name="a_name", dir="/logs", **self.arguments
+        )
+
+
+TWO_NODES = {"num_nodes": 2, "num_gpus_per_node": 8}
+PUBLISHED = [
+    Published("llama3_8b", arguments=TWO_NODES),
+    Published("llama3_8b", arguments=TWO_NODES | {"performance_mode": True}),
+    Published("llama3_8b", "finetune", replicas=1, arguments=TWO_NODES | {"peft_scheme": "lora"}),
+    Published("llama3_8b", "finetune", arguments=TWO_NODES | {"peft_scheme": None}),
+    Published("llama3_70b", arguments={"num_nodes": 8}),
+    Published("llama3_70b", "finetune", replicas=1, arguments={"num_nodes": 2, "peft_scheme": "lora"}),
+    Published("llama31_405b", arguments={"num_nodes": 64}),
+    Published("mixtral_8x7b", arguments={"num_nodes": 8}),
+    Published("mixtral_8x22b", arguments={"num_nodes": 16}),
+    Published("gpt_oss_20b", "finetune", arguments={"num_nodes": 4, "peft_scheme": None}),
+    Published("gpt_oss_120b", "finetune", arguments={"num_nodes": 16, "peft_scheme": None}),
+    Published("gpt_oss_120b", "finetune", arguments={"num_nodes": 16, "peft_scheme": "lora"}),
+    Published("qwen3_30b_a3b", arguments={"num_nodes": 4}),
+    Published("nemotron4_15b", arguments={"num_nodes": 4}),
+    Published("gemma2_9b", arguments={"num_nodes": 4}),
+    Published("deepseek_v3", arguments={"num_nodes": 256}),
+    Published("mistral_7b", arguments={"num_nodes": 2}),
+    Published("starcoder2_15b", arguments={"num_nodes": 2}),
+]
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """The arguments that a configuration was given, those of configurations inside it as text."""
+    return {name: repr(value) for name, value in config.__arguments__.items()}
+
+
+def callbacks(recipe: Any) -> list[Any]:
+    return [callback.__fn_or_cls__ for callback in recipe.trainer.callbacks]
+
+
+def a_recipe(**arguments: Any) -> Any:
+    return llm.llama3_8b.pretrain_recipe(name="a_name", dir="/logs", **(TWO_NODES | arguments))
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: f"{each.module}-{each.kind}")
+def test_a_published_recipe(published: Published, caplog: pytest.LogCaptureFixture) -> None:
+    before, recipe = published.make(), published.make()
+    assert enable(recipe) is recipe
+    assert isinstance(recipe, CheckpointlessRecipe)
+    assert recipe.__fn_or_cls__ is before.__fn_or_cls__
+
+    strategy = recipe.trainer.strategy
+    assert strategy.__fn_or_cls__ is CheckpointlessMegatronStrategy
+    instances = {"num_distributed_optimizer_instances": str(published.replicas)}
+    assert settings(strategy) == settings(before.trainer.strategy) | instances
+    assert {**settings(recipe.trainer), "strategy": "", "callbacks": ""} == {
+        **settings(before.trainer),
+        "strategy": "",
+        "callbacks": "",
+    }
+    given = callbacks(before) if getattr(before.trainer, "callbacks", None) else []
+    assert callbacks(recipe) == [*given, CheckpointlessCallback]
+    assert recipe.resume.__fn_or_cls__ is CheckpointlessAutoResume
+    assert settings(recipe.resume) == settings(before.resume)
+    for part in ("model", "data", "optim", "log", *(["peft"] if published.kind == "finetune" else [])):
+        assert getattr(recipe, part) == getattr(before, part)
+
+    built = fdl.build(strategy)
+    assert type(built) is CheckpointlessMegatronStrategy
+    assert built.tensor_model_parallel_size == getattr(before.trainer.strategy, "tensor_model_parallel_size", 1)
+    assert built.num_distributed_optimizer_instances == published.replicas
+    assert type(fdl.build(recipe.resume)) is CheckpointlessAutoResume
+
+    once = copy.deepcopy(recipe)
+    enable(recipe)
+    assert recipe == once
+    assert repr(recipe) == repr(once)
+
+
+def test_it_is_edited_and_shown_as_before() -> None:
+    recipe = enable(a_recipe())
+    recipe.trainer.max_steps = 100
+    recipe.data = run.Config(llm.MockDataModule, seq_length=128, micro_batch_size=1, global_batch_size=8)
+    text = repr(recipe)
+    assert text.startswith("<CheckpointlessRecipe[pretrain(")
+    assert "max_steps=100" in text
+    assert "seq_length=128" in text
+    assert recipe.trainer.strategy.expert_model_parallel_size == 1, (
+        "a default of NeMo's strategy, which can be asked for"
+    )
+    with pytest.raises(AttributeError):
+        recipe.nothing = 1
+    clone = recipe.clone()
+    assert isinstance(clone, CheckpointlessRecipe)
+    assert clone == recipe
+    clone.trainer.max_steps = 7
+    assert recipe.trainer.max_steps == 100
+    shallow = copy.copy(recipe)
+    assert isinstance(shallow, CheckpointlessRecipe)
+    assert shallow.trainer is recipe.trainer
+    recipe.broadcast(seq_length=256)
+    assert recipe.data.seq_length == 256
+
+
+def test_nothing_is_built_before_the_block_is_entered() -> None:
+    recipe = enable(a_recipe(), wrapper=run.Config(HPWrapper, abort_timeout=30.0))
+    call = fdl.build(recipe)
+    assert call.func is train
+    held = call.keywords["recipe"]
+    assert isinstance(held, Unbuilt)
+    assert held.recipe == recipe.plain()
+    assert call.keywords["wrapper"].abort_timeout.total_seconds() == 30
+    recipe.trainer.max_steps = 3
+    assert held.recipe.trainer.max_steps != 3, "what was built does not change any more"
+
+
+def test_what_it_shows_fiddle_stays_the_same_until_it_is_edited() -> None:
+    recipe = enable(a_recipe())
+    (before, _), (again, _) = (recipe.__flatten__()[0] for _ in range(2))
+    assert before is again
+    recipe.trainer.max_steps = 3
+    assert recipe.__flatten__()[0][0].recipe.trainer.max_steps == 3
+    recipe.data = run.Config(llm.MockDataModule, seq_length=128)
+    after = recipe.__flatten__()[0][0]
+    assert after is not before
+    assert after.recipe.data.seq_length == 128
+
+
+def test_it_survives_the_way_that_nemo_run_sends_it() -> None:
+    recipe = enable(a_recipe(), wrapper=run.Config(HPWrapper, abort_timeout=30.0))
+    recipe.trainer.max_steps = 100
+    serializer = ZlibJSONSerializer()
+    arrived = serializer.deserialize(serializer.serialize(recipe))
+    assert isinstance(arrived, CheckpointlessRecipe)
+    assert arrived == recipe
+    diffing.build_diff(arrived, recipe)  # which NeMo-Run does before it gives a recipe to an executor
+    call = fdl.build(fdl.cast(run.Partial, arrived))  # what nemo_run.core.runners.fdl_runner does
+    assert call.func is train
+    assert call.keywords["recipe"].recipe == recipe.plain()
+    assert call.keywords["wrapper"].abort_timeout.total_seconds() == 30
+    assert "CheckpointlessMegatronStrategy" in YamlSerializer().serialize(recipe)
+
+
+@dataclass
+class Counted:
+    """Something that a recipe has made.
+
+    Attributes:
+        made: how often in this process.
+    """
+
+    name: str
+    made = 0
+
+    def __post_init__(self) -> None:
+        Counted.made += 1
+
+
+class Seen(Callback):
+    """A callback that is an object in the recipe, no configuration."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def count_calls(trainer: Any, model: Any = None, data: Any = None) -> tuple[int, bool, int]:
+    """What a recipe trains in these tests: how much was made, whether two places share an object, its callback."""
+    seen = next(each for each in trainer.callbacks if isinstance(each, Seen))
+    seen.calls += 1
+    return Counted.made, model is data, seen.calls
+
+
+def test_every_entry_makes_everything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "made", 0)
+    shared = run.Config(Counted, name="shared")
+    strategy = run.Config(nl.MegatronStrategy)
+    trainer = run.Config(
+        nl.Trainer, accelerator="cpu", devices=2, strategy=strategy, callbacks=[Seen()], logger=False
+    )
+    recipe = enable(run.Partial(count_calls, trainer=trainer, model=shared, data=shared))
+    entered = HPWrapper(enabled=False)
+    call = fdl.build(recipe)
+    assert Counted.made == 0
+    assert call(wrapper=entered) == (1, True, 1)
+    assert call(wrapper=entered) == (2, True, 1), "made again, and the object that was in the recipe is as it was"
+
+
+def test_a_strategy_that_was_put_back_is_switched_on_when_it_runs() -> None:
+    recipe = enable(a_recipe())
+    recipe.trainer.strategy = run.Config(nl.MegatronStrategy, tensor_model_parallel_size=2)
+    enable(recipe)
+    assert recipe.trainer.strategy.__fn_or_cls__ is CheckpointlessMegatronStrategy
+    assert recipe.trainer.strategy.num_distributed_optimizer_instances == 2
+    assert callbacks(recipe).count(CheckpointlessCallback) == 1
+
+
+def test_replicas() -> None:
+    recipe = enable(a_recipe(), replicas=4)
+    assert recipe.trainer.strategy.num_distributed_optimizer_instances == 4
+    assert enable(recipe).trainer.strategy.num_distributed_optimizer_instances == 4
+    assert enable(recipe, replicas=2).trainer.strategy.num_distributed_optimizer_instances == 2
+    asked = a_recipe()
+    asked.trainer.strategy.num_distributed_optimizer_instances = 8
+    assert enable(asked).trainer.strategy.num_distributed_optimizer_instances == 8
+
+
+def test_checksums() -> None:
+    recipe = enable(enable(a_recipe()), enable_checksum=True)
+    (ours,) = (each for each in recipe.trainer.callbacks if each.__fn_or_cls__ is CheckpointlessCallback)
+    assert ours.enable_checksum is True
+
+
+def test_pretrained_weights_are_still_restored() -> None:
+    recipe = enable(Published("llama3_8b", "finetune", arguments={"num_nodes": 2}).make())
+    assert recipe.resume.restore_config.path == "nemo://meta-llama/Meta-Llama-3-8B"
+    assert recipe.peft.__fn_or_cls__ is llm.peft.LoRA
+
+
+def test_nvrx_callbacks_are_taken_out(caplog: pytest.LogCaptureFixture) -> None:
+    from nemo.collections.llm.recipes.callbacks.common import straggler_det_callback
+    from nvidia_resiliency_ext.ptl_resiliency import FaultToleranceCallback
+
+    recipe = a_recipe()
+    recipe.trainer.callbacks += [
+        straggler_det_callback(),
+        run.Config(FaultToleranceCallback, exp_dir="/logs", autoresume=True, calculate_timeouts=True),
+    ]
+    enable(recipe)
+    assert [each.__name__ for each in callbacks(recipe)] == ["TimingCallback", "CheckpointlessCallback"]
+    assert "StragglerDetectionCallback is taken out" in caplog.text
+    assert "FaultToleranceCallback is taken out" in caplog.text
+
+
+class OwnStrategy(nl.MegatronStrategy):
+    """A user's."""
+
+
+def change(recipe: Any, path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        recipe = getattr(recipe, name)
+    setattr(recipe, last, value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("trainer.strategy", None, r"no trainer\.strategy"),
+        ("trainer", None, r"no trainer\.strategy"),
+        ("trainer.strategy", run.Config(nl.FSDP2Strategy), "only nl.MegatronStrategy"),
+        ("trainer.strategy", "ddp", "is str, made already"),
+        ("trainer.strategy", run.Config(OwnStrategy), "derive it from CheckpointlessMegatronStrategy"),
+        ("trainer.strategy.fsdp", "megatron", "FSDP shards"),
+        ("trainer.strategy.ddp.use_megatron_fsdp", True, "FSDP shards"),
+        ("trainer.strategy.ddp", "pytorch", 'set it to "megatron"'),
+        ("optim", run.Config(nl.PytorchOptimizerModule), "only nl.MegatronOptimizerModule"),
+        ("optim.config.overlap_param_gather_with_optimizer_step", True, "set it to False"),
+        ("trainer.strategy.tensor_model_parallel_size", 16, "16 ranks .*set num_nodes=4 with 8 devices"),
+        ("trainer.num_nodes", 3, None),
+        ("trainer.strategy.ddp", "megatron", None),
+        ("trainer.devices", "auto", None),
+    ],
+)
+def test_what_stands_against_it(path: str, value: Any, says: str | None) -> None:
+    recipe = a_recipe()
+    change(recipe, path, value)
+    before = repr(recipe)
+    if says is None:
+        enable(recipe)
+        return
+    with pytest.raises(ValueError, match=says) as error:
+        enable(recipe)
+    assert "\n" not in str(error.value)
+    assert repr(recipe) == before, "it is left as it was"
+
+
+def test_what_is_no_recipe() -> None:
+    with pytest.raises(TypeError, match="not Config"):
+        enable(llm.llama3_8b.model())
+    with pytest.raises(ValueError, match="2 are needed"):
+        enable(a_recipe(), replicas=1)
+
+
+def test_a_published_recipe_whose_experts_are_held_once_only() -> None:
+    says = r"1024 ranks \(tensor 2, pipeline 16, expert 64\) leave 32 data-parallel ranks \(1 for experts\)"
+    with pytest.raises(ValueError, match=says + ".*set num_nodes=256"):
+        enable(Published("deepseek_v3", arguments={"num_nodes": 128}).make())
+
+
+def test_the_ranks_that_there_are_count_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = enable(a_recipe())
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    with pytest.raises(ValueError, match="7 ranks"):
+        fdl.build(recipe)()
