@@ -16,17 +16,12 @@ pytestmark = pytest.mark.nemo
 
 
 def says(
-    *again: list[Any], pending: tuple[int, ...] = (), failed: tuple[int, ...] = (), **more: Any
+    *again: list[Any], pending: tuple[int, ...] = (), failed: tuple[int, ...] = (), newest: int = 0
 ) -> dict[str, Any]:
     """What one rank says; every pending or failed save has a path."""
     paths = [[number, f"/c/{number}"] for number in (*pending, *failed)]
-    return {
-        "again": list(again),
-        "pending": list(pending),
-        "newest": newest,
-        "failed": list(failed),
-        "paths": paths,
-    }
+    said = {"again": list(again), "pending": list(pending), "newest": newest}
+    return {**said, "failed": list(failed), "paths": paths}
 
 
 def test_nothing_is_agreed_of_nothing() -> None:
