@@ -73,7 +73,8 @@ class Restoration:
         position = DataPosition(*objects["data"])
         if not _begins_epoch(resumed_at[1], objects):
             return position
-        length = position.length_at_start if not self._trainer.reload_dataloaders_every_n_epochs else None
+        trainer: Any = self._trainer
+        length = position.length_at_start if not trainer.reload_dataloaders_every_n_epochs else None
         return dataclasses.replace(position, within=False, length_at_start=length)
 
     def resume(self) -> None:

@@ -154,7 +154,7 @@ class Saves:
         everyone = all_gather_json(
             {"again": mine, "pending": numbers, "newest": newest, "failed": failed, "paths": paths}
         )
-        calls = getattr(strategy.checkpoint_io, "async_calls_queue", None)
+        calls: Any = getattr(strategy.checkpoint_io, "async_calls_queue", None)
         agreed = Agreement.of(everyone, calls is not None)
         self._again, self._whole = set(agreed.again), dict(agreed.whole)
         self._going_on, self.has_lost = set(agreed.going_on), bool(agreed.lost)

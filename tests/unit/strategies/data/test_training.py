@@ -90,7 +90,8 @@ def test_a_sampler_that_is_tracked_begins_behind_what_was_delivered() -> None:
     from checkpointless.strategies.data.training import TrainingData
 
     data = TrainingData()
-    loader: Any = DataLoader(list(range(8)), batch_size=2)
+    numbers: Any = list(range(8))
+    loader: Any = DataLoader(numbers, batch_size=2)
     data.made(loader, Starts(), DataPosition(3, 3))
     fit_loop = loop(loader, fetched=0, not_delivered=0)
     data.resume_at(DataPosition(3, 3), fit_loop)
