@@ -134,7 +134,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             return
         manager = manager_of(call)
         leave_unfinished(manager is not None and manager.saves is not None and manager.saves.pending is not None)
-        LoggerFacts(trainer, call).write_on((manager.fit if manager is not None else 0) + 1)
+        LoggerFacts(trainer, call.facts).write_on((manager.fit if manager is not None else 0) + 1)
 
     @override
     def setup_distributed(self) -> None:

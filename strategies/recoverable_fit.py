@@ -87,7 +87,7 @@ class RecoverableFit:
         self._call = call
         self._data = data
         self._worker_seed = worker_seed
-        self._loggers = LoggerFacts(trainer, call)
+        self._loggers = LoggerFacts(trainer, call.facts)
         self._keeper: StepKeeper | None = None  # None: a PEFT run has neither adapters nor an optimizer yet
         self._restoration: Restoration | None = None
         self._restored_without_adapters = False

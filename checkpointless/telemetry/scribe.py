@@ -100,7 +100,8 @@ class Scribe:
 
     def _work(self, waiting: queue.SimpleQueue[Callable[[], object] | None], at_work: _thread.LockType) -> None:
         while at_work.acquire(blocking=False):  # fails if another thread was started at the same time
-            while (write := waiting.get()) is not None:
+            is_late = waiting.empty()  # that other thread has done everything, and may have been told to end
+            while not is_late and (write := waiting.get()) is not None:
                 try:
                     write()
                 except Exception:

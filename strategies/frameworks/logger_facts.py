@@ -7,7 +7,7 @@ import os
 import lightning.pytorch as pl
 from nemo.constants import NEMO_ENV_VARNAME_VERSION
 
-from checkpointless.inprocess import HPCallWrapper
+from checkpointless.inprocess.facts import Facts
 from checkpointless.strategies.frameworks.loggers import forget_rows, rows_of, versions_of, write_on
 
 _ROWS = "rows"  # the fact that records how many rows the loggers had when the newest validation began
@@ -18,12 +18,12 @@ class LoggerFacts:
 
     Args:
         trainer: the trainer.
-        call: the running wrapper, which keeps the facts.
+        facts: the facts of this rank.
     """
 
-    def __init__(self, trainer: pl.Trainer, call: HPCallWrapper) -> None:
+    def __init__(self, trainer: pl.Trainer, facts: Facts) -> None:
         self._trainer = trainer
-        self._call = call
+        self._facts = facts
 
     def write_on(self, fit: int) -> None:
         """Make new loggers continue where those of the same fit were. Call this before they have written anything.
@@ -32,7 +32,7 @@ class LoggerFacts:
             fit: the number of the fit in the block, from 1.
         """
         if self._trainer.is_global_zero:
-            write_on(self._trainer, self._call.facts.get(f"loggers of fit {fit}", []))
+            write_on(self._trainer, self._facts.get(f"loggers of fit {fit}", []))
 
     def keep(self, fit: int) -> None:
         """Keep where loggers write and the folder name that NeMo has made up, so that they outlive rank 0.
@@ -41,15 +41,15 @@ class LoggerFacts:
             fit: the number of the fit in the block, from 1.
         """
         if self._trainer.is_global_zero:
-            self._call.facts.keep(f"loggers of fit {fit}", versions_of(self._trainer))
+            self._facts.keep(f"loggers of fit {fit}", versions_of(self._trainer))
             name = NEMO_ENV_VARNAME_VERSION
             if name in os.environ:
-                self._call.facts.keep("environment", {name: os.environ[name]})
+                self._facts.keep("environment", {name: os.environ[name]})
 
     def keep_rows(self, step: int) -> None:
         """Keep how many rows there are when the validation after ``step`` begins."""
         if self._trainer.is_global_zero:
-            self._call.facts.keep(_ROWS, [step, rows_of(self._trainer)])
+            self._facts.keep(_ROWS, [step, rows_of(self._trainer)])
 
     def forget_rows(self, first: int, validated_after: int | None) -> None:
         """Drop the rows that are about to be logged again.
@@ -59,6 +59,6 @@ class LoggerFacts:
             validated_after: the step whose validation comes next: rows from before it stay. None: no validation.
         """
         if self._trainer.is_global_zero:
-            step, rows = self._call.facts.get(_ROWS, [-1, []])
+            step, rows = self._facts.get(_ROWS, [-1, []])
             kept = rows if validated_after is not None and step == validated_after else []
             forget_rows(self._trainer, first, kept)

@@ -173,6 +173,13 @@ def test_a_fork_writes_nothing_twice_and_can_write(tmp_path: Path, mine: Scribe)
     assert stages(tmp_path) == ["child", "parent"]
 
 
+def test_a_thread_that_was_started_beside_another_one_and_comes_late_ends(mine: Scribe) -> None:
+    late = threading.Thread(target=mine._work, args=(mine._waiting, mine._at_work), daemon=True)
+    late.start()
+    late.join(30)
+    assert not late.is_alive()
+
+
 def test_the_thread_ends_when_told_to_and_another_one_goes_on(tmp_path: Path, mine: Scribe) -> None:
     def threads() -> set[str]:
         return set(os.listdir("/proc/self/task"))

@@ -13,26 +13,16 @@ pytest.importorskip("nemo.lightning", reason="needs NeMo")
 from lightning.pytorch.loggers import CSVLogger
 from nemo.constants import NEMO_ENV_VARNAME_VERSION
 
+from checkpointless.inprocess.facts import Facts
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 
 pytestmark = pytest.mark.nemo
 
 
-class Call:
-    """A running wrapper that keeps facts."""
-
-    def __init__(self) -> None:
-        self.facts: dict[str, Any] = {}
-
-    def keep_fact(self, name: str, value: Any) -> None:
-        """Keep one."""
-        self.facts[name] = value
-
-
-def facts_of(folder: Path, call: Any, rank: int = 0) -> tuple[LoggerFacts, CSVLogger]:
+def facts_of(folder: Path, facts: Facts, rank: int = 0) -> tuple[LoggerFacts, CSVLogger]:
     made = CSVLogger(str(folder), flush_logs_every_n_steps=1)
     trainer: Any = SimpleNamespace(loggers=[made], is_global_zero=rank == 0)
-    return LoggerFacts(trainer, call), made
+    return LoggerFacts(trainer, facts), made
 
 
 def steps(logger: CSVLogger) -> list[int]:
@@ -43,13 +33,13 @@ def steps(logger: CSVLogger) -> list[int]:
 
 def test_a_successor_writes_on_in_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NEMO_ENV_VARNAME_VERSION, "yesterday")
-    call = Call()
-    before, logger = facts_of(tmp_path, call)
+    kept = Facts(None)
+    before, logger = facts_of(tmp_path, kept)
     for step in range(4):
         logger.log_metrics({"loss": 1.0}, step)
     before.keep(fit=2)
-    assert call.facts["environment"] == {NEMO_ENV_VARNAME_VERSION: "yesterday"}
-    after, again = facts_of(tmp_path, call)
+    assert kept.get("environment") == {NEMO_ENV_VARNAME_VERSION: "yesterday"}
+    after, again = facts_of(tmp_path, kept)
     after.write_on(fit=2)
     assert again.log_dir == logger.log_dir
     after.forget_rows(2, validated_after=None)
@@ -60,7 +50,7 @@ def test_a_successor_writes_on_in_the_same_folder(tmp_path: Path, monkeypatch: p
 def test_rows_from_before_a_validation_stay_if_it_comes_next(
     tmp_path: Path, validated_after: int | None, left: list[int]
 ) -> None:
-    facts, logger = facts_of(tmp_path, Call())
+    facts, logger = facts_of(tmp_path, Facts(None))
     for step in range(3):
         logger.log_metrics({"loss": 1.0}, step)
     facts.keep_rows(2)
@@ -70,9 +60,9 @@ def test_rows_from_before_a_validation_stay_if_it_comes_next(
 
 
 def test_other_ranks_keep_nothing(tmp_path: Path) -> None:
-    call = Call()
-    facts, _ = facts_of(tmp_path, call, rank=1)
+    kept = Facts(None)
+    facts, _ = facts_of(tmp_path, kept, rank=1)
     facts.keep(1)
     facts.keep_rows(3)
     facts.forget_rows(0, None)
-    assert call.facts == {}
+    assert [kept.get(name) for name in ("loggers of fit 1", "environment", "rows")] == [None, None, None]
