@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from checkpointless.client import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
+from checkpointless.environment import FAULT_AT_ENV, RANK_ENV, own_generation, own_rank
 from checkpointless.faults.spec import FaultSpecError
 from checkpointless.inprocess.abort import (
     CheckpointlessAbortManager,
@@ -49,7 +50,6 @@ from checkpointless.telemetry.events import event_log
 from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback
 from checkpointless.wire.board import Board
-from checkpointless.wire.messages import FAULT_AT_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class HPCallWrapper:
         self._fault_at_s = float(told) if told else None  # time of the fault after which this process was started
         self.high_water = -1
         self.incident: str | None = None
-        self.generation = int(os.environ.get("JOB_RESTART_COUNT", "0"))
+        self.generation = own_generation()
         self.board = Board.from_environment()
         self.facts: dict[str, Any] = self.board.facts() if self.board is not None else {}
         for name, value in self.facts.get("environment", {}).items():
@@ -309,7 +309,7 @@ class HPCallWrapper:
             return
         self._fault_noticed()
         text = "".join(traceback.format_exception(call_ex))
-        keep_traceback(self.generation, int(os.environ.get("RANK", "0")), text)
+        keep_traceback(self.generation, own_rank(), text)
         self.client.report_fault(
             self.generation,
             error=type(call_ex).__name__,
@@ -361,7 +361,7 @@ class HPCallWrapper:
                     except Exception as error:
                         raise HealthCheckError(f"{type(error).__name__}: {error}") from error
         except (Exception, RankShouldRestart) as error:
-            logger.exception("rank %s cannot restart in this process", os.environ.get("RANK"))
+            logger.exception("rank %s cannot restart in this process", os.environ.get(RANK_ENV))
             self._replace(f"{type(error).__name__}: {error}")
 
     def beat(self) -> None:
@@ -460,7 +460,7 @@ class HPCallWrapper:
     def _end_job(self, leaving: SystemExit) -> NoReturn:
         """End the job after the block has called ``sys.exit`` with a code other than 0."""
         at = f" in step {self.making_step}" if self.making_step >= 0 else ""
-        reason = f"rank {os.environ.get('RANK', '0')} left the block{at} by sys.exit({leaving.code!r})"
+        reason = f"rank {os.environ.get(RANK_ENV, '0')} left the block{at} by sys.exit({leaving.code!r})"
         self.client.give_up(self.generation, reason, exit_code(leaving))
         raise leaving
 
@@ -528,7 +528,7 @@ class HPCallWrapper:
         """Ask for a successor and end this process at once, because nothing in it can be trusted any more."""
         try:
             self.client.request_replacement(self.generation, reason)
-            logger.error("rank %s is replaced: %s", os.environ.get("RANK"), reason)
+            logger.error("rank %s is replaced: %s", os.environ.get(RANK_ENV), reason)
         except AgentLostError:
             logger.error("no agent to replace this process: %s", reason)
         flush_all()

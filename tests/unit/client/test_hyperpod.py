@@ -18,6 +18,7 @@ from checkpointless.client.agent_client import AgentLostError
 from checkpointless.client.factory import HPAgentK8sAPIFactory, wait_rank
 from checkpointless.client.hyperpod import HyperPodClient, VendorPackage, worker_envs
 from checkpointless.client.standalone import StandaloneClient
+from checkpointless.environment import HYPERPOD_SOCKET_ENV
 from checkpointless.wire.messages import FaultNotice, Finish
 from tests import hyperpod_stand_in as stand_in
 
@@ -108,7 +109,7 @@ def test_under_our_own_agent_the_vendors_is_not_asked(
 
 
 def test_the_variable_is_the_one_that_the_package_reads() -> None:
-    assert factory._HYPERPOD_ENV == stand_in.SOCKET_ENV
+    assert HYPERPOD_SOCKET_ENV == stand_in.SOCKET_ENV
 
 
 def test_nothing_is_said_about_a_launcher_that_does_not_respawn(

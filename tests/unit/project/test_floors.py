@@ -18,6 +18,7 @@ FOLDERS[PACKAGE] = ROOT / PACKAGE
 # Lower is further down. A part may import its own floor (but see the test for cycles) and those below. The
 # package's own __init__ gathers what has no framework in it.
 FLOORS = {
+    "environment": 0,
     "posix": 0,
     "telemetry": 0,
     "wire": 0,
@@ -42,7 +43,7 @@ FLOORS = {
     "__main__": 11,
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}
-STANDARD_LIBRARY_ONLY = ("posix", "telemetry", "wire", "coordinator", "faults")
+STANDARD_LIBRARY_ONLY = ("environment", "posix", "telemetry", "wire", "coordinator", "faults")
 NO_FRAMEWORK = (
     *STANDARD_LIBRARY_ONLY,
     "report",
