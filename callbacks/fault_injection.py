@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,13 +13,13 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from checkpointless.callbacks.trainer_parts import worker_iterators
+from checkpointless.environment import WORLD_SIZE_ENV, own_rank, own_run_dir
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.recovery.manager import manager_of
 from checkpointless.serialization.tensor_memory import flip_a_bit
-from checkpointless.telemetry.events import RUN_DIR_ENV
 
 
 class HPFaultInjectionCallback(Callback):
@@ -40,8 +39,7 @@ class HPFaultInjectionCallback(Callback):
 
     def __init__(self, faults: Sequence[str] = (), *, injector: FaultInjector | None = None) -> None:
         if injector is None:
-            run_dir = os.environ.get(RUN_DIR_ENV)
-            world_size = os.environ.get("WORLD_SIZE")
+            world_size = os.environ.get(WORLD_SIZE_ENV)
             injector = FaultInjector(
                 parse_all(
                     list(faults),
@@ -49,8 +47,8 @@ class HPFaultInjectionCallback(Callback):
                     max_steps=None,
                     cuda=torch.cuda.is_available(),
                 ),
-                int(os.environ.get("RANK", "0")),
-                FaultLedger(Path(run_dir) if run_dir else None),
+                own_rank(),
+                FaultLedger(own_run_dir()),
             )
         self.injector = injector
         self._step = 0
@@ -66,7 +64,7 @@ class HPFaultInjectionCallback(Callback):
     @classmethod
     def from_environment(cls) -> HPFaultInjectionCallback | None:
         """Return the callback that ``checkpointless run --fault`` asks this process for, or None."""
-        injector = from_environment(int(os.environ.get("RANK", "0")))
+        injector = from_environment(own_rank())
         return cls(injector=injector) if injector is not None else None
 
     def enter_phase(self, phase: str, step: int, damage: Callable[[], None] | None = None) -> None:

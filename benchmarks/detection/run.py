@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import ROOT, interruptible, machine, progress, search_path, shown
 
+from checkpointless.environment import TOKEN_ENV
 from checkpointless.report.incidents import Outcome, summarize
 from checkpointless.telemetry.events import read_events
-from checkpointless.wire.handshake import TOKEN_ENV
 
 HEARTBEAT_S = 5.0
 NODE_TIMEOUT_S = 4.0

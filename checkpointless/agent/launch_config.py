@@ -11,7 +11,7 @@ from pathlib import Path
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.coordinator.hosting import Meeting
 from checkpointless.coordinator.limits import Limits
-from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS, TOKEN_ENV
+from checkpointless.wire.handshake import check_token
 
 DEFAULT_REGROUP_TIMEOUT_S = 120.0
 DEFAULT_NODE_TIMEOUT_S = 10.0
@@ -132,7 +132,7 @@ class LaunchConfig:
     def _check_meeting(self) -> None:
         if not self.rdzv_endpoint:
             raise ValueError("several nodes need --rdzv-endpoint HOST[:PORT], where HOST is node 0 for all of them")
-        _check_token(self.token)
+        check_token(self.token)
         _ = self.endpoint
 
 
@@ -167,7 +167,7 @@ class CoordinatorConfig:
 
     def __post_init__(self) -> None:
         _check_http_port(self.http_port)
-        _check_token(self.token)
+        check_token(self.token)
         _endpoint(self.rdzv_endpoint)
 
 
@@ -204,14 +204,6 @@ def _endpoint(text: str) -> tuple[str, int]:
 def _check_http_port(port: int | None) -> None:
     if port is not None and not 0 <= port < 65536:
         raise ValueError(f"the HTTP port must be from 0 to 65535, not {port}")
-
-
-def _check_token(token: str) -> None:
-    if len(token) < MIN_TOKEN_CHARACTERS:
-        raise ValueError(
-            f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
-            "the same on all of them (openssl rand -hex 32 makes one)"
-        )
 
 
 def _module_exists(name: str) -> bool:

@@ -11,8 +11,16 @@ from checkpointless.agent.ranks.platforms import CPU, find_platform
 from checkpointless.agent.ranks.preload import preloads_of
 from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.agent.ranks.starters import FreshStarter, ZygoteStarter
-from checkpointless.faults.node import AGENT_PID_ENV
-from checkpointless.telemetry.events import RUN_DIR_ENV
+from checkpointless.environment import (
+    AGENT_PID_ENV,
+    CPU_ENV,
+    FAULTS_ENV,
+    OMP_NUM_THREADS_ENV,
+    PYTHONUNBUFFERED_ENV,
+    RECORD_STEPS_ENV,
+    RUN_DIR_ENV,
+    YES,
+)
 
 
 class RankProgram:
@@ -73,15 +81,15 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
     Args:
         config: what to run on the node; its ``extra_env`` wins over what is set here.
     """
-    env = {RUN_DIR_ENV: str(config.run_dir.resolve()), "PYTHONUNBUFFERED": "1"}
-    if config.nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-        env["OMP_NUM_THREADS"] = "1"
+    env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
+    if config.nproc_per_node > 1 and OMP_NUM_THREADS_ENV not in os.environ:
+        env[OMP_NUM_THREADS_ENV] = "1"
     if config.cpu:
-        env["CHECKPOINTLESS_CPU"] = "1"
+        env[CPU_ENV] = YES
     if config.faults:
-        env["CHECKPOINTLESS_FAULTS"] = json.dumps(list(config.faults))
+        env[FAULTS_ENV] = json.dumps(list(config.faults))
     if not config.is_alone:
         env[AGENT_PID_ENV] = str(os.getpid())
     if config.record_steps:
-        env["CHECKPOINTLESS_RECORD_STEPS"] = "1"
+        env[RECORD_STEPS_ENV] = YES
     return {**env, **config.extra_env}

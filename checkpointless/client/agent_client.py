@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+from checkpointless.environment import AGENT_FD_ENV, RANK_ENV
 from checkpointless.wire.messages import (
-    AGENT_FD_ENV,
     AgentMessage,
     Answer,
     Barrier,
@@ -230,7 +230,7 @@ class AgentClient(RankClient):
         if value is not None:
             fd = int(value)
             os.set_inheritable(fd, False)
-            _of_this_process = cls(socket.socket(fileno=fd), rank=int(os.environ["RANK"]))
+            _of_this_process = cls(socket.socket(fileno=fd), rank=int(os.environ[RANK_ENV]))
         return _of_this_process
 
     def close(self) -> None:

@@ -6,17 +6,22 @@ import atexit
 import logging
 import multiprocessing
 import os
-from pathlib import Path
 
 from checkpointless.client.agent_client import AgentClient, RankClient, RankUnknownError
 from checkpointless.client.standalone import StandaloneClient
-from checkpointless.telemetry.events import RUN_DIR_ENV
+from checkpointless.environment import (
+    HYPERPOD_SOCKET_ENV,
+    MASTER_ADDR_ENV,
+    MASTER_PORT_ENV,
+    RANK_ENV,
+    WORLD_SIZE_ENV,
+    own_run_dir,
+)
 
 logger = logging.getLogger(__name__)
 
-_HYPERPOD_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"  # set by SageMaker HyperPod's agent for its ranks
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE")
-_STORE_VARIABLES = (*_RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = (RANK_ENV, WORLD_SIZE_ENV)
+_STORE_VARIABLES = (*_RANK_VARIABLES, MASTER_ADDR_ENV, MASTER_PORT_ENV)
 
 _of_other_launcher: RankClient | None = None
 
@@ -44,7 +49,7 @@ class HPAgentK8sAPIFactory:
             _of_other_launcher = _make_for_other_launcher()
             # A thread that is inside c10d while the interpreter exits would end the process with SIGABRT.
             atexit.register(_of_other_launcher.close)
-            if _of_other_launcher.rank == 0 and not os.environ.get(_HYPERPOD_ENV):
+            if _of_other_launcher.rank == 0 and not os.environ.get(HYPERPOD_SOCKET_ENV):
                 logger.warning(
                     "this launcher does not respawn ranks or look for hangs (`checkpointless run` does): "
                     "exceptions are recovered from in place, but the job ends if a process does"
@@ -54,20 +59,20 @@ class HPAgentK8sAPIFactory:
 
 def _make_run_dir() -> None:
     """Create the directory that ``CHECKPOINTLESS_RUN_DIR`` names, as our agent would have done."""
-    run_dir = os.environ.get(RUN_DIR_ENV)
-    if run_dir:
+    run_dir = own_run_dir()
+    if run_dir is not None:
         try:
-            Path(run_dir).mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             logger.warning("the run directory %s cannot be made, so events are not recorded: %s", run_dir, error)
 
 
 def _make_for_other_launcher() -> RankClient:
-    if os.environ.get(_HYPERPOD_ENV):
+    if os.environ.get(HYPERPOD_SOCKET_ENV):
         from checkpointless.client.hyperpod import HyperPodClient
 
         return HyperPodClient.from_environment()
-    if int(os.environ.get("WORLD_SIZE") or "1") == 1:
+    if int(os.environ.get(WORLD_SIZE_ENV) or "1") == 1:
         return StandaloneClient()
     _check_ranks(_STORE_VARIABLES)
     from checkpointless.client.store_client import StoreClient  # needs torch, which a rank under our agent may lack
@@ -89,7 +94,7 @@ def wait_rank() -> None:
     """
     if multiprocessing.parent_process() is not None:
         return
-    if os.environ.get(_HYPERPOD_ENV) and AgentClient.from_environment() is None:
+    if os.environ.get(HYPERPOD_SOCKET_ENV) and AgentClient.from_environment() is None:
         from checkpointless.client.hyperpod import HyperPodClient
 
         client = HPAgentK8sAPIFactory()()
@@ -106,7 +111,7 @@ def _check_ranks(names: tuple[str, ...]) -> None:
             f"{', '.join(missing)} not set: start this script with `checkpointless run` or with torchrun"
         )
     try:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, world_size = int(os.environ[RANK_ENV]), int(os.environ[WORLD_SIZE_ENV])
     except ValueError as error:
         raise RankUnknownError(f"RANK and WORLD_SIZE must be whole numbers: {error}") from error
     if not 0 <= rank < world_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from checkpointless.client.agent_client import RankClient
 from checkpointless.coordinator.incident_policy import History
+from checkpointless.environment import JOB_RESTART_COUNT_ENV, TORCHELASTIC_RESTART_COUNT_ENV
 from checkpointless.telemetry.events import event_log
 from checkpointless.wire.causes import Cause, culprit, exception_cause
 from checkpointless.wire.messages import Barrier, Done, FaultNotice, FaultReport, Finish, Go, Hello, RankMessage
@@ -74,7 +75,7 @@ class StandaloneClient(RankClient):
                 self._lose(reason)
         elif isinstance(message, Barrier) and self._lost is None:
             coming = message.generation + 1
-            env = {"JOB_RESTART_COUNT": str(coming), "TORCHELASTIC_RESTART_COUNT": str(coming)}
+            env = {JOB_RESTART_COUNT_ENV: str(coming), TORCHELASTIC_RESTART_COUNT_ENV: str(coming)}
             self._hear(Go(coming, str(self._incidents), env, self._limits.high_water))
         elif isinstance(message, Done):
             self._hear(Finish())

@@ -13,6 +13,16 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from checkpointless.client.agent_client import RankClient
 from checkpointless.client.standalone import FaultLimits, tell
+from checkpointless.environment import (
+    JOB_RESTART_COUNT_ENV,
+    MASTER_ADDR_ENV,
+    MASTER_PORT_ENV,
+    RANK_ENV,
+    TORCHELASTIC_RESTART_COUNT_ENV,
+    TORCHELASTIC_RUN_ID_ENV,
+    TORCHELASTIC_USE_AGENT_STORE_ENV,
+    WORLD_SIZE_ENV,
+)
 from checkpointless.wire.messages import (
     Barrier,
     Done,
@@ -76,18 +86,18 @@ class StoreClient(RankClient):
             DistStoreError, DistNetworkError: the store cannot be reached within 60 s.
             KeyError: RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not set.
         """
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        address = os.environ["MASTER_ADDR"]
-        launcher_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        rank, world_size = int(os.environ[RANK_ENV]), int(os.environ[WORLD_SIZE_ENV])
+        address = os.environ[MASTER_ADDR_ENV]
+        launcher_hosts = os.environ.get(TORCHELASTIC_USE_AGENT_STORE_ENV) == "True"
         store = TCPStore(
             address,
-            int(os.environ["MASTER_PORT"]),
+            int(os.environ[MASTER_PORT_ENV]),
             is_master=rank == 0 and not launcher_hosts,
             wait_for_workers=False,
             timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
         )
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        restart = os.environ.get(TORCHELASTIC_RESTART_COUNT_ENV, "0")
+        run = os.environ.get(TORCHELASTIC_RUN_ID_ENV, "")
         return cls(rank, world_size, PrefixStore(f"{_PREFIX}/{run}/{restart}", store), address)
 
     def close(self) -> None:
@@ -170,11 +180,11 @@ class StoreClient(RankClient):
         elif not self._store.check([f"port/{generation}"]):
             return
         env = {
-            "MASTER_ADDR": self._address,
-            "MASTER_PORT": self._store.get(f"port/{generation}").decode(),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank of the process group hosts the store
-            "TORCHELASTIC_RESTART_COUNT": str(generation),
-            "JOB_RESTART_COUNT": str(generation),
+            MASTER_ADDR_ENV: self._address,
+            MASTER_PORT_ENV: self._store.get(f"port/{generation}").decode(),
+            TORCHELASTIC_USE_AGENT_STORE_ENV: "True",  # no rank of the process group hosts the store
+            TORCHELASTIC_RESTART_COUNT_ENV: str(generation),
+            JOB_RESTART_COUNT_ENV: str(generation),
         }
         incident = str(self._incidents) if self._entered is not None and self._incidents else None
         self._entered, self._coming = generation, None

@@ -8,6 +8,26 @@ from __future__ import annotations
 
 import uuid
 
+from checkpointless.environment import (
+    GROUP_RANK_ENV,
+    GROUP_WORLD_SIZE_ENV,
+    JOB_RESTART_COUNT_ENV,
+    LOCAL_RANK_ENV,
+    LOCAL_WORLD_SIZE_ENV,
+    MASTER_ADDR_ENV,
+    MASTER_PORT_ENV,
+    NODE_RANK_ENV,
+    RANK_ENV,
+    ROLE_NAME_ENV,
+    ROLE_RANK_ENV,
+    ROLE_WORLD_SIZE_ENV,
+    TORCHELASTIC_MAX_RESTARTS_ENV,
+    TORCHELASTIC_RESTART_COUNT_ENV,
+    TORCHELASTIC_RUN_ID_ENV,
+    TORCHELASTIC_USE_AGENT_STORE_ENV,
+    WORLD_SIZE_ENV,
+)
+
 
 class Rendezvous:
     """Where the ranks of the coming generation meet, and the environment variables that lead there.
@@ -60,28 +80,28 @@ class Rendezvous:
             raise RuntimeError(f"generation {self.generation} has no store")
         address, port = self._where
         return {
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RESTART_COUNT": str(self.generation),
-            "JOB_RESTART_COUNT": str(self.generation),
+            MASTER_ADDR_ENV: address,
+            MASTER_PORT_ENV: str(port),
+            TORCHELASTIC_RESTART_COUNT_ENV: str(self.generation),
+            JOB_RESTART_COUNT_ENV: str(self.generation),
         }
 
     def rank_env(self, rank: int, node: int) -> dict[str, str]:
         """Return all environment variables that a new rank needs to join the generation, named as by torchrun."""
         world_size = str(self.nnodes * self.nproc)
         return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % self.nproc),
-            "ROLE_RANK": str(rank),
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": str(self.nproc),
-            "ROLE_WORLD_SIZE": world_size,
-            "ROLE_NAME": "default",
-            "NODE_RANK": str(node),
-            "GROUP_RANK": str(node),
-            "GROUP_WORLD_SIZE": str(self.nnodes),
-            "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            RANK_ENV: str(rank),
+            LOCAL_RANK_ENV: str(rank % self.nproc),
+            ROLE_RANK_ENV: str(rank),
+            WORLD_SIZE_ENV: world_size,
+            LOCAL_WORLD_SIZE_ENV: str(self.nproc),
+            ROLE_WORLD_SIZE_ENV: world_size,
+            ROLE_NAME_ENV: "default",
+            NODE_RANK_ENV: str(node),
+            GROUP_RANK_ENV: str(node),
+            GROUP_WORLD_SIZE_ENV: str(self.nnodes),
+            TORCHELASTIC_RUN_ID_ENV: self.run_id,
+            TORCHELASTIC_MAX_RESTARTS_ENV: "0",
+            TORCHELASTIC_USE_AGENT_STORE_ENV: "True",
             **self.go_env(),
         }

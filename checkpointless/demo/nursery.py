@@ -17,6 +17,7 @@ from pathlib import Path
 from checkpointless.agent.launch import launch
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.ranks.rank_process import die_with_parent
+from checkpointless.environment import CPU_ENV, OMP_NUM_THREADS_ENV, YES
 
 _REAP_EVERY_S = 0.02
 _LEAVE_S = 10.0  # for agents that were interrupted together with this process
@@ -46,8 +47,8 @@ class Nursery:
     """
 
     def __init__(self, preload: Sequence[str]) -> None:
-        os.environ["CHECKPOINTLESS_CPU"] = "1"
-        os.environ["OMP_NUM_THREADS"] = "1"  # otherwise sums would depend on the number of ranks of a node
+        os.environ[CPU_ENV] = YES
+        os.environ[OMP_NUM_THREADS_ENV] = "1"  # otherwise sums would depend on the number of ranks of a node
         from checkpointless.recipes import runner
 
         runner.prepare_process()

@@ -10,9 +10,9 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from checkpointless.environment import FAULTS_ENV, own_run_dir
 from checkpointless.faults import device, loader, node
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import (
@@ -24,12 +24,11 @@ from checkpointless.faults.spec import (
     FaultSpecError,
     parse_all,
 )
-from checkpointless.telemetry.events import FAULT_INJECTED, RUN_DIR_ENV, event_log
+from checkpointless.telemetry.events import FAULT_INJECTED, event_log
 from checkpointless.telemetry.scribe import flush_all
 
 logger = logging.getLogger(__name__)
 
-FAULTS_ENV = "CHECKPOINTLESS_FAULTS"
 INJECTED_EXIT_CODE = 17
 _HANG_S = 3600.0
 
@@ -195,6 +194,5 @@ def from_environment(rank: int) -> FaultInjector | None:
         raise FaultSpecError(f"{FAULTS_ENV} must be a JSON list of fault specs, not {value!r}")
     if not texts:
         return None
-    run_dir = os.environ.get(RUN_DIR_ENV)
     specs = parse_all(texts, world_size=None, max_steps=None)
-    return FaultInjector(specs, rank, FaultLedger(Path(run_dir) if run_dir else None))
+    return FaultInjector(specs, rank, FaultLedger(own_run_dir()))

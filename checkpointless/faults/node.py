@@ -7,7 +7,8 @@ import signal
 import subprocess
 import time
 
-AGENT_PID_ENV = "CHECKPOINTLESS_AGENT_PID"
+from checkpointless.environment import AGENT_PID_ENV
+
 CUT_SIGNAL = signal.SIGUSR1  # makes an agent drop its connection to the coordinator; only if faults are requested
 _HANG_S = 3600.0
 _NOTICED_S = 10.0  # by then the job has noticed what was done to the agent

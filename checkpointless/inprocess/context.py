@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from checkpointless.environment import own_generation
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.telemetry.events import event_log
@@ -25,7 +25,7 @@ def own_board() -> Board | None:
 def span(stage: str, **fields: Any) -> Any:
     """Return a span of ``stage`` in the event log, with the generation and incident of the running block."""
     call = active_call_wrapper()
-    generation = call.generation if call is not None else int(os.environ.get("JOB_RESTART_COUNT", "0"))
+    generation = call.generation if call is not None else own_generation()
     return event_log().span(stage, generation=generation, incident=call.incident if call else None, **fields)
 
 

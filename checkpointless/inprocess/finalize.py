@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from checkpointless.environment import RANK_ENV
 from checkpointless.inprocess.state import HPState
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class CheckpointlessFinalizeCleanup(Finalize):
             try:
                 cleanup()
             except Exception as error:
-                logger.exception("rank %s: the clean-up of %s failed", os.environ.get("RANK", "0"), name)
+                logger.exception("rank %s: the clean-up of %s failed", os.environ.get(RANK_ENV, "0"), name)
                 failed = failed or error
         if failed is not None:
             raise failed

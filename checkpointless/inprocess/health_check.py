@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 
+from checkpointless.environment import LOCAL_RANK_ENV
 from checkpointless.inprocess.state import HPState
 
 
@@ -54,7 +55,7 @@ class CudaHealthCheck(HealthCheck):
         """
         if not torch.cuda.is_initialized():
             return state, train_ex
-        local_rank = os.environ.get("LOCAL_RANK")
+        local_rank = os.environ.get(LOCAL_RANK_ENV)
         device = torch.device("cuda", int(local_rank) if local_rank else torch.cuda.current_device())
         errors: list[Exception] = []
 

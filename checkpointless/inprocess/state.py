@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from checkpointless.environment import LOCAL_RANK_ENV, own_rank, own_world_size
+
 
 @dataclass(frozen=True)
 class HPState:
@@ -28,9 +30,9 @@ class HPState:
     def from_environment(cls, generation: int, incident: str | None = None) -> HPState:
         """Create the state from torchrun's environment variables (a lone process is rank 0 of 1)."""
         return cls(
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            rank=own_rank(),
+            world_size=own_world_size(),
+            local_rank=int(os.environ.get(LOCAL_RANK_ENV, "0")),
             generation=generation,
             incident=incident,
         )

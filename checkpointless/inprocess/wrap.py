@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from checkpointless.client import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
+from checkpointless.environment import FAULT_AT_ENV, RANK_ENV, own_generation, own_rank
 from checkpointless.faults.spec import FaultSpecError
 from checkpointless.inprocess.abort import CheckpointlessAbortManager
 from checkpointless.inprocess.abort.composition import after_block, communicators_first
@@ -43,7 +44,6 @@ from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback
 from checkpointless.wire.board import Board
-from checkpointless.wire.messages import FAULT_AT_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class HPCallWrapper:
         self.board = Board.from_environment()
         self.facts = Facts(self.board)
         self.client: RankClient = wrapper.hp_api_factory()
-        self._now = Generation(int(os.environ.get("JOB_RESTART_COUNT", "0")))
+        self._now = Generation(own_generation())
         self.steps = StepTracker(self._now, self.board)
         self._main = MainThread()
         self._departure = Departure(
@@ -316,7 +316,7 @@ class HPCallWrapper:
             return
         self._departure.note_fault()
         text = "".join(traceback.format_exception(call_ex))
-        keep_traceback(self.generation, int(os.environ.get("RANK", "0")), text)
+        keep_traceback(self.generation, own_rank(), text)
         self.client.report_fault(
             self.generation,
             error=type(call_ex).__name__,
@@ -352,7 +352,7 @@ class HPCallWrapper:
             self._clean_up(state)
             self._check_health(state, term_ex)
         except (Exception, RankShouldRestart) as error:
-            logger.exception("rank %s cannot restart in this process", os.environ.get("RANK"))
+            logger.exception("rank %s cannot restart in this process", os.environ.get(RANK_ENV))
             self._replace(f"{type(error).__name__}: {error}")
 
     def _clean_up(self, state: HPState) -> None:
@@ -423,7 +423,7 @@ class HPCallWrapper:
     def _end_job(self, leaving: SystemExit) -> NoReturn:
         """End the job after the block has called ``sys.exit`` with a code other than 0."""
         at = f" in step {self.steps.making}" if self.steps.making >= 0 else ""
-        reason = f"rank {os.environ.get('RANK', '0')} left the block{at} by sys.exit({leaving.code!r})"
+        reason = f"rank {os.environ.get(RANK_ENV, '0')} left the block{at} by sys.exit({leaving.code!r})"
         self.client.give_up(self.generation, reason, exit_code(leaving))
         raise leaving
 
@@ -440,7 +440,7 @@ class HPCallWrapper:
         """Ask for a successor and end this process at once, because nothing in it can be trusted any more."""
         try:
             self.client.request_replacement(self.generation, reason)
-            logger.error("rank %s is replaced: %s", os.environ.get("RANK"), reason)
+            logger.error("rank %s is replaced: %s", os.environ.get(RANK_ENV), reason)
         except AgentLostError:
             logger.error("no agent to replace this process: %s", reason)
         flush_all()

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from checkpointless.environment import NODE_RANK_ENV, RANK_ENV, own_run_dir
 from checkpointless.telemetry.scribe import FLUSH_S, scribe
 
 logger = logging.getLogger(__name__)
 
-RUN_DIR_ENV = "CHECKPOINTLESS_RUN_DIR"
 EVENTS_FILE = "events.jsonl"
 
 Edge = Literal["begin", "end", "point"]
@@ -237,11 +237,11 @@ def event_log() -> EventLog:
 
     Without a run directory, the log drops every event.
     """
-    run_dir = os.environ.get(RUN_DIR_ENV)
-    rank = os.environ.get("RANK")
+    run_dir = own_run_dir()
+    rank = os.environ.get(RANK_ENV)
     return EventLog(
-        Path(run_dir) / EVENTS_FILE if run_dir else None,
-        node=int(os.environ.get("NODE_RANK", "0")),
+        None if run_dir is None else run_dir / EVENTS_FILE,
+        node=int(os.environ.get(NODE_RANK_ENV, "0")),
         rank=int(rank) if rank else None,
     )
 

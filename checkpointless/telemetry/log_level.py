@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 
-LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"
+from checkpointless.environment import LOG_LEVEL_ENV
+
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 PACKAGE = "checkpointless"
 

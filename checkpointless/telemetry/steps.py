@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointless.telemetry.events import RUN_DIR_ENV, append_line, read_lines
+from checkpointless.environment import RECORD_STEPS_ENV, YES, own_rank, own_run_dir
+from checkpointless.telemetry.events import append_line, read_lines
 from checkpointless.telemetry.scribe import scribe
 
 STEPS_DIR = "steps"
-RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"
 _WAIT_S = 1.0
 #: What ``--record-steps`` prints when a run begins.
 RECORDED = (
@@ -129,10 +129,10 @@ class StepLog:
     @classmethod
     def from_environment(cls) -> StepLog | None:
         """Return the log that ``--record-steps`` requests for this process, or None if it requests none."""
-        run_dir = os.environ.get(RUN_DIR_ENV)
-        if not run_dir or os.environ.get(RECORD_STEPS_ENV) != "1":
+        run_dir = own_run_dir()
+        if run_dir is None or os.environ.get(RECORD_STEPS_ENV) != YES:
             return None
-        return cls(Path(run_dir), int(os.environ.get("RANK", "0")))
+        return cls(run_dir, own_rank())
 
     def record(self, step: int, loss: float, params: str, extras: StepExtras = NO_EXTRAS) -> None:
         """Append one step.

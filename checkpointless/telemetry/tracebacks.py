@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from pathlib import Path
 
-from checkpointless.telemetry.events import RUN_DIR_ENV
+from checkpointless.environment import own_run_dir
 from checkpointless.telemetry.scribe import scribe
 
 logger = logging.getLogger(__name__)
@@ -28,10 +27,10 @@ def keep_traceback(generation: int, rank: int, text: str) -> None:
         rank: rank that raised the exception.
         text: traceback, as Python prints it.
     """
-    run_dir = os.environ.get(RUN_DIR_ENV)
-    if not run_dir:
+    run_dir = own_run_dir()
+    if run_dir is None:
         return
-    if not scribe.put(functools.partial(_write, traceback_path(Path(run_dir), generation, rank), rank, text)):
+    if not scribe.put(functools.partial(_write, traceback_path(run_dir, generation, rank), rank, text)):
         logger.warning("rank %d: its traceback is not written, since too much waits for the disk\n%s", rank, text)
 
 

@@ -15,7 +15,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-BOARD_FD_ENV = "CHECKPOINTLESS_BOARD_FD"
+from checkpointless.environment import BOARD_FD_ENV
 
 _MAGIC = b"CPLBRD01"
 _HEADER = struct.Struct("<8sQqqq")  # magic, beat, step in progress, committed step, generation

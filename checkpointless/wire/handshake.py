@@ -14,9 +14,9 @@ import secrets
 from dataclasses import dataclass
 from typing import ClassVar
 
+from checkpointless.environment import TOKEN_ENV
 from checkpointless.wire.messages import Vocabulary
 
-TOKEN_ENV = "CHECKPOINTLESS_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
 SPARE = -1  # the node number of an agent that waits until it is needed
 
@@ -65,6 +65,19 @@ class Refused:
 
 BEFORE_PROOF = Vocabulary("agent", Proof)
 BEFORE_WELCOME = Vocabulary("coordinator", Challenge, Welcome, Refused)
+
+
+def check_token(token: str) -> None:
+    """Check that a job of several nodes may use a token.
+
+    Raises:
+        ValueError: the token is too short to be a secret.
+    """
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise ValueError(
+            f"several nodes need a secret of at least {MIN_TOKEN_CHARACTERS} characters in {TOKEN_ENV}, "
+            "the same on all of them (openssl rand -hex 32 makes one)"
+        )
 
 
 def new_nonce() -> str:

@@ -9,8 +9,6 @@ from typing import Any, ClassVar, get_type_hints
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 256 * 1024
-AGENT_FD_ENV = "CHECKPOINTLESS_AGENT_FD"
-FAULT_AT_ENV = "CHECKPOINTLESS_FAULT_AT"  # time of the fault before a new process, in seconds (monotonic clock)
 _SHORTENED = "[... shortened ...]"
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpointless.environment import TOKEN_ENV
 from checkpointless.report.incidents import IncidentSummary, summarize
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.steps import Recording, read_steps
-from checkpointless.wire.handshake import TOKEN_ENV
 from tests.ports import free_port
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.network import INTERFACE, Network, enter

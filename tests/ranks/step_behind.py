@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from checkpointless.faults.inject import FAULTS_ENV
+from checkpointless.environment import FAULTS_ENV
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.transfer.tensor_entry import Key
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from checkpointless.cli import main
+from checkpointless.environment import TOKEN_ENV
 from checkpointless.monitoring.http_status import MAX_CONNECTIONS
-from checkpointless.wire.handshake import TOKEN_ENV
 from tests.ranks.agent_job import Job, wait_until
 from tests.ranks.agent_nursery import ForkedAgent
 from tests.ranks.test_agent_nodes import TOKEN, Nodes

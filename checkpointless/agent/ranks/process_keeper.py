@@ -22,7 +22,8 @@ from checkpointless.agent.ranks.starters import (
     Starter,
     StarterLostError,
 )
-from checkpointless.wire.messages import FAULT_AT_ENV, ProtocolError
+from checkpointless.environment import FAULT_AT_ENV, INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
+from checkpointless.wire.messages import ProtocolError
 from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, Spawn
 from checkpointless.wire.rank_state import RankState
 
@@ -127,10 +128,10 @@ class ProcessKeeper:
         rank.incarnation = spawn.incarnation
         job.generation = max(job.generation, spawn.generation - 1)  # a spare's agent has seen no generation yet
         job.incident = spawn.incident or None
-        job.run_id = spawn.env.get("TORCHELASTIC_RUN_ID", "")
+        job.run_id = spawn.env.get(TORCHELASTIC_RUN_ID_ENV, "")
         ours, theirs = socket.socketpair()
         log = rank.log.open()
-        env = {**self._rank_env, **spawn.env, "CHECKPOINTLESS_INCARNATION": str(rank.incarnation)}
+        env = {**self._rank_env, **spawn.env, INCARNATION_ENV: str(rank.incarnation)}
         if spawn.incident:
             env[FAULT_AT_ENV] = str(job.told_at(spawn.incident))
         if rank.incarnation > 0:

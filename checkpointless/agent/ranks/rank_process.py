@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpointless.agent.ranks.platforms import install_platform
+from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV
 from checkpointless.posix import temp_folder
 from checkpointless.telemetry.log_level import apply_log_level
 from checkpointless.telemetry.log_relay import LogRelay
 from checkpointless.telemetry.scribe import flush_all
-from checkpointless.wire.board import BOARD_FD_ENV
-from checkpointless.wire.messages import AGENT_FD_ENV
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_EXIT_CODE = 1

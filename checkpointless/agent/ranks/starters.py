@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from checkpointless.agent.ranks.rank_process import Script
+from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
 from checkpointless.posix.forked_process import ForkedProcess
 from checkpointless.posix.process_tree import ProcessTree
-from checkpointless.wire.board import BOARD_FD_ENV
-from checkpointless.wire.messages import AGENT_FD_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +257,7 @@ def _zygote_env(env: Mapping[str, str]) -> dict[str, str]:
 
     Libraries check whether that rank is 0 when they are imported.
     """
-    return {**{name: value for name, value in os.environ.items() if name != "RANK"}, **env}
+    return {**{name: value for name, value in os.environ.items() if name != RANK_ENV}, **env}
 
 
 class FreshStarter(Starter):

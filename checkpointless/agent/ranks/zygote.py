@@ -23,10 +23,9 @@ from typing import Any
 from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.preload import preload
 from checkpointless.agent.ranks.rank_process import Script, die_with_parent, run_script
+from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
 from checkpointless.posix import temp_folder
 from checkpointless.posix.process_tree import ProcessTree
-from checkpointless.wire.board import BOARD_FD_ENV
-from checkpointless.wire.messages import AGENT_FD_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class Zygote:
             os.environ.update(env)
             os.environ[AGENT_FD_ENV] = str(agent)
             os.environ[BOARD_FD_ENV] = str(board)
-            _tell_rank(int(env["RANK"]))
+            _tell_rank(int(env[RANK_ENV]))
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed()  # a fresh interpreter's state differs from rank to rank
             logging.getLogger().handlers.clear()  # the zygote's own handlers

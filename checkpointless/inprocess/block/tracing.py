@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from checkpointless.environment import RANK_ENV
+
 
 class Tracing:
     """Writes one VizTracer file per rank and generation."""
@@ -31,7 +33,7 @@ class Tracing:
         from viztracer import VizTracer
 
         base = Path(path)
-        name = f"{base.stem}-rank{os.environ.get('RANK', '0')}-generation{generation}{base.suffix or '.json'}"
+        name = f"{base.stem}-rank{os.environ.get(RANK_ENV, '0')}-generation{generation}{base.suffix or '.json'}"
         with VizTracer(output_file=str(base.with_name(name)), verbose=0):
             yield
 

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
+from checkpointless.environment import MASTER_PORT_ENV
+
 _FACTORY = "_new_process_group_helper"  # every process group, default or not, is made by this one function
 
 
@@ -163,5 +165,5 @@ def _peer(candidate: socket.socket) -> int | None:
 
 
 def _store_address() -> int | None:
-    port = os.environ.get("MASTER_PORT")
+    port = os.environ.get(MASTER_PORT_ENV)
     return int(port) if port and port.isdigit() else None

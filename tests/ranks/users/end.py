@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointless.telemetry.events import RUN_DIR_ENV
+from checkpointless.environment import RUN_DIR_ENV
 
 BREAKS_ENV = "CHECKPOINTLESS_TEST_BREAKS"  # where ``parts.Breaks`` fails
 #: Parts of an end that follow from the time of day, or from how often something was begun.

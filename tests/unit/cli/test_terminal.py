@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from checkpointless.cli.terminal import Terminal
-from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog, flush_events, read_events
+from checkpointless.environment import RUN_DIR_ENV
+from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events, read_events
 from checkpointless.telemetry.narration import Narrator, detected_line, recovered_line
 from checkpointless.telemetry.tracebacks import keep_traceback, traceback_path
 

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from checkpointless.environment import FAULTS_ENV, RUN_DIR_ENV
 from checkpointless.faults import device, ledger
-from checkpointless.faults.inject import FAULTS_ENV, FaultInjector, InjectedFault, from_environment
+from checkpointless.faults.inject import FaultInjector, InjectedFault, from_environment
 from checkpointless.faults.ledger import FaultLedger, fired, not_fired
 from checkpointless.faults.spec import FaultPhase, FaultSpecError, parse
-from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, RUN_DIR_ENV, read_events
+from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, read_events
 
 
 def injector(run_dir: Path | None, *texts: str, rank: int = 2) -> FaultInjector:

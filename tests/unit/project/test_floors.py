@@ -19,6 +19,7 @@ FOLDERS[PACKAGE] = ROOT / PACKAGE
 # package's own __init__ gathers what has no framework in it.
 FLOORS = {
     "layout": 0,
+    "environment": 0,
     "posix": 0,
     "telemetry": 0,
     "wire": 0,
@@ -44,6 +45,7 @@ FLOORS = {
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}
 STANDARD_LIBRARY_ONLY = ("layout", "posix", "telemetry", "wire", "coordinator", "faults")
+STANDARD_LIBRARY_ONLY = ("environment", "posix", "telemetry", "wire", "coordinator", "faults")
 NO_FRAMEWORK = (
     *STANDARD_LIBRARY_ONLY,
     "report",

@@ -20,9 +20,10 @@ from kubeflow_trainer_api import models
 from checkpointless.agent.launch_config import DEFAULT_PORT
 from checkpointless.cli import command_line
 from checkpointless.cli.commands import coordinator as coordinator_command
+from checkpointless.environment import TOKEN_ENV
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.telemetry.scribe import scribe
-from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS, TOKEN_ENV
+from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]

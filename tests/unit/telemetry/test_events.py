@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpointless.environment import RUN_DIR_ENV
 from checkpointless.telemetry.events import (
     EVENTS_FILE,
-    RUN_DIR_ENV,
     EventLog,
     event_log,
     flush_events,

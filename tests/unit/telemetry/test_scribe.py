@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
+from checkpointless.environment import RUN_DIR_ENV
 from checkpointless.telemetry import events, log_relay, scribe, steps, tracebacks
-from checkpointless.telemetry.events import EVENTS_DROPPED, EVENTS_FILE, RUN_DIR_ENV, EventLog, read_events
+from checkpointless.telemetry.events import EVENTS_DROPPED, EVENTS_FILE, EventLog, read_events
 from checkpointless.telemetry.log_relay import LogRelay
 from checkpointless.telemetry.scribe import Scribe
 from checkpointless.telemetry.steps import StepLog

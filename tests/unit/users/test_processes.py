@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpointless.environment import RUN_DIR_ENV
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import parse
-from checkpointless.telemetry.events import EVENTS_FILE, RUN_DIR_ENV, EventLog
+from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 from tests.ranks.users import end
 from tests.ranks.users.processes import replaced_healthy
 

@@ -9,6 +9,7 @@ from checkpointless.client import factory
 from checkpointless.client.factory import HPAgentK8sAPIFactory, wait_rank
 from checkpointless.client.hyperpod import HyperPodClient
 from checkpointless.client.standalone import StandaloneClient
+from checkpointless.environment import HYPERPOD_SOCKET_ENV
 from tests import hyperpod_stand_in as stand_in
 from tests.unit.client.hyperpod.turns import MakeAgent
 
@@ -39,7 +40,7 @@ def test_under_our_own_agent_the_vendors_is_not_asked(
 
 
 def test_the_variable_is_the_one_that_the_package_reads() -> None:
-    assert factory._HYPERPOD_ENV == stand_in.SOCKET_ENV
+    assert HYPERPOD_SOCKET_ENV == stand_in.SOCKET_ENV
 
 
 def test_nothing_is_said_about_a_launcher_that_does_not_respawn(

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from checkpointless.environment import LOG_LEVEL_ENV
 from checkpointless.strategies.frameworks import chatter
-from checkpointless.telemetry.log_level import LOG_LEVEL_ENV, apply_log_level, asked_for_level
+from checkpointless.telemetry.log_level import apply_log_level, asked_for_level
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,80 @@
+"""The environment variables that this project reads, or sets for its processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Set by the user, before a job starts.
+TOKEN_ENV = "CHECKPOINTLESS_TOKEN"  # secret that the agents of a job share, at least 16 characters; not for ranks
+CPU_ENV = "CHECKPOINTLESS_CPU"  # "1": Megatron-core and NeMo train on CPUs; else they do not
+LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"  # "debug", "info", "warning" or "error"; default: messages go nowhere
+
+# Set by the agent for each rank; under another launcher, the user may set the first three.
+RUN_DIR_ENV = "CHECKPOINTLESS_RUN_DIR"  # path of the run directory; default: nothing is recorded
+FAULTS_ENV = "CHECKPOINTLESS_FAULTS"  # JSON list of the specs of faults to inject; default: none
+RECORD_STEPS_ENV = "CHECKPOINTLESS_RECORD_STEPS"  # "1": losses and digests of every step are recorded
+INCARNATION_ENV = "CHECKPOINTLESS_INCARNATION"  # 0 for the rank's first process, 1 more for each successor
+AGENT_FD_ENV = "CHECKPOINTLESS_AGENT_FD"  # descriptor of the rank's connection to its agent
+BOARD_FD_ENV = "CHECKPOINTLESS_BOARD_FD"  # descriptor of the rank's board
+AGENT_PID_ENV = "CHECKPOINTLESS_AGENT_PID"  # process ID of the agent, in a job of several nodes
+FAULT_AT_ENV = "CHECKPOINTLESS_FAULT_AT"  # time of the fault before a new process, in seconds (monotonic clock)
+
+# Set by our agent as by torchrun and other launchers.
+RANK_ENV = "RANK"  # rank in the job
+WORLD_SIZE_ENV = "WORLD_SIZE"  # number of ranks in the job
+LOCAL_RANK_ENV = "LOCAL_RANK"  # rank within the node
+LOCAL_WORLD_SIZE_ENV = "LOCAL_WORLD_SIZE"  # number of ranks on the node
+NODE_RANK_ENV = "NODE_RANK"  # number of the node
+GROUP_RANK_ENV = "GROUP_RANK"  # number of the node, in torchrun's words
+GROUP_WORLD_SIZE_ENV = "GROUP_WORLD_SIZE"  # number of nodes
+ROLE_RANK_ENV = "ROLE_RANK"  # rank among those with the same role; the same as RANK
+ROLE_WORLD_SIZE_ENV = "ROLE_WORLD_SIZE"  # number of ranks with the same role; the same as WORLD_SIZE
+ROLE_NAME_ENV = "ROLE_NAME"  # name of the role
+MASTER_ADDR_ENV = "MASTER_ADDR"  # address of the store that process groups meet at
+MASTER_PORT_ENV = "MASTER_PORT"  # port of that store
+TORCHELASTIC_RUN_ID_ENV = "TORCHELASTIC_RUN_ID"  # name of the job
+TORCHELASTIC_RESTART_COUNT_ENV = "TORCHELASTIC_RESTART_COUNT"  # the generation; torch prefixes keys with it
+TORCHELASTIC_MAX_RESTARTS_ENV = "TORCHELASTIC_MAX_RESTARTS"  # how often the launcher restarts all ranks
+TORCHELASTIC_USE_AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the launcher hosts the store
+JOB_RESTART_COUNT_ENV = "JOB_RESTART_COUNT"  # the generation; default: 0
+OMP_NUM_THREADS_ENV = "OMP_NUM_THREADS"  # threads of each rank for tensors on CPUs
+PYTHONUNBUFFERED_ENV = "PYTHONUNBUFFERED"  # "1": what a rank prints is in its log at once
+
+# Set by SageMaker HyperPod's agent for its ranks.
+HYPERPOD_SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"  # path of the agent's socket
+
+YES = "1"  # value of a variable that switches something on
+
+
+def own_run_dir() -> Path | None:
+    """Return the run directory of this process, or None if it has none."""
+    value = os.environ.get(RUN_DIR_ENV)
+    return Path(value) if value else None
+
+
+def own_rank() -> int:
+    """Return the rank of this process; a process outside of a job is rank 0.
+
+    Raises:
+        ValueError: the variable is not a whole number.
+    """
+    return int(os.environ.get(RANK_ENV, "0"))
+
+
+def own_world_size() -> int:
+    """Return the number of ranks in this process's job; a process outside of a job is alone.
+
+    Raises:
+        ValueError: the variable is not a whole number.
+    """
+    return int(os.environ.get(WORLD_SIZE_ENV, "1"))
+
+
+def own_generation() -> int:
+    """Return the generation that this process was started in, or entered last; the first is 0.
+
+    Raises:
+        ValueError: the variable is not a whole number.
+    """
+    return int(os.environ.get(JOB_RESTART_COUNT_ENV, "0"))

@@ -1,0 +1,25 @@
+"""What ends a run before it begins."""
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from checkpointless.agent.launch import launch
+from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.agent.ranks import platforms
+
+
+def test_a_platform_that_is_not_installed_ends_the_run_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(group: str, name: str) -> list[EntryPoint]:
+        return []
+
+    monkeypatch.setattr(platforms, "entry_points", none)
+    said: list[str] = []
+    config = LaunchConfig(1, __file__, tmp_path / "run", preload=(), cpu=True)
+    assert launch(config, said.append) == 1
+    (line,) = said
+    assert line.startswith("no installed package has the entry point 'cpu' in checkpointless.platforms")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]

@@ -1,0 +1,84 @@
+"""Environment variables have one place where their names are: ``checkpointless/environment.py``."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpointless import environment
+from checkpointless.environment import (
+    JOB_RESTART_COUNT_ENV,
+    RANK_ENV,
+    RUN_DIR_ENV,
+    WORLD_SIZE_ENV,
+    own_generation,
+    own_rank,
+    own_run_dir,
+    own_world_size,
+)
+
+ROOT = Path(__file__).parents[3]
+SOURCES = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("checkpointless", "callbacks", "strategies", "recipes")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+NAMES_OF_THEIR_OWN = {
+    "checkpointless/cli/command_line.py",
+    "checkpointless/cli/train.py",
+    "checkpointless/megatron/cpu_platform.py",
+    "recipes/counting.py",
+    "recipes/dry_run.py",
+}
+
+
+def literals(source: str) -> Iterator[str]:
+    """Every string in a file that is no documentation, with the parts of f-strings."""
+    tree = ast.parse((ROOT / source).read_text())
+    alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    documentation = {id(value) for value in alone if isinstance(value, ast.Constant)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if source != "checkpointless/environment.py"])
+def test_only_one_module_names_our_variables(source: str) -> None:
+    found = {name for text in literals(source) for name in re.findall(r"CHECKPOINTLESS_[A-Z_]+", text)}
+    if source in NAMES_OF_THEIR_OWN:
+        assert found, f"{source} needs no exception"
+    else:
+        assert not found, f"{source} names {', '.join(sorted(found))}: take it from checkpointless.environment"
+
+
+def test_every_exception_is_a_file() -> None:
+    assert set(SOURCES) >= NAMES_OF_THEIR_OWN
+
+
+def test_no_variable_has_two_names() -> None:
+    variables = {name: value for name, value in vars(environment).items() if name.endswith("_ENV")}
+    assert len(variables) > 20
+    assert len(set(variables.values())) == len(variables)
+    for name, value in variables.items():
+        short = name.removesuffix("_ENV")
+        assert value in (short, f"CHECKPOINTLESS_{short}") or value.startswith("HYPERPOD_")
+
+
+def test_a_process_outside_of_a_job_is_alone_and_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (RANK_ENV, WORLD_SIZE_ENV, JOB_RESTART_COUNT_ENV, RUN_DIR_ENV):
+        monkeypatch.delenv(name, raising=False)
+    assert (own_rank(), own_world_size(), own_generation(), own_run_dir()) == (0, 1, 0, None)
+    monkeypatch.setenv(RUN_DIR_ENV, "")
+    assert own_run_dir() is None
+
+
+def test_a_rank_reads_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in ((RANK_ENV, "3"), (WORLD_SIZE_ENV, "8"), (JOB_RESTART_COUNT_ENV, "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
+    assert (own_rank(), own_world_size(), own_generation(), own_run_dir()) == (3, 8, 2, tmp_path)
+    monkeypatch.setenv(RANK_ENV, "three")
+    with pytest.raises(ValueError, match="three"):
+        own_rank()
