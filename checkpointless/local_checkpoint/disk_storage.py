@@ -40,7 +40,8 @@ class StoredFile:
 class DiskStorage:
     """The part files in one directory, which the ranks of a node share.
 
-    It is a :class:`~checkpointless.local_checkpoint.part_storage.PartStorage`. A file that is damaged or cannot be read counts as missing, with a warning.
+    It is a :class:`~checkpointless.local_checkpoint.part_storage.PartStorage`. A file that is damaged or cannot be
+    read counts as missing, with a warning.
 
     Args:
         root: the directory, which is made if it does not exist.
