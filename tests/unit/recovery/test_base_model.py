@@ -74,7 +74,12 @@ def test_those_are_filled_that_are_refilled_and_have_no_weights(
     monkeypatch: pytest.MonkeyPatch, answers: list[bool], checksum: bool, lacking: set[int]
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(base_model, "all_gather_json", lambda mine: told.append(mine) or answers)
+
+    def gather(mine: Any) -> list[bool]:
+        told.append(mine)
+        return answers
+
+    monkeypatch.setattr(base_model, "all_gather_json", gather)
     base = frozen(checksum)
     base.attached(MadeUpState(3))
     decision = Decision(Verdict.RESUME, 3, refills={1: (0,), 2: (0,)})
