@@ -13,7 +13,7 @@ from typing_extensions import override
 from checkpointless.callbacks.incident_metrics import log_incident
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
-from checkpointless.recovery.manager import manager_of
+from checkpointless.recovery.running import manager_of
 
 logger = logging.getLogger(__name__)
 

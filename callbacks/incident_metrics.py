@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 
-from checkpointless.recovery.manager import manager_of
+from checkpointless.recovery.running import manager_of
 
 if TYPE_CHECKING:
     from checkpointless.inprocess import HPCallWrapper

@@ -18,7 +18,7 @@ from checkpointless.callbacks.recorded_state import (
     validation_metrics,
 )
 from checkpointless.inprocess import active_call_wrapper
-from checkpointless.recovery.manager import manager_of
+from checkpointless.recovery.running import manager_of
 from checkpointless.serialization.checksum import digest_parameters
 from checkpointless.telemetry.steps import StepLog
 

@@ -22,7 +22,7 @@ from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.recovery import CheckpointManager
-from checkpointless.recovery.manager import manager_of
+from checkpointless.recovery.running import manager_of
 from checkpointless.strategies.block.callbacks import complete
 from checkpointless.strategies.block.phases import PhasedIterator, announce_gradient_sync
 from checkpointless.strategies.block.rebuild import Rebuild

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 _NO_PARTITION = "the reported replica groups do not partition the ranks"
 
@@ -77,6 +78,25 @@ class Decision:
     refills: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     offset: int = 0
     reason: str = ""
+
+
+def reports_of(answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankReport]:
+    """Return the reports that the ranks have sent each other.
+
+    Args:
+        answers: by rank, the report as plain data (``report``) and the steps and stages for which the rank keeps
+            another rank's streams (``keeps``).
+        jump: how many ranks further on a rank's streams are kept; they count as the rank's own if it has lost all
+            that it had. 0: nowhere.
+    """
+    reports = []
+    for rank, answer in enumerate(answers):
+        each = answer["report"]
+        streams = each["streams"] or (answers[(rank + jump) % len(answers)]["keeps"] if jump else [])
+        plain = {"group": tuple(each["group"]), "stages": tuple(each["stages"])}
+        rows = {"streams": tuple(map(tuple, streams)), "saves": tuple(map(tuple, each["saves"]))}
+        reports.append(RankReport(**{**each, **plain, **rows}))
+    return reports
 
 
 def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Decision:

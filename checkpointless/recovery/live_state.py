@@ -10,6 +10,8 @@ import torch
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
+DATA = "the state of the training data"  # prefix of the names of parts that must not come from a peer
+
 
 class LiveState(Protocol):
     """A rank's training state where it lives: in the model, the optimizer and the trainer."""

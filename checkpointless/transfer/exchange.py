@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointless.serialization import state_tree
+
 MAX_BYTES = 64 * 1024 * 1024  # limit of a message that every rank gets from every other
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # between two ranks: the skeleton of a state fits
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -99,6 +101,32 @@ def receive_json(source: int) -> Any:
         ValueError: the message is no JSON, claims to be empty, or is larger than :data:`MAX_MESSAGE_BYTES`.
     """
     return json.loads(receive_bytes(source))
+
+
+def share_plain(mine: Any) -> Any:
+    """Give every rank that has nothing what the first rank that has something has. Collective.
+
+    Args:
+        mine: what this rank has, as plain data that a state tree can hold; None: nothing.
+
+    Returns:
+        What this rank has, or was given; None if no rank has anything.
+
+    Raises:
+        StateTreeError: what this rank is to give cannot travel.
+    """
+    have = all_gather_json(mine is not None)
+    if not any(have):
+        return None
+    giver = have.index(True)
+    if dist.get_rank() == giver:
+        payload = state_tree.dumps(mine)
+        for rank, has in enumerate(have):
+            if not has:
+                send_bytes(payload, rank)
+    elif mine is None:
+        mine = state_tree.loads(receive_bytes(giver))
+    return mine
 
 
 def to_tensor(data: bytes | memoryview, device: torch.device) -> torch.Tensor:

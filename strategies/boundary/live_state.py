@@ -11,7 +11,7 @@ import torch
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.megatron.state import MegatronTensors
-from checkpointless.recovery.manager import DATA
+from checkpointless.recovery.live_state import DATA
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.strategies.boundary.kinds import take_checkpoint, take_kinds

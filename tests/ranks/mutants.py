@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.megatron.update import sub_optimizers
-from checkpointless.recovery import CheckpointManager, manager
+from checkpointless.recovery import CheckpointManager, refill
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization.state_tree import tensor_bytes
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
@@ -167,7 +167,7 @@ class StaleStreams(Callback):
                 if keeper.resumed_at is None:
                     return
                 step, resumed = keeper.resumed_at
-                right = keeper._streams_of(step)[resumed if stage is None else stage]
+                right = keeper._own.streams.at(step)[resumed if stage is None else stage]
                 stale = keeper.rng_of(step - steps) if steps else right
                 assert stale is not None
                 assert steps == 0 or not right.same_streams(stale)
@@ -228,7 +228,7 @@ class TensorLeftOut(Callback):
         self.tensor = tensor
         self._place: torch.Tensor | None = None
         if where == "source":
-            _replace(manager, "send_state", self._not_spoken_of)
+            _replace(refill, "send_state", self._not_spoken_of)
         elif int(os.environ["RANK"]) != rank:
             return
         elif where in ("wire", "nowhere"):
@@ -241,7 +241,7 @@ class TensorLeftOut(Callback):
             _replace(TrainerLiveState, "room", self._beside)
         else:
             assert where == "own"
-            _replace(CheckpointManager, "_take_back", self._not_taken_back)
+            _replace(refill.Refill, "_take_back", self._not_taken_back)
 
     def _is_chosen(self, key: Key) -> bool:
         return self.tensor in str(key[-1])
@@ -303,11 +303,11 @@ class TensorLeftOut(Callback):
         return room
 
     def _not_taken_back(self, original: Any) -> Any:
-        def take_back(live: TrainerLiveState, held: Any) -> Any:
-            chosen = self._chosen(held.tensors)
-            place = live.room([TensorEntry.of(chosen, held.tensors[chosen])])[chosen]
+        def take_back(live: TrainerLiveState, tensors: dict[Key, torch.Tensor]) -> Any:
+            chosen = self._chosen(tensors)
+            place = live.room([TensorEntry.of(chosen, tensors[chosen])])[chosen]
             before = place.clone()
-            report = original(live, held)
+            report = original(live, tensors)
             with torch.no_grad():
                 place.copy_(before)
             return report

@@ -12,7 +12,7 @@ DEFECT_ENV = "CHECKPOINTLESS_TEST_DEFECT"
 
 def buffers_are_not_taken_back() -> None:
     """What a step has done to buffers before its commit stays."""
-    from checkpointless.recovery.manager import HeldState
+    from checkpointless.recovery.held_state import HeldState
 
     original = HeldState.go_back_to
 
@@ -25,9 +25,9 @@ def buffers_are_not_taken_back() -> None:
 
 def buffers_are_a_peers() -> None:
     """A rank that was filled keeps the buffers that it was sent."""
-    from checkpointless.recovery.manager import CheckpointManager
+    from checkpointless.recovery.own_state import OwnState
 
-    CheckpointManager._put_own_buffers = lambda *args: None  # type: ignore[method-assign]
+    OwnState.put_buffers = lambda *args: None  # type: ignore[method-assign]
 
 
 def callbacks_are_a_step_ahead() -> None:

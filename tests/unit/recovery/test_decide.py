@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointless.recovery.decide import RankReport, Verdict, decide
+from checkpointless.recovery.decide import RankReport, Verdict, decide, reports_of
 
 
 def report(rank: int, committed: int | None, group: Sequence[int], **more: Any) -> RankReport:
@@ -208,3 +210,14 @@ def test_a_save_of_an_earlier_step_that_is_lost_stays_lost() -> None:
 
 def test_nothing_is_done_again_with_streams_that_are_known_no_longer() -> None:
     assert decide([saving(0, PENDING), saving(1, committed=None, oldest=7)], 7).stage == 3
+
+
+@pytest.mark.parametrize(("jump", "streams"), [(0, ()), (1, ((3, 0),)), (2, ())])
+def test_a_rank_that_lost_its_streams_has_those_that_another_keeps_for_it(jump: int, streams: Any) -> None:
+    reports = [
+        RankReport(rank, 3, False, False, (0, 1), streams=((3, 2),) if rank else (), saves=((1, 3, 0, True),))
+        for rank in range(2)
+    ]
+    keeps: list[list[list[int]]] = [[], [[3, 0]]]
+    told = json.loads(json.dumps([{"report": asdict(each), "keeps": keeps[each.rank]} for each in reports]))
+    assert reports_of(told, jump) == [replace(reports[0], streams=streams), reports[1]]

@@ -33,8 +33,8 @@ _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a
 
 
 @dataclass(frozen=True)
-class OwnState:
-    """What is a rank's own at a moment, and cannot be given by a peer.
+class OwnRecord:
+    """What is a rank's own at a moment, as bytes for another node to keep.
 
     Attributes:
         streams: the rank's random streams.
@@ -51,7 +51,7 @@ class OwnState:
         return state_tree.dumps((self.streams, self.data_start, self.buffers))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> OwnState:
+    def from_bytes(cls, data: bytes) -> OwnRecord:
         """Decode what :meth:`to_bytes` made.
 
         Raises:
@@ -61,8 +61,8 @@ class OwnState:
         return cls(streams, data_start, buffers)
 
 
-class RngReplicas:
-    """Keeps another rank's streams, and has this rank's kept.
+class OwnReplicas:
+    """Keeps what is another rank's own, and has this rank's kept.
 
     Args:
         jump: how many ranks further on a rank's streams are kept. None: on the next node, as ``LOCAL_WORLD_SIZE``

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointless.recovery import rng_replicas
-from checkpointless.recovery.rng_replicas import RngReplicas
+from checkpointless.recovery import own_replicas
+from checkpointless.recovery.own_replicas import OwnReplicas
 
 
 @pytest.mark.parametrize(
@@ -22,17 +22,17 @@ from checkpointless.recovery.rng_replicas import RngReplicas
 def test_where_streams_are_kept(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, under_our_agent: bool, local: int, jump: int
 ) -> None:
-    monkeypatch.setattr(rng_replicas.dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(rng_replicas, "own_board", lambda: object() if under_our_agent else None)
+    monkeypatch.setattr(own_replicas.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(own_replicas, "own_board", lambda: object() if under_our_agent else None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    assert RngReplicas(asked).jump == jump
+    assert OwnReplicas(asked).jump == jump
 
 
 def test_a_negative_jump_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be negative"):
-        RngReplicas(-1)
+        OwnReplicas(-1)
 
 
 def test_nothing_is_made_or_sent_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rng_replicas.dist, "get_world_size", lambda: 8)
-    RngReplicas(0).exchange(3, lambda: pytest.fail("nobody wants them"))
+    monkeypatch.setattr(own_replicas.dist, "get_world_size", lambda: 8)
+    OwnReplicas(0).exchange(3, lambda: pytest.fail("nobody wants them"))

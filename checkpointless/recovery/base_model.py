@@ -1,0 +1,164 @@
+"""The base model of a fine-tuning with adapters: frozen weights, which are kept and moved apart from the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.inprocess.context import span
+from checkpointless.recovery.decide import Decision
+from checkpointless.recovery.held_state import HeldState
+from checkpointless.recovery.live_state import LiveState
+from checkpointless.recovery.refill import Refill
+from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.transfer.exchange import all_gather_json
+from checkpointless.transfer.tensor_entry import Key
+
+_MODEL = "model"  # the first word of the key of a parameter or buffer
+
+
+class BaseModel(Protocol):
+    """What of the state is not held from fault to fault, but kept once and for all."""
+
+    def attached(self, live: LiveState) -> None:
+        """Note that all weights in ``live`` are whole."""
+
+    def part_from(self, held: HeldState) -> None:
+        """Remove from ``held`` the tensors that are kept here."""
+
+    def digest(self, live: LiveState) -> str:
+        """Return the digest of the weights in ``live`` that are kept here; "" if there are none."""
+
+    def offload(self, held: HeldState) -> None:
+        """Move to pinned host memory what takes the most room of ``held`` and of what is kept here."""
+
+    def restore(self, live: LiveState, decision: Decision, memory_budget_bytes: int) -> int:
+        """Put what is kept here in place, on all ranks as decided. Collective.
+
+        Returns:
+            How many bytes of tensors this rank received.
+        """
+
+
+class NoBaseModel:
+    """All of the state is trained: nothing is kept apart from the rest."""
+
+    def attached(self, live: LiveState) -> None:
+        """Do nothing."""
+
+    def part_from(self, held: HeldState) -> None:
+        """Do nothing."""
+
+    def digest(self, live: LiveState) -> str:
+        """Return the digest of nothing, "" ."""
+        return ""
+
+    def offload(self, held: HeldState) -> None:
+        """Offload all of ``held``."""
+        held.offload()
+
+    def restore(self, live: LiveState, decision: Decision, memory_budget_bytes: int) -> int:
+        """Do nothing, and receive nothing."""
+        return 0
+
+
+class FrozenBaseModel:
+    """Keeps references to the frozen weights over all generations.
+
+    Args:
+        checksums: with it enabled, the weights of a rank that is refilled are compared with its sources'.
+
+    Attributes:
+        trained: the names of all parameters and buffers that training may change; while it is empty, nothing is
+            frozen.
+        weights: the frozen weights by key, in the order in which they are sent, as references to the running
+            model's weights or, offloaded, as copies; None before they were whole for the first time.
+    """
+
+    def __init__(self, checksums: MemoryChecksumManager) -> None:
+        self.trained: set[str] = set()
+        self.weights: dict[Key, torch.Tensor] | None = None
+        self._checksums = checksums
+        self._offloaded = False
+        self._refill = Refill(adopts=True)
+
+    def is_trained(self, key: str | tuple[Any, ...]) -> bool:
+        """Return whether a tensor belongs to what training changes, and not to the base model.
+
+        Args:
+            key: the tensor's name; or its key in the state, where everything that belongs to an optimizer is
+                trained; or a tuple of the name and the parameter itself.
+        """
+        if isinstance(key, tuple):
+            if len(key) > 1 and isinstance(key[1], torch.Tensor):
+                return key[1].requires_grad
+            return key[0] != _MODEL or self.is_trained(str(key[-1]))
+        return key in self.trained or ".adapter." in key or key.endswith(".adapters")
+
+    def keep(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        """Keep references to the frozen weights among ``tensors``, which are whole."""
+        if not self.trained:
+            return
+        self.weights = {key: tensor for key, tensor in tensors.items() if not self.is_trained(key)}
+        self._offloaded = False
+
+    def attached(self, live: LiveState) -> None:
+        """Keep the weights of ``live`` in place of those that were kept before."""
+        self.keep(live.tensors())
+
+    def part_from(self, held: HeldState) -> None:
+        """Remove the frozen weights from ``held``; keep them if they are not kept yet."""
+        if self.weights is None:
+            self.keep(held.tensors)
+        weights = self.weights or {}
+        held.tensors = {key: tensor for key, tensor in held.tensors.items() if key not in weights}
+
+    def digest(self, live: LiveState) -> str:
+        """Return the digest of the frozen weights in ``live``; "" if there are none."""
+        if not self.weights:
+            return ""
+        tensors = live.tensors()  # not the offloaded copies: another rank may not have offloaded
+        return self._checksums.digest_all({key: tensors[key] for key in self.weights})
+
+    def offload(self, held: HeldState) -> None:
+        """Offload the frozen weights. What is trained stays where it is, because it is small."""
+        if self._offloaded or self.weights is None:
+            return
+        host = {
+            key: torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            if tensor.device.type != "cpu"
+            else tensor
+            for key, tensor in self.weights.items()
+        }
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.weights = host
+        self._offloaded = True
+
+    def restore(self, live: LiveState, decision: Decision, memory_budget_bytes: int) -> int:
+        """Put the frozen weights in place: this rank's own, or those of its sources if it has none. Collective.
+
+        The weights that are kept stay kept, whatever happens to the rest.
+        """
+        lacking = self._ranks_without(decision)
+        refills = {rank: decision.refills[rank] for rank in lacking}
+        with span("transfer", part="base model", refills=len(lacking)) as fields:
+            mine = dict(self.weights or {})
+            _, report = self._refill.move(live, refills, mine, {}, memory_budget_bytes=memory_budget_bytes)
+            if dist.get_rank() in lacking:
+                self.keep(self._refill.arrived)
+                self._refill.forget()
+            fields.update(asdict(report))
+        return report.bytes
+
+    def _ranks_without(self, decision: Decision) -> set[int]:
+        """Return the ranks that must be given the frozen weights, the same on every rank. Collective."""
+        if not decision.refills:
+            return set()
+        has_weights = self.weights is not None and not self._checksums.enabled
+        everybody = all_gather_json(has_weights)
+        return {rank for rank in decision.refills if not everybody[rank]}

@@ -1,0 +1,153 @@
+"""All ranks tell each other what they hold, and conclude alike: how the job resumes, and what is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+from checkpointless.inprocess import active_call_wrapper
+from checkpointless.inprocess.context import span
+from checkpointless.recovery.decide import Decision, RankReport, decide, reports_of
+from checkpointless.recovery.held_state import HeldState
+from checkpointless.recovery.live_state import DATA, LiveState
+from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own_state import OwnState
+from checkpointless.transfer.exchange import all_gather_json
+
+logger = logging.getLogger(__name__)
+
+Saves = Sequence[tuple[int, int, int, bool]]
+
+
+def decide_together(
+    live: LiveState,
+    held: HeldState | None,
+    own: OwnState,
+    *,
+    compare_digests: bool,
+    fit: int,
+    begun: int,
+    saves: Saves,
+) -> Decision:
+    """Decide with all other ranks how the job resumes. Collective.
+
+    Args:
+        live: the freshly built state, which knows who else holds its shard.
+        held: the state that this rank holds; None: it holds none.
+        own: what is this rank's own.
+        compare_digests: report the digest of the held state, so that replicas are compared.
+        fit: the fit of the block that asks, counted from 1.
+        begun: the last fit of the block that this rank knows to have begun.
+        saves: the background saves whose end this rank has not gone through, as
+            :attr:`~checkpointless.recovery.decide.RankReport.saves` has them.
+
+    Raises:
+        ValueError: the reports contradict each other about the replica groups.
+    """
+    call = active_call_wrapper()
+    high_water = call.high_water if call is not None else -1
+    with span("decide") as fields:
+        mine = asdict(_report(live, held, own, compare_digests, begun, saves))
+        answers = all_gather_json({"report": mine, "keeps": own.kept_streams()})
+        decision = decide(reports_of(answers, own.replicas.jump), high_water, fit)
+        fields.update(
+            verdict=decision.verdict.value,
+            target=decision.target,
+            redo=list(decision.redo),
+            refills={str(rank): list(sources) for rank, sources in decision.refills.items()},
+            reason=decision.reason,
+        )
+    return decision
+
+
+def _report(
+    live: LiveState, held: HeldState | None, own: OwnState, compare_digests: bool, begun: int, saves: Saves
+) -> RankReport:
+    streams = own.streams.known()
+    if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
+        return RankReport(dist.get_rank(), None, False, False, live.group(), streams=streams, begun=begun)
+    return RankReport(
+        dist.get_rank(),
+        held.commit.committed,
+        held.commit.ready,
+        held.commit.torn,
+        live.group(),
+        held.digest if compare_digests else None,
+        tuple(int(stage) for stage in sorted(held.moments)),
+        streams,
+        held.fit,
+        held.offset,
+        begun,
+        tuple(saves),
+    )
+
+
+def find_loss(live: LiveState, held: HeldState | None, own: OwnState, decision: Decision, target: int) -> str:
+    """Give every rank its random streams, and find out whether something is lost that it alone had. Collective.
+
+    Args:
+        live: the freshly built state.
+        held: the state that this rank holds; None: it holds none.
+        own: what is this rank's own.
+        decision: how the job resumes.
+        target: the step after which it resumes.
+
+    Returns:
+        Why the state cannot be had from memory; "" if it can.
+    """
+    moment = target, Stage(decision.stage)
+    lost = own.find_streams(*moment)
+    if lost:
+        return (
+            f"the random streams of rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} after step "
+            f"{target} are lost: neither a process, nor a board, nor another node has them"
+        )
+    lost_parts = _find_lost_parts(held, live, decision)
+    if lost_parts:
+        return (
+            f"{', '.join(lost_parts)} differed from rank to rank, and that of rank "
+            f"{', '.join(map(str, sorted(decision.refills)))} was lost with its process"
+        )
+    buffers = held.buffers.get(moment) if held is not None else None
+    lost_buffers = own.find_lost_buffers(moment, buffers, decision.refills)
+    if lost_buffers:
+        rank, reason = min(lost_buffers.items())
+        return f"the process of rank {rank} was lost, and {reason}"
+    return ""
+
+
+def _find_lost_parts(held: HeldState | None, live: LiveState, decision: Decision) -> list[str]:
+    """Compare the parts of the state that ranks keep for themselves, if a rank has lost its parts. Collective.
+
+    A peer's part can replace a lost one only if the parts of all ranks are equal. Parts that do not belong to the
+    training data are taken from a peer nevertheless, and a warning says so: a callback may keep times of day.
+
+    Args:
+        held: the state that this rank holds; None: it holds none.
+        live: the freshly built state, which knows the parts.
+        decision: how the job resumes.
+
+    Returns:
+        The names of the lost parts of the training data.
+    """
+    if not decision.refills:
+        return []
+    rank = dist.get_rank()
+    mine: dict[str, str] | None = None
+    if held is not None and rank not in decision.refills:
+        target = decision.target if rank in decision.redo else None
+        mine = held.own_parts(live, target, Stage(decision.stage))
+    differ = differing_names([each for each in all_gather_json(mine) if each is not None])
+    lost = [name for name in differ if name.startswith(DATA)]
+    for name in sorted(set(differ) - set(lost)):
+        logger.warning("%s differs from rank to rank: rank %s gets a peer's", name, sorted(decision.refills))
+    return lost
+
+
+def differing_names(digests: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return, sorted, the names whose digests are not the same in all of ``digests``."""
+    names = sorted({name for each in digests for name in each})
+    return [name for name in names if len({each.get(name) for each in digests}) > 1]

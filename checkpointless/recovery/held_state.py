@@ -1,0 +1,126 @@
+"""The state that a rank holds between two generations: taken from the old trainer, given to the new one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery.live_state import LiveState
+from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.serialization import state_tree
+from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.transfer.tensor_entry import Key
+
+
+@dataclass
+class HeldState:
+    """The state that a rank holds between two generations.
+
+    Attributes:
+        commit: the step that the state belongs to, and whether the update of the next step can still be applied.
+        tensors: references to the old model's and optimizer's tensors, not copies. Each is replaced by its
+            successor as soon as that is filled, so that at every moment this is the whole state, and little of it
+            exists twice.
+        moments: the rest of the state, at every moment after the committed step that can be resumed at.
+        digest: the digest of the rank's shard, if replicas are to be compared.
+        live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
+        fit: the fit of the block that the state belongs to.
+        offset: how many steps of the job precede that fit.
+        buffers: the rank's own buffers, at every moment after the committed step and after the step that follows
+            it. They are whole even if an update failed half-way.
+    """
+
+    commit: CommitState
+    tensors: dict[Key, torch.Tensor]
+    moments: Mapping[Stage, Moment]
+    digest: str | None = None
+    live: LiveState | None = None
+    fit: int = 1
+    offset: int = 0
+    buffers: Mapping[tuple[int, Stage], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
+
+    def go_back_to(self, stage: Stage) -> dict[str, Any]:
+        """Hold the state as it was at ``stage``, and drop all other moments.
+
+        Returns:
+            The non-tensor state of that moment.
+        """
+        moment = self.moments[stage]
+        self.moments = {stage: moment}
+        self.tensors.update({key: copy for key, copy in moment.buffers.items() if key in self.tensors})
+        return moment.objects
+
+    def let_trainer_go(self) -> None:
+        """Record that no update can be applied any more, and drop the old trainer."""
+        self.commit = CommitState(self.commit.committed, ready=False, torn=self.commit.torn)
+        self.live = None
+
+    @classmethod
+    def of(
+        cls, live: LiveState, commit: CommitState, checksums: MemoryChecksumManager, fit: int, offset: int
+    ) -> HeldState:
+        """Hold the state that lives in ``live``.
+
+        Args:
+            live: the state.
+            commit: the step that the state belongs to.
+            checksums: computes the digest of the rank's shard, if it is enabled.
+            fit: the fit of the block that the state belongs to.
+            offset: how many steps of the job precede that fit.
+        """
+        moments = {} if commit.torn else dict(live.moments(commit.committed))
+        digest = None
+        if checksums.enabled and not commit.torn and commit.committed >= 0:
+            digest = checksums.digest_all(live.shard())
+        buffers = {
+            (step, stage): copies
+            for step in (commit.committed, commit.committed + 1)
+            for stage, copies in live.own_buffers(step).items()
+        }
+        return cls(commit, live.tensors(), moments, digest, live if commit.ready else None, fit, offset, buffers)
+
+    def redo(self, target: int) -> None:
+        """Apply the gradients of ``target`` that the old optimizer still holds, unless that was done before.
+
+        Raises:
+            RuntimeError: the gradients are gone.
+        """
+        if self.commit.committed == target:
+            return
+        live = self.live
+        if live is None:
+            raise RuntimeError(f"step {target} is to be applied from gradients that this rank holds no longer")
+        # If the update is interrupted, the shard belongs to no step and is refilled; afterwards it is the target's.
+        self.commit = CommitState(target - 1, ready=False, torn=True)
+        live.apply_held_update()
+        self.tensors = live.tensors()
+        self.moments = dict(live.moments(target))
+        self.digest = None  # it belonged to the step before
+        self.commit = CommitState(target, ready=False, torn=False)
+
+    def own_parts(self, live: LiveState, target: int | None, stage: Stage) -> dict[str, str]:
+        """Return the digests, by name, of the parts that ranks keep for themselves.
+
+        Args:
+            live: the freshly built state, which knows the parts.
+            target: the step whose gradients this rank is still to apply; None: the state is that of its step.
+            stage: the moment after the step.
+        """
+        moments = self.live.moments(target) if target is not None and self.live is not None else self.moments
+        # A hand-written loop has no moment of a step that is to be redone.
+        moment = moments.get(stage)
+        parts = live.own_parts(moment.objects) if moment is not None else {}
+        return {name: state_tree.digest(part) for name, part in parts.items()}
+
+    def offload(self) -> None:
+        """Move the tensors to pinned host memory."""
+        for key, tensor in self.tensors.items():
+            if tensor.device.type != "cpu":
+                host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                self.tensors[key] = host.copy_(tensor, non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()

@@ -1,0 +1,103 @@
+"""A rank's random streams at the moments after its two newest steps, in its memory and on its board."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from checkpointless.inprocess.context import own_board
+from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.rng import DATA_SERIES, RngStates, from_board, put_on_board
+
+
+class OwnStreams:
+    """Keeps this rank's random streams, also where its process does not take them along when it ends.
+
+    Attributes:
+        states: the streams by step and stage; None stands for none.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[int, Stage], RngStates] | None = {}
+        self._data_start: RngStates | None = None
+
+    def forget(self) -> None:
+        """Forget the streams in memory, because storage gives the state."""
+        self.states = {}
+        self._data_start = None
+
+    def capture(self, step: int, loss: float | None, stage: Stage, own: Mapping[str, Any] | None) -> None:
+        """Keep the streams as they are now as those at ``stage`` after ``step``.
+
+        Args:
+            step: the optimizer step.
+            loss: the loss of that step; None: the one that was kept with the step before, if any.
+            stage: the moment after the step.
+            own: what else this rank alone has at that moment, as plain data that nobody changes. None: it is too
+                large to be kept.
+        """
+        known = self.at(step)
+        if loss is None and known:
+            loss = next(iter(known.values())).loss
+        self.keep(step, RngStates.capture(loss, stage, own))
+
+    def keep(self, step: int, states: RngStates) -> None:
+        """Keep ``states`` as the streams at their stage after ``step``, and drop those of steps before the last."""
+        kept = {key: each for key, each in (self.states or {}).items() if key[0] >= step - 1}
+        if states.stage is Stage.COMMITTED:  # what followed when this step was made before is void
+            kept = {key: each for key, each in kept.items() if key[0] != step}
+        board = own_board()
+        if states.stage is not Stage.COMMITTED and board is not None and all(key[0] != step for key in kept):
+            kept.update({(step, stage): each for stage, each in from_board(board, step).items()})  # a new process
+        after_the_step = kept.get((step, Stage.COMMITTED))
+        kept[step, states.stage] = states
+        self.states = kept  # one assignment: an interruption leaves the old or the new
+        if board is not None:
+            put_on_board(board, step, states, after_the_step)
+
+    def at(self, step: int) -> dict[Stage, RngStates]:
+        """Return the streams after ``step`` by stage, from memory or, in a new process, from the board."""
+        known = {key[1]: states for key, states in (self.states or {}).items() if key[0] == step}
+        board = own_board()
+        return known if known or board is None else from_board(board, step)
+
+    def newest(self, step: int) -> RngStates | None:
+        """Return the streams at the last stage after ``step`` that is known; None if none is."""
+        known = self.at(step)
+        return known[max(known)] if known else None
+
+    def restore(self, step: int, stage: Stage) -> bool:
+        """Put back the streams at ``stage`` after ``step``.
+
+        Returns:
+            False if they are not known.
+        """
+        states = self.at(step).get(stage)
+        if states is not None:
+            states.restore()
+        return states is not None
+
+    def known(self) -> tuple[tuple[int, int], ...]:
+        """Return the newest steps and stages whose streams are known."""
+        board = own_board()
+        steps = {step for step, _ in self.states or {}}
+        if not steps and board is not None:
+            committed = board.read().committed
+            steps = {committed - 1, committed, committed + 1}
+        known = {step: self.at(step) for step in sorted(steps) if step >= 0}
+        return tuple((step, int(stage)) for step, streams in known.items() for stage in sorted(streams))
+
+    def keep_data_start(self, streams: RngStates) -> None:
+        """Keep ``streams``, from which a new iterator over the training data draws its order, also on the board."""
+        self._data_start = streams
+        board = own_board()
+        if board is not None:
+            board.put_snapshot(0, streams.to_bytes(), series=DATA_SERIES)
+
+    def data_start(self) -> RngStates | None:
+        """Return the streams as they were when the newest iterator over the training data began."""
+        board = own_board()
+        if self._data_start is None and board is not None:
+            kept = board.snapshot(0, series=DATA_SERIES)
+            self._data_start = RngStates.from_bytes(kept) if kept else None
+        return self._data_start

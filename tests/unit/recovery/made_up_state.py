@@ -1,0 +1,81 @@
+"""A training state without a training: a parameter, its momentum and a buffer, in this process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
+
+WEIGHT: Key = ("model", 0, "weight")
+BUFFER: Key = ("model", 0, "buffer")
+MOMENTUM: Key = ("optimizer", 0, 0, 0, "momentum")
+
+
+class MadeUpState:
+    """A :class:`checkpointless.recovery.live_state.LiveState`.
+
+    Args:
+        step: the step that it is at.
+        adoptable: keys of tensors that need no copy to be put in place.
+    """
+
+    def __init__(self, step: int, adoptable: Sequence[Key] = ()) -> None:
+        self.step = step
+        self.applied = 0
+        self.fails = False
+        self.adopted: list[Key] = []
+        self._adoptable = set(adoptable)
+        self.present = {key: torch.full((1,), float(step)) for key in (WEIGHT, BUFFER, MOMENTUM)}
+
+    def group(self) -> tuple[int, ...]:
+        return (0, 1)
+
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        return dict(self.present)
+
+    def shard(self) -> dict[Key, torch.Tensor]:
+        return {MOMENTUM: self.present[MOMENTUM]}
+
+    def moments(self, step: int) -> Mapping[Stage, Moment]:
+        def moment(stage: Stage) -> Moment:
+            gone: Key = ("model", 0, "gone")
+            buffers = {BUFFER: torch.full((1,), 10.0 * step + stage), gone: torch.ones(1)}
+            return Moment({"step": step, "stage": int(stage)}, buffers)
+
+        return {stage: moment(stage) for stage in (Stage.COMMITTED, Stage.CHECKED)}
+
+    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+        return {Stage.COMMITTED: {BUFFER: torch.full((1,), 10.0 * step)}}
+
+    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
+        return {BUFFER: self.present[BUFFER].clone()}
+
+    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {}
+
+    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+        self.step = step
+
+    def apply_held_update(self) -> None:
+        if self.fails:
+            raise RuntimeError("interrupted")
+        self.applied += 1
+
+    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
+        found = tensors.keys() & self._adoptable
+        self.present.update({key: tensors[key] for key in found})
+        self.adopted += sorted(found, key=str)
+        return found
+
+    def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+        return self.present
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass

@@ -1,0 +1,35 @@
+"""Names of parts that are not the same everywhere; and no loss where nobody is refilled."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpointless.recovery import conference
+from checkpointless.recovery.conference import differing_names, find_loss
+from checkpointless.recovery.decide import Decision, Verdict
+from checkpointless.recovery.live_state import DATA
+from checkpointless.recovery.own_state import OwnState
+from tests.unit.recovery.made_up_state import MadeUpState
+
+
+def test_a_name_differs_if_a_digest_does_or_if_somebody_lacks_it() -> None:
+    digests = [{"same": "1", "other": "1", "lacking": "1"}, {"same": "1", "other": "2"}]
+    assert differing_names(digests) == ["lacking", "other"]
+    assert differing_names(digests[:1]) == []
+    assert differing_names([]) == []
+
+
+def test_nothing_is_lost_at_the_start_where_nobody_is_refilled() -> None:
+    assert find_loss(MadeUpState(0), None, OwnState(0), Decision(Verdict.RESUME, 0), 0) == ""
+
+
+def test_only_data_that_differed_is_lost_with_its_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [{f"{DATA} (loaders)": "1", "a callback": "1"}, None, {f"{DATA} (loaders)": "2", "a callback": "2"}]
+    monkeypatch.setattr(conference, "all_gather_json", lambda mine: answers)
+    monkeypatch.setattr(conference.dist, "get_rank", lambda: 1)
+    decision = Decision(Verdict.RESUME, 0, refills={1: (0, 2)})
+    reason = find_loss(MadeUpState(0), None, OwnState(0), decision, 0)
+    assert reason == f"{DATA} (loaders) differed from rank to rank, and that of rank 1 was lost with its process"
+    assert "a callback differs from rank to rank: rank [1] gets a peer's" in caplog.text

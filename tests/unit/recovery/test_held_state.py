@@ -1,0 +1,85 @@
+"""What a rank holds between two generations is that of one moment, and an update that failed belongs to none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery.held_state import HeldState
+from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.serialization.checksum import MemoryChecksumManager
+from tests.unit.recovery.made_up_state import MadeUpState
+
+
+def hold(live: MadeUpState, commit: CommitState, checksum: bool = False) -> HeldState:
+    return HeldState.of(live, commit, MemoryChecksumManager(checksum), fit=2, offset=7)
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_moments_and_digest_are_those_of_a_whole_state(torn: bool) -> None:
+    live = MadeUpState(step=3)
+    held = hold(live, CommitState(3, ready=False, torn=torn), checksum=True)
+    assert (held.digest is None) is torn
+    assert list(held.moments) == ([] if torn else [Stage.COMMITTED, Stage.CHECKED])
+    assert set(held.buffers) == {(3, Stage.COMMITTED), (4, Stage.COMMITTED)}
+    assert all(held.tensors[key] is tensor for key, tensor in live.tensors().items())
+    assert (held.live, held.fit, held.offset) == (None, 2, 7)
+
+
+def test_going_back_gives_the_buffers_and_objects_of_that_moment_and_drops_the_others() -> None:
+    held = hold(MadeUpState(step=3), CommitState(3, ready=False, torn=False))
+    assert held.go_back_to(Stage.COMMITTED) == {"step": 3, "stage": 0}
+    assert list(held.moments) == [Stage.COMMITTED]
+    assert held.tensors["model", 0, "buffer"].tolist() == [30.0]
+    assert ("model", 0, "gone") not in held.tensors
+
+
+def test_a_step_is_redone_once_from_the_gradients_that_are_held() -> None:
+    live = MadeUpState(step=3)
+    held = hold(live, CommitState(3, ready=True, torn=False), checksum=True)
+    for _ in range(2):
+        held.redo(4)
+    assert live.applied == 1
+    assert held.commit == CommitState(4, ready=False, torn=False)
+    assert held.digest is None
+    assert held.go_back_to(Stage.COMMITTED)["step"] == 4
+
+
+def test_a_step_cannot_be_redone_without_gradients() -> None:
+    held = hold(MadeUpState(step=3), CommitState(3, ready=True, torn=False))
+    held.let_trainer_go()
+    assert held.commit == CommitState(3, ready=False, torn=False)
+    with pytest.raises(RuntimeError, match="step 4 is to be applied from gradients that this rank holds no longer"):
+        held.redo(4)
+
+
+def test_an_update_that_is_interrupted_belongs_to_no_step() -> None:
+    live = MadeUpState(step=3)
+    live.fails = True
+    held = hold(live, CommitState(3, ready=True, torn=False))
+    with pytest.raises(RuntimeError, match="interrupted"):
+        held.redo(4)
+    assert held.commit == CommitState(3, ready=False, torn=True)
+
+
+def test_the_parts_of_a_step_that_is_to_be_redone_are_those_after_it() -> None:
+    class Parts(MadeUpState):
+        def own_parts(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+            return {"a callback": objects["step"]}
+
+    held = hold(Parts(step=3), CommitState(3, ready=True, torn=False))
+    now, redone = (held.own_parts(Parts(step=0), target, Stage.COMMITTED) for target in (None, 4))
+    assert now.keys() == redone.keys() == {"a callback"}
+    assert now != redone
+    assert held.own_parts(Parts(step=0), None, Stage.TURNED) == {}
+
+
+def test_a_moment_is_not_changed_by_what_is_held() -> None:
+    moment = Moment({"step": 1}, {("model", 0, "buffer"): torch.ones(1)})
+    held = HeldState(CommitState(1, ready=False, torn=False), {}, {Stage.COMMITTED: moment})
+    assert held.go_back_to(Stage.COMMITTED) == {"step": 1}
+    assert held.tensors == {}, "a buffer that is not held is not added"
