@@ -16,8 +16,8 @@ from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
 from checkpointless.recovery.decide import Verdict
 from checkpointless.recovery.guard import vote
-from checkpointless.recovery.running import manager_of
 from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.running import manager_of
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.peft import trained_names
 from checkpointless.strategies.boundary.replay import StepOutcome

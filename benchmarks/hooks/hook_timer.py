@@ -219,7 +219,8 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
     from checkpointless.inprocess.communicators.process_groups import process_groups
     from checkpointless.megatron import update
-    from checkpointless.recovery import guard, own_streams, rng
+    from checkpointless.recovery import guard, rng
+    from checkpointless.recovery.own import streams
     from checkpointless.strategies.boundary import step_keeper
 
     call = active_call_wrapper()
@@ -240,7 +241,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     watch.replace(step_keeper, "take_accumulated", "take_accumulated")
     watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
     watch.replace(strategy.checkpoint_manager, "replicate_rng_states", "replicate_rng_states", whole=True)
-    watch.replace(own_streams, "put_on_board", "put_on_board")
+    watch.replace(streams, "put_on_board", "put_on_board")
     for method in ("capture", "same_streams", "to_bytes"):
         watch.replace(rng.RngStates, method, method)
     watch.replace(rng._python, "take", "capture: Python")

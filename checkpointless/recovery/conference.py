@@ -14,7 +14,7 @@ from checkpointless.recovery.decide import Decision, RankReport, decide, reports
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.live_state import DATA, LiveState
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own_state import OwnState
+from checkpointless.recovery.own.state import OwnState
 from checkpointless.transfer.exchange import all_gather_json
 
 logger = logging.getLogger(__name__)

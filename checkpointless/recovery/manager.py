@@ -21,7 +21,7 @@ from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own_state import OwnState
+from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.checksum import MemoryChecksumManager

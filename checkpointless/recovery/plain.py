@@ -16,8 +16,8 @@ from checkpointless.faults.spec import FaultPhase
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.recovery.running import manager_of
 from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.running import manager_of
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
 from checkpointless.serialization.tensor_memory import flip_a_bit
 from checkpointless.telemetry.steps import StepExtras, StepLog

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from checkpointless.inprocess.context import own_board
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own_buffers import NOTHING, OwnBuffers, decode
-from checkpointless.recovery.own_replicas import OwnRecord, OwnReplicas
-from checkpointless.recovery.own_streams import OwnStreams
+from checkpointless.recovery.own.buffers import NOTHING, OwnBuffers, decode
+from checkpointless.recovery.own.replicas import OwnRecord, OwnReplicas
+from checkpointless.recovery.own.streams import OwnStreams
 from checkpointless.recovery.rng import RngStates
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
@@ -22,7 +22,7 @@ class OwnState:
 
     Args:
         replication_jump: how many ranks further on a copy is kept; see
-            :class:`~checkpointless.recovery.own_replicas.OwnReplicas`.
+            :class:`~checkpointless.recovery.own.replicas.OwnReplicas`.
 
     Raises:
         ValueError: ``replication_jump`` is negative.

@@ -25,7 +25,7 @@ def buffers_are_not_taken_back() -> None:
 
 def buffers_are_a_peers() -> None:
     """A rank that was filled keeps the buffers that it was sent."""
-    from checkpointless.recovery.own_state import OwnState
+    from checkpointless.recovery.own.state import OwnState
 
     OwnState.put_buffers = lambda *args: None  # type: ignore[method-assign]
 

@@ -8,7 +8,7 @@ from checkpointless.recovery import conference
 from checkpointless.recovery.conference import differing_names, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.live_state import DATA
-from checkpointless.recovery.own_state import OwnState
+from checkpointless.recovery.own.state import OwnState
 from tests.unit.recovery.made_up_state import MadeUpState
 
 

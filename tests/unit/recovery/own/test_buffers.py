@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from checkpointless.recovery import own_buffers
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.own_buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
+from checkpointless.recovery.own import buffers as own_buffers
+from checkpointless.recovery.own.buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
 from checkpointless.transfer.tensor_entry import Key
 
 NAME: Key = ("buffer", "norm.running_mean")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointless.recovery import own_replicas
-from checkpointless.recovery.own_replicas import OwnReplicas
+from checkpointless.recovery.own import replicas as own_replicas
+from checkpointless.recovery.own.replicas import OwnReplicas
 
 
 @pytest.mark.parametrize(
