@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from checkpointless.environment import CPU_ENV
 from checkpointless.layout import Layout
 from checkpointless.recipes.memory import Count, Stage
 from checkpointless.recipes.settings import RecipeError
@@ -33,7 +34,7 @@ def counted(recipe: str, overrides: Sequence[str], layout: Layout) -> list[Stage
     """
     environment = {
         **os.environ,
-        "CHECKPOINTLESS_CPU": "1",  # nothing is computed, so no GPU is touched
+        CPU_ENV: "1",  # nothing is computed, so no GPU is touched
         "CUDA_VISIBLE_DEVICES": "",
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from checkpointless.environment import TOKEN_ENV
 from checkpointless.layout import Layout
 from checkpointless.recipes.memory import GIB, Memory, Precision, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import missing
@@ -181,7 +182,7 @@ def launch_lines(plan: Plan) -> list[str]:
     return [
         *lines,
         f"On each of the {layout.nodes} nodes, I being 0 to {layout.nodes - 1}, NODE0 the first node's name, DIR a "
-        "folder that all see, and CHECKPOINTLESS_TOKEN the same secret everywhere:",
+        f"folder that all see, and {TOKEN_ENV} the same secret everywhere:",
         " ".join(words).rstrip(),
         "With --spares S on all, and nodes beyond the last, these wait to replace a lost one.",
     ]

@@ -17,6 +17,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from checkpointless.environment import own_world_size
 from checkpointless.megatron import cpu_platform
 from checkpointless.recipes.checks import PLAIN_STRATEGY, check_settings
 from checkpointless.recipes.layout import check_layout, layout_of
@@ -80,7 +81,7 @@ def build(config: DictConfig) -> Job:
     Raises:
         RecipeError: an object cannot be made from what the recipe gives it, or the layout does not fit the ranks.
     """
-    check_layout(config, layout_of(config, 1, int(os.environ.get("WORLD_SIZE", "1"))))
+    check_layout(config, layout_of(config, 1, own_world_size()))
     if needs_gpu(config) and not torch.cuda.is_available():
         raise RecipeError("this recipe needs GPUs, and there is none here")
     if checkpointless_enabled(config):
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RecipeError("usage: python -m checkpointless.recipes.runner RECIPE [key=value ...]")
         config = load(arguments[0], arguments[1:])
         require_complete(config, arguments[0])
-        layout = layout_of(config, 1, int(os.environ.get("WORLD_SIZE", "1")))
+        layout = layout_of(config, 1, own_world_size())
         check_layout(config, layout)
         check_settings(config, layout)
         check_requirements(config, layout, Machine.here())

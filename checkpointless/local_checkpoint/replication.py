@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.inprocess.context import aside
 from checkpointless.local_checkpoint.cliques import ExchangePlan, PartTransfer, clique_of, plan_retrieval
 from checkpointless.local_checkpoint.content import Content
@@ -26,8 +27,6 @@ from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
 
 logger = logging.getLogger(__name__)
-
-LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # set by torchrun, srun wrappers and our own agent
 
 
 class ReplicationStrategy(ABC):
@@ -110,7 +109,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             ValueError: the world size is not a multiple of J * F; or the ranks ask for different cliques; or J is
                 to be the size of the node and that is not known.
         """
-        jump = replication_jump or int(os.environ.get(LOCAL_WORLD_SIZE, "0"))
+        jump = replication_jump or int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "0"))
         asked = {(each[0], each[1]) for each in all_gather_json([jump, replication_factor])}
         if len(asked) > 1:
             raise ValueError(
@@ -118,7 +117,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 "Where nodes have different numbers of ranks, give replication_jump"
             )
         if not jump:
-            raise ValueError(f"{LOCAL_WORLD_SIZE} is not set: give replication_jump, the ranks of a node")
+            raise ValueError(f"{LOCAL_WORLD_SIZE_ENV} is not set: give replication_jump, the ranks of a node")
         ranks = clique_of(dist.get_rank(), dist.get_world_size(), jump, replication_factor)
         group = dist.new_group(list(ranks), timeout=_timeout_of_the_job(), use_local_synchronization=True)
         if group is None:

@@ -32,17 +32,16 @@ import os
 import torch
 import torch.utils._device
 
+from checkpointless.environment import CPU_ENV
 from checkpointless.megatron.cpu import draws, megatron_core, nemo, placement, torch_cuda
 from checkpointless.megatron.cpu.device_stream import inside_fork, set_stream_bytes, stream, stream_bytes
 from checkpointless.megatron.cpu.replacements import Patch, replacements
 from checkpointless.recovery.rng import RngSource, register_rng_source
 
-ENV_CPU = "CHECKPOINTLESS_CPU"
-
 
 def requested() -> bool:
     """Return whether the environment asks for the platform (`CHECKPOINTLESS_CPU=1`)."""
-    return os.environ.get(ENV_CPU, "") == "1"
+    return os.environ.get(CPU_ENV, "") == "1"
 
 
 def installed() -> bool:
@@ -67,7 +66,7 @@ def install() -> None:
     if torch.cuda.is_available() or torch.cuda.is_initialized():
         raise RuntimeError(
             "the CPU platform stands in for CUDA and this process has CUDA: leave out --cpu "
-            f"(unset {ENV_CPU}), or hide the devices with CUDA_VISIBLE_DEVICES=''"
+            f"(unset {CPU_ENV}), or hide the devices with CUDA_VISIBLE_DEVICES=''"
         )
     # `with torch.device(...)` keeps a cached set of the real factories: fill it before they are replaced.
     torch.utils._device._device_constructors()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from checkpointless.environment import WORLD_SIZE_ENV
 from checkpointless.layout import Layout
 
 
@@ -22,7 +23,7 @@ def layout_of(trainer: Any, strategy: Any) -> Layout | None:
         return None
     tensor = _size(strategy, "tensor_model_parallel_size")
     return Layout(
-        world_size=int(os.environ.get("WORLD_SIZE", devices * nodes)),
+        world_size=int(os.environ.get(WORLD_SIZE_ENV, devices * nodes)),
         ranks_per_node=devices,
         tensor=tensor,
         pipeline=_size(strategy, "pipeline_model_parallel_size"),

@@ -10,13 +10,14 @@ from checkpointless.cli.command import Command
 from checkpointless.cli.coordination import add_coordination_options, coordination_settings
 from checkpointless.cli.output import say
 from checkpointless.cli.values import UsageError, positive
+from checkpointless.environment import TOKEN_ENV
 
-_EPILOG = """\
+_EPILOG = f"""\
 examples:
   checkpointless coordinator --nnodes 4 --nproc-per-node 8 --rdzv-endpoint control0:29400 --run-dir /shared/runs/1
 
 Then `checkpointless run` with the same --rdzv-endpoint on every node. No node is special any more: also the loss of
-node 0 is recovered from. CHECKPOINTLESS_TOKEN must be the same as on the nodes, and so should the limits be.
+node 0 is recovered from. {TOKEN_ENV} must be the same as on the nodes, and so should the limits be.
 """
 
 

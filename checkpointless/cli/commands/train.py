@@ -12,6 +12,7 @@ from checkpointless.cli.command import Command
 from checkpointless.cli.cuda import has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
 from checkpointless.cli.values import UsageError
+from checkpointless.environment import CPU_ENV
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -95,7 +96,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
     except ImportError as error:
         raise UsageError(f"`train` needs {error.name}: pip install 'checkpointless[nemo]'") from error
     name = options.recipe
-    options.cpu = options.cpu or os.environ.get("CHECKPOINTLESS_CPU") == "1"
+    options.cpu = options.cpu or os.environ.get(CPU_ENV) == "1"
     try:
         config = load(name, options.overrides)
         if config.trainer.get("accelerator") == "cpu":  # which asks for CPU ranks, as `--cpu` does

@@ -14,6 +14,7 @@ from checkpointless.client.hyperpod.meeting import MeetingPlace
 from checkpointless.client.hyperpod.package import VendorPackage
 from checkpointless.client.hyperpod.vendor_agent import ReportError, VendorAgent
 from checkpointless.client.standalone import FaultLimits, tell
+from checkpointless.environment import RANK_ENV
 from checkpointless.wire.messages import (
     Barrier,
     Done,
@@ -59,7 +60,7 @@ class HyperPodClient(RankClient):
         start_timeout_s: float = START_TIMEOUT_S,
         meeting_timeout_s: float = MEETING_TIMEOUT_S,
     ) -> None:
-        super().__init__(rank=int(os.environ.get("RANK") or "-1"))
+        super().__init__(rank=int(os.environ.get(RANK_ENV) or "-1"))
         self._agent = VendorAgent(package, start_timeout_s)
         self._stopped = threading.Event()
         self._meeting = MeetingPlace(meeting_timeout_s, self._stopped)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.inprocess.context import own_board
 from checkpointless.serialization import state_tree
 from checkpointless.transfer.exchange import (
@@ -87,7 +88,7 @@ class OwnReplicas:
             world = dist.get_world_size()
             jump = self._asked
             if jump is None:
-                jump = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if own_board() is not None else 0
+                jump = int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)) if own_board() is not None else 0
             self._jump = jump % world
         return self._jump
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from checkpointless.environment import CPU_ENV
 from checkpointless.megatron import cpu_platform
 from checkpointless.megatron.cpu.draws import DRAW_METHODS
 
@@ -84,7 +85,7 @@ def test_a_row_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
 def test_requested(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
-    monkeypatch.setenv(cpu_platform.ENV_CPU, value)
+    monkeypatch.setenv(CPU_ENV, value)
     assert cpu_platform.requested() is expected
 
 

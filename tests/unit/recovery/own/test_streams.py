@@ -25,33 +25,33 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
 def test_the_two_newest_steps_are_kept() -> None:
     streams = OwnStreams()
     for step in range(4):
-        own_streams.capture(step, 0.5 * step, Stage.COMMITTED, {})
-    assert [step for step in range(5) if own_streams.at(step)] == [2, 3]
-    assert own_streams.known() == ((2, 0), (3, 0))
-    own_streams.forget()
-    assert own_streams.known() == ()
-    assert own_streams.newest(3) is None
+        streams.capture(step, 0.5 * step, Stage.COMMITTED, {})
+    assert [step for step in range(5) if streams.at(step)] == [2, 3]
+    assert streams.known() == ((2, 0), (3, 0))
+    streams.forget()
+    assert streams.known() == ()
+    assert streams.newest(3) is None
 
 
 def test_a_step_that_is_made_again_voids_what_followed_it() -> None:
     streams = OwnStreams()
-    own_streams.capture(1, 0.5, Stage.COMMITTED, {})
-    own_streams.capture(1, None, Stage.CHECKED, {"mine": 1})
-    newest = own_streams.newest(1)
+    streams.capture(1, 0.5, Stage.COMMITTED, {})
+    streams.capture(1, None, Stage.CHECKED, {"mine": 1})
+    newest = streams.newest(1)
     assert newest is not None
     assert (newest.stage, newest.loss, newest.own) == (Stage.CHECKED, 0.5, {"mine": 1})
-    own_streams.capture(1, 0.25, Stage.COMMITTED, {})
-    assert own_streams.known() == ((1, 0),)
+    streams.capture(1, 0.25, Stage.COMMITTED, {})
+    assert streams.known() == ((1, 0),)
 
 
 def test_streams_go_on_where_they_were() -> None:
     streams = OwnStreams()
-    own_streams.capture(1, None, Stage.ENDED, None)
+    streams.capture(1, None, Stage.ENDED, None)
     drawn = random.random()
-    assert own_streams.restore(1, Stage.ENDED)
+    assert streams.restore(1, Stage.ENDED)
     assert random.random() == drawn
-    assert not own_streams.restore(1, Stage.COMMITTED)
-    assert not own_streams.restore(2, Stage.ENDED)
+    assert not streams.restore(1, Stage.COMMITTED)
+    assert not streams.restore(2, Stage.ENDED)
 
 
 def test_a_new_process_has_its_predecessors_streams(board: Board) -> None:
