@@ -31,24 +31,25 @@ from checkpointless.coordinator.hosting import TICK_S
 from checkpointless.coordinator.limits import Limits
 from checkpointless.coordinator.roster import Node
 from checkpointless.telemetry.events import EventLog
-from checkpointless.wire.causes import CauseKind
+from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.channel import Channel
 from checkpointless.wire.messages import LineBuffer, encode
 from checkpointless.wire.node_messages import (
     FROM_COORDINATOR,
     FROM_NODE,
-    STATES,
     Answered,
     Ask,
     Begin,
-    Interrupt,
+    FaultNotice,
     Joined,
     Kill,
     OpenStore,
     Progress,
     RankEnded,
     RankReady,
+    RankStanding,
     Silent,
+    SilentRank,
     Spawn,
     Standing,
     StoreOpened,
@@ -219,7 +220,7 @@ class World:
         elif isinstance(command, Spawn):
             node.incarnations[command.rank] = command.incarnation
             node.ready(command.rank, -1)
-        elif isinstance(command, Interrupt):
+        elif isinstance(command, FaultNotice):
             for rank in sorted(set(node.incarnations) - self._not_leaving):
                 if rank in self._victims:
                     node.say(self._trouble(rank, CauseKind.VICTIM, "DistBackendError", "Connection closed by peer"))
@@ -227,21 +228,15 @@ class World:
         elif isinstance(command, Kill):
             node.say(self._death(command.rank, forgiven=True))
         elif isinstance(command, Ask):
-            for (rank,) in command.ranks:
+            for rank in command.ranks:
                 node.say(Answered(command.id, rank, rank != self.culprit, TRACEBACK))
 
     def _trouble(self, rank: int, kind: CauseKind, error: str, message: str) -> Trouble:
         return Trouble(
             generation=self.coordinator.generation,
-            rank=rank,
-            kind=int(kind),
-            how="exception",
-            what=f"raised {error}",
-            step=self.step + 1,
-            detail=message,
-            error=error,
-            message=message,
-            traceback=TRACEBACK,
+            cause=Cause(
+                kind, rank, "exception", f"raised {error}", self.step + 1, message, error, message, TRACEBACK
+            ),
             committed=self.step,
             making=self.step + 1,
         )
@@ -300,10 +295,10 @@ class World:
             self._hear_all()
             self._obey_all()
         self._check(case, generation)
-        if Interrupt in self._last:
-            self.measurement.told_s = self._last[Interrupt] - began_s
+        if FaultNotice in self._last:
+            self.measurement.told_s = self._last[FaultNotice] - began_s
         if Begin in self._last:
-            self.measurement.regrouped_s = self._last[Begin] - self._last.get(Interrupt, began_s)
+            self.measurement.regrouped_s = self._last[Begin] - self._last.get(FaultNotice, began_s)
         done, self.measurement = self.measurement, Measurement("", self.ranks)
         self._train()  # so that the incident is over, and the next one comes after some progress
         return done
@@ -323,10 +318,11 @@ class World:
 
     def _take_over(self) -> None:
         generation, self.coordinator = self.coordinator.generation, self._new_coordinator()
-        running = STATES.index(RankState.RUNNING)
         for node in self._admit_all():
-            steps = [running, self.step, self.step + 1]
-            ranks = [[rank, incarnation, *steps] for rank, incarnation in node.incarnations.items()]
+            ranks = [
+                RankStanding(rank, incarnation, RankState.RUNNING, self.step, self.step + 1)
+                for rank, incarnation in node.incarnations.items()
+            ]
             node.say(Standing(generation, 5, self.step, "0123456789abcdef", False, ranks) if ranks else Joined())
 
     def _train(self) -> None:
@@ -348,7 +344,8 @@ class World:
         self._not_leaving = {self.culprit}
         for index, node in enumerate(self.nodes):
             numbers = range(index * NPROC, (index + 1) * NPROC)
-            rows = [[number, 7, int(HEARTBEAT_S * 1000) + 10, self.step + 1, 1, 0, 0] for number in numbers]
+            silent_ms = int(HEARTBEAT_S * 1000) + 10
+            rows = [SilentRank(number, 7, silent_ms, self.step + 1, True, 0, 0) for number in numbers]
             node.say(Silent(rows))
         for _ in range(2):  # the inquiry and, when all have answered, the diagnosis
             self._hear_all()
@@ -381,7 +378,7 @@ class World:
 
 def over_a_socket(messages: int = 5_000) -> dict[str, float]:
     """Microseconds of processor time per message: by itself, and through a real channel with its system calls."""
-    interrupt = Interrupt(7, "8", "rank 9 raised ValueError at step 10: a bug", 9)
+    interrupt = FaultNotice(7, "8", "rank 9 raised ValueError at step 10: a bug", 9)
     selector = selectors.DefaultSelector()
     ours, theirs = socket.socketpair()
     heard: list[Any] = []

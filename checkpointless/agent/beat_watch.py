@@ -8,7 +8,7 @@ from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.coordinator.hangs.policy import SHARING, Heartbeat
 from checkpointless.posix.process_state import ProcessLook
 from checkpointless.wire.board import NO_STEP, BoardReading
-from checkpointless.wire.node_messages import NodeMessage, Progress, Silent
+from checkpointless.wire.node_messages import NodeMessage, Progress, Silent, SilentRank
 from checkpointless.wire.rank_state import RankState
 
 _PROGRESS_EVERY_S = 0.25
@@ -111,10 +111,10 @@ class BeatWatch:
             youngest_s = min((age_s for _, age_s in silent), default=0.0)
             pause_s = min(_SILENT_RARELY_S, max(_SILENT_EVERY_S, _SILENT_SHARE * youngest_s))
             self._told_silent, self._tell_silent_at_s = bool(silent), now_s + pause_s
-            self._report(Silent([_row_of(rank, age_s, readings[rank.number]) for rank, age_s in silent]))
+            self._report(Silent([_silence_of(rank, age_s, readings[rank.number]) for rank, age_s in silent]))
 
 
-def _row_of(rank: LocalRank, age_s: float, reading: BoardReading) -> list[int]:
-    look = ProcessLook.at(rank.pid)
-    known = [rank.number, rank.beats.last, int(age_s * 1000), reading.making, int(rank.beats.in_step)]
-    return [*known, look.letter, look.cpu_ms]
+def _silence_of(rank: LocalRank, age_s: float, reading: BoardReading) -> SilentRank:
+    look, beats = ProcessLook.at(rank.pid), rank.beats
+    age_ms = int(age_s * 1000)
+    return SilentRank(rank.number, beats.last, age_ms, reading.making, beats.in_step, look.letter, look.cpu_ms)

@@ -19,19 +19,18 @@ from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.causes import signal_name
 from checkpointless.wire.messages import FaultNotice, Finish, Go, Inquire
 from checkpointless.wire.node_messages import (
-    STATES,
     AllDone,
     Ask,
     Begin,
     Command,
     Discard,
     End,
-    Interrupt,
     JobOver,
     Kill,
     Leaving,
     NodeMessage,
     OpenStore,
+    RankStanding,
     Spawn,
     Standing,
     StoreOpened,
@@ -211,10 +210,10 @@ class NodeAgent:
             self._processes.spawn(command)
         elif isinstance(command, Begin):
             self._begin(command)
-        elif isinstance(command, Interrupt):
+        elif isinstance(command, FaultNotice):
             self._interrupt(command)
         elif isinstance(command, Ask):
-            for (number,) in command.ranks:
+            for number in command.ranks:
                 self._rank(number).send(Inquire(command.id))
         elif isinstance(command, Kill):
             self._kill(command)
@@ -232,8 +231,7 @@ class NodeAgent:
         job, rows = self._job, []
         for rank in self.ranks.values():
             reading = rank.board.read()
-            state = STATES.index(rank.state)
-            rows.append([rank.number, rank.incarnation, state, reading.committed, reading.making])
+            rows.append(RankStanding(rank.number, rank.incarnation, rank.state, reading.committed, reading.making))
         incident = int(job.incident or 0)
         return Standing(job.generation, incident, job.began_after, job.run_id, job.finished, rows)
 
@@ -285,13 +283,11 @@ class NodeAgent:
             if not rank.send(go):
                 rank.kill_at_s = now_s + EXIT_GRACE_S
 
-    def _interrupt(self, interrupt: Interrupt) -> None:
+    def _interrupt(self, notice: FaultNotice) -> None:
         began_s, now_s = time.monotonic(), self.clock()
-        self._job.interrupt(interrupt.incident, began_s)
-        if self._store is not None and self._store.generation <= interrupt.generation:
+        self._job.interrupt(notice.incident, began_s)
+        if self._store is not None and self._store.generation <= notice.generation:
             self._close_store()
-        culprit = interrupt.culprit if interrupt.culprit >= 0 else None
-        notice = FaultNotice(interrupt.generation, interrupt.incident, interrupt.cause, culprit)
         # A rank that failed by itself may reach the barrier before this notice; its successor ignores a notice of a
         # generation that is over.
         told = [rank for rank in self.ranks.values() if rank.state in (*IN_BLOCK, RankState.READY)]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from checkpointless.environment import AGENT_FD_ENV, RANK_ENV
+from checkpointless.wire.causes import exception_cause
 from checkpointless.wire.messages import (
     AgentMessage,
     Answer,
@@ -105,7 +106,8 @@ class RankClient(abc.ABC):
         self, generation: int, *, error: str, message: str, traceback: str, step: int, victim: bool
     ) -> None:
         """Tell the agent that this rank failed; see :class:`~checkpointless.wire.messages.FaultReport`."""
-        self._send(FaultReport(generation, error, message, traceback, step, victim))
+        cause = exception_cause(self.rank, error, message, traceback, step, victim)
+        self._send(FaultReport(generation, cause))
 
     def barrier(self, generation: int) -> None:
         """Report that this rank has left ``generation``, is clean and healthy, and waits for ``go``."""

@@ -6,7 +6,7 @@ from checkpointless.client.agent_client import RankClient
 from checkpointless.coordinator.incident_policy import History
 from checkpointless.environment import JOB_RESTART_COUNT_ENV, TORCHELASTIC_RESTART_COUNT_ENV
 from checkpointless.telemetry.events import event_log
-from checkpointless.wire.causes import Cause, culprit, exception_cause
+from checkpointless.wire.causes import Cause, culprit
 from checkpointless.wire.messages import Barrier, Done, FaultNotice, FaultReport, Finish, Go, Hello, RankMessage
 
 
@@ -21,21 +21,16 @@ class FaultLimits:
         self.high_water = -1
         self._history = History()
 
-    def after(self, rank: int, report: FaultReport) -> tuple[Cause, str | None]:
+    def after(self, cause: Cause) -> str | None:
         """Count one more incident.
 
         Returns:
-            The incident's cause, and the reason why the job must end (None: it need not).
+            The reason why the job must end (None: it need not).
         """
-        cause = exception_cause(
-            rank, report.error, report.message, report.traceback, report.step, victim=report.victim
-        )
-        if report.step > 0:
-            self.high_water = max(self.high_water, report.step - 1)
+        if cause.step > 0:
+            self.high_water = max(self.high_water, cause.step - 1)
         self._history, give_up = self._history.after(cause, self.high_water)
-        if give_up is None:
-            return cause, None
-        return cause, f"{give_up.reason}\n{give_up.last_words}".rstrip()
+        return None if give_up is None else f"{give_up.reason}\n{give_up.last_words}".rstrip()
 
 
 def tell(generation: int, incident: str, cause: Cause) -> None:
@@ -68,7 +63,7 @@ class StandaloneClient(RankClient):
             self._hear(Go(message.generation, None, {}, -1))
         elif isinstance(message, FaultReport):
             self._incidents += 1
-            cause, reason = self._limits.after(self.rank, message)
+            cause, reason = message.cause, self._limits.after(message.cause)
             tell(message.generation, str(self._incidents), cause)
             self._hear(FaultNotice(message.generation, str(self._incidents), str(cause), self.rank))
             if reason is not None:

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from datetime import timedelta
-from typing import cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -32,6 +31,7 @@ from checkpointless.wire.messages import (
     GiveUp,
     Go,
     Hello,
+    ProtocolError,
     RankMessage,
     Replace,
     Sender,
@@ -113,8 +113,7 @@ class StoreClient(RankClient):
         elif isinstance(message, Barrier):
             self._arrive(message.generation + 1)
         elif isinstance(message, FaultReport):
-            line = f"{self.rank} {encode(message).decode()}"
-            self._store.compare_set(f"fault/{message.generation}", "", line)
+            self._store.compare_set(f"fault/{message.generation}", "", encode(message).decode())
         elif isinstance(message, Done):
             self._store.add(f"done/{message.generation}", 1)
             self._done = message.generation
@@ -150,14 +149,16 @@ class StoreClient(RankClient):
         if generation is None or self._lost is not None:
             return
         if self.pending_fault(generation) is None and self._store.check([f"fault/{generation}"]):
-            who, _, line = self._store.get(f"fault/{generation}").decode().partition(" ")
-            report = cast(FaultReport, decode(line.encode(), Sender.RANK))
-            cause, reason = self._limits.after(int(who), report)
+            report = decode(self._store.get(f"fault/{generation}"), Sender.RANK)
+            if not isinstance(report, FaultReport):
+                raise ProtocolError(f"a rank left {report.type!r} where a fault is reported")
+            cause = report.cause
+            reason = self._limits.after(cause)
             self._done = None
             self._incidents += 1
-            if int(who) == self.rank:
+            if cause.rank == self.rank:
                 tell(generation, str(self._incidents), cause)
-            self._hear(FaultNotice(generation, str(self._incidents), str(cause), int(who)))
+            self._hear(FaultNotice(generation, str(self._incidents), str(cause), cause.rank))
             if reason is not None:
                 self._lose(reason)
         if self._store.check(["end"]):

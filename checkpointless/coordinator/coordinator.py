@@ -140,7 +140,7 @@ class Coordinator:
         """Act on a message from the agent of ``node``.
 
         Raises:
-            ValueError: the message speaks of a rank that the node does not run, or of a state that does not exist.
+            ValueError: the message speaks of a rank that the node does not run.
         """
         if self.phase is Phase.OVER:
             if isinstance(message, RankEnded):

@@ -10,7 +10,7 @@ from checkpointless.coordinator.roster import Rank
 from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause
-from checkpointless.wire.node_messages import AllDone, Begin, Interrupt, RankEnded
+from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, RankEnded
 from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
 
@@ -56,14 +56,12 @@ class Regrouping:
         job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
         self._processes.ensure_store()
 
-    def interruption(self) -> Interrupt:
-        """Return the command that has ranks leave their block because of the open incident."""
+    def interruption(self) -> FaultNotice:
+        """Return the notice that has ranks leave their block because of the open incident."""
         incident = self._incidents.open
         assert incident is not None
-        blamed = culprit(incident.cause)
-        return Interrupt(
-            self._job.generation, incident.id, str(incident.cause), NO_STEP if blamed is None else blamed
-        )
+        cause = incident.cause
+        return FaultNotice(self._job.generation, incident.id, str(cause), culprit(cause))
 
     def ended(self, rank: Rank, ended: RankEnded) -> None:
         """Act on the end of a rank's process: have it replaced, or end the job."""

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum
+
+import msgspec
+
+from checkpointless.wire.plain import Int
 
 
-class CauseKind(IntEnum):
-    """How much a cause explains; a larger value beats a smaller one."""
+class CauseKind(Enum):
+    """How much a cause explains; a later kind beats an earlier one."""
 
-    VICTIM = 1  # an error that says that a peer or the store went away
-    EXCEPTION = 2
-    LOSS = 3  # a process ended, hung, or asked to be replaced
+    VICTIM = "victim"  # an error that says that a peer or the store went away
+    EXCEPTION = "exception"
+    LOSS = "loss"  # a process ended, hung, or asked to be replaced
 
 
-@dataclass(frozen=True)
-class Cause:
+_WEIGHTS = {kind: weight for weight, kind in enumerate(CauseKind)}
+
+
+class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that went wrong.
 
     Attributes:
@@ -33,10 +38,10 @@ class Cause:
     """
 
     kind: CauseKind
-    rank: int | None
+    rank: Int | None
     how: str
     what: str
-    step: int
+    step: Int
     detail: str = ""
     error: str = ""
     message: str = ""
@@ -86,7 +91,7 @@ def attribute(causes: Sequence[Cause]) -> Cause:
     """
     if not causes:
         raise ValueError("an incident has a cause")
-    return max(causes, key=lambda cause: cause.kind)  # of equals, max() takes the first
+    return max(causes, key=lambda cause: _WEIGHTS[cause.kind])  # of equals, max() takes the first
 
 
 def culprit(cause: Cause) -> int | None:

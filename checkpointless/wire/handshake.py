@@ -11,26 +11,22 @@ import hashlib
 import hmac
 import json
 import secrets
-from dataclasses import dataclass
-from typing import ClassVar
 
 from checkpointless.environment import TOKEN_ENV
-from checkpointless.wire.messages import Vocabulary
+from checkpointless.wire.messages import Message, Vocabulary
+from checkpointless.wire.plain import Int
 
 MIN_TOKEN_CHARACTERS = 16
 SPARE = -1  # the node number of an agent that waits until it is needed
 
 
-@dataclass(frozen=True)
-class Challenge:
+class Challenge(Message, frozen=True, tag="challenge"):
     """The coordinator's first message on every connection."""
 
-    type: ClassVar[str] = "challenge"
     nonce: str
 
 
-@dataclass(frozen=True)
-class Proof:
+class Proof(Message, frozen=True, tag="proof"):
     """The agent's answer to the challenge.
 
     Attributes:
@@ -40,26 +36,21 @@ class Proof:
         mac: the proof that the agent knows the token.
     """
 
-    type: ClassVar[str] = "proof"
-    node: int
-    nproc: int
+    node: Int
+    nproc: Int
     nonce: str
     mac: str
 
 
-@dataclass(frozen=True)
-class Welcome:
+class Welcome(Message, frozen=True, tag="welcome"):
     """The coordinator accepts the agent's proof and proves that it knows the token, too."""
 
-    type: ClassVar[str] = "welcome"
     mac: str
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(Message, frozen=True, tag="refused"):
     """The coordinator cannot use an agent that has proved itself."""
 
-    type: ClassVar[str] = "refused"
     reason: str
 
 

@@ -1,15 +1,23 @@
-"""The messages between a rank and its agent: JSON objects, one per line; nothing is evaluated or unpickled."""
+"""The messages between a rank and its agent: JSON objects, one per line; nothing is evaluated or unpickled.
+
+msgspec checks what comes in against the types of the message's fields. The sum of these messages, of those between
+nodes and the coordinator (:mod:`~checkpointless.wire.node_messages`) and of the handshake has one version.
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, Final, Literal
 
-PROTOCOL_VERSION = 1
+import msgspec
+
+from checkpointless.wire.causes import Cause
+from checkpointless.wire.plain import Int
+
+PROTOCOL_VERSION: Final = 2
 MAX_MESSAGE_BYTES = 256 * 1024
 _SHORTENED = "[... shortened ...]"
+_LEAST_CHARACTERS = 1024  # a shorter text is not shortened
 
 
 class ProtocolError(ValueError):
@@ -23,86 +31,80 @@ class Sender(Enum):
     AGENT = "agent"
 
 
-@dataclass(frozen=True)
-class Hello:
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    """A message of any vocabulary: plain values, texts, rows of them, and the name of the message in ``type``.
+
+    Attributes:
+        v: the version of the protocol.
+    """
+
+    v: Literal[2] = PROTOCOL_VERSION
+
+    @property
+    def type(self) -> str:
+        """The name of the message on the wire."""
+        return str(self.__struct_config__.tag)
+
+
+class Hello(Message, frozen=True, tag="hello"):
     """The rank is at the entry of its block and waits for ``go``.
 
     Attributes:
         generation: the generation in the rank's environment.
     """
 
-    type: ClassVar[str] = "hello"
-    rank: int
-    pid: int
-    generation: int
+    rank: Int
+    pid: Int
+    generation: Int
 
 
-@dataclass(frozen=True)
-class FaultReport:
+class FaultReport(Message, frozen=True, tag="fault"):
     """Something went wrong in a rank.
 
     Attributes:
-        error: name of the exception's type.
-        step: the optimizer step in the making, from 1 (-1: none).
-        victim: whether the error is a broken collective or store connection, so probably another rank's fault.
+        cause: what went wrong; a victim, if the error is a broken collective or store connection.
     """
 
-    type: ClassVar[str] = "fault"
-    generation: int
-    error: str
-    message: str
-    traceback: str
-    step: int
-    victim: bool
+    generation: Int
+    cause: Cause
 
 
-@dataclass(frozen=True)
-class Barrier:
+class Barrier(Message, frozen=True, tag="barrier"):
     """The rank has left ``generation``, is clean and healthy, and waits for ``go``."""
 
-    type: ClassVar[str] = "barrier"
-    generation: int
+    generation: Int
 
 
-@dataclass(frozen=True)
-class Replace:
+class Replace(Message, frozen=True, tag="replace"):
     """The rank's process must not be used again; it exits next and asks for a successor."""
 
-    type: ClassVar[str] = "replace"
-    generation: int
+    generation: Int
     reason: str
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(Message, frozen=True, tag="done"):
     """The rank's block has returned; it waits for ``finish``, or for ``fault`` if another rank still needs it."""
 
-    type: ClassVar[str] = "done"
-    generation: int
+    generation: Int
 
 
-@dataclass(frozen=True)
-class GiveUp:
+class GiveUp(Message, frozen=True, tag="giveup"):
     """The job cannot continue; ``reason`` is its last message and ``code`` its exit code."""
 
-    type: ClassVar[str] = "giveup"
-    generation: int
+    generation: Int
     reason: str
-    code: int = 1
+    code: Int = 1
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Message, frozen=True, tag="answer"):
     """The reply to ``inquire``: whether the main thread waits in a collective, and its stack as text."""
 
-    type: ClassVar[str] = "answer"
-    id: int
+    id: Int
     in_collective: bool
     stack: str
 
 
-@dataclass(frozen=True)
-class Go:
+class Go(Message, frozen=True, tag="go"):
     """All ranks are present: the rank enters its block.
 
     Attributes:
@@ -111,61 +113,60 @@ class Go:
         high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
     """
 
-    type: ClassVar[str] = "go"
-    generation: int
+    generation: Int
     incident: str | None
     env: dict[str, str]
-    high_water: int
+    high_water: Int
 
 
-@dataclass(frozen=True)
-class FaultNotice:
-    """Generation ``generation`` is over.
+class FaultNotice(Message, frozen=True, tag="fault"):
+    """Generation ``generation`` is over: the coordinator tells the nodes, and they tell their ranks that are in it.
 
     Attributes:
+        incident: the incident that ended it.
         cause: the cause in one line.
         rank: the rank to blame (None: not known).
     """
 
-    type: ClassVar[str] = "fault"
-    generation: int
+    generation: Int
     incident: str
     cause: str
-    rank: int | None
+    rank: Int | None
 
 
-@dataclass(frozen=True)
-class Inquire:
+class Inquire(Message, frozen=True, tag="inquire"):
     """Ask where the rank's main thread is."""
 
-    type: ClassVar[str] = "inquire"
-    id: int
+    id: Int
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(Message, frozen=True, tag="finish"):
     """All ranks are done."""
-
-    type: ClassVar[str] = "finish"
 
 
 RankMessage = Hello | FaultReport | Barrier | Replace | Done | GiveUp | Answer
 AgentMessage = Go | FaultNotice | Inquire | Finish
-Message = RankMessage | AgentMessage
+
+
+class _Envelope(msgspec.Struct):
+    """What is read of every message first."""
+
+    v: msgspec.Raw = msgspec.Raw(b"null")
+    type: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class Vocabulary:
-    """The messages that one side may send: dataclasses of plain values, each with a ``type``.
+    """The messages that one side may send.
 
     Args:
         sender: name of the side that sends the messages, for error messages.
-        classes: the dataclasses of the messages.
+        classes: the classes of the messages.
     """
 
-    def __init__(self, sender: str, *classes: Any) -> None:
+    def __init__(self, sender: str, *classes: type[Message]) -> None:
         self.sender = sender
-        self._classes = {cls.type: cls for cls in classes}
-        self._hints = {cls: {each.name: get_type_hints(cls)[each.name] for each in fields(cls)} for cls in classes}
+        self._envelope = msgspec.json.Decoder(_Envelope)
+        self._decoders = {str(cls.__struct_config__.tag): msgspec.json.Decoder(cls) for cls in classes}
 
     def decode(self, line: bytes) -> Any:
         """Return the message in ``line``, which may end in a newline.
@@ -177,24 +178,19 @@ class Vocabulary:
         if len(line) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"a message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
         try:
-            body = json.loads(line)
+            envelope = self._envelope.decode(line)
+            version, kind = bytes(envelope.v), msgspec.json.decode(envelope.type)
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"not a JSON line: {error}") from error
-        if not isinstance(body, dict):
-            raise ProtocolError("a message is a JSON object")
-        version, kind = body.pop("v", None), body.pop("type", None)
-        if type(version) is not int or version != PROTOCOL_VERSION:
-            raise ProtocolError(f"protocol version {version!r}; this side speaks {PROTOCOL_VERSION}")
-        cls = self._classes.get(kind) if isinstance(kind, str) else None
-        if cls is None:
+            raise ProtocolError(f"not a JSON object: {error}") from error
+        if version != str(PROTOCOL_VERSION).encode():
+            raise ProtocolError(f"protocol version {version.decode()}; this side speaks {PROTOCOL_VERSION}")
+        decoder = self._decoders.get(kind) if isinstance(kind, str) else None
+        if decoder is None:
             raise ProtocolError(f"unknown message type {kind!r} from the {self.sender}")
-        hints = self._hints[cls]
-        if body.keys() != hints.keys():
-            raise ProtocolError(f"{kind!r} has the fields {sorted(body)}, expected {sorted(hints)}")
-        for name, value in body.items():
-            if not _fits(value, hints[name]):
-                raise ProtocolError(f"{kind!r}: field {name!r} is a {type(value).__name__}")
-        return cls(**body)
+        try:
+            return decoder.decode(line)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"{kind!r}: {error}") from error
 
 
 _VOCABULARIES = {
@@ -203,7 +199,7 @@ _VOCABULARIES = {
 }
 
 
-def encode(message: Any) -> bytes:
+def encode(message: Message) -> bytes:
     """Return ``message`` as one line, newline included; texts that are too long lose their middle.
 
     Args:
@@ -212,20 +208,23 @@ def encode(message: Any) -> bytes:
     Raises:
         ProtocolError: the message is too large although its texts were shortened.
     """
-    body: dict[str, Any] = {"v": PROTOCOL_VERSION, "type": message.type}
-    body.update({each.name: getattr(message, each.name) for each in fields(message)})
-    line = _dump(body)
-    while len(line) > MAX_MESSAGE_BYTES:
-        texts = {name: value for name, value in body.items() if isinstance(value, str)}
-        longest = max(texts, key=lambda name: len(texts[name]))
-        if len(texts[longest]) < 1024:
+    try:
+        line = msgspec.json.encode(message)
+        body: Any = None
+    except UnicodeEncodeError:  # half of a surrogate pair, as in the name of a file that is no UTF-8
+        body = _escaped(msgspec.to_builtins(message))
+        line = msgspec.json.encode(body)
+    while len(line) >= MAX_MESSAGE_BYTES:
+        body = body or msgspec.to_builtins(message)
+        holder, name = max(_texts(body), key=lambda place: len(place[0][place[1]]), default=({"": ""}, ""))
+        if len(holder[name]) < _LEAST_CHARACTERS:
             raise ProtocolError(f"a {message.type!r} message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
-        body[longest] = _shorten(texts[longest], len(texts[longest]) // 2)
-        line = _dump(body)
-    return line
+        holder[name] = _shorten(holder[name], len(holder[name]) // 2)
+        line = msgspec.json.encode(body)
+    return line + b"\n"
 
 
-def decode(line: bytes, sender: Sender) -> Message:
+def decode(line: bytes, sender: Sender) -> Any:
     """Return the message in ``line``.
 
     Args:
@@ -235,8 +234,7 @@ def decode(line: bytes, sender: Sender) -> Message:
     Raises:
         ProtocolError: the line is malformed, oversized, of another version, or of a type unknown from this sender.
     """
-    message: Message = _VOCABULARIES[sender].decode(line)
-    return message
+    return _VOCABULARIES[sender].decode(line)
 
 
 class LineBuffer:
@@ -257,32 +255,23 @@ class LineBuffer:
         return lines
 
 
-def _dump(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":")).encode("ascii") + b"\n"
+def _texts(body: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return the objects and names under which a message's texts stand, those of its cause included."""
+    found = [(body, name) for name, value in body.items() if isinstance(value, str)]
+    cause = body.get("cause")
+    return found + [place for place in (_texts(cause) if isinstance(cause, dict) else ())]
+
+
+def _escaped(value: Any) -> Any:
+    """Return plain data with what cannot be UTF-8 in its texts as escape sequences."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(name): _escaped(each) for name, each in value.items()}
+    return [_escaped(each) for each in value] if isinstance(value, list) else value
 
 
 def _shorten(text: str, length: int) -> str:
     """Cut ``text`` to about ``length`` characters: a third from its start, the rest from its end."""
     head = length // 3
     return f"{text[:head]}\n{_SHORTENED}\n{text[-(length - head - len(_SHORTENED) - 2) :]}"
-
-
-def _fits(value: object, hint: Any) -> bool:
-    if hint == dict[str, str]:
-        return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-    if hint == list[str]:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if hint == list[list[int]]:
-        return isinstance(value, list) and all(isinstance(row, list) and all(map(_is_small, row)) for row in value)
-    if hint == int | None:
-        return value is None or _is_small(value)
-    if hint == str | None:
-        return value is None or isinstance(value, str)
-    if hint is int:
-        return _is_small(value)
-    return type(value) is hint
-
-
-def _is_small(value: object) -> bool:
-    """Return whether ``value`` is an integer of at most 64 bits: nothing here is larger, and floats cannot be."""
-    return type(value) is int and -(1 << 63) <= value < 1 << 63

@@ -7,25 +7,61 @@ manages their boards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import Annotated, get_args
 
-from checkpointless.wire.causes import Cause, CauseKind
-from checkpointless.wire.messages import Vocabulary
+import msgspec
+
+from checkpointless.wire.causes import Cause
+from checkpointless.wire.messages import FaultNotice, Message, Vocabulary
+from checkpointless.wire.plain import Int
 from checkpointless.wire.rank_state import RankState
 
-STATES = tuple(RankState)
+
+class RankStanding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a rank stands.
+
+    Attributes:
+        number: the rank.
+        incarnation: incarnation of the rank's process.
+        committed: the last committed optimizer step on the rank's board (-1: none).
+        making: the step in the making on the rank's board (-1: none).
+    """
+
+    number: Int
+    incarnation: Int
+    state: RankState
+    committed: Int
+    making: Int
 
 
-@dataclass(frozen=True)
-class Joined:
+class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A rank that shows no progress.
+
+    Attributes:
+        number: the rank.
+        beat: the beat at which the rank is stuck.
+        age_ms: the milliseconds since the beat changed.
+        making: the step in the making (-1: none).
+        in_step: whether the rank is in that step; otherwise it is between two steps.
+        letter: the code of the state of the rank's process, as in
+            :class:`~checkpointless.posix.process_state.ProcessLook` (0: not known).
+        cpu_ms: the milliseconds of processor time that the process has used.
+    """
+
+    number: Int
+    beat: Int
+    age_ms: Int
+    making: Int
+    in_step: bool
+    letter: Annotated[int, msgspec.Meta(ge=0, lt=128)]
+    cpu_ms: Int
+
+
+class Joined(Message, frozen=True, tag="joined"):
     """The node can start processes now."""
 
-    type: ClassVar[str] = "joined"
 
-
-@dataclass(frozen=True)
-class Standing:
+class Standing(Message, frozen=True, tag="standing"):
     """The node already runs ranks; a coordinator that has just begun needs to know this about them.
 
     Attributes:
@@ -34,35 +70,30 @@ class Standing:
         high_water: the highest optimizer step that any rank has committed, as the node was told (-1: none).
         run_id: the job's run ID.
         finished: whether every rank's block has returned.
-        ranks: for each rank its number, its incarnation, the index of its state in :data:`STATES`, and the
-            committed step and the step in the making on its board (-1: none).
+        ranks: the ranks.
     """
 
-    type: ClassVar[str] = "standing"
-    generation: int
-    incident: int
-    high_water: int
+    generation: Int
+    incident: Int
+    high_water: Int
     run_id: str
     finished: bool
-    ranks: list[list[int]]
+    ranks: list[RankStanding]
 
 
-@dataclass(frozen=True)
-class StoreOpened:
+class StoreOpened(Message, frozen=True, tag="store"):
     """The node has opened the store of ``generation``.
 
     Attributes:
         address: numeric address of the node, as the other nodes reach it.
     """
 
-    type: ClassVar[str] = "store"
-    generation: int
+    generation: Int
     address: str
-    port: int
+    port: Int
 
 
-@dataclass(frozen=True)
-class RankReady:
+class RankReady(Message, frozen=True, tag="ready"):
     """A rank is at the barrier.
 
     Attributes:
@@ -72,78 +103,39 @@ class RankReady:
         making: the step in the making on the rank's board (-1: none).
     """
 
-    type: ClassVar[str] = "ready"
-    rank: int
-    incarnation: int
-    pid: int
-    committed: int
-    making: int
+    rank: Int
+    incarnation: Int
+    pid: Int
+    committed: Int
+    making: Int
 
 
-@dataclass(frozen=True)
-class Trouble:
-    """Something went wrong with a rank in ``generation``: a :class:`~checkpointless.wire.causes.Cause`.
+class Trouble(Message, frozen=True, tag="trouble"):
+    """Something went wrong with a rank in ``generation``.
 
     Attributes:
-        kind: number of the cause's ``CauseKind``.
+        cause: what went wrong; the rank at fault is one that the node runs.
         committed: the last committed optimizer step on the rank's board.
         making: the step in the making on the rank's board.
     """
 
-    type: ClassVar[str] = "trouble"
-    generation: int
-    rank: int
-    kind: int
-    how: str
-    what: str
-    step: int
-    detail: str
-    error: str
-    message: str
-    traceback: str
-    committed: int
-    making: int
+    generation: Int
+    cause: Cause
+    committed: Int
+    making: Int
 
-    @classmethod
-    def of(cls, generation: int, rank: int, cause: Cause, committed: int, making: int) -> Trouble:
-        """Return the message that reports ``cause``."""
-        return cls(
-            generation,
-            rank,
-            int(cause.kind),
-            cause.how,
-            cause.what,
-            cause.step,
-            cause.detail,
-            cause.error,
-            cause.message,
-            cause.traceback,
-            committed,
-            making,
-        )
+    def __post_init__(self) -> None:
+        if self.cause.rank is None:
+            raise ValueError("trouble is that of a rank")
 
     @property
-    def cause(self) -> Cause:
-        """What went wrong.
-
-        Raises:
-            ValueError: there is no ``CauseKind`` with this number.
-        """
-        return Cause(
-            CauseKind(self.kind),
-            self.rank,
-            self.how,
-            self.what,
-            self.step,
-            self.detail,
-            self.error,
-            self.message,
-            self.traceback,
-        )
+    def rank(self) -> int:
+        """The rank at fault."""
+        assert self.cause.rank is not None
+        return self.cause.rank
 
 
-@dataclass(frozen=True)
-class RankEnded:
+class RankEnded(Message, frozen=True, tag="ended"):
     """A rank's process has ended.
 
     Attributes:
@@ -155,54 +147,43 @@ class RankEnded:
         last_lines: the last lines of the rank's log.
     """
 
-    type: ClassVar[str] = "ended"
-    rank: int
-    incarnation: int
-    code: int
+    rank: Int
+    incarnation: Int
+    code: Int
     forgiven: bool
-    committed: int
-    making: int
+    committed: Int
+    making: Int
     log_path: str
     last_lines: list[str]
 
 
-@dataclass(frozen=True)
-class RankDone:
+class RankDone(Message, frozen=True, tag="rank-done"):
     """The block of a rank has returned in ``generation``."""
 
-    type: ClassVar[str] = "rank-done"
-    rank: int
-    generation: int
+    rank: Int
+    generation: Int
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(Message, frozen=True, tag="answered"):
     """A rank has answered the inquiry ``id``."""
 
-    type: ClassVar[str] = "answered"
-    id: int
-    rank: int
+    id: Int
+    rank: Int
     in_collective: bool
     stack: str
 
 
-@dataclass(frozen=True)
-class Silent:
+class Silent(Message, frozen=True, tag="silent"):
     """Lists the ranks of the node that have shown no progress for a good part of their limit.
 
     Attributes:
-        ranks: for each silent rank its number, its beat, the milliseconds since the beat changed, the step in the
-            making, whether the rank is in that step (1) or between two steps (0), and a
-            :class:`~checkpointless.posix.process_state.ProcessLook`: the code of its process's state and the
-            milliseconds of processor time that the process has used. Empty once no rank is silent any more.
+        ranks: the silent ranks; empty once no rank is silent any more.
     """
 
-    type: ClassVar[str] = "silent"
-    ranks: list[list[int]]
+    ranks: list[SilentRank]
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(Message, frozen=True, tag="progress"):
     """Reports how far the ranks of the node have come.
 
     Attributes:
@@ -216,48 +197,36 @@ class Progress:
         shows: whether any rank has ever shown progress after it entered its block.
     """
 
-    type: ClassVar[str] = "progress"
-    oldest: int
-    newest: int
-    making: int
-    longest_ms: int
-    pause_ms: int = 0
+    oldest: Int
+    newest: Int
+    making: Int
+    longest_ms: Int
+    pause_ms: Int = 0
     shows: bool = True
 
 
-@dataclass(frozen=True)
-class Alive:
+class Alive(Message, frozen=True, tag="alive"):
     """This side of the connection is still alive, and has nothing else to say."""
 
-    type: ClassVar[str] = "alive"
 
-
-@dataclass(frozen=True)
-class Searching:
+class Searching(Message, frozen=True, tag="searching"):
     """The node has not heard from the coordinator for too long: its ranks continue, and it connects again."""
 
-    type: ClassVar[str] = "searching"
 
-
-@dataclass(frozen=True)
-class JobOver:
+class JobOver(Message, frozen=True, tag="over"):
     """The job cannot continue: a rank gave it up, or a node cannot open a store; ``code`` is its exit code."""
 
-    type: ClassVar[str] = "over"
     reason: str
-    code: int = 1
+    code: Int = 1
 
 
-@dataclass(frozen=True)
-class Leaving:
+class Leaving(Message, frozen=True, tag="leaving"):
     """The node no longer takes part: its agent was told to stop, or can no longer start processes."""
 
-    type: ClassVar[str] = "leaving"
     reason: str
 
 
-@dataclass(frozen=True)
-class Spawn:
+class Spawn(Message, frozen=True, tag="spawn"):
     """Start a process for ``rank``.
 
     Attributes:
@@ -267,31 +236,24 @@ class Spawn:
         env: environment variables of the process, besides those that all ranks of the node get.
     """
 
-    type: ClassVar[str] = "spawn"
-    rank: int
-    incarnation: int
-    generation: int
+    rank: Int
+    incarnation: Int
+    generation: Int
     incident: str
     env: dict[str, str]
 
 
-@dataclass(frozen=True)
-class OpenStore:
+class OpenStore(Message, frozen=True, tag="open-store"):
     """Open a store for ``generation``, and close the previous one."""
 
-    type: ClassVar[str] = "open-store"
-    generation: int
+    generation: Int
 
 
-@dataclass(frozen=True)
-class Discard:
+class Discard(Message, frozen=True, tag="discard"):
     """End the ranks of this node, which were taken for dead, and join as a node that has none."""
 
-    type: ClassVar[str] = "discard"
 
-
-@dataclass(frozen=True)
-class Begin:
+class Begin(Message, frozen=True, tag="begin"):
     """All ranks are present: let the ranks of the node enter their block.
 
     Attributes:
@@ -301,62 +263,38 @@ class Begin:
         target: the step that was in the making; progress to it must be reported at once (-1: none).
     """
 
-    type: ClassVar[str] = "begin"
-    generation: int
+    generation: Int
     incident: str
     env: dict[str, str]
-    high_water: int
-    target: int
+    high_water: Int
+    target: Int
 
 
-@dataclass(frozen=True)
-class Interrupt:
-    """``generation`` is over: tell every rank that is in it.
-
-    Attributes:
-        culprit: the rank to blame (-1: not known).
-    """
-
-    type: ClassVar[str] = "interrupt"
-    generation: int
-    incident: str
-    cause: str
-    culprit: int
-
-
-@dataclass(frozen=True)
-class Ask:
+class Ask(Message, frozen=True, tag="ask"):
     """Ask ``ranks`` where their main threads are."""
 
-    type: ClassVar[str] = "ask"
-    id: int
-    ranks: list[list[int]]
+    id: Int
+    ranks: list[Int]
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(Message, frozen=True, tag="kill"):
     """End the process of ``rank`` if no generation after ``generation`` has begun; its end is no fault by itself.
 
     Attributes:
         beat: the process is ended only if its main thread is still stuck at this beat (-1: in any case).
     """
 
-    type: ClassVar[str] = "kill"
-    rank: int
-    incarnation: int
-    generation: int
-    beat: int = -1
+    rank: Int
+    incarnation: Int
+    generation: Int
+    beat: Int = -1
 
 
-@dataclass(frozen=True)
-class AllDone:
+class AllDone(Message, frozen=True, tag="all-done"):
     """Every rank's block has returned."""
 
-    type: ClassVar[str] = "all-done"
 
-
-@dataclass(frozen=True)
-class End:
+class End(Message, frozen=True, tag="end"):
     """The job is over.
 
     Attributes:
@@ -364,8 +302,7 @@ class End:
         last_words: lines that the agent prints at the end.
     """
 
-    type: ClassVar[str] = "end"
-    code: int
+    code: Int
     last_words: list[str]
 
 
@@ -385,7 +322,7 @@ NodeMessage = (
     | Leaving
     | Alive
 )
-Command = Spawn | OpenStore | Discard | Begin | Interrupt | Ask | Kill | AllDone | End | Alive
+Command = Spawn | OpenStore | Discard | Begin | FaultNotice | Ask | Kill | AllDone | End | Alive
 
 FROM_NODE = Vocabulary("node", *get_args(NodeMessage))
 FROM_COORDINATOR = Vocabulary("coordinator", *get_args(Command))

@@ -11,7 +11,7 @@ from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.coordinator.limits import Limits
 from checkpointless.coordinator.roster import Node
 from checkpointless.telemetry.events import EventLog
-from checkpointless.wire.causes import CauseKind
+from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.node_messages import (
     Command,
     End,
@@ -167,4 +167,5 @@ def go_env(generation: int, host: int = 0) -> dict[str, str]:
 
 
 def trouble(rank: int, kind: CauseKind, *, generation: int = 0, what: str = "raised ValueError") -> Trouble:
-    return Trouble(generation, rank, int(kind), "exception", what, 4, "no", "ValueError", "no", "Traceback\n", 3, 4)
+    cause = Cause(kind, rank, "exception", what, 4, "no", "ValueError", "no", "Traceback\n")
+    return Trouble(generation, cause, 3, 4)

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank
-from checkpointless.wire.causes import Cause, CauseKind, exception_cause
+from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.messages import (
     Answer,
     Barrier,
@@ -71,8 +73,7 @@ class RankReports:
         elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, FaultReport):
-            said = message.error, message.message, message.traceback, message.step, message.victim
-            self._trouble(rank, exception_cause(rank.number, *said))
+            self._trouble(rank, msgspec.structs.replace(message.cause, rank=rank.number))
         elif isinstance(message, Barrier):
             self._is_ready(rank)
         elif isinstance(message, Done) and rank.state is RankState.RUNNING:
@@ -104,4 +105,4 @@ class RankReports:
 
     def _trouble(self, rank: LocalRank, cause: Cause) -> None:
         reading = rank.board.read()
-        self._report(Trouble.of(self._job.generation, rank.number, cause, reading.committed, reading.making))
+        self._report(Trouble(self._job.generation, cause, reading.committed, reading.making))

@@ -125,8 +125,8 @@ class HyperPodClient(RankClient):
             self._send_fault("RecoveryImpossible", message.reason, in_place=False)
 
     def _report(self, report: FaultReport) -> None:
-        cause, last_word = self._limits.after(self.rank, report)
-        self._send_fault(report.error, str(cause), in_place=last_word is None)
+        cause, last_word = report.cause, self._limits.after(report.cause)
+        self._send_fault(cause.error, str(cause), in_place=last_word is None)
         if self.pending_fault(report.generation) is None:
             incident = str(report.generation + 1)
             tell(report.generation, incident, cause)

@@ -28,9 +28,9 @@ class HangReports:
     def ask(self, inquiry: int, ranks: list[int]) -> None:
         """Ask ranks where their main threads stand."""
         roster = self._job.roster
-        asked: defaultdict[int, list[list[int]]] = defaultdict(list)
+        asked: defaultdict[int, list[int]] = defaultdict(list)
         for number in ranks:
-            asked[roster.ranks[number].node.index].append([number])
+            asked[roster.ranks[number].node.index].append(number)
         for index, numbers in asked.items():
             roster.nodes[index].send(Ask(inquiry, numbers))
 
@@ -91,8 +91,8 @@ class HangResponse:
             rank = job.roster.rank_of(message.rank, node)
             self._hangs.answered(message.id, rank.number, message.in_collective, message.stack)
             return
-        for number, *_ in message.ranks:
-            job.roster.rank_of(number, node)
+        for silent in message.ranks:
+            job.roster.rank_of(silent.number, node)
         longest_s = job.progress.longest_s if job.progress.are_complete else 0.0
         self._hangs.hear(node.index, message.ranks, longest_s, job.clock())
 

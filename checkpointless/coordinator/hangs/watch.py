@@ -19,6 +19,7 @@ from checkpointless.coordinator.hangs.policy import (
     stalled,
 )
 from checkpointless.posix.process_state import ProcessLook, ProcessState, state_of
+from checkpointless.wire.node_messages import SilentRank
 
 ASK_EVERY_S = 0.8  # so that a rank that hangs and answers is found within the limit and one second
 _FRESH_S, _FRESH_SHARE = 2.0, 1 / 40  # how long a report of a silence holds; long silences are reported less often
@@ -195,25 +196,26 @@ class HangWatch:
         self._told, self._told_beats = None, {}
         self._steady, self._last_seen = 0, None
 
-    def hear(self, node: int, ranks: Iterable[list[int]], longest_s: float, now_s: float) -> None:
+    def hear(self, node: int, ranks: Iterable[SilentRank], longest_s: float, now_s: float) -> None:
         """Record which ranks of a node are silent now.
 
         Args:
-            ranks: one row per silent rank, as in :class:`~checkpointless.wire.node_messages.Silent`.
+            ranks: the silent ranks.
             longest_s: the longest time between two beats in a step on any node, in seconds.
             now_s: the time by this process's clock.
         """
         before = self._silent.get(node, {})
         self._silent[node] = {}
-        for rank, beat, age_ms, making, in_step, letter, cpu_ms in ranks:
-            look = ProcessLook(letter if 0 <= letter < 128 else 0, cpu_ms)
-            known = before.get(rank)
+        for rank in ranks:
+            look = ProcessLook(rank.letter, rank.cpu_ms)
+            known = before.get(rank.number)
             first, first_at_s = look, now_s
-            if known is not None and known.beat == beat:
+            if known is not None and known.beat == rank.beat:
                 first, first_at_s = known.first, known.first_at_s
-            limit_s = self._heartbeat.within_step_s(longest_s) if in_step else self._ceiling_s
-            silence = Silence(beat, age_ms / 1000, now_s, making, limit_s, look, first, first_at_s)
-            self._silent[node][rank] = silence
+            limit_s = self._heartbeat.within_step_s(longest_s) if rank.in_step else self._ceiling_s
+            self._silent[node][rank.number] = Silence(
+                rank.beat, rank.age_ms / 1000, now_s, rank.making, limit_s, look, first, first_at_s
+            )
 
     def answered(self, question: int, rank: int, in_collective: bool, stack: str) -> None:
         """Record where the main thread of a rank stands, as the rank answered; a late answer counts, too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from checkpointless.coordinator.roster import Node, Rank, Roster
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, attribute, exit_cause
-from checkpointless.wire.node_messages import STATES, RankDone, RankEnded, RankReady, Standing, Trouble
+from checkpointless.wire.node_messages import RankDone, RankEnded, RankReady, Standing, Trouble
 from checkpointless.wire.rank_state import IN_BLOCK, RankState
 
 
@@ -50,15 +50,13 @@ class Adoption:
         """Record where the ranks of a node stand.
 
         Raises:
-            ValueError: the node does not run one of these ranks, or a state does not exist.
+            ValueError: the node does not run one of these ranks.
         """
         self._standings[node.index] = standing
-        for number, incarnation, state, committed, making in standing.ranks:
-            if not 0 <= state < len(STATES):
-                raise ValueError(f"a rank has no state {state}")
-            rank = self._roster.rank_of(number, node)
-            rank.incarnation, rank.committed, rank.making = incarnation, committed, making
-            self._roster.move(rank, STATES[state])
+        for said in standing.ranks:
+            rank = self._roster.rank_of(said.number, node)
+            rank.incarnation, rank.committed, rank.making = said.incarnation, said.committed, said.making
+            self._roster.move(rank, said.state)
 
     def drop(self, node: Node) -> None:
         """Forget the report of a node that is lost (again)."""

@@ -13,7 +13,7 @@ from checkpointless.coordinator.processes import Processes
 from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node, Rank
 from checkpointless.wire.causes import Cause, CauseKind
-from checkpointless.wire.node_messages import STATES, AllDone, Discard, OpenStore, Standing
+from checkpointless.wire.node_messages import AllDone, Discard, OpenStore, Standing
 from checkpointless.wire.rank_state import RankState
 
 
@@ -52,7 +52,7 @@ class Takeover:
         """Act on what a node reports about its ranks.
 
         Raises:
-            ValueError: the node does not run one of these ranks, or a state does not exist.
+            ValueError: the node does not run one of these ranks.
         """
         job = self._job
         if job.phase is not Phase.JOINING or not self._roster.is_in_place(node):
@@ -111,8 +111,8 @@ class Takeover:
         job.say(f"node {node.index} is back with its ranks, {kept}")
         job.incidents.emit("back", "point", node_number=node.index, was_lost=was_lost)
         self._record(node, standing, was_lost)
-        for number, _, state, *_ in standing.ranks:
-            self._reunite(self._roster.ranks[number], STATES[state], was_lost)
+        for said in standing.ranks:
+            self._reunite(self._roster.ranks[said.number], said.state, was_lost)
         if job.outcome is not None:
             return
         rendezvous = job.rendezvous
@@ -130,15 +130,15 @@ class Takeover:
     def _record(self, node: Node, standing: Standing, was_lost: bool) -> None:
         """Record what a node says of its ranks, and replace those that ended while it was taken for lost."""
         job = self._job
-        for number, incarnation, state, committed, making in standing.ranks:
-            rank, said = self._roster.rank_of(number, node), STATES[state]
-            if said is not RankState.GONE:
-                rank.incarnation = incarnation
-            rank.committed, rank.making = committed, making
-            job.high_water = max(job.high_water, committed)
+        for said in standing.ranks:
+            rank, is_gone = self._roster.rank_of(said.number, node), said.state is RankState.GONE
+            if not is_gone:
+                rank.incarnation = said.incarnation
+            rank.committed, rank.making = said.committed, said.making
+            job.high_water = max(job.high_water, said.committed)
             if was_lost:
-                self._roster.move(rank, assumed(said))
-                if said is RankState.GONE and job.phase is not Phase.FINISHING:
+                self._roster.move(rank, assumed(said.state))
+                if is_gone and job.phase is not Phase.FINISHING:
                     self._processes.spawn(rank)
 
     def _reunite(self, rank: Rank, said: RankState, was_lost: bool) -> None:

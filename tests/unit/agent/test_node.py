@@ -23,18 +23,18 @@ from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.address import LOOPBACK
 from checkpointless.wire.board import Board
 from checkpointless.wire.node_messages import (
-    STATES,
     AllDone,
     Begin,
     Discard,
     End,
-    Interrupt,
+    FaultNotice,
     Joined,
     Kill,
     NodeMessage,
     OpenStore,
     Progress,
     RankEnded,
+    RankStanding,
     Silent,
     Spawn,
     Standing,
@@ -217,7 +217,7 @@ def test_silence_is_told_by_the_limit_of_where_the_rank_is(training: Training) -
     assert training.told(Silent) == []
     training.later(2.0)
     (silent,) = training.told(Silent)
-    assert [(rank, making, in_step) for rank, _, _, making, in_step, *_ in silent.ranks] == [(0, 6, 1), (1, 6, 1)]
+    assert [(rank.number, rank.making, rank.in_step) for rank in silent.ranks] == [(0, 6, True), (1, 6, True)]
 
 
 def test_the_longest_pause_is_told_and_outlasts_the_generation(training: Training) -> None:
@@ -260,7 +260,7 @@ def test_what_a_new_coordinator_is_told(node: Node) -> None:
     node.ends(0)
     standing = node.agent.standing()
     states = [RankState.GONE, RankState.STARTING]
-    ranks = [[rank, 0, STATES.index(states[rank]), -1, (-1, 12)[rank]] for rank in (0, 1)]
+    ranks = [RankStanding(rank, 0, states[rank], -1, (-1, 12)[rank]) for rank in (0, 1)]
     assert standing == Standing(4, 3, 11, "", False, ranks)
 
 
@@ -286,9 +286,9 @@ def test_the_store_of_a_generation_is_opened_and_closed_with_it(node: Node) -> N
     assert (opened.generation, opened.address) == (2, LOOPBACK)
     with socket.create_connection((opened.address, opened.port)):
         pass
-    node.agent.obey(Interrupt(1, "1", "of the generation before", -1))
+    node.agent.obey(FaultNotice(1, "1", "of the generation before", None))
     with socket.create_connection((opened.address, opened.port)):
         pass
-    node.agent.obey(Interrupt(2, "1", "rank 0 raised", 0))
+    node.agent.obey(FaultNotice(2, "1", "rank 0 raised", 0))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((opened.address, opened.port))

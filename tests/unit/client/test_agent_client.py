@@ -4,8 +4,7 @@ import multiprocessing
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from checkpointless.client.agent_client import AgentClient, AgentLostError
 from checkpointless.client.factory import HPAgentK8sAPIFactory, RankUnknownError, wait_rank
 from checkpointless.client.standalone import StandaloneClient
 from checkpointless.wire import messages
+from checkpointless.wire.causes import exception_cause
 from checkpointless.wire.messages import (
     Answer,
     Barrier,
@@ -130,7 +130,9 @@ def test_done_and_finish(pair: tuple[AgentClient, Agent]) -> None:
 def test_a_fault_is_reported_in_full(pair: tuple[AgentClient, Agent]) -> None:
     client, agent = pair
     client.report_fault(1, error="ValueError", message="no", traceback="Traceback", step=7, victim=False)
-    assert agent.hear() == FaultReport(1, "ValueError", "no", "Traceback", 7, False)
+    assert agent.hear() == FaultReport(
+        1, exception_cause(client.rank, "ValueError", "no", "Traceback", 7, victim=False)
+    )
 
 
 def test_an_inquiry_is_answered_from_another_thread(pair: tuple[AgentClient, Agent]) -> None:
@@ -165,11 +167,9 @@ def test_an_agent_that_does_not_keep_to_the_protocol_is_left(pair: tuple[AgentCl
     assert agent.connection.recv(1) == b""
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(Message, frozen=True, tag="advice"):
     """A message that a newer agent might have."""
 
-    type: ClassVar[str] = "advice"
     generation: int
 
 

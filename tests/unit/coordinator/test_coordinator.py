@@ -22,6 +22,7 @@ from checkpointless.wire.node_messages import (
     RankDone,
     RankReady,
     Silent,
+    SilentRank,
     Spawn,
 )
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job, go_env
@@ -305,7 +306,17 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
         return Progress(number - more, number, number + 1, 0)
     if kind == "silent":
         return Silent(
-            [[rank, number, int(more * 1000 * HEARTBEAT_S), 2, number % 2, ord("SRTD"[number % 4]), number]]
+            [
+                SilentRank(
+                    rank,
+                    number,
+                    int(more * 1000 * HEARTBEAT_S),
+                    2,
+                    bool(number % 2),
+                    ord("SRTD"[number % 4]),
+                    number,
+                )
+            ]
         )
     return Answered(number, rank, more, "a stack")
 

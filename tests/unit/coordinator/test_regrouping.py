@@ -14,7 +14,7 @@ from checkpointless.wire.node_messages import (
     Answered,
     Begin,
     End,
-    Interrupt,
+    FaultNotice,
     Kill,
     Progress,
     RankDone,
@@ -28,8 +28,8 @@ from tests.unit.messaged_job import REGROUP_S, Job, go_env
 def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all() -> None:
     job = Job().begin()
     job.raises(2)
-    interrupt = Interrupt(0, "1", "rank 2 raised ValueError at step 4: no", 2)
-    assert job.take(Interrupt) == [(0, interrupt), (1, interrupt)]
+    interrupt = FaultNotice(0, "1", "rank 2 raised ValueError at step 4: no", 2)
+    assert job.take(FaultNotice) == [(0, interrupt), (1, interrupt)]
     assert job.stores == [(0, 0), (1, 0)]
     job.ready(0, 1, 3, committed=4, making=5)
     assert job.take(Begin) == []
@@ -43,7 +43,7 @@ def test_an_exception_interrupts_all_and_the_next_generation_begins_with_all() -
 def test_a_process_that_dies_is_replaced_alone() -> None:
     job = Job().begin()
     job.ends(2)
-    assert [interrupt.culprit for _, interrupt in job.take(Interrupt)] == [2, 2]
+    assert [interrupt.rank for _, interrupt in job.take(FaultNotice)] == [2, 2]
     ((node, spawn),) = job.take(Spawn)
     assert (node, spawn.rank, spawn.incarnation, spawn.generation, spawn.incident) == (1, 2, 1, 1, "1")
     job.ready(*job.ranks)
@@ -53,13 +53,13 @@ def test_a_process_that_dies_is_replaced_alone() -> None:
 def test_the_first_of_the_strongest_causes_is_told_and_a_victim_only_in_want_of_another() -> None:
     job = Job().begin()
     job.raises(0, CauseKind.VICTIM)
-    assert [interrupt.culprit for _, interrupt in job.take(Interrupt)] == [-1, -1]
+    assert [interrupt.rank for _, interrupt in job.take(FaultNotice)] == [None, None]
     assert job.said == []
     job.raises(1, what="raised KeyError")
     job.raises(2, what="raised OSError")
     job.ends(3)
     job.raises(0, CauseKind.VICTIM)
-    assert len(job.take(Interrupt)) == 2
+    assert len(job.take(FaultNotice)) == 2
     job.ready(*job.ranks)
     assert job.said == [
         "incident 1: rank 1 raised KeyError at step 4: no; recovering",
@@ -98,7 +98,7 @@ def test_every_step_up_says_why(logged: Job, tmp_path: Path) -> None:
 def test_a_rank_at_the_barrier_of_a_running_generation_has_left_it() -> None:
     job = Job().begin()
     job.ready(1)
-    assert [interrupt.cause for _, interrupt in job.take(Interrupt)] == ["rank 1 left the block"] * 2
+    assert [interrupt.cause for _, interrupt in job.take(FaultNotice)] == ["rank 1 left the block"] * 2
     job.ready(0, 2, 3)
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
 

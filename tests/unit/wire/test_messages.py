@@ -1,13 +1,14 @@
 """Messages between rank and agent: what one side says the other reads, and nothing else gets through."""
 
-import dataclasses
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointless.wire.causes import Cause, exception_cause
 from checkpointless.wire.messages import (
     MAX_MESSAGE_BYTES,
     Answer,
@@ -28,10 +29,33 @@ from checkpointless.wire.messages import (
     decode,
     encode,
 )
+from checkpointless.wire.node_messages import (
+    FROM_NODE,
+    NodeMessage,
+    RankStanding,
+    Silent,
+    SilentRank,
+    Standing,
+    Trouble,
+)
+from checkpointless.wire.rank_state import RankState
 
 st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
-FROM_RANK = st.one_of(*(st.from_type(c) for c in (Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer)))
-FROM_AGENT = st.one_of(*(st.from_type(c) for c in (Go, FaultNotice, Inquire, Finish)))
+
+
+def made_up(cls: type[Any]) -> st.SearchStrategy[Any]:
+    """Any message of a class, or any part of one."""
+    known = get_type_hints(cls)
+    return st.builds(cls, **{name: value_of(known[name]) for name in cls.__struct_fields__ if name != "v"})
+
+
+def value_of(hint: Any) -> st.SearchStrategy[Any]:
+    return made_up(hint) if hint is Cause else st.from_type(hint)
+
+
+FROM_RANK = st.one_of(*(made_up(c) for c in (Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer)))
+FROM_AGENT = st.one_of(*(made_up(c) for c in (Go, FaultNotice, Inquire, Finish)))
+FROM_A_NODE = st.one_of(*(made_up(c) for c in get_args(NodeMessage) if c not in (Trouble, Standing, Silent)))
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -70,7 +94,8 @@ def test_a_field_of_another_type_is_refused(message: Message, data: st.DataObjec
 @pytest.mark.parametrize(
     "change",
     [
-        {"v": 2},
+        {"v": 1},
+        {"v": 2.0},
         {"v": True},
         {"type": "go"},
         {"type": None},
@@ -81,19 +106,66 @@ def test_a_field_of_another_type_is_refused(message: Message, data: st.DataObjec
     ],
 )
 def test_a_message_that_is_not_as_agreed_is_refused(change: dict[str, Any]) -> None:
-    body = {"v": 1, "type": "barrier", "generation": 1}
+    body = {"v": 2, "type": "barrier", "generation": 1}
     assert decode(json.dumps(body).encode(), Sender.RANK) == Barrier(1)
     with pytest.raises(ProtocolError):
         decode(json.dumps(body | change).encode(), Sender.RANK)
 
 
+@given(FROM_A_NODE)
+def test_the_coordinator_reads_what_a_node_says(message: Message) -> None:
+    assert FROM_NODE.decode(encode(message)) == message
+
+
+CAUSE = exception_cause(3, "ValueError", "no", "Traceback", 7, victim=True)
+STANDING = RankStanding(3, 1, RankState.LEAVING, 6, 7)
+ROWS: list[Message] = [
+    Trouble(1, CAUSE, 6, 7),
+    Standing(1, 2, 6, "a run", False, [STANDING]),
+    Silent([SilentRank(3, 9, 1500, 7, True, ord("S"), 20)]),
+]
+
+
+@pytest.mark.parametrize("message", ROWS)
+def test_rows_and_causes_travel_by_name(message: Message) -> None:
+    line = encode(message)
+    assert FROM_NODE.decode(line) == message
+    assert (b'"victim"' in line) == isinstance(message, Trouble)
+    assert (b'"leaving"' in line) == isinstance(message, Standing)
+
+
+@pytest.mark.parametrize(
+    ("message", "old", "new"),
+    [
+        (ROWS[0], b'"victim"', b'"guilty"'),
+        (ROWS[0], b'"rank":3', b'"rank":null'),
+        (ROWS[1], b'"leaving"', b'"away"'),
+        (ROWS[1], b'"leaving"', b"-1"),
+        (ROWS[1], b",6,7]]", b",6]]"),
+        (ROWS[1], b",6,7]]", b",6,7,8]]"),
+        (ROWS[2], b"true", b"1"),
+        (ROWS[2], str(ord("S")).encode(), b"128"),
+    ],
+)
+def test_a_row_that_is_not_as_agreed_is_refused(message: Message, old: bytes, new: bytes) -> None:
+    line = encode(message)
+    assert line.count(old) == 1
+    with pytest.raises(ProtocolError):
+        FROM_NODE.decode(line.replace(old, new))
+
+
+def test_a_text_that_is_no_unicode_arrives_escaped() -> None:
+    read = decode(encode(GiveUp(1, "no file \udcff\ud83d")), Sender.RANK)
+    assert read.reason == "no file \\udcff\\ud83d"
+
+
 def test_a_missing_field_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        decode(b'{"v": 1, "type": "barrier"}', Sender.RANK)
+        decode(b'{"v": 2, "type": "barrier"}', Sender.RANK)
 
 
 def test_the_two_kinds_of_fault_are_told_apart_by_who_speaks() -> None:
-    report = FaultReport(3, "ValueError", "no", "Traceback", 7, False)
+    report = FaultReport(3, exception_cause(2, "ValueError", "no", "Traceback", 7, victim=False))
     with pytest.raises(ProtocolError):
         decode(encode(report), Sender.AGENT)
     assert decode(encode(report), Sender.RANK) == report
@@ -113,14 +185,14 @@ def test_an_oversized_line_is_refused() -> None:
 @pytest.mark.parametrize("character", ["a", "\n", "\u00e9", "\U0001f525"])
 def test_a_long_traceback_keeps_its_two_ends(character: str) -> None:
     trace = "Traceback, first line" + character * 1_000_000 + "the last line"
-    report = FaultReport(1, "ValueError", "the message", trace, 4, False)
+    report = FaultReport(1, exception_cause(2, "ValueError", "the message", trace, 4, victim=False))
     line = encode(report)
     assert len(line) <= MAX_MESSAGE_BYTES
     read = decode(line, Sender.RANK)
     assert isinstance(read, FaultReport)
-    assert read.traceback.startswith("Traceback, first line")
-    assert read.traceback.endswith("the last line")
-    assert dataclasses.replace(read, traceback=trace) == report
+    assert read.cause.traceback.startswith("Traceback, first line")
+    assert read.cause.traceback.endswith("the last line")
+    assert msgspec.structs.replace(read.cause, traceback=trace) == report.cause
 
 
 def test_what_cannot_be_shortened_is_refused() -> None:

@@ -12,10 +12,11 @@ from checkpointless.wire.node_messages import (
     Answered,
     Ask,
     Begin,
-    Interrupt,
+    FaultNotice,
     Kill,
     Progress,
     Silent,
+    SilentRank,
 )
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job
 
@@ -23,7 +24,9 @@ from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job
 def silence(job: Job, *ranks: int, beat: int = 7, age_s: float = HEARTBEAT_S + 0.1, letter: str = "S") -> None:
     for node in job.coordinator.nodes:
         mine = [rank for rank in ranks if rank // NPROC == node.index]
-        job.hear(node, Silent([[rank, beat, int(1000 * age_s), 4, 0, ord(letter), 0] for rank in mine]))
+        job.hear(
+            node, Silent([SilentRank(rank, beat, int(1000 * age_s), 4, False, ord(letter), 0) for rank in mine])
+        )
 
 
 def wait_in_silence(job: Job, *ranks: int, seconds: float = 6.0, letter: str = "S") -> None:
@@ -39,15 +42,15 @@ def test_who_waits_in_no_collective_is_asked_to_leave_and_replaced_if_it_does_no
     longest(job, 0)
     silence(job, 0, 4, 5)
     job.tick()
-    assert job.take(Ask) == [(0, Ask(1, [[0]])), (2, Ask(1, [[4], [5]]))]
+    assert job.take(Ask) == [(0, Ask(1, [0])), (2, Ask(1, [4, 5]))]
     job.tell(0, Answered(1, 0, True, "in a collective"))
     job.tell(4, Answered(1, 4, False, "elsewhere"))
     job.tick()
-    assert job.take(Interrupt) == []
+    assert job.take(FaultNotice) == []
     job.tell(5, Answered(1, 5, True, "in a collective"))
     job.tick()
     cause = "rank 4 made no progress for 10 s at step 4"
-    assert job.take(Interrupt) == [(node, Interrupt(0, "1", cause, 4)) for node in (0, 1, 2)]
+    assert job.take(FaultNotice) == [(node, FaultNotice(0, "1", cause, 4)) for node in (0, 1, 2)]
     job.later_s = 4.9
     job.tick()
     assert job.take(Kill) == []
@@ -82,7 +85,7 @@ def test_who_does_not_answer_again_and_again_hangs() -> None:
     job.tick()
     wait_in_silence(job, 3, seconds=4)
     assert len(job.take(Ask)) >= 3
-    assert job.take(Interrupt) == []
+    assert job.take(FaultNotice) == []
     wait_in_silence(job, 3, seconds=2)
     assert job.take(Kill) == [(1, Kill(3, 0, 0, 7))]
 
@@ -95,7 +98,7 @@ def test_an_answer_that_comes_late_counts() -> None:
     wait_in_silence(job, 3, seconds=3)
     job.tell(3, Answered(1, 3, True, "in a collective"))
     wait_in_silence(job, 3, seconds=4)
-    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+    assert (job.take(FaultNotice), job.take(Kill)) == ([], [])
 
 
 @pytest.mark.parametrize("letter", ["R", "D", "t"])
@@ -103,7 +106,7 @@ def test_who_cannot_answer_is_waited_for(letter: str) -> None:
     job = Job().begin()
     longest(job, 0)
     wait_in_silence(job, 3, seconds=15, letter=letter)
-    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+    assert (job.take(FaultNotice), job.take(Kill)) == ([], [])
     assert "rank 3 of 4 has made no progress" in job.said[0]
     wait_in_silence(job, 3, seconds=10, letter=letter)
     assert job.take(Kill) == [(1, Kill(3, 0, 0, 7))]
@@ -117,7 +120,7 @@ def test_a_node_that_has_not_spoken_of_its_ranks_since_does_not_accuse_them() ->
     for _ in range(20):
         job.later_s += 1.0
         job.tick()
-    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+    assert (job.take(FaultNotice), job.take(Kill)) == ([], [])
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (1, 2), (2, 3)])
@@ -128,7 +131,7 @@ def test_a_stall_that_many_share_is_waited_for_and_told(ranks: tuple[int, ...]) 
     for age_s in range(28, 120):
         job.later_s += 1.0
         stall(job, ranks, age_s)
-    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+    assert (job.take(FaultNotice), job.take(Kill)) == ([], [])
     told = [line for line in job.said if "made no progress" in line]
     assert 2 <= len(told) <= 3
     assert "read in data.py:31" in told[0]
@@ -144,7 +147,7 @@ def test_a_shared_stall_beyond_the_ceiling_is_an_incident_in_which_nobody_is_kil
         job.later_s += 1.0
         stall(job, (0, 1, 2, 3), age_s)
     assert "incident 1: ranks 0, 1, 2, 3 made no progress for 600 s at step 4" in job.said[-1]
-    assert len(job.take(Interrupt)) == 2
+    assert len(job.take(FaultNotice)) == 2
     assert job.take(Kill) == []
     job.ready(*job.ranks)
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
@@ -162,10 +165,10 @@ def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
         return
     for node in job.coordinator.nodes:
         mine = [rank for rank in job.ranks if rank // NPROC == node.index]
-        job.hear(node, Silent([[rank, 7, int(1000 * age_s), 4, 1, ord("S"), 0] for rank in mine]))
+        job.hear(node, Silent([SilentRank(rank, 7, int(1000 * age_s), 4, True, ord("S"), 0) for rank in mine]))
     job.tick()
     for _, ask in job.take(Ask):
-        for (rank,) in ask.ranks:
+        for rank in ask.ranks:
             job.tell(rank, Answered(ask.id, rank, rank not in ranks, stack))
     job.tick()
 
@@ -178,13 +181,13 @@ def test_ranks_that_all_wait_for_each_other_leave_together_and_nobody_is_killed(
         job.tell(rank, Answered(1, rank, True, "in a collective"))
     job.tick()
     cause = "ranks waited for each other with no progress for 10 s at step 4"
-    assert job.take(Interrupt) == []  # nobody has ever shown progress
+    assert job.take(FaultNotice) == []  # nobody has ever shown progress
     longest(job, 0)
     wait_in_silence(job, *job.ranks, seconds=2)
     for rank in job.ranks:
         job.tell(rank, Answered(2, rank, True, "in a collective"))
     job.tick()
-    assert job.take(Interrupt) == [(node, Interrupt(0, "1", cause, -1)) for node in (0, 1)]
+    assert job.take(FaultNotice) == [(node, FaultNotice(0, "1", cause, None)) for node in (0, 1)]
     assert job.take(Kill) == []
 
 
@@ -197,4 +200,4 @@ def test_a_rank_that_moved_on_since_it_was_asked_is_left_alone(again: tuple[int,
     silence(job, *again, beat=8, age_s=HEARTBEAT_S * 0.95)
     job.tell(3, Answered(1, 3, False, "elsewhere"))
     job.tick()
-    assert (job.take(Interrupt), job.take(Kill)) == ([], [])
+    assert (job.take(FaultNotice), job.take(Kill)) == ([], [])

@@ -8,6 +8,7 @@ from checkpointless.coordinator.hangs.policy import (
     Heartbeat,
 )
 from checkpointless.coordinator.hangs.watch import Hang, HangWatch, Stall
+from checkpointless.wire.node_messages import SilentRank
 
 CEILING_S = 600.0
 RANKS = range(8)
@@ -27,7 +28,10 @@ class Watched:
     def silent(self, *ranks: tuple[int, float, int], longest_s: float = 2.0, letter: str = "S") -> None:
         for node in range(4):
             mine = [row for row in ranks if row[0] // 2 == node]
-            rows = [[rank, 7, int(age_s * 1000), 12, in_step, ord(letter), 0] for rank, age_s, in_step in mine]
+            rows = [
+                SilentRank(rank, 7, int(age_s * 1000), 12, bool(in_step), ord(letter), 0)
+                for rank, age_s, in_step in mine
+            ]
             self.watch.hear(node, rows, longest_s, self.now_s)
 
     def answer(self, *ranks: int, elsewhere: tuple[int, ...] = ()) -> None:

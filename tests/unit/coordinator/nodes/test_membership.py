@@ -7,7 +7,7 @@ import pytest
 from checkpointless.wire.node_messages import (
     Begin,
     End,
-    Interrupt,
+    FaultNotice,
     Joined,
     Kill,
     Leaving,
@@ -26,7 +26,7 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     lost = job.coordinator.nodes[1]
     job.lose(lost, "it closed the connection")
     cause = "node 1 was lost: it closed the connection"
-    assert job.take(Interrupt) == [(0, Interrupt(0, "1", cause, -1))]
+    assert job.take(FaultNotice) == [(0, FaultNotice(0, "1", cause, None))]
     assert [(node, spawn.rank, spawn.incarnation) for node, spawn in job.take(Spawn)] == [(1, 2, 1), (1, 3, 1)]
     assert job.coordinator.nodes[1] is spare
     assert job.coordinator.spares == []
@@ -187,7 +187,7 @@ def test_nodes_that_never_join_end_the_job_by_name() -> None:
 def test_a_rank_that_was_killed_for_being_late_and_was_not_is_a_fault() -> None:
     job = Job().begin()
     job.ends(3, forgiven=True)
-    assert [index for index, _ in job.take(Interrupt)] == [0, 1]
+    assert [index for index, _ in job.take(FaultNotice)] == [0, 1]
 
 
 # ---- stores

@@ -13,15 +13,15 @@ from checkpointless.coordinator.nodes.reunion import Reunion, assumed, reunite
 from checkpointless.coordinator.roster import Node
 from checkpointless.wire.causes import CauseKind
 from checkpointless.wire.node_messages import (
-    STATES,
     AllDone,
     Begin,
     Discard,
     End,
-    Interrupt,
+    FaultNotice,
     Joined,
     NodeMessage,
     RankEnded,
+    RankStanding,
     Searching,
     Spawn,
     Standing,
@@ -47,7 +47,7 @@ def standing(
     if before is not None:
         job.hear(node, before)
     ranks = [
-        [index * NPROC + local, incarnation, STATES.index(state), 7 + local, 8 + local]
+        RankStanding(index * NPROC + local, incarnation, state, 7 + local, 8 + local)
         for local, state in enumerate(states)
     ]
     job.hear(node, Standing(generation, 2, 6, run_id, finished, ranks))
@@ -63,7 +63,7 @@ def test_ranks_that_train_are_not_disturbed_and_their_next_fault_is_handled() ->
     assert (job.sent, job.stores) == ([], [])
     job.ends(1)
     assert job.said[1:] == ["incident 3: rank 1 killed by SIGKILL at step 4; recovering"]
-    assert [interrupt.generation for _, interrupt in job.take(Interrupt)] == [3, 3]
+    assert [interrupt.generation for _, interrupt in job.take(FaultNotice)] == [3, 3]
     ((_, spawn),) = job.take(Spawn)
     assert (spawn.rank, spawn.incarnation, spawn.generation) == (1, 2, 4)
     assert spawn.env["TORCHELASTIC_RUN_ID"] == "the run"
@@ -156,7 +156,7 @@ def test_a_node_that_was_taken_for_lost_is_taken_back_with_its_processes() -> No
     job.sent.clear()
     back(job, 1, RUNNING, RankState.LEAVING)
     assert job.take(Discard) == []
-    assert [(index, interrupt.generation) for index, interrupt in job.take(Interrupt)] == [(1, 0)]
+    assert [(index, interrupt.generation) for index, interrupt in job.take(FaultNotice)] == [(1, 0)]
     job.ready(*job.ranks)
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
     assert job.take(Spawn) == []
@@ -220,12 +220,12 @@ def test_a_job_that_had_not_begun_begins() -> None:
     job = Job()
     standing(job, 0, RankState.READY, RankState.STARTING, generation=-1, incarnation=0)
     standing(job, 1, RankState.READY, RankState.READY, generation=-1, incarnation=0)
-    assert (job.take(Spawn), job.take(Interrupt)) == ([], [])
+    assert (job.take(Spawn), job.take(FaultNotice)) == ([], [])
     job.ready(1)
     assert [begin.generation for _, begin in job.take(Begin)] == [0, 0]
 
 
-STATE = st.sampled_from([state for state in STATES if state is not RankState.FINISHED])
+STATE = st.sampled_from([state for state in RankState if state is not RankState.FINISHED])
 
 
 @settings(max_examples=150)
@@ -239,10 +239,10 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
         standing(job, index, *states[NPROC * index :][:NPROC], generation=generations[index])
     assert job.outcome is None
     if set(states) <= {RUNNING, DONE} and generations[0] == generations[1]:
-        assert (job.take(Interrupt), job.stores) == ([], [])
+        assert (job.take(FaultNotice), job.stores) == ([], [])
         assert bool(job.take(AllDone)) == (set(states) == {DONE})
         return
-    assert {interrupt.generation for _, interrupt in job.take(Interrupt)} == {max(generations)}
+    assert {interrupt.generation for _, interrupt in job.take(FaultNotice)} == {max(generations)}
     waiting = [rank for rank in job.ranks if states[rank] not in (RankState.READY, RankState.GONE)]
     job.ready(*waiting)
     job.opens = True
@@ -253,7 +253,7 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
     assert {begin.generation for _, begin in job.take(Begin)} == {max(generations) + 1}
 
 
-LIVING = [state for state in STATES if state is not RankState.FINISHED]
+LIVING = [state for state in RankState if state is not RankState.FINISHED]
 
 
 @settings(max_examples=300)
@@ -294,7 +294,7 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
     assert {job.coordinator.ranks[rank].incarnation for rank in (0, 1)} == {0}
 
 
-@given(st.sampled_from(STATES), st.sampled_from(STATES))
+@given(st.sampled_from(RankState), st.sampled_from(RankState))
 def test_two_views_of_a_rank_meet(known: RankState, said: RankState) -> None:
     found = reunite(known, said)
     assert (found in (Reunion.ENDED, Reunion.START)) == (said is RankState.GONE is not known)
