@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -14,42 +13,17 @@ from checkpointless.agent.launch import launch
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.demo import show
 from checkpointless.demo.config import RECIPE, DemoConfig, overrides
+from checkpointless.demo.result import DemoResult
 from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse_all
 from checkpointless.recipes.settings import load, modules
-from checkpointless.report.incidents import IncidentSummary, summarize
-from checkpointless.report.verify import Steps, Verdict, compare
+from checkpointless.report.incidents import summarize
+from checkpointless.report.verify import compare
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.steps import read_steps
 from checkpointless.telemetry.wording import plural
 
 HEARTBEAT_TIMEOUT_S = 20.0  # a step of the demo takes a tenth of a second; its set-up a few seconds
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """Result of both runs.
-
-    Attributes:
-        verdict: comparison of what the two runs recorded.
-        undisturbed: steps of the run without faults.
-        disturbed: steps of the run with faults.
-        incidents: incidents of the run with faults.
-        not_fired: specs of faults that never happened, or not as often as they should.
-        complete: whether every step that was asked for was recorded on every rank.
-    """
-
-    verdict: Verdict
-    undisturbed: Steps
-    disturbed: Steps
-    incidents: list[IncidentSummary]
-    not_fired: tuple[str, ...]
-    complete: bool
-
-    @property
-    def passed(self) -> bool:
-        """Whether losses and parameters are bit-identical and every fault happened."""
-        return self.verdict.equal and self.complete and not self.not_fired
 
 
 def run_demo(config: DemoConfig) -> int:

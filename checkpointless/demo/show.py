@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from checkpointless.demo.config import GLOBAL_BATCH, DemoConfig
+from checkpointless.demo.result import DemoResult
 from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.verify import Steps
-
-if TYPE_CHECKING:
-    from checkpointless.demo.run import DemoResult
 
 _MAX_ROWS = 24
 

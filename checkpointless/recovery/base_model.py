@@ -12,10 +12,10 @@ import torch.distributed as dist
 from checkpointless.inprocess.context import span
 from checkpointless.recovery.decide import Decision
 from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.refill import Refill
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.transfer.exchange import all_gather_json
+from checkpointless.transfer.state_tensors import StateTensors
 from checkpointless.transfer.tensor_entry import Key
 
 _MODEL = "model"  # the first word of the key of a parameter or buffer
@@ -24,19 +24,19 @@ _MODEL = "model"  # the first word of the key of a parameter or buffer
 class BaseModel(Protocol):
     """What of the state is not held from fault to fault, but kept once and for all."""
 
-    def attached(self, live: LiveState) -> None:
+    def attached(self, live: StateTensors) -> None:
         """Note that all weights in ``live`` are whole."""
 
     def part_from(self, held: HeldState) -> None:
         """Remove from ``held`` the tensors that are kept here."""
 
-    def digest(self, live: LiveState) -> str:
+    def digest(self, live: StateTensors) -> str:
         """Return the digest of the weights in ``live`` that are kept here; "" if there are none."""
 
     def offload(self, held: HeldState) -> None:
         """Move to pinned host memory what takes the most room of ``held`` and of what is kept here."""
 
-    def restore(self, live: LiveState, decision: Decision, memory_budget_bytes: int) -> int:
+    def restore(self, live: StateTensors, decision: Decision, memory_budget_bytes: int) -> int:
         """Put what is kept here in place, on all ranks as decided. Collective.
 
         Returns:
@@ -47,13 +47,13 @@ class BaseModel(Protocol):
 class NoBaseModel:
     """All of the state is trained: nothing is kept apart from the rest."""
 
-    def attached(self, live: LiveState) -> None:
+    def attached(self, live: StateTensors) -> None:
         """Do nothing."""
 
     def part_from(self, held: HeldState) -> None:
         """Do nothing."""
 
-    def digest(self, live: LiveState) -> str:
+    def digest(self, live: StateTensors) -> str:
         """Return the digest of nothing, "" ."""
         return ""
 
@@ -61,7 +61,7 @@ class NoBaseModel:
         """Offload all of ``held``."""
         held.offload()
 
-    def restore(self, live: LiveState, decision: Decision, memory_budget_bytes: int) -> int:
+    def restore(self, live: StateTensors, decision: Decision, memory_budget_bytes: int) -> int:
         """Do nothing, and receive nothing."""
         return 0
 
@@ -106,7 +106,7 @@ class FrozenBaseModel:
         self.weights = {key: tensor for key, tensor in tensors.items() if not self.is_trained(key)}
         self._offloaded = False
 
-    def attached(self, live: LiveState) -> None:
+    def attached(self, live: StateTensors) -> None:
         """Keep the weights of ``live`` in place of those that were kept before."""
         self.keep(live.tensors())
 
@@ -117,7 +117,7 @@ class FrozenBaseModel:
         weights = self.weights or {}
         held.tensors = {key: tensor for key, tensor in held.tensors.items() if key not in weights}
 
-    def digest(self, live: LiveState) -> str:
+    def digest(self, live: StateTensors) -> str:
         """Return the digest of the frozen weights in ``live``; "" if there are none."""
         if not self.weights:
             return ""
@@ -139,7 +139,7 @@ class FrozenBaseModel:
         self.weights = host
         self._offloaded = True
 
-    def restore(self, live: LiveState, decision: Decision, memory_budget_bytes: int) -> int:
+    def restore(self, live: StateTensors, decision: Decision, memory_budget_bytes: int) -> int:
         """Put the frozen weights in place: this rank's own, or those of its sources if it has none. Collective.
 
         The weights that are kept stay kept, whatever happens to the rest.

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import aside
-from checkpointless.recovery.live_state import LiveState
 from checkpointless.serialization.tensor_memory import flip_a_bit
 from checkpointless.transfer.bucket_rounds import OnBucket
+from checkpointless.transfer.state_tensors import StateTensors
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, TransferReport, receive_state, send_state
 
@@ -42,7 +42,7 @@ class Refill:
 
     def move(
         self,
-        live: LiveState,
+        live: StateTensors,
         refills: Mapping[int, Sequence[int]],
         tensors: dict[Key, torch.Tensor] | None,
         objects: Any,
@@ -78,7 +78,7 @@ class Refill:
         return objects, self._take_back(live, tensors)
 
     def _fill(
-        self, live: LiveState, sources: Sequence[int], held: Mapping[Key, torch.Tensor], memory_budget_bytes: int
+        self, live: StateTensors, sources: Sequence[int], held: Mapping[Key, torch.Tensor], memory_budget_bytes: int
     ) -> tuple[Any, TransferReport]:
         """Receive the part from ``sources``; keep what an interrupted transfer brought or this rank still had."""
         known = {**held, **self.arrived}
@@ -111,7 +111,7 @@ class Refill:
             aside(lambda: send_state(tensors, objects, fills, on_bucket=on_bucket))
 
     @staticmethod
-    def _take_back(live: LiveState, tensors: dict[Key, torch.Tensor]) -> TransferReport:
+    def _take_back(live: StateTensors, tensors: dict[Key, torch.Tensor]) -> TransferReport:
         """Put this rank's tensors in their new place: without a copy where that is possible, else copied."""
         began_s = time.monotonic()
         adopted = live.adopt(tensors)

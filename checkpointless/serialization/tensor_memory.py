@@ -30,6 +30,22 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the storage of this rank's part of ``tensor``: the local shard of a DTensor, else the tensor itself.
+
+    Args:
+        tensor: a parameter, a buffer, or a state of an optimizer, of any shape and dtype.
+
+    Returns:
+        A plain tensor that shares the memory and needs no gradient.
+    """
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():
+            part: torch.Tensor = tensor.to_local()
+        return part
+    return tensor.data if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad else tensor
+
+
 def own_device(kind: str) -> torch.device:
     """Return this process's device of a kind: a tensor of another rank's GPU belongs on this rank's GPU.
 

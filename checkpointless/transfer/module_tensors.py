@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from checkpointless.serialization.tensor_memory import local_part
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 _SMALL_BYTES = 1 << 20  # a larger buffer is copied again only if its version has changed
@@ -37,9 +38,9 @@ class TrainingTensors:
         found: dict[Key, torch.Tensor] = {}
         for index, module in enumerate(self.modules):
             for name, parameter in module.named_parameters():
-                found["model", index, name] = parameter.data
+                found["model", index, name] = local_part(parameter)
             for name, buffer in module.named_buffers():
-                found["model", index, name] = buffer
+                found["model", index, name] = local_part(buffer)
         return found
 
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
@@ -54,10 +55,10 @@ class TrainingTensors:
         """Return the tensors that this rank's optimizer update owns, by key."""
         found: dict[Key, torch.Tensor] = {}
         for key, inner, parameter in self._parameters():
-            found[(*key, _PARAMETER)] = parameter.data
+            found[(*key, _PARAMETER)] = local_part(parameter)
             for name, value in sorted(inner.state.get(parameter, {}).items()):
                 if isinstance(value, torch.Tensor):
-                    found[(*key, name)] = value
+                    found[(*key, name)] = local_part(value)
         return found
 
     def tensors(self) -> dict[Key, torch.Tensor]:

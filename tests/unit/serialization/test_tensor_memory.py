@@ -1,0 +1,57 @@
+"""Tensors in plain form: which storage stands for a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from checkpointless.serialization.tensor_memory import local_part
+from checkpointless.transfer.module_tensors import TrainingTensors
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_of_a_parameter_it_is_the_memory_without_its_gradient() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    part = local_part(parameter)
+    assert (type(part), part.requires_grad) == (torch.Tensor, False)
+    part[0] = 1.0
+    assert parameter[0] == 1.0
+
+
+def test_a_buffer_is_itself_so_that_a_change_is_seen_by_its_version() -> None:
+    buffer = torch.zeros(3)
+    assert local_part(buffer) is buffer
+
+
+@pytest.mark.usefixtures("alone")
+def test_of_a_dtensor_it_is_the_shard_of_this_rank() -> None:
+    spread = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    part = local_part(spread)
+    assert type(part) is torch.Tensor
+    part[1, 1] = 5.0
+    assert spread.full_tensor()[1, 1] == 5.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_module_of_dtensors_has_its_shards_under_its_keys() -> None:
+    module = torch.nn.Linear(2, 4, bias=False)
+    spread = distribute_tensor(module.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
+    module.weight = torch.nn.Parameter(spread)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    found = TrainingTensors([module], [optimizer]).tensors()
+    assert {key[-1] for key in found} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+    assert {type(tensor) for tensor in found.values()} == {torch.Tensor}
