@@ -263,7 +263,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     lock_update = lock.update
     lock.update = lambda step: _TimedUpdate(watch, lock_update, step)
     for patch in process_groups._waits:
-        if isinstance(patch, InterruptibleWait) and patch._original is not None:
+        if isinstance(patch, InterruptibleWait) and patch.is_installed:
             patch.uninstall()
             watch.replace(c10d.Work, "wait", "torch's Work.wait")
             patch.install()

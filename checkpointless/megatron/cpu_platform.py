@@ -35,7 +35,8 @@ import torch.utils._device
 from checkpointless.environment import CPU_ENV
 from checkpointless.megatron.cpu import draws, megatron_core, nemo, placement, torch_cuda
 from checkpointless.megatron.cpu.device_stream import inside_fork, set_stream_bytes, stream, stream_bytes
-from checkpointless.megatron.cpu.replacements import Patch, replacements
+from checkpointless.megatron.cpu.replacements import replacements
+from checkpointless.patches import Patch
 from checkpointless.recovery.rng import RngSource, register_rng_source
 
 

@@ -20,11 +20,13 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.environment import MASTER_PORT_ENV
+from checkpointless.patches import Patch, Patches
 
 _FACTORY = "_new_process_group_helper"  # every process group, default or not, is made by this one function
 
@@ -40,13 +42,19 @@ class GlooSockets:
         self._before: set[int] | None = None  # this process's sockets before the group that is being created
         self._kept: list[socket.socket] = []  # duplicates that keep connections open for the peer
         self._mutex = threading.Lock()
-        self._original: Any = None
+        self._patches = Patches()
 
     def install(self) -> None:
         """Start recording sockets (idempotent)."""
-        if self._original is not None:
-            return
-        original = getattr(c10d, _FACTORY)
+        if not self._patches.are_made:
+            self._patches.make([Patch(c10d, _FACTORY, self._noting, "it opens a group's sockets")])
+
+    def uninstall(self) -> None:
+        """Stop recording sockets and restore torch's function."""
+        self._patches.undo()
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return torch's factory of process groups with a record of the sockets that each group opens."""
 
         @functools.wraps(original)
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -63,14 +71,7 @@ class GlooSockets:
                     self._before = None
                     self._inodes |= opened
 
-        self._original = original
-        setattr(c10d, _FACTORY, noting)
-
-    def uninstall(self) -> None:
-        """Stop recording sockets and restore torch's function."""
-        if self._original is not None:
-            setattr(c10d, _FACTORY, self._original)
-            self._original = None
+        return noting
 
     def shutdown(self) -> int:
         """Shut down every connected TCP socket of the recorded groups, of a group being created, and of the store.

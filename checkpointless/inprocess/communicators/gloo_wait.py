@@ -18,6 +18,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
+from checkpointless.patches import Patch, Patches
 
 _TURN = timedelta(milliseconds=50)
 _TIMED_OUT = "Operation timed out"
@@ -34,14 +35,28 @@ class InterruptibleWait:
     """
 
     def __init__(self) -> None:
-        self._original: Any = None
+        self._patches = Patches()
         self._helper: HelperThread | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether torch's method is replaced."""
+        return self._patches.are_made
 
     def install(self) -> None:
         """Replace torch's method (idempotent)."""
-        if self._original is not None or torch.cuda.is_available():
-            return
-        original = self._original = c10d.Work.wait
+        if not self.is_installed and not torch.cuda.is_available():
+            self._patches.make([Patch(c10d.Work, "wait", self._interruptible, "no interruption reaches it")])
+
+    def uninstall(self) -> None:
+        """Restore torch's method."""
+        self._patches.undo()
+        if self._helper is not None:
+            self._helper.end()
+            self._helper = None
+
+    def _interruptible(self, original: Callable[..., Any]) -> Callable[..., bool]:
+        """Return torch's wait, in short turns where it is that of the main thread."""
 
         def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
             if timeout > timedelta(0):
@@ -52,16 +67,7 @@ class InterruptibleWait:
                 return _wait_in_turns(original, work)
             return self._wait_aside(lambda: bool(original(work)))
 
-        c10d.Work.wait = wait  # type: ignore[method-assign, assignment]
-
-    def uninstall(self) -> None:
-        """Restore torch's method."""
-        if self._original is not None:
-            c10d.Work.wait = self._original  # type: ignore[method-assign]
-            self._original = None
-        if self._helper is not None:
-            self._helper.end()
-            self._helper = None
+        return wait
 
     def _wait_aside(self, blocking: Callable[[], bool]) -> bool:
         """Let a helper thread wait, and wait for the helper in short turns."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
+from checkpointless.patches import Patch, Patches
 
 # `torch.distributed.rendezvous` is also the name of a function, which hides the module as an attribute.
 rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -33,37 +34,38 @@ class InterruptibleStore:
     """Replacement for torch's store factory while a block runs."""
 
     def __init__(self) -> None:
-        self._original: Any = None
+        self._patches = Patches()
 
     def install(self) -> None:
         """Replace torch's function (idempotent)."""
-        if self._original is not None:
-            return
-        original = self._original = getattr(rendezvous, _FACTORY)
-
-        @functools.wraps(original)
-        def create(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any) -> Any:
-            if rank == 0 and not rendezvous._torchelastic_use_agent_store():
-                return original(hostname, port, rank, world_size, timeout, *more)  # this rank hosts the store
-            deadline = time.monotonic() + timeout.total_seconds()
-            while True:
-                _wait_until_listening(hostname, port, deadline)
-                try:
-                    store = _connect(lambda: original(hostname, port, rank, world_size, _ATTEMPT, *more))
-                except dist.DistError:
-                    if time.monotonic() >= deadline:
-                        raise
-                    continue
-                store.set_timeout(timeout)
-                return store
-
-        setattr(rendezvous, _FACTORY, create)
+        if not self._patches.are_made:
+            self._patches.make([Patch(rendezvous, _FACTORY, _interruptible, "no interruption reaches it")])
 
     def uninstall(self) -> None:
         """Restore torch's function."""
-        if self._original is not None:
-            setattr(rendezvous, _FACTORY, self._original)
-            self._original = None
+        self._patches.undo()
+
+
+def _interruptible(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's factory of stores, which first waits in Python until the store listens."""
+
+    @functools.wraps(original)
+    def create(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any) -> Any:
+        if rank == 0 and not rendezvous._torchelastic_use_agent_store():
+            return original(hostname, port, rank, world_size, timeout, *more)  # this rank hosts the store
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            _wait_until_listening(hostname, port, deadline)
+            try:
+                store = _connect(lambda: original(hostname, port, rank, world_size, _ATTEMPT, *more))
+            except dist.DistError:
+                if time.monotonic() >= deadline:
+                    raise
+                continue
+            store.set_timeout(timeout)
+            return store
+
+    return create
 
 
 def _connect(create: Callable[[], Any]) -> Any:

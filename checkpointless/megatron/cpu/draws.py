@@ -8,7 +8,8 @@ import torch
 
 from checkpointless.megatron.cpu.device_stream import inside_fork, stream
 from checkpointless.megatron.cpu.placement import CPU, is_cuda
-from checkpointless.megatron.cpu.replacements import Patch, replacements
+from checkpointless.megatron.cpu.replacements import replacements
+from checkpointless.patches import Patch
 
 DRAWS = (
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),

@@ -11,7 +11,8 @@ import torch
 
 from checkpointless.megatron.cpu.device_stream import inside_fork, set_stream_state
 from checkpointless.megatron.cpu.placement import moved
-from checkpointless.megatron.cpu.replacements import Patch, replaced_by, replacements
+from checkpointless.megatron.cpu.replacements import replaced_by, replacements
+from checkpointless.patches import Patch
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe.moe_utils"

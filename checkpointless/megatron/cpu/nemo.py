@@ -2,7 +2,8 @@
 
 import sys
 
-from checkpointless.megatron.cpu.replacements import Patch, itself
+from checkpointless.megatron.cpu.replacements import itself
+from checkpointless.patches import Patch
 
 _CHECKPOINT_IO = "nemo.lightning.io.pl"
 _LORA = "nemo.collections.llm.peft.lora"

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from checkpointless.megatron.cpu.replacements import Patch, itself, replacements
+from checkpointless.megatron.cpu.replacements import itself, replacements
+from checkpointless.patches import Patch
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,8 @@ import torch
 
 from checkpointless.megatron.cpu.device_stream import STREAM_FUNCTIONS, Generators
 from checkpointless.megatron.cpu.placement import CPU
-from checkpointless.megatron.cpu.replacements import Patch, constant, replaced_by
+from checkpointless.megatron.cpu.replacements import constant, replaced_by
+from checkpointless.patches import Patch
 
 _TENSOR_TYPES = (
     *("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor"),

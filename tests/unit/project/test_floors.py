@@ -19,6 +19,7 @@ FOLDERS[PACKAGE] = ROOT / PACKAGE
 # package's own __init__ gathers what has no framework in it.
 FLOORS = {
     "layout": 0,
+    "patches": 0,
     "environment": 0,
     "posix": 0,
     "telemetry": 0,
@@ -44,8 +45,16 @@ FLOORS = {
     "__main__": 11,
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}
-STANDARD_LIBRARY_ONLY = ("layout", "posix", "telemetry", "wire", "coordinator", "faults")
-STANDARD_LIBRARY_ONLY = ("environment", "posix", "telemetry", "wire", "coordinator", "faults")
+STANDARD_LIBRARY_ONLY = (
+    "layout",
+    "patches",
+    "environment",
+    "posix",
+    "telemetry",
+    "wire",
+    "coordinator",
+    "faults",
+)
 TYPED_MESSAGES = ("wire", "coordinator")  # msgspec is a few hundred kilobytes, and loads in milliseconds
 NO_FRAMEWORK = (
     *STANDARD_LIBRARY_ONLY,

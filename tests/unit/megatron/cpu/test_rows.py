@@ -9,7 +9,7 @@ import torch
 
 from checkpointless.megatron import cpu_platform
 from checkpointless.megatron.cpu import draws, megatron_core, nemo, placement, torch_cuda
-from checkpointless.megatron.cpu.replacements import Patch
+from checkpointless.patches import Patch
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpointless.megatron.cpu.replacements import Patch, Replacements, constant, itself, replaced_by
+from checkpointless.megatron.cpu.replacements import constant, itself, replaced_by
+from checkpointless.patches import Patch, Patches
 
 
 class Base:
@@ -23,7 +24,7 @@ def patch(target: object, attribute: str, value: object) -> Patch:
 
 def test_what_is_undone_is_what_was_there_whether_inherited_missing_or_the_targets_own() -> None:
     before = dict(vars(Derived))
-    made = Replacements()
+    made = Patches()
     made.make([patch(Derived, name, name) for name in ("name", "size", "no_such")])
     assert made.are_made
     assert (Derived.name, Derived.size) == ("name", "size")
@@ -37,7 +38,7 @@ def test_what_is_undone_is_what_was_there_whether_inherited_missing_or_the_targe
 
 def test_a_replacement_of_a_replacement_is_undone_before_it() -> None:
     target = SimpleNamespace(value=1)
-    made = Replacements()
+    made = Patches()
     made.make([Patch(target, "value", lambda old: old + 1, "twice")])
     made.make([Patch(target, "value", lambda old: old * 10, "twice")])
     assert target.value == 20
@@ -47,7 +48,7 @@ def test_a_replacement_of_a_replacement_is_undone_before_it() -> None:
 
 def test_a_row_that_fails_undoes_the_earlier_ones_too() -> None:
     target = SimpleNamespace(first=1, second=2)
-    made = Replacements()
+    made = Patches()
     made.make([patch(target, "first", 10)])
     with pytest.raises(AttributeError):
         made.make([patch(target, "second", 20), Patch(target, "second", lambda old: old.no_such_thing, "fails")])
@@ -57,7 +58,7 @@ def test_a_row_that_fails_undoes_the_earlier_ones_too() -> None:
 
 def test_it_knows_whose_attributes_are_replaced() -> None:
     one, other = SimpleNamespace(value=1), SimpleNamespace(value=1)
-    made = Replacements()
+    made = Patches()
     made.make([patch(one, "value", 2)])
     assert made.touch(one)
     assert not made.touch(other)
