@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -16,6 +16,16 @@ from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.recovery.running import manager_of
 
 logger = logging.getLogger(__name__)
+
+
+class PeftCallback(Protocol):
+    """NeMo's callback for parameter-efficient fine-tuning.
+
+    Attributes:
+        params_to_save: the names of the parameters that NeMo saves as adapters.
+    """
+
+    params_to_save: set[str]
 
 
 class CheckpointlessCallback(Callback):
@@ -72,7 +82,7 @@ class CheckpointlessCallback(Callback):
             register_cleanup("lightning module", lambda: _clean_lightning_module(trainer_ref()))
 
     @staticmethod
-    def get_peft_callback(trainer: pl.Trainer) -> Any:
+    def get_peft_callback(trainer: pl.Trainer) -> PeftCallback | None:
         """Return NeMo's PEFT callback among those of ``trainer``, or None."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return next((each for each in callbacks if hasattr(each, "set_params_to_save")), None)

@@ -22,6 +22,8 @@ from checkpointless.recovery.running import manager_of
 from checkpointless.serialization.checksum import digest_parameters
 from checkpointless.telemetry.steps import StepLog
 
+_Loss = torch.Tensor | float
+
 
 class StepRecorder(Callback):
     """Writes what every optimizer step and validation of this rank computed (``--record-steps``).
@@ -105,8 +107,11 @@ def _digest_of_parameters(trainer: pl.Trainer) -> str:
     return digest_parameters(filter(None, [trainer.strategy.model]))
 
 
-def loss_of(outputs: Any) -> float:
+def loss_of(outputs: dict[str, _Loss] | _Loss | None) -> float:
     """Return the loss in what a training step returned.
+
+    Args:
+        outputs: the loss, as a number or a tensor with one element, or a dictionary that has it as ``loss``.
 
     Raises:
         ValueError: the training step returned no loss.

@@ -10,13 +10,13 @@ from checkpointless.inprocess.abort.trainer import register_trainer_parts
 class LightningTrainerParts:
     """Finds the parts of Lightning's trainer, and nothing in another object."""
 
-    def loader_iterators(self, trainer: Any) -> list[Any]:
+    def loader_iterators(self, trainer: object) -> list[Any]:
         """Return torch's iterators of the training and validation loaders that have worker processes."""
         fit_loop = getattr(trainer, "fit_loop", None)
         loops = (fit_loop, getattr(getattr(fit_loop, "epoch_loop", None), "val_loop", None))
         return [each for loop in loops for each in worker_iterators(getattr(loop, "_combined_loader", None))]
 
-    def stop_saves(self, trainer: Any) -> None:
+    def stop_saves(self, trainer: object) -> None:
         """Have the strategy keep its asynchronous saves, or kill their writers if it cannot."""
         strategy = getattr(trainer, "strategy", None)
         keep_saves = getattr(strategy, "keep_saves", None)
@@ -31,7 +31,7 @@ class LightningTrainerParts:
                 process.kill()
 
 
-def worker_iterators(combined_loader: Any) -> list[Any]:
+def worker_iterators(combined_loader: object) -> list[Any]:
     """Return the multiprocessing iterators inside a Lightning ``CombinedLoader``."""
     mode_iterator = getattr(combined_loader, "_iterator", None)
     return [each for each in getattr(mode_iterator, "iterators", ()) if hasattr(each, "_workers")]
