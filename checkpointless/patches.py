@@ -20,7 +20,7 @@ class Patch:
         why: reason for the replacement.
     """
 
-    target: Any
+    target: object
     attribute: str
     make: Callable[[Any], Any]
     why: str
@@ -37,9 +37,9 @@ class _Undo:
             missing.
     """
 
-    target: Any
+    target: object
     attribute: str
-    original: Any
+    original: object
 
 
 class Patches:

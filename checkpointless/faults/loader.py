@@ -9,7 +9,27 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+
+class _Worker(Protocol):
+    """A worker process of a data loader."""
+
+    pid: int
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+
+
+class WorkersIterator(Protocol):
+    """Torch's iterator over a ``DataLoader`` with workers (``_MultiProcessingDataLoaderIter``)."""
+
+    _sampler_iter: Iterator[object]
+    _workers: Sequence[_Worker]
+
+    def __iter__(self) -> Iterator[object]:
+        """Return the iterator itself."""
 
 
 class _BadBatch:
@@ -28,7 +48,7 @@ class _BadBatch:
     __getitem__ = __index__ = __iter__ = __len__ = _refuse
 
 
-def raise_in_worker(iterator: Any, error: Exception) -> None:
+def raise_in_worker(iterator: WorkersIterator, error: Exception) -> None:
     """Make a worker raise while it reads a batch.
 
     Args:
@@ -43,7 +63,7 @@ def raise_in_worker(iterator: Any, error: Exception) -> None:
     _use_up(iterator)
 
 
-def kill_worker(iterator: Any) -> None:
+def kill_worker(iterator: WorkersIterator) -> None:
     """Kill a worker with SIGKILL.
 
     Args:
@@ -58,6 +78,6 @@ def kill_worker(iterator: Any) -> None:
     _use_up(iterator)
 
 
-def _use_up(iterator: Any) -> None:
+def _use_up(iterator: WorkersIterator) -> None:
     for _ in iterator:
         pass

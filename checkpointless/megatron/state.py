@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 from typing_extensions import override
 
 from checkpointless.megatron.replicas import replica_group
@@ -19,10 +19,10 @@ class MegatronTensors(TrainingTensors):
 
     Args:
         chunks: the model's chunks (one, or several with virtual pipeline stages).
-        optimizer: Megatron's optimizer.
+        optimizer: Megatron's optimizer; None: there is none yet.
     """
 
-    def __init__(self, chunks: Iterable[torch.nn.Module], optimizer: Any) -> None:
+    def __init__(self, chunks: Iterable[torch.nn.Module], optimizer: MegatronOptimizer | None) -> None:
         self.optimizers = sub_optimizers(optimizer)
         super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
@@ -21,7 +21,7 @@ from checkpointless.recovery.guard import guarded_update
 _UNSCALED = (torch.float32, torch.bfloat16)
 
 
-def sub_optimizers(optimizer: Any) -> list[Any]:
+def sub_optimizers(optimizer: MegatronOptimizer | None) -> list[Any]:
     """Return the optimizers chained in ``optimizer``, or a list of ``optimizer`` alone."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
@@ -55,7 +55,7 @@ def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
         chunk.start_param_sync(force_sync=force)
 
 
-def unguardable(optimizer: Any) -> str | None:
+def unguardable(optimizer: MegatronOptimizer) -> str | None:
     """Return why the update of ``optimizer`` cannot be guarded, or why its state cannot be carried over.
 
     Args:
@@ -102,11 +102,11 @@ class NotedNorms:
         num_zeros: number of gradients that are zero; if they were not counted, what Megatron returns (None or 0).
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
         # Megatron returns these values if it is not asked for the norm and the zero count.
         self._not_asked = (0.0, 0) if isinstance(optimizer, MixedPrecisionOptimizer) else (None, None)
-        self.grad_norm: Any = None
-        self.num_zeros: Any = None
+        self.grad_norm: float | None = None
+        self.num_zeros: float | None = None
         for name in ("get_grad_norm", "clip_grad_norm"):
             setattr(optimizer, name, self._noting(getattr(optimizer, name), "grad_norm"))
         optimizer.count_zeros = self._noting(optimizer.count_zeros, "num_zeros")
@@ -145,7 +145,7 @@ class GuardedUpdate:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: MegatronOptimizer,
         *,
         lock: ParameterUpdateLock,
         step: Callable[[], int],

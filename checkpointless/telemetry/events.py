@@ -47,6 +47,9 @@ FAULT_INJECTED = "fault_injected"
 #: Stage of the event that a process writes, as soon as it can, if it had to drop events: ``count`` of them.
 EVENTS_DROPPED = "events_dropped"
 
+#: What JSON has a form for.
+JsonValue = bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"] | None
+
 _OWN_KEYS = ("ts", "mono", "node", "rank", "pid", "generation", "incident", "stage", "edge")
 
 
@@ -320,7 +323,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def json_safe(value: Any) -> Any:
+def json_safe(value: object) -> JsonValue:
     """Convert ``value`` to plain JSON types; values without a JSON form become text, non-finite floats included."""
     if value is None or isinstance(value, bool | int | str):
         return value.value if isinstance(value, enum.Enum) else value

@@ -34,7 +34,7 @@ def _initial_seed() -> int:
     return stream.initial_seed()
 
 
-def _get_stream_state(device: Any = "cuda") -> torch.Tensor:
+def _get_stream_state(device: object = "cuda") -> torch.Tensor:
     return stream.get_state()
 
 
@@ -42,7 +42,7 @@ def _get_stream_states() -> list[torch.Tensor]:
     return [stream.get_state()]
 
 
-def set_stream_state(new_state: torch.Tensor, device: Any = "cuda", graph_safe: bool = False) -> None:
+def set_stream_state(new_state: torch.Tensor, device: object = "cuda", graph_safe: bool = False) -> None:
     """Set the stream's state, as `torch.cuda.set_rng_state` and Megatron's tracker do."""
     stream.set_state(new_state)
 
