@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,6 +31,10 @@ from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.validation import ValidationData
 from checkpointless.strategies.data.worker_streams import WorkerSeed
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 
 def begin_manager(call: HPCallWrapper, callback: CheckpointlessCallback, peft: bool) -> CheckpointManager | None:
@@ -222,7 +226,7 @@ class RecoverableFit:
         if self._restoration is not None and self._trainer.training:
             self._restoration.put_sampler()
 
-    def loader_is_made(self, loader: Any) -> None:
+    def loader_is_made(self, loader: Iterable[object]) -> None:
         """Follow a loader that has just been made, and bring it to where the data stood before the fault.
 
         Args:
@@ -234,7 +238,7 @@ class RecoverableFit:
         elif self._validation_data is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self._validation_data.made(loader)
 
-    def update(self, optimizer: Any) -> AbstractContextManager[None]:
+    def update(self, optimizer: MegatronOptimizer) -> AbstractContextManager[None]:
         """Return a context for the update of a step, in which a step that is replayed updates nothing.
 
         Args:
@@ -244,7 +248,9 @@ class RecoverableFit:
             return nullcontext()
         return self._restoration.replayed_update(optimizer, self.replayed)
 
-    def save(self, path: str, calls: Any, finish: Callable[[], None] | None, make: Callable[[], None]) -> None:
+    def save(
+        self, path: str, calls: AsyncCallsQueue | None, finish: Callable[[], None] | None, make: Callable[[], None]
+    ) -> None:
         """Make a save, unless it was made before a fault that makes the ranks pass this point once more.
 
         Args:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkpointless.inprocess import HPCallWrapper
 
+if TYPE_CHECKING:
+    from megatron.core import ModelParallelConfig
 
-def announce_gradient_sync(config: Any, call: HPCallWrapper) -> None:
+
+def announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) -> None:
     """Announce the phase ``sync`` before Megatron reduces the gradients, if the wrapper has a phase hook.
 
     Args:

@@ -126,11 +126,6 @@ def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {name: part if name == "callbacks" else state_tree.copy(part) for name, part in checkpoint.items()}
 
 
-def loads_state(callback: Any) -> bool:
-    """Return whether a callback has a state that it loads."""
-    return bool(type(callback).load_state_dict is not Callback.load_state_dict)
-
-
 # --- kinds that Lightning's checkpoints lack --------------------------------------------------------------------
 
 

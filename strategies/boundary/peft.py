@@ -16,9 +16,9 @@ from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 
 
-def peft_of(trainer: Any) -> PEFT | None:
+def peft_of(trainer: pl.Trainer) -> PEFT | None:
     """Return NeMo's PEFT callback among those of ``trainer``, or None."""
-    callbacks: list[Any] = trainer.callbacks
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, PEFT)), None)
 
 

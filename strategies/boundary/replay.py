@@ -30,16 +30,16 @@ class StepOutcome:
         succeeded: whether the update was made (with fp16, not if a gradient overflowed).
         grad_norm: the norm of all gradients, or None.
         num_zeros: the number of gradients that are zero, or None.
-        accumulated: what was logged and accumulated in this epoch up to the update of the step.
+        accumulated: what was logged and accumulated in this epoch up to the update of the step; None: not known.
     """
 
-    reduced: Any
+    reduced: object
     has_outputs: bool
     fetched: int
     succeeded: bool
-    grad_norm: Any
-    num_zeros: Any
-    accumulated: Any = None
+    grad_norm: float | None
+    num_zeros: float | None
+    accumulated: dict[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return the outcome as plain data."""
@@ -59,7 +59,7 @@ class StepOutcomes:
         self._norms = norms
         self._fetched = fetched
         self._fetched_before = 0
-        self._reduced: Any = None
+        self._reduced: object = None
         self._has_outputs = False
         self.replayed: StepOutcome | None = None
 
@@ -74,12 +74,12 @@ class StepOutcomes:
         known = {each.name: getattr(step, each.name) for each in fields(MegatronStep)}
         return _ReplayedStep(**known, outcome=self.replayed)
 
-    def on_megatron_step_end(self, step: MegatronStep, microbatch_outputs: Any, reduced: Any) -> None:
+    def on_megatron_step_end(self, step: MegatronStep, microbatch_outputs: object, reduced: object) -> None:
         """Note the reduced loss when forward and backward are over."""
         if not step.forward_only:
             self._reduced, self._has_outputs = reduced, bool(microbatch_outputs)
 
-    def outcome(self, succeeded: bool, accumulated: Any) -> StepOutcome:
+    def outcome(self, succeeded: bool, accumulated: dict[str, Any]) -> StepOutcome:
         """Return the outcome of the step whose gradients are final now.
 
         Args:
@@ -116,7 +116,7 @@ class KeptReduction:
     def __init__(self, outcome: StepOutcome) -> None:
         self._outcome = outcome
 
-    def reduce(self, microbatch_outputs: Any) -> Any:
+    def reduce(self, microbatch_outputs: object) -> object:
         """Return what the losses were reduced to."""
         return self._outcome.reduced
 

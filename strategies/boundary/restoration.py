@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 
@@ -21,6 +21,9 @@ from checkpointless.strategies.boundary.step_keeper import StepKeeper
 from checkpointless.strategies.data.position import DataPosition, put_sampler
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +146,7 @@ class Restoration:
             run()
 
     @contextmanager
-    def replayed_update(self, optimizer: Any, outcome: StepOutcome) -> Iterator[None]:
+    def replayed_update(self, optimizer: MegatronOptimizer, outcome: StepOutcome) -> Iterator[None]:
         """Make the update of ``optimizer`` a replay of ``outcome`` while the context lasts.
 
         Args:
@@ -152,10 +155,11 @@ class Restoration:
         """
         kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
 
-        def step() -> tuple[bool, Any, Any]:
+        def step() -> tuple[bool, float | None, float | None]:
             """Stand in for the update: put back what forward and backward have logged, and compute nothing."""
             assert self._manager.resumed_at is not None
-            put_accumulated(self._trainer, self._own_of(outcome.accumulated, *self._manager.resumed_at))
+            accumulated = cast(dict[str, Any], outcome.accumulated)  # known of every step that was computed
+            put_accumulated(self._trainer, self._own_of(accumulated, *self._manager.resumed_at))
             return kept
 
         optimizer.step = step

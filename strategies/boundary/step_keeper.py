@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 
@@ -17,6 +17,9 @@ from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.replay import StepOutcomes
 from checkpointless.strategies.data.position import DataPosition
 from checkpointless.strategies.data.training import TrainingData
+
+if TYPE_CHECKING:
+    from checkpointless.strategies.boundary.loops import ResumableFitLoop
 
 
 class StepKeeper:
@@ -56,7 +59,7 @@ class StepKeeper:
         )
 
     def _position(self) -> DataPosition:
-        return self._data.position(self._trainer.fit_loop)
+        return self._data.position(cast("ResumableFitLoop", self._trainer.fit_loop))
 
     def reached(self, step: int, stage: Stage) -> None:
         """Take the state of the moment that the loops have reached: ``stage`` after ``step``.

@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins import CheckpointIO
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,7 @@ class PendingSaves:
     newest: int
 
     @classmethod
-    def of(cls, checkpoint_io: Any) -> PendingSaves | None:
+    def of(cls, checkpoint_io: CheckpointIO | None) -> PendingSaves | None:
         """Return the pending saves of ``checkpoint_io``, or None if there are none."""
         found = getattr(checkpoint_io, "async_calls_queue", None)
         calls = tuple(getattr(found, "async_calls", ()))
@@ -78,7 +82,7 @@ def reset_reports() -> None:
         report_separately()
 
 
-def let_go(trainer: Any) -> None:
+def let_go(trainer: pl.Trainer | None) -> None:
     """Drop a trainer's references to model, optimizer and data: what finishes a save refers to the trainer."""
     if trainer is None:
         return

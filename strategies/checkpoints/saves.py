@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Checkpoint
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, _ActiveAsyncRequest
@@ -28,6 +28,10 @@ from checkpointless.strategies.checkpoints.agreement import Agreement
 from checkpointless.strategies.checkpoints.background import PendingSaves, report_separately, reset_reports
 from checkpointless.strategies.checkpoints.unfinished import remove, remove_unfinished
 from checkpointless.transfer.exchange import all_gather_json
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from nemo.lightning import MegatronStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +87,7 @@ class Saves:
         self,
         path: str,
         after: tuple[int, Stage],
-        calls: Any,
+        calls: AsyncCallsQueue | None,
         finish: Callable[[], None] | None,
         make: Callable[[], None],
     ) -> None:
@@ -130,7 +134,7 @@ class Saves:
             if each.number is not None and each.is_unfinished
         )
 
-    def agree(self, resumed_at: tuple[int, Stage] | None, strategy: Any) -> None:
+    def agree(self, resumed_at: tuple[int, Stage] | None, strategy: MegatronStrategy) -> None:
         """Agree with the other ranks on what is saved again and what continues in the background. Collective.
 
         Args:
@@ -246,7 +250,7 @@ class _Ended:
         """Do nothing, because nothing runs any more."""
 
 
-def _finish_by(save: _Save, before: _Save | None, calls: Any) -> None:
+def _finish_by(save: _Save, before: _Save | None, calls: AsyncCallsQueue) -> None:
     """Make ``save`` end what ``before`` began in the background; if that has ended, the next time saves are ended.
 
     It is not ended at once, because NeMo's callback says only after the save what its end is to remove.

@@ -8,9 +8,9 @@ Lightning.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +21,10 @@ from torch.utils.data import IterableDataset
 
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 from checkpointless.serialization import state_tree
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loops.fetchers import _DataFetcher
+    from nemo.lightning.pytorch.plugins import MegatronDataSampler
 
 #: The attributes that NeMo's sampler counts with.
 _SAMPLER = (
@@ -95,7 +99,7 @@ def put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
         trainer.datamodule.init_global_step = state["module_step"]  # type: ignore[attr-defined]
 
 
-def megatron_sampler(trainer: pl.Trainer) -> Any:
+def megatron_sampler(trainer: pl.Trainer) -> MegatronDataSampler | None:
     """Return NeMo's data sampler, or None if the trainer has none."""
     sampler = getattr(trainer.strategy, "data_sampler", None)
     return sampler if hasattr(sampler, "init_consumed_samples") else None
@@ -121,24 +125,25 @@ def several_loaders(count: int) -> str:
     )
 
 
-def go_on_counting(fetcher: Any, position: DataPosition) -> None:
+def go_on_counting(fetcher: _DataFetcher, position: DataPosition) -> None:
     """Make the numbering of an epoch's batches continue from where the training stands.
 
     Args:
         fetcher: Lightning's fetcher, over an iterator that was made anew.
         position: where the training stands.
     """
-    fetcher.iterator._iterator._idx = position.delivered
+    combined: Any = fetcher.iterator
+    combined._iterator._idx = position.delivered
     if hasattr(fetcher, "_batch_idx"):  # the number of the last batch
         fetcher._batch_idx = max(position.delivered - 1, 0)
 
 
-def keeps_its_position(loader: Any) -> bool:
+def keeps_its_position(loader: object) -> bool:
     """Return whether Lightning saves and restores the position of ``loader``."""
     return isinstance(loader, _Stateful)
 
 
-def track(loader: Any, starts: Starts, position: DataPosition | None) -> TrackedSampler | None:
+def track(loader: Iterable[object], starts: Starts, position: DataPosition | None) -> TrackedSampler | None:
     """Follow the sampler of ``loader``, and make its next iterator begin where the training stands.
 
     Args:
@@ -163,17 +168,17 @@ def track(loader: Any, starts: Starts, position: DataPosition | None) -> Tracked
     return tracked
 
 
-def place_of_sampler(loader: Any) -> str:
+def place_of_sampler(loader: Iterable[object]) -> str:
     """Return the name of the attribute of ``loader`` that determines its samples."""
     return "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
 
 
-def sampler_of(loader: Any) -> Any:
+def sampler_of(loader: Iterable[object]) -> Iterable[object] | None:
     """Return the batch sampler of ``loader`` if it has one, else its sampler, or None."""
     return getattr(loader, place_of_sampler(loader), None)
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Iterable[object]) -> list[torch.Generator]:
     """Return the generators that a loader was given, which its order does not share with the process."""
     sampler = sampler_of(loader)
     given = [getattr(each, "generator", None) for each in (loader, sampler, getattr(sampler, "sampler", None))]
@@ -217,9 +222,9 @@ class TrackedSampler:
         length_at_start: how many items there were when the fit was set up; None: unknown.
     """
 
-    def __init__(self, inner: Any, starts: Starts, position: DataPosition | None) -> None:
+    def __init__(self, inner: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
         self.began_at: int | None = None
-        self._inner = inner
+        self._inner: Any = inner  # of torch, Megatron or the user
         self._starts = starts
         self._position = position
         self._went_on_at = position
@@ -297,6 +302,21 @@ class TrackedSampler:
         return getattr(self._inner, name)
 
 
-def is_megatrons(sampler: Any) -> bool:
+class CountingSampler(Protocol):
+    """A sampler of Megatron's or NeMo's, which counts samples and takes as many per microbatch and rank.
+
+    Attributes:
+        consumed_samples: how many samples were consumed.
+        micro_batch_times_data_parallel_size: how many samples all ranks take together per microbatch.
+    """
+
+    consumed_samples: int
+    micro_batch_times_data_parallel_size: int
+
+    def __iter__(self) -> Iterator[object]:
+        """Yield the indices of the samples of each batch."""
+
+
+def is_megatrons(sampler: object) -> TypeGuard[CountingSampler]:
     """Return whether ``sampler`` is one of Megatron's or NeMo's, which count the samples that were consumed."""
     return hasattr(sampler, "consumed_samples") and hasattr(sampler, "micro_batch_times_data_parallel_size")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from checkpointless.strategies.data.position import (
     DataPosition,
@@ -13,6 +14,27 @@ from checkpointless.strategies.data.position import (
     track,
 )
 
+if TYPE_CHECKING:
+    from lightning.pytorch.loops.fetchers import _DataFetcher
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+
+class CountingLoop(Protocol):
+    """Lightning's loop over the steps of an epoch, made resumable."""
+
+    not_delivered: int
+
+
+class FitLoop(Protocol):
+    """Lightning's loop over epochs, made resumable."""
+
+    _data_fetcher: _DataFetcher | None
+    _combined_loader: CombinedLoader | None
+
+    @property
+    def epoch_loop(self) -> CountingLoop:
+        """The loop over the steps of an epoch."""
+
 
 class TrainingData:
     """Follows the training loader of a trainer, whichever was made last."""
@@ -20,7 +42,7 @@ class TrainingData:
     def __init__(self) -> None:
         self._tracked: TrackedSampler | None = None  # None: the loader, or the dataset alone, knows its position
 
-    def position(self, fit_loop: Any) -> DataPosition:
+    def position(self, fit_loop: FitLoop) -> DataPosition:
         """Return where the training stands in its data.
 
         Args:
@@ -38,7 +60,7 @@ class TrainingData:
             length_at_start=tracked.length_at_start if tracked is not None else None,
         )
 
-    def made(self, loader: Any, starts: Starts, position: DataPosition | None) -> None:
+    def made(self, loader: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
         """Follow a training loader that has just been made.
 
         Args:
@@ -63,7 +85,7 @@ class TrainingData:
         if self._tracked is not None:
             self._tracked.begin_at(position.consumed)
 
-    def resume_at(self, position: DataPosition, fit_loop: Any) -> None:
+    def resume_at(self, position: DataPosition, fit_loop: FitLoop) -> None:
         """Let an epoch that has begun in an earlier generation continue at ``position``.
 
         Args:
@@ -71,13 +93,14 @@ class TrainingData:
             fit_loop: Lightning's loop over epochs, whose loader and iterator were made anew.
         """
         fetcher: Any = fit_loop._data_fetcher
-        self._take_what_was_delivered(fit_loop._combined_loader.flattened, fetcher, position)
+        combined = cast("CombinedLoader", fit_loop._combined_loader)
+        self._take_what_was_delivered(combined.flattened, fetcher, position)
         fetcher.fetched, fetcher.length = position.fetched, position.length
         fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
         go_on_counting(fetcher, position)
         fit_loop.epoch_loop.not_delivered = position.fetched - position.delivered
 
-    def _take_what_was_delivered(self, loaders: Any, fetcher: Any, position: DataPosition) -> None:
+    def _take_what_was_delivered(self, loaders: Iterable[object], fetcher: Any, position: DataPosition) -> None:
         """Advance an iterator whose batches only the dataset knows past those that were delivered."""
         if self._tracked is None and not any(keeps_its_position(loader) for loader in loaders):
             for _ in range(position.delivered):

@@ -7,7 +7,7 @@ continue from validation to validation, so they are taken and put back with the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,7 +32,7 @@ class ValidationData:
         self._made = 0
         register_rng_source(_SOURCE, RngSource(self._take, self._put))
 
-    def made(self, loader: Any) -> None:
+    def made(self, loader: Iterable[object]) -> None:
         """Let the next loader, which has just been made, resume where the one before the fault stood."""
         if self._waiting:
             _put_generators(loader, self._made, self._waiting)
@@ -96,7 +96,7 @@ class _GoesOn:
         return getattr(self._inner, name)
 
 
-def _state_of(loader: Any, index: int) -> Iterator[tuple[str, Any]]:
+def _state_of(loader: Iterable[object], index: int) -> Iterator[tuple[str, Any]]:
     sampler = sampler_of(loader)
     if is_megatrons(sampler):
         yield f"{index}", sampler.consumed_samples
@@ -104,14 +104,14 @@ def _state_of(loader: Any, index: int) -> Iterator[tuple[str, Any]]:
         yield f"{index}/{number}", each.get_state().numpy().tobytes()
 
 
-def _put_state(loader: Any, index: int, state: Mapping[str, Any]) -> None:
+def _put_state(loader: Iterable[object], index: int, state: Mapping[str, Any]) -> None:
     sampler = sampler_of(loader)
     if is_megatrons(sampler) and f"{index}" in state:
         sampler.consumed_samples = state[f"{index}"]
     _put_generators(loader, index, state)
 
 
-def _put_generators(loader: Any, index: int, state: Mapping[str, Any]) -> None:
+def _put_generators(loader: Iterable[object], index: int, state: Mapping[str, Any]) -> None:
     for number, each in enumerate(generators_of(loader)):
         if f"{index}/{number}" in state:
             each.set_state(torch.frombuffer(bytearray(state[f"{index}/{number}"]), dtype=torch.uint8))

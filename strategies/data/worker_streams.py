@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +15,9 @@ from megatron.core import parallel_state
 from checkpointless.inprocess.data_workers.streams import Place, is_iterable, seed_data_workers
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 from checkpointless.transfer.exchange import all_gather_json
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ def _seed_of_this_process() -> int:
     return int(given) if given.isdecimal() else torch.initial_seed()
 
 
-def repeat_worker_draws(loader: Any, seed: int, trainer: pl.Trainer) -> None:
+def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer) -> None:
     """Make the workers of ``loader`` draw after a fault what they would have drawn without it.
 
     If that is not possible, or not certain, a warning says so, once.
@@ -77,9 +81,10 @@ def repeat_worker_draws(loader: Any, seed: int, trainer: pl.Trainer) -> None:
     except (TypeError, ValueError) as error:
         _warn_once(f"{error}: random numbers that its workers draw are others after a fault")
         return
-    if is_iterable(loader) and loader.num_workers > 0:
+    seeded = cast("DataLoader[object]", loader)  # anything else has raised TypeError, or has no workers
+    if is_iterable(seeded) and seeded.num_workers > 0:
         _warn_once(
-            f"{type(loader.dataset).__name__} is iterable: random numbers that data-loader workers draw are the "
+            f"{type(seeded.dataset).__name__} is iterable: random numbers that data-loader workers draw are the "
             "same after a fault only if it goes on exactly behind the last batch that was trained on"
         )
 

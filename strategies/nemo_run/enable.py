@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def enable(
-    recipe: Any,
+    recipe: run.Partial,
     replicas: int | None = None,
     *,
     enable_checksum: bool = False,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from checkpointless.environment import WORLD_SIZE_ENV
 from checkpointless.layout import Layout
 
 
-def layout_of(trainer: Any, strategy: Any) -> Layout | None:
+def layout_of(trainer: object, strategy: object) -> Layout | None:
     """Return the layout on the job's ranks, or on those that the recipe asks for; None if it leaves them open.
 
     Args:
@@ -62,5 +61,5 @@ def require(layout: Layout, replicas: int) -> None:
     )
 
 
-def _size(strategy: Any, name: str) -> int:
+def _size(strategy: object, name: str) -> int:
     return getattr(strategy, name, None) or 1

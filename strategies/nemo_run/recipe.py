@@ -38,7 +38,7 @@ class Unbuilt:
         return f"Unbuilt({self.recipe!r})"
 
 
-def train(recipe: Unbuilt, wrapper: HPWrapper | None = None) -> Any:
+def train(recipe: Unbuilt, wrapper: HPWrapper | None = None) -> object:
     """Make the objects of a recipe and train it, and do so again in the same process after every fault.
 
     Args:
@@ -59,7 +59,7 @@ def train(recipe: Unbuilt, wrapper: HPWrapper | None = None) -> Any:
     return (wrapper or HPWrapper())(_build_and_call)(plain)
 
 
-def _build_and_call(recipe: run.Partial) -> Any:
+def _build_and_call(recipe: run.Partial) -> object:
     """Build and run a recipe: the block that is executed again. Values that are no configurations are copied."""
     return fdl.build(copy.deepcopy(recipe))()
 
