@@ -19,8 +19,8 @@ class Compose:
         *instances: callables that share one signature.
     """
 
-    def __init__(self, *instances: Callable[..., Any]) -> None:
-        self.instances: tuple[Callable[..., Any], ...] = instances
+    def __init__(self, *instances: Callable[..., object]) -> None:
+        self.instances: tuple[Callable[..., object], ...] = instances
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         first: Exception | None = None
@@ -33,7 +33,7 @@ class Compose:
         if first is not None:
             raise first
 
-    def register_attributes(self, trainer: Any) -> None:
+    def register_attributes(self, trainer: object) -> None:
         """Pass the trainer to every instance that has a method of this name."""
         for instance in self.instances:
             register = getattr(instance, "register_attributes", None)
@@ -44,5 +44,5 @@ class Compose:
         return f"Compose({', '.join(_name(instance) for instance in self.instances)})"
 
 
-def _name(instance: Callable[..., Any]) -> str:
+def _name(instance: Callable[..., object]) -> str:
     return getattr(instance, "__name__", type(instance).__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ def own_board() -> Board | None:
     return call.board if call is not None else None
 
 
-def span(stage: str, **fields: Any) -> Any:
+def span(stage: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
     """Return a span of ``stage`` in the event log, with the generation and incident of the running block."""
     call = active_call_wrapper()
     generation = call.generation if call is not None else own_generation()

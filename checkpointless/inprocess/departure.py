@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from checkpointless.client import FaultNotice, RankClient
 from checkpointless.inprocess.block.main_thread import MainThread
@@ -47,7 +47,7 @@ class Departure:
         main: MainThread,
         lock: ParameterUpdateLock,
         *,
-        abort: Callable[[HPState], Any],
+        abort: Callable[[HPState], object],
         timeout: timedelta,
         raise_before_abort: bool,
         replace: Callable[[str], NoReturn],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from checkpointless.wire.board import Board
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json, Parsed
 
 
 class Facts:
@@ -19,15 +22,15 @@ class Facts:
 
     def __init__(self, board: Board | None) -> None:
         self._board = board
-        self._facts: dict[str, Any] = board.facts() if board is not None else {}
+        self._facts: dict[str, Parsed] = board.facts() if board is not None else {}
         for name, value in self._facts.get("environment", {}).items():
             os.environ.setdefault(name, value)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: Json = None) -> Parsed:
         """Return the fact of this name, or ``default``."""
         return self._facts.get(name, default)
 
-    def keep(self, name: str, value: Any) -> None:
+    def keep(self, name: str, value: Json) -> None:
         """Record a fact that a later generation, or a successor of this process, must know from the start."""
         if self._facts.get(name) != value:
             self._facts = {**self._facts, name: value}

@@ -53,14 +53,14 @@ class CheckpointlessFinalizeCleanup(Finalize):
     """
 
     def __init__(self) -> None:
-        self._trainer: weakref.ref[Any] | None = None
+        self._trainer: weakref.ref[object] | None = None
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> object | None:
         """The trainer of the generation that is over, as long as it exists, or None."""
         return self._trainer() if self._trainer is not None else None
 
-    def register_attributes(self, trainer: Any) -> None:
+    def register_attributes(self, trainer: object) -> None:
         """Keep a weak reference to the running trainer."""
         self._trainer = weakref.ref(trainer)
 

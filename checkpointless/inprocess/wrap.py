@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from checkpointless.client import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
 from checkpointless.environment import FAULT_AT_ENV, RANK_ENV, own_generation, own_rank
@@ -46,6 +46,8 @@ from checkpointless.telemetry.tracebacks import keep_traceback
 from checkpointless.wire.board import Board
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 DEFAULT_ABORT_TIMEOUT_S = 60.0
 REPLACED_EXIT_CODE = 75  # EX_TEMPFAIL: the agent starts a successor
@@ -99,10 +101,10 @@ class HPWrapper:
     def __init__(
         self,
         *,
-        abort: Callable[[HPState], Any] | None = None,
-        finalize: Callable[[HPState], Any] | None = None,
-        health_check: Callable[..., Any] | None = None,
-        hp_api_factory: Callable[[], Any] | None = None,
+        abort: Callable[[HPState], object] | None = None,
+        finalize: Callable[[HPState], object] | None = None,
+        health_check: Callable[[HPState, BaseException], object] | None = None,
+        hp_api_factory: Callable[[], RankClient] | None = None,
         abort_timeout: float | None = None,
         enabled: bool = True,
         trace_file_path: str | None = None,
@@ -116,10 +118,10 @@ class HPWrapper:
         if trace_file_path is not None:
             tracing.require()
         abort = abort or CheckpointlessAbortManager.get_default_checkpointless_abort()
-        self.abort = communicators_first(abort) if early_abort_communicator else abort
-        self.finalize = finalize or CheckpointlessFinalizeCleanup()
-        self.health_check = health_check or CudaHealthCheck()
-        self.hp_api_factory = hp_api_factory or HPAgentK8sAPIFactory()
+        self.abort: Callable[[HPState], object] = communicators_first(abort) if early_abort_communicator else abort
+        self.finalize: Callable[[HPState], object] = finalize or CheckpointlessFinalizeCleanup()
+        self.health_check: Callable[[HPState, BaseException], object] = health_check or CudaHealthCheck()
+        self.hp_api_factory: Callable[[], RankClient] = hp_api_factory or HPAgentK8sAPIFactory()
         self.abort_timeout = timedelta(seconds=abort_timeout or DEFAULT_ABORT_TIMEOUT_S)
         self.enabled = enabled
         self.trace_file_path = trace_file_path
@@ -225,8 +227,8 @@ class HPCallWrapper:
 
     # ---- the loop
 
-    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run ``fn`` until it has returned on this rank and on every other rank.
+    def run(self, fn: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result | None:
+        """Run ``fn`` until it has returned on all ranks; return its result, or None if it left by ``sys.exit(0)``.
 
         Raises:
             SystemExit: the job cannot continue, or the block has ended it; the agent knows why.
@@ -274,13 +276,13 @@ class HPCallWrapper:
                 self.board.set_generation(go.generation)
             self.parameter_update_lock.open()
 
-    def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> tuple[Any, BaseException | None]:
+    def launch(self, fn: Callable[..., _Result], *a: Any, **kw: Any) -> tuple[_Result | None, BaseException | None]:
         """Run the block once.
 
         Returns:
             The block's return value and None, or None and the exception that the block raised.
         """
-        result: Any = None
+        result: _Result | None = None
         error: BaseException | None = None
         if self._entry_streams is None:
             self._entry_streams = EntryStreams.capture()
@@ -293,7 +295,7 @@ class HPCallWrapper:
             error = raised
         return result, error
 
-    def _block(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _block(self, fn: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
         if self._departure.noticed >= self.generation:
             raise RankShouldRestart("a fault came before the block was entered")
         with tracing(self.wrapper.trace_file_path, self.generation):

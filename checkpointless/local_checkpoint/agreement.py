@@ -6,12 +6,15 @@ Without process groups, the job is this process alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
 from checkpointless.transfer.exchange import all_gather_json
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json, Parsed
 
 _T = TypeVar("_T")
 
@@ -30,7 +33,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gather(message: Any) -> list[Any]:
+def gather(message: Json) -> list[Parsed]:
     """Return every rank's message, plain JSON data, in rank order. Collective."""
     return all_gather_json(message) if dist.is_initialized() else [message]
 

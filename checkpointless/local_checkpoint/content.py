@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.state_tree import StateTreeError
+from checkpointless.serialization.state_tree import StateTreeError, Tree
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Content:
     tensors: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, state: Any) -> Content:
+    def of(cls, state: Tree) -> Content:
         """Take ``state`` apart; its tensors are referenced, not copied.
 
         Raises:
@@ -34,7 +33,7 @@ class Content:
         skeleton = _without_tensors(state, "state", tensors)
         return cls(state_tree.dumps(skeleton), tuple(tensors))
 
-    def state(self) -> Any:
+    def state(self) -> Tree:
         """Return the state, put together again.
 
         Raises:
@@ -51,7 +50,7 @@ class Content:
         return Content(self.structure, tuple(tensor.to("cpu", copy=copy) for tensor in self.tensors))
 
 
-def _without_tensors(value: Any, path: str, tensors: list[torch.Tensor]) -> Any:
+def _without_tensors(value: Tree, path: str, tensors: list[torch.Tensor]) -> Tree:
     """Return ``value`` with a reference in the place of each tensor.
 
     A reference is a tuple that ends in "tensor". To tell them apart, "tuple" is appended to each of the user's
@@ -69,7 +68,7 @@ def _without_tensors(value: Any, path: str, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _with_tensors(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+def _with_tensors(value: Tree, tensors: tuple[torch.Tensor, ...]) -> Tree:
     """Put together what :func:`_without_tensors` took apart."""
     if isinstance(value, dict):
         return {key: _with_tensors(item, tensors) for key, item in value.items()}

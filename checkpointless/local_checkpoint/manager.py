@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from checkpointless.local_checkpoint.agreement import (
     LocalCheckpointError,
@@ -35,6 +34,7 @@ from checkpointless.local_checkpoint.disk_storage import DiskStorage
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import PartStorage, Shelf, StoredPart, any_sound, read_any
 from checkpointless.local_checkpoint.replication import ReplicationStrategy
+from checkpointless.serialization.state_tree import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class LocalCheckpointManager:
         self._shortfall = ""  # why the newest save that was found is not complete
         self._pending: _Pending | None = None
 
-    def save(self, state: Any, iteration: int, is_async: bool = False) -> AsyncSave | None:
+    def save(self, state: Tree, iteration: int, is_async: bool = False) -> AsyncSave | None:
         """Save this rank's state, and the copies that it keeps for its peers.
 
         Copies are exchanged before this method returns. They need host memory: as much as the peers' parts take,
@@ -172,7 +172,7 @@ class LocalCheckpointManager:
         self._search()
         return -1 if self._latest is None else self._latest.iteration
 
-    def load(self) -> tuple[Any, str]:
+    def load(self) -> tuple[Tree, str]:
         """Load this rank's part of the iteration that :meth:`find_latest` found, or would find.
 
         A part that is missing or damaged on this node comes from a peer, and is written to this node's directory.
@@ -241,7 +241,7 @@ class LocalCheckpointManager:
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
-    def _prepare(self, state: Any, iteration: int, is_async: bool) -> Content:
+    def _prepare(self, state: Tree, iteration: int, is_async: bool) -> Content:
         """Check what can be checked, and copy what must be copied, before other ranks are needed."""
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration is a number from 0 on, not {iteration!r}")
@@ -306,7 +306,7 @@ class LocalCheckpointManager:
 
     # --- loading --------------------------------------------------------------------------------------------------
 
-    def _load(self, part: PartId) -> tuple[Any, str]:
+    def _load(self, part: PartId) -> tuple[Tree, str]:
         own, problem = attempt(lambda: self._read_copy(part))
         wanting = [rank for rank, has in enumerate(gather(own is not None)) if not has]
         if wanting:
@@ -348,8 +348,8 @@ class LocalCheckpointManager:
         return found
 
     def _retrieve(
-        self, available: Mapping[int, Sequence[str]], wanted: Sequence[str], held: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, available: Mapping[int, Sequence[str]], wanted: Sequence[str], held: Mapping[str, Tree]
+    ) -> dict[str, Tree]:
         """Retrieve the parts that this rank wants from its peers."""
         if self.repl_strategy is None:
             raise NoReplicasAvailableError("without a replication strategy nobody has copies")
@@ -364,7 +364,7 @@ class LocalCheckpointManager:
             logger.warning("%s was loaded from a peer and cannot be kept here: %s", part.words, error)
 
 
-def _plain(state: Any) -> Any:
+def _plain(state: Tree) -> Tree:
     """Return the nested state in ``state``: itself, or its ``state_dict`` (an attribute, or a module's method)."""
     if isinstance(state, (dict, list, tuple)) or not hasattr(state, "state_dict"):
         return state

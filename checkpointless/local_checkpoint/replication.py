@@ -12,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,18 @@ from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.inprocess.context import aside
 from checkpointless.local_checkpoint.cliques import ExchangePlan, PartTransfer, clique_of, plan_retrieval
 from checkpointless.local_checkpoint.content import Content
+from checkpointless.serialization.state_tree import Tree
 from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.exchange import MAX_BYTES, all_gather_json, wire_device
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
 
 logger = logging.getLogger(__name__)
+
+_Round = TypeVar("_Round")
+
+#: How wanted checkpoints come to this rank: each strategy makes plans of its own kind, and alone reads them.
+Plan: TypeAlias = Any
 
 
 class ReplicationStrategy(ABC):
@@ -38,7 +44,7 @@ class ReplicationStrategy(ABC):
         """The global ranks that this rank exchanges parts with, this rank included."""
 
     @abstractmethod
-    def replicate(self, local_ckpt: Any, id_: str) -> tuple[list[Any], list[str]]:
+    def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
         """Exchange checkpoints with the peers.
 
         Args:
@@ -50,7 +56,7 @@ class ReplicationStrategy(ABC):
         """
 
     @abstractmethod
-    def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Any:
+    def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Plan:
         """Plan how wanted checkpoints come from the ranks that have them.
 
         Args:
@@ -62,7 +68,7 @@ class ReplicationStrategy(ABC):
         """
 
     @abstractmethod
-    def retrieve_execute(self, plan: Any, held: Mapping[str, Any]) -> dict[str, Any]:
+    def retrieve_execute(self, plan: Plan, held: Mapping[str, Tree]) -> dict[str, Tree]:
         """Carry a plan out.
 
         Args:
@@ -129,7 +135,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """The global ranks of the clique, in ascending order."""
         return self._members
 
-    def replicate(self, local_ckpt: Any, id_: str) -> tuple[list[Any], list[str]]:
+    def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
         """Give this rank's checkpoint to all members and receive theirs. Collective in the clique.
 
         Args:
@@ -147,7 +153,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """
         content = self._agree_to_send(local_ckpt)
         rank = dist.get_rank()
-        found: dict[int, tuple[Any, str]] = {rank: (local_ckpt, id_)}
+        found: dict[int, tuple[Tree, str]] = {rank: (local_ckpt, id_)}
 
         def exchange_with(sender: int) -> None:
             if rank == sender:
@@ -176,7 +182,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         everybodys = all_gather_json(list(wanted), self.local_group)
         return plan_retrieval(self._members, globally_available_ids, dict(zip(self._members, everybodys)))
 
-    def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Any]) -> dict[str, Any]:
+    def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Tree]) -> dict[str, Tree]:
         """Carry a plan out. Collective in the clique.
 
         Args:
@@ -193,7 +199,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         sent = {
             transfer.id: Content.of(held[transfer.id]) for transfer in plan.transfers if rank in transfer.holders
         }
-        arrived: dict[str, Any] = {}
+        arrived: dict[str, Tree] = {}
 
         def carry_out(transfer: PartTransfer) -> None:
             if rank in transfer.holders:
@@ -205,7 +211,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         aside(lambda: _all_of(carry_out, plan.transfers))
         return arrived
 
-    def _agree_to_send(self, state: Any) -> Content:
+    def _agree_to_send(self, state: Tree) -> Content:
         """Return this rank's checkpoint if every member's can travel, so that no rank waits for one that cannot."""
         content, problem = None, None
         try:
@@ -223,7 +229,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         assert content is not None
         return content
 
-    def _receive(self, holders: Sequence[int]) -> tuple[Any, str]:
+    def _receive(self, holders: Sequence[int]) -> tuple[Tree, str]:
         """Receive a checkpoint, of which each holder sends a share, and its name."""
         room: dict[Key, torch.Tensor] = {}
 
@@ -260,7 +266,7 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
         self.replication_jump = replication_jump
         self.replication_factor = replication_factor
         self._built: CliqueReplicationStrategy | None = None
-        self._built_in: Callable[[], Any] = lambda: None
+        self._built_in: Callable[[], object] = lambda: None
 
     @property
     def replication_strategy(self) -> CliqueReplicationStrategy:
@@ -278,7 +284,7 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
         """The global ranks of the clique, in ascending order."""
         return self.replication_strategy.peers
 
-    def replicate(self, local_ckpt: Any, id_: str) -> tuple[list[Any], list[str]]:
+    def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
         """Exchange checkpoints as :meth:`CliqueReplicationStrategy.replicate` does."""
         return self.replication_strategy.replicate(local_ckpt, id_)
 
@@ -288,7 +294,7 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
         """Plan a retrieval as :meth:`CliqueReplicationStrategy.retrieve_plan` does."""
         return self.replication_strategy.retrieve_plan(globally_available_ids, wanted)
 
-    def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Any]) -> dict[str, Any]:
+    def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Tree]) -> dict[str, Tree]:
         """Carry a plan out as :meth:`CliqueReplicationStrategy.retrieve_execute` does."""
         return self.replication_strategy.retrieve_execute(plan, held)
 
@@ -310,7 +316,7 @@ def _send(content: Content, id_: str, fills: Sequence[Fill]) -> None:
     send_state(tensors, {"id": id_, "structure": content.structure}, fills)
 
 
-def _all_of(exchange: Callable[[Any], None], rounds: Sequence[Any]) -> None:
+def _all_of(exchange: Callable[[_Round], None], rounds: Sequence[_Round]) -> None:
     """Go through all rounds, even after damage in one: the others in the clique wait for the next round.
 
     Raises:

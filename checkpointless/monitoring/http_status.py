@@ -160,7 +160,7 @@ class StatusServer(ThreadingHTTPServer):
             address,
         )
 
-    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:
+    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
         """Serve a client in a thread; if there are too many clients, the oldest makes room first."""
         while len(self._living()) >= MAX_CONNECTIONS and not self._closing.is_set():
             connection, thread = self._clients[0]
@@ -175,12 +175,12 @@ class StatusServer(ThreadingHTTPServer):
         thread.start()
         self._clients.append((cast(BoundedConnection, request), thread))
 
-    def finish_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:
+    def finish_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
         """Answer a client, as the only thread that works."""
         with self._turn:
             super().finish_request(request, client_address)
 
-    def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:
+    def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
         """Log why a client was not answered."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):

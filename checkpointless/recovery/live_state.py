@@ -43,3 +43,21 @@ class LiveState(StateTensors, Protocol):
 
     def settle(self) -> None:
         """Derive what follows from the shards, once all shards of the job are at one step. Collective."""
+
+
+class LiveStrategy(Protocol):
+    """A trainer's strategy that can be recovered, as far as the recovery uses it."""
+
+    def live_state(self) -> LiveState:
+        """Return the state of the training."""
+
+    def restored_from_memory(self, objects: dict[str, Any]) -> None:
+        """Note that the state is in place, and that ``objects`` is its non-tensor part."""
+
+
+class LiveTrainer(Protocol):
+    """A trainer whose strategy is a :class:`LiveStrategy`, which the frameworks' own types do not know."""
+
+    @property
+    def strategy(self) -> object:
+        """The strategy."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from checkpointless.recovery.base_model import BaseModel, NoBaseModel
 from checkpointless.recovery.conference import decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.held_state import HeldState
-from checkpointless.recovery.live_state import LiveState
+from checkpointless.recovery.live_state import LiveState, LiveStrategy, LiveTrainer
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
@@ -98,7 +98,7 @@ class CheckpointManager:
         self.fit = 0
         self.offset = 0
         self.finished: dict[int, dict[str, Any]] = {}
-        self.saves: Any = None
+        self.saves: Any = None  # Any: the Saves of a strategy, a floor above
         self._begun = 0
         self._attached_fit = 1, 0  # the fit's number, and the steps of the job before it
 
@@ -249,13 +249,13 @@ class CheckpointManager:
 
     # --- when a fault comes -----------------------------------------------------------------------------------
 
-    def save_checkpoint(self, trainer: Any) -> None:
+    def save_checkpoint(self, trainer: LiveTrainer) -> None:
         """Hold the state of ``trainer`` as it is now, as references and not copies.
 
         Args:
             trainer: a trainer whose strategy has ``live_state()``.
         """
-        self._hold(trainer.strategy.live_state())
+        self._hold(cast(LiveStrategy, trainer.strategy).live_state())
 
     def hold(self) -> None:
         """Hold the state of the generation that is over, after the block was left because of a fault.
@@ -304,7 +304,7 @@ class CheckpointManager:
 
     # --- when the block has been entered again ------------------------------------------------------------------
 
-    def try_checkpointless_load(self, trainer: Any) -> dict[str, Any] | None:
+    def try_checkpointless_load(self, trainer: LiveTrainer) -> dict[str, Any] | None:
         """Recover ``trainer`` from memory. Collective: every rank of the job calls it.
 
         Args:
@@ -314,10 +314,10 @@ class CheckpointManager:
             The checkpoint for Lightning to load, with its tensors in place; None if there is nothing to recover or
             if recovery is refused (see :meth:`recover`).
         """
-        objects = self.recover(trainer.strategy.live_state())
+        objects = self.recover(cast(LiveStrategy, trainer.strategy).live_state())
         if objects is None or "checkpoint" not in objects:
             return objects
-        trainer.strategy.restored_from_memory(objects)
+        cast(LiveStrategy, trainer.strategy).restored_from_memory(objects)
         checkpoint: dict[str, Any] = objects["checkpoint"]
         return checkpoint
 
@@ -350,14 +350,17 @@ class CheckpointManager:
         self.resumed_at = decision.target, Stage(decision.stage)
         return objects
 
-    def checkpointless_recovery_feasible(self, trainer: Any, include_checksum_verification: bool = True) -> bool:
+    def checkpointless_recovery_feasible(
+        self, trainer: LiveTrainer, include_checksum_verification: bool = True
+    ) -> bool:
         """Return whether the job could resume from memory now. Collective.
 
         Args:
             trainer: a freshly built trainer whose strategy is set up.
             include_checksum_verification: also compare digests, if they are enabled.
         """
-        decision = self._decide(trainer.strategy.live_state(), include_checksum_verification)
+        live = cast(LiveStrategy, trainer.strategy).live_state()
+        decision = self._decide(live, include_checksum_verification)
         if decision.verdict is not Verdict.RESUME or decision.target is None:
             return False
         return not self._own.find_streams(decision.target, Stage(decision.stage))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from checkpointless.recovery.base_model import FrozenBaseModel
 from checkpointless.recovery.decide import Verdict
-from checkpointless.recovery.live_state import LiveState
+from checkpointless.recovery.live_state import LiveStrategy, LiveTrainer
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.transfer.tensor_entry import Key
 
@@ -73,16 +73,16 @@ class PEFTCheckpointManager(CheckpointManager):
         """
         return self._frozen.is_trained(key)
 
-    def maybe_save_base_model(self, trainer: Any) -> None:
+    def maybe_save_base_model(self, trainer: LiveTrainer) -> None:
         """Keep references to the base model's weights, if they are not kept yet.
 
         Args:
             trainer: a trainer whose weights are whole and whose strategy has ``live_state()``.
         """
         if self._frozen.weights is None:
-            self._frozen.keep(trainer.strategy.live_state().tensors())
+            self._frozen.keep(cast(LiveStrategy, trainer.strategy).live_state().tensors())
 
-    def try_base_model_checkpointless_load(self, trainer: Any) -> dict[str, Any] | None:
+    def try_base_model_checkpointless_load(self, trainer: LiveTrainer) -> dict[str, Any] | None:
         """Put the base model's weights of ``trainer`` in place, from this rank's memory or a peer's. Collective.
 
         Call this method to have the weights early; otherwise :meth:`try_checkpointless_load` puts them in place.
@@ -96,7 +96,7 @@ class PEFTCheckpointManager(CheckpointManager):
             (:attr:`refusal` says why; "": there is no state yet).
         """
         self.refusal = ""
-        live: LiveState = trainer.strategy.live_state()
+        live = cast(LiveStrategy, trainer.strategy).live_state()
         decision = self._decide(live)
         if decision.verdict is not Verdict.RESUME:
             self.refusal = decision.reason

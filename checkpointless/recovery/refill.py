@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import aside
+from checkpointless.serialization.state_tree import Tree
 from checkpointless.serialization.tensor_memory import flip_a_bit
 from checkpointless.transfer.bucket_rounds import OnBucket
 from checkpointless.transfer.state_tensors import StateTensors
@@ -45,11 +45,11 @@ class Refill:
         live: StateTensors,
         refills: Mapping[int, Sequence[int]],
         tensors: dict[Key, torch.Tensor] | None,
-        objects: Any,
+        objects: Tree,
         *,
         memory_budget_bytes: int,
         on_bucket: OnBucket | None = None,
-    ) -> tuple[Any, TransferReport]:
+    ) -> tuple[Tree, TransferReport]:
         """Put the part in its place in ``live``. Every rank calls it that fills or is filled.
 
         Args:
@@ -79,7 +79,7 @@ class Refill:
 
     def _fill(
         self, live: StateTensors, sources: Sequence[int], held: Mapping[Key, torch.Tensor], memory_budget_bytes: int
-    ) -> tuple[Any, TransferReport]:
+    ) -> tuple[Tree, TransferReport]:
         """Receive the part from ``sources``; keep what an interrupted transfer brought or this rank still had."""
         known = {**held, **self.arrived}
 
@@ -96,7 +96,7 @@ class Refill:
     @staticmethod
     def _serve(
         tensors: Mapping[Key, torch.Tensor],
-        objects: Any,
+        objects: Tree,
         refills: Mapping[int, Sequence[int]],
         on_bucket: OnBucket | None,
     ) -> None:

@@ -42,8 +42,8 @@ class RngSource:
         set: puts back a state that ``get`` returned.
     """
 
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
+    get: Callable[[], state_tree.Tree]
+    set: Callable[[state_tree.Tree], None]
 
 
 def register_rng_source(name: str, source: RngSource) -> None:
@@ -99,7 +99,7 @@ class RngStates:
             if f"source:{name}" in self.streams:
                 source.put_back(self.of_source(name))
 
-    def of_source(self, name: str) -> Any:
+    def of_source(self, name: str) -> state_tree.Tree:
         """Return the state of the registered source ``name``; None if it was not captured."""
         taken = self.streams.get(f"source:{name}")
         return state_tree.loads(taken) if taken is not None else None
@@ -235,14 +235,14 @@ class _SourceStream:
             self._taken = (constant, encoded)
         return encoded
 
-    def put_back(self, state: Any) -> None:
+    def put_back(self, state: state_tree.Tree) -> None:
         self._source.set(state)
 
 
 _CONSTANTS = (bytes, int, str, type(None))  # equal values are encoded alike, and none can change
 
 
-def _constant(state: Any) -> tuple[Any, ...] | None:
+def _constant(state: state_tree.Tree) -> tuple[Any, ...] | None:
     """Return an immutable value that is equal only for states that are encoded alike; None if there is none."""
     if type(state) is dict:
         known = all(type(key) is str and type(value) in _CONSTANTS for key, value in state.items())

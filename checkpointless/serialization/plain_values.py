@@ -15,11 +15,18 @@ import math
 import pathlib
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
 from checkpointless.serialization.tensor_memory import dtype_name, dtype_of, own_device
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json
+
+#: A nested state: containers of tensors, arrays, plain values and values of registered classes. Which classes are
+#: registered is known only when the program runs, so a state is checked when it is encoded.
+Tree: TypeAlias = Any
 
 _Class = TypeVar("_Class", bound=type)
 _PLAIN_INT_BITS = 64  # a larger int is written in hexadecimal: Python limits the length of decimal ones
@@ -144,7 +151,7 @@ FACTORIES: dict[str, Any] = {
 }
 
 
-def scalar(value: float | str) -> Any:
+def scalar(value: float | str) -> Json:
     """Return a float or a str (exactly these types) in a form that JSON holds without loss."""
     if type(value) is float:
         return value if math.isfinite(value) else {"t": "float", "v": value.hex()}
@@ -198,7 +205,7 @@ def registered_name(kind: type) -> str | None:
     return name if _registered.get(name) is kind else None
 
 
-def parts_of(value: Any) -> Any:
+def parts_of(value: Tree) -> Tree:
     """Return what a value of a registered class is made of: plain data, if the parts themselves are plain."""
     if isinstance(value, enum.Flag):
         return value.value
@@ -209,7 +216,7 @@ def parts_of(value: Any) -> Any:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def made_of(name: str, parts: Any) -> Any:
+def made_of(name: str, parts: Tree) -> Tree:
     """Make the value that :func:`parts_of` took apart.
 
     Raises:

@@ -13,20 +13,24 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from checkpointless.serialization.plain_values import Refused, register_plain_type
+from checkpointless.serialization.plain_values import Refused, Tree, register_plain_type
 from checkpointless.serialization.tensor_memory import dtype_name, dtype_of, tensor_bytes
 from checkpointless.serialization.tree_copy import copy
 from checkpointless.serialization.tree_decoder import Blobs, Decoder
 from checkpointless.serialization.tree_encoder import Checker, Digester, Encoder, Sender, Sink, canonical_digest
 
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json
+
 __all__ = [
     "INLINE_BYTES",
     "MAX_BYTES",
     "StateTreeError",
+    "Tree",
     "check",
     "copy",
     "digest",
@@ -52,7 +56,7 @@ class StateTreeError(TypeError):
     """An object in the state cannot travel; the message names its path and type, and says what to do."""
 
 
-def dumps(tree: Any) -> bytes:
+def dumps(tree: Tree) -> bytes:
     """Encode ``tree``, tensors and arrays included.
 
     Allowed are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, deque, dict, OrderedDict,
@@ -67,7 +71,7 @@ def dumps(tree: Any) -> bytes:
     return _packed(_encode(tree, sender), sender)
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes) -> Tree:
     """Decode what :func:`dumps` made.
 
     Raises:
@@ -76,7 +80,7 @@ def loads(data: bytes) -> Any:
     return join(data, ())
 
 
-def split(tree: Any, inline_bytes: int = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
+def split(tree: Tree, inline_bytes: int = INLINE_BYTES) -> tuple[bytes, list[torch.Tensor]]:
     """Encode ``tree`` without its large tensors and arrays.
 
     Args:
@@ -93,7 +97,7 @@ def split(tree: Any, inline_bytes: int = INLINE_BYTES) -> tuple[bytes, list[torc
     return _packed(_encode(tree, sender), sender), sender.tensors
 
 
-def join(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+def join(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Tree:
     """Put together what :func:`split` took apart. The state uses ``tensors`` themselves.
 
     Raises:
@@ -112,7 +116,7 @@ def join(skeleton: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     return tree
 
 
-def check(tree: Any) -> None:
+def check(tree: object) -> None:
     """Check in advance that ``tree`` can travel. No tensor is read or copied.
 
     Args:
@@ -126,7 +130,7 @@ def check(tree: Any) -> None:
     _bounded(checker.nbytes)
 
 
-def digest(tree: Any) -> str:
+def digest(tree: Tree) -> str:
     """Return a digest of ``tree``, 32 hexadecimal digits, that is equal in every process where the state is equal.
 
     The order of dictionaries (except OrderedDict) and sets does not matter, nor does the memory layout of a tensor
@@ -138,7 +142,7 @@ def digest(tree: Any) -> str:
     return canonical_digest(_encode(tree, Digester()))
 
 
-def _encode(tree: Any, sink: Sink) -> Any:
+def _encode(tree: Tree, sink: Sink) -> Json:
     try:
         return Encoder(sink).encode(tree)
     except Refused as refused:
@@ -147,7 +151,7 @@ def _encode(tree: Any, sink: Sink) -> Any:
         raise StateTreeError("state is nested too deep for the stack: keep a flatter state") from None
 
 
-def _packed(encoded: Any, sender: Sender) -> bytes:
+def _packed(encoded: Json, sender: Sender) -> bytes:
     header = json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
     _bounded(len(header) + sum(map(len, sender.blobs)))
     return b"".join([_LENGTH.pack(len(header)), header, *sender.blobs])

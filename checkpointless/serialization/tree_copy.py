@@ -6,7 +6,7 @@ import copy as copy_module
 import logging
 import sys
 from collections import ChainMap, OrderedDict, defaultdict, deque
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,10 +15,12 @@ from checkpointless.serialization.tree_encoder import MAX_DEPTH
 
 logger = logging.getLogger(__name__)
 
+_State = TypeVar("_State")
+
 _IMMUTABLE = {type(None), bool, int, float, str, bytes, frozenset, type, *TO_JSON}
 
 
-def copy(tree: Any) -> Any:
+def copy(tree: _State) -> _State:
     """Return a deep copy of ``tree``: new containers, cloned tensors and arrays, shared immutable values.
 
     An object that is in two places is one object in the copy, too. An object of any other type is copied by

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from checkpointless.serialization.plain_values import FACTORIES, FROM_JSON, made_of
+from checkpointless.serialization.plain_values import FACTORIES, FROM_JSON, Tree, made_of
 from checkpointless.serialization.tensor_memory import dtype_of, own_device, tensor_bytes
 from checkpointless.serialization.tree_encoder import ARRAY_DTYPE
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Parsed
 
 
 class Blobs:
@@ -53,9 +56,9 @@ class Decoder:
     def __init__(self, blobs: Blobs, tensors: Sequence[torch.Tensor]) -> None:
         self._blobs = blobs
         self._tensors = tensors
-        self._made: list[Any] = []  # containers and tensors, in the order in which they were finished
+        self._made: list[Tree] = []  # containers and tensors, in the order in which they were finished
 
-    def decode(self, node: Any) -> Any:
+    def decode(self, node: Parsed) -> Tree:
         """Return the value that ``node`` stands for."""
         if isinstance(node, list):
             return self._finished([self.decode(item) for item in node])
@@ -74,11 +77,11 @@ class Decoder:
             return _numpy_scalar(kind, node)
         return self._finished(self._compound(kind, node))
 
-    def _finished(self, made: Any) -> Any:
+    def _finished(self, made: Tree) -> Tree:
         self._made.append(made)
         return made
 
-    def _compound(self, kind: str, node: dict[str, Any]) -> Any:
+    def _compound(self, kind: str, node: dict[str, Parsed]) -> Tree:
         if kind == "tensor":
             return self._tensor(node)
         if kind == "array":
@@ -107,7 +110,7 @@ class Decoder:
             return Counter(dict(pairs))
         return defaultdict(FACTORIES[node["of"]], pairs)
 
-    def _tensor(self, node: dict[str, Any]) -> torch.Tensor:
+    def _tensor(self, node: dict[str, Parsed]) -> torch.Tensor:
         dtype, shape, order = dtype_of(node["dtype"]), torch.Size(node["shape"]), node.get("order")
         laid_out = shape if order is None else torch.Size([shape[dim] for dim in order])
         if "at" in node:
@@ -128,7 +131,7 @@ class Decoder:
             return torch.nn.Parameter(tensor, requires_grad=bool(node.get("grad")))
         return tensor.requires_grad_() if node.get("grad") else tensor
 
-    def _array(self, node: dict[str, Any]) -> Any:
+    def _array(self, node: dict[str, Parsed]) -> Any:
         import numpy
 
         flat: Any = (
@@ -156,7 +159,7 @@ def _numpy_dtype(text: str) -> Any:
     return numpy.dtype(text)
 
 
-def _numpy_scalar(kind: str, node: dict[str, Any]) -> Any:
+def _numpy_scalar(kind: str, node: dict[str, Parsed]) -> Any:
     import numpy
 
     body = node["v"]

@@ -10,7 +10,7 @@ import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import xxhash
@@ -20,12 +20,16 @@ from checkpointless.serialization.plain_values import (
     FACTORIES,
     TO_JSON,
     Refused,
+    Tree,
     number,
     parts_of,
     registered_name,
     scalar,
 )
 from checkpointless.serialization.tensor_memory import dtype_name, tensor_bytes
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json, Parsed
 
 MAX_DEPTH = 100
 ARRAY_DTYPE = re.compile(r"[<>|=][biufcmMSUV]\d+(\[\w+\])?")  # raw memory, without objects or records
@@ -43,10 +47,10 @@ class Sink(Protocol):
 
     canonical: bool
 
-    def raw(self, nbytes: int, read: Callable[[], bytes]) -> Any:
+    def raw(self, nbytes: int, read: Callable[[], bytes]) -> int | str:
         """Take bytes, and return what stands for them in the node."""
 
-    def memory(self, nbytes: int, tensor: Callable[[], torch.Tensor]) -> dict[str, Any]:
+    def memory(self, nbytes: int, tensor: Callable[[], torch.Tensor]) -> dict[str, Json]:
         """Take the memory of a tensor, and return the fields of the node that stand for it."""
 
 
@@ -68,7 +72,7 @@ class Sender:
         self.blobs.append(read())
         return nbytes
 
-    def memory(self, nbytes: int, tensor: Callable[[], torch.Tensor]) -> dict[str, Any]:
+    def memory(self, nbytes: int, tensor: Callable[[], torch.Tensor]) -> dict[str, Json]:
         if self._inline_bytes is None or nbytes <= self._inline_bytes:
             return {"v": self.raw(nbytes, lambda: tensor_bytes(tensor()).cpu().numpy().tobytes())}
         self.tensors.append(tensor())
@@ -88,7 +92,7 @@ class Checker:
         self.nbytes += nbytes
         return nbytes
 
-    def memory(self, nbytes: int, tensor: Callable[[], torch.Tensor]) -> dict[str, Any]:
+    def memory(self, nbytes: int, tensor: Callable[[], torch.Tensor]) -> dict[str, Json]:
         self.nbytes += nbytes if nbytes <= self._inline_bytes else 0
         return {}
 
@@ -101,7 +105,7 @@ class Digester:
     def raw(self, nbytes: int, read: Callable[[], bytes]) -> str:
         return xxhash.xxh3_128_hexdigest(read())
 
-    def memory(self, nbytes: int, tensor: Callable[[], torch.Tensor]) -> dict[str, Any]:
+    def memory(self, nbytes: int, tensor: Callable[[], torch.Tensor]) -> dict[str, Json]:
         return {"v": f"{digest_bytes(tensor_bytes(tensor())):016x}"}
 
 
@@ -118,10 +122,10 @@ class Encoder:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._open: set[int] = set()
-        self._done: dict[int, tuple[int, Any, Any]] = {}  # by id: number, node, and the value, which keeps the id
+        self._done: dict[int, tuple[int, Json, Tree]] = {}  # by id: number, node, and the value, which keeps the id
         self._in_key = False
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: Tree) -> Json:
         """Return the node of ``value``.
 
         Raises:
@@ -156,7 +160,7 @@ class Encoder:
         self._done[id(value)] = (len(self._done), node, value)
         return node
 
-    def _compound(self, value: Any, kind: type) -> Any:
+    def _compound(self, value: Tree, kind: type) -> Json:
         """Return the node of a numbered value. A refusal ends the walk, and with it the use of ``_open``."""
         if kind is list:
             return self._items(value)
@@ -180,7 +184,7 @@ class Encoder:
             return {"t": "registered", "of": name, "v": self.encode(parts_of(value))}
         raise Refused(f"is {_a(kind)}, which cannot be given to another rank: {_advice(value, kind)}")
 
-    def _items(self, items: Iterable[Any]) -> list[Any]:
+    def _items(self, items: Iterable[Tree]) -> list[Json]:
         encoded = []
         for index, item in enumerate(items):
             try:
@@ -190,8 +194,8 @@ class Encoder:
                 raise
         return encoded
 
-    def _pairs(self, pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
-        encoded = []
+    def _pairs(self, pairs: Iterable[tuple[Tree, Tree]]) -> list[Json]:
+        encoded: list[Json] = []
         for key, item in pairs:
             name = self._key(key)
             try:
@@ -201,10 +205,10 @@ class Encoder:
                 raise
         return encoded
 
-    def _keys(self, keys: Iterable[Any]) -> list[Any]:
+    def _keys(self, keys: Iterable[Tree]) -> list[Json]:
         return [self._key(key) for key in sorted(keys, key=repr)]  # the same order on every rank
 
-    def _key(self, key: Any) -> Any:
+    def _key(self, key: Tree) -> Json:
         if type(key) is str or type(key) is int:
             return self.encode(key)
         outer, self._in_key = self._in_key, True
@@ -216,7 +220,7 @@ class Encoder:
         finally:
             self._in_key = outer
 
-    def _more(self, mapping: Any) -> dict[str, Any]:
+    def _more(self, mapping: Any) -> dict[str, Json]:
         """Return what a dictionary has beside its items."""
         if type(mapping) is defaultdict:
             names = [name for name, factory in FACTORIES.items() if factory is mapping.default_factory]
@@ -233,7 +237,7 @@ class Encoder:
             return {"metadata": self.encode(extra["_metadata"])}
         raise Refused(f"has attributes ({', '.join(map(str, extra))}) beside its items: keep a plain dict")
 
-    def _tensor(self, tensor: torch.Tensor) -> dict[str, Any]:
+    def _tensor(self, tensor: torch.Tensor) -> dict[str, Json]:
         kind = type(tensor)
         if self._in_key:
             raise Refused("is a tensor as a key: use a name or a number")
@@ -242,7 +246,7 @@ class Encoder:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
             what = "quantized" if tensor.is_quantized else f"{tensor.layout}, on {tensor.device.type}"
             raise Refused(f"is a tensor without plain memory ({what}): keep a dense tensor on a CPU or a GPU")
-        node: dict[str, Any] = {"t": "tensor", "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        node: dict[str, Json] = {"t": "tensor", "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         if tensor.device.type != "cpu":
             node["device"] = tensor.device.type
         if kind is torch.nn.Parameter:
@@ -259,10 +263,10 @@ class Encoder:
 
         return {**node, **self._sink.memory(tensor.numel() * tensor.element_size(), plain)}
 
-    def _array(self, array: Any, numpy: Any) -> dict[str, Any]:
+    def _array(self, array: Any, numpy: Any) -> dict[str, Json]:
         if type(array) is not numpy.ndarray:
             raise Refused(f"is {_a(type(array))}, a special array: keep a plain one, numpy.array(...)")
-        node: dict[str, Any] = {"t": "array", "dtype": _dtype_str(array.dtype), "shape": list(array.shape)}
+        node: dict[str, Json] = {"t": "array", "dtype": _dtype_str(array.dtype), "shape": list(array.shape)}
         turned = not self._sink.canonical and array.flags.f_contiguous and not array.flags.c_contiguous
         if turned:
             node["order"] = "F"
@@ -297,7 +301,7 @@ def _dtype_str(dtype: Any) -> str:
     return text
 
 
-def _numpy_scalar(value: Any) -> dict[str, Any]:
+def _numpy_scalar(value: Any) -> dict[str, Json]:
     if isinstance(value, str):
         return {"t": "numpy_str", "v": scalar(str(value))}
     if isinstance(value, bytes):
@@ -309,7 +313,7 @@ def _a(kind: type) -> str:
     return f"a {kind.__module__}.{kind.__qualname__}".replace("a builtins.", "a ")
 
 
-def _advice(value: Any, kind: type) -> str:
+def _advice(value: object, kind: type) -> str:
     if isinstance(value, (bool, int, float, str, bytes, list, tuple, dict, set, frozenset)):
         base = next(each for each in kind.__mro__ if each.__module__ == "builtins")
         return f"keep a plain {base.__name__}, or call register_plain_type with its class"
@@ -323,12 +327,12 @@ def _advice(value: Any, kind: type) -> str:
     )
 
 
-def _short(key: Any) -> str:
+def _short(key: object) -> str:
     text = " ".join(repr(key).split())
     return text if len(text) <= _KEY_LENGTH else text[: _KEY_LENGTH - 3] + "..."
 
 
-def canonical_digest(node: Any) -> str:
+def canonical_digest(node: Json) -> str:
     """Return the digest of a node of :class:`Digester`, whatever the order in dictionaries and sets."""
     return _digest_node(node, {}).hex()
 
@@ -336,7 +340,7 @@ def canonical_digest(node: Any) -> str:
 _UNORDERED = {"dict", "counter", "defaultdict", "set", "frozenset"}
 
 
-def _digest_node(node: Any, seen: dict[int, bytes]) -> bytes:
+def _digest_node(node: Parsed, seen: dict[int, bytes]) -> bytes:
     if isinstance(node, (list, dict)) and id(node) in seen:
         return seen[id(node)]
     if isinstance(node, list):

@@ -17,7 +17,7 @@ _PLAIN = (bool, int, float, complex, bytes, type(None))
 _ITERATORS_FROM = 3  # the index in what `__reduce_ex__` returns where the iterators of list and mapping items begin
 
 
-def digest_value(value: Any) -> str:
+def digest_value(value: object) -> str:
     """Return the digest of any value (xxh3-128, hex), the same in every process that holds an equal value.
 
     The order of a mapping or a set does not count, nor the type of a mapping, nor whether a sequence is a list or a

@@ -116,7 +116,7 @@ def receive_buckets(
     raise TransferError(f"{len(bad)} buckets stayed damaged after {MAX_ROUNDS} tries")
 
 
-def checked(indices: Any, count: int) -> list[int]:
+def checked(indices: object, count: int) -> list[int]:
     """Return ``indices`` of a message after checking that they are ascending numbers below ``count``.
 
     Raises:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from checkpointless.serialization import state_tree
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json, Parsed
+
+_Plain = TypeVar("_Plain")
 
 MAX_BYTES = 64 * 1024 * 1024  # limit of a message that every rank gets from every other
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # between two ranks: the skeleton of a state fits
@@ -23,7 +28,7 @@ def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu")
 
 
-def all_gather_json(message: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_json(message: Json, group: dist.ProcessGroup | None = None) -> list[Parsed]:
     """Gather every rank's ``message`` on every rank, in rank order. Collective.
 
     Raises:
@@ -85,7 +90,7 @@ def receive_bytes(source: int) -> bytes:
     return b"".join(chunks)
 
 
-def send_json(message: Any, destination: int) -> None:
+def send_json(message: Json, destination: int) -> None:
     """Send ``message`` as JSON to the global rank ``destination``.
 
     Raises:
@@ -94,7 +99,7 @@ def send_json(message: Any, destination: int) -> None:
     send_bytes(json.dumps(message, separators=(",", ":")).encode(), destination)
 
 
-def receive_json(source: int) -> Any:
+def receive_json(source: int) -> Parsed:
     """Receive what :func:`send_json` sent from the global rank ``source``.
 
     Raises:
@@ -103,7 +108,7 @@ def receive_json(source: int) -> Any:
     return json.loads(receive_bytes(source))
 
 
-def share_plain(mine: Any) -> Any:
+def share_plain(mine: _Plain | None) -> _Plain | None:
     """Give every rank that has nothing what the first rank that has something has. Collective.
 
     Args:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from checkpointless.serialization.tensor_memory import dtype_name, dtype_of
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json, Parsed
 
 Key = tuple[str | int, ...]
 
@@ -45,12 +48,12 @@ class TensorEntry:
         """Return whether ``tensor`` has this dtype and shape."""
         return tensor is not None and tensor.dtype == self.dtype and tuple(tensor.shape) == self.shape
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[Json]:
         """Return the entry as plain data."""
         return [list(self.key), dtype_name(self.dtype), list(self.shape), self.device, self.digest]
 
     @classmethod
-    def from_json(cls, data: Sequence[Any]) -> TensorEntry:
+    def from_json(cls, data: Sequence[Parsed]) -> TensorEntry:
         """Return the entry that :meth:`to_json` encoded.
 
         Raises:

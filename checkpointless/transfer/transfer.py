@@ -19,13 +19,13 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
 
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import digest_bytes
+from checkpointless.serialization.plain_values import Tree
 from checkpointless.serialization.tensor_memory import dtype_name, own_device, tensor_bytes
 from checkpointless.transfer.bucket_rounds import (
     IN_FLIGHT,
@@ -86,7 +86,7 @@ def bucket_bytes_of(memory_budget_bytes: int) -> int:
 
 def send_state(
     tensors: Mapping[Key, torch.Tensor],
-    objects: Any,
+    objects: Tree,
     fills: Sequence[Fill],
     *,
     on_bucket: OnBucket | None = None,
@@ -131,7 +131,7 @@ def receive_state(
     *,
     known: Mapping[Key, torch.Tensor] | None = None,
     memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
-) -> tuple[Any, TransferReport]:
+) -> tuple[Tree, TransferReport]:
     """Receive the state from ``sources``, into storage that ``allocate`` gives.
 
     Args:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from checkpointless.wire.messages import LineBuffer, Vocabulary, encode
+from checkpointless.wire.messages import LineBuffer, Message, Vocabulary, encode
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Channel:
         self._failure = ""
         selector.register(connection, selectors.EVENT_READ, self._on_event)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Message) -> None:
         """Send ``message`` now or as soon as the other side accepts it; drop it if the connection is over."""
         if self._connection is None or self._failure:
             return

@@ -168,7 +168,7 @@ class Vocabulary:
         self._envelope = msgspec.json.Decoder(_Envelope)
         self._decoders = {str(cls.__struct_config__.tag): msgspec.json.Decoder(cls) for cls in classes}
 
-    def decode(self, line: bytes) -> Any:
+    def decode(self, line: bytes) -> Message:
         """Return the message in ``line``, which may end in a newline.
 
         Raises:
@@ -224,7 +224,7 @@ def encode(message: Message) -> bytes:
     return line + b"\n"
 
 
-def decode(line: bytes, sender: Sender) -> Any:
+def decode(line: bytes, sender: Sender) -> Message:
     """Return the message in ``line``.
 
     Args:

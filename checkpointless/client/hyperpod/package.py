@@ -47,8 +47,8 @@ class VendorPackage:
 
     client: Callable[[], Any]
     error: type[Exception]
-    in_place: Any
-    new_processes: Any
+    in_place: object
+    new_processes: object
 
     @classmethod
     def load(cls) -> VendorPackage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from checkpointless.inprocess.abort.base import Abort
 from checkpointless.inprocess.abort.communicators import HPAbortTorchDistributed
@@ -50,7 +50,7 @@ class CheckpointlessAbortManager:
         return Compose(*(new_abort if isinstance(each, abort_type) else each for each in abort_compose.instances))
 
 
-def communicators_first(abort: Any) -> Any:
+def communicators_first(abort: Callable[[HPState], object]) -> Callable[[HPState], object]:
     """Reorder a composition so that it aborts communicators first (``early_abort_communicator``)."""
     if not isinstance(abort, Compose):
         return abort
@@ -59,7 +59,7 @@ def communicators_first(abort: Any) -> Any:
     return Compose(*rest, *first)
 
 
-def after_block(abort: Any, state: HPState) -> None:
+def after_block(abort: Callable[[HPState], object], state: HPState) -> None:
     """Run the ``after_block`` of an abort or of a composition's aborts, in the main thread, after the block."""
     for each in reversed(abort.instances) if isinstance(abort, Compose) else (abort,):
         if isinstance(each, Abort):

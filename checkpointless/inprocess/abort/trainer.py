@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from checkpointless.inprocess.abort.base import Abort
 from checkpointless.inprocess.data_workers.loader_workers import end_workers
 from checkpointless.inprocess.state import HPState
 
+if TYPE_CHECKING:
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
 
 class TrainerParts(Protocol):
     """Where a framework's trainer keeps what an abort has to stop."""
 
-    def loader_iterators(self, trainer: Any) -> Iterable[Any]:
-        """Return torch's multiprocessing iterators (``_MultiProcessingDataLoaderIter``) that are in use."""
+    def loader_iterators(self, trainer: object) -> Iterable[_MultiProcessingDataLoaderIter]:
+        """Return torch's multiprocessing iterators that are in use."""
 
-    def stop_saves(self, trainer: Any) -> None:
+    def stop_saves(self, trainer: object) -> None:
         """Stop asynchronous checkpoint writers, unless the trainer keeps their saves and finishes them later."""
 
 
@@ -38,14 +41,14 @@ class TrainerAbort(Abort):
     """An abort that acts on the running trainer, once there is one."""
 
     def __init__(self) -> None:
-        self._trainer: weakref.ref[Any] | None = None
+        self._trainer: weakref.ref[object] | None = None
 
-    def register_attributes(self, trainer: Any) -> None:
+    def register_attributes(self, trainer: object) -> None:
         """Keep a weak reference to the running trainer."""
         self._trainer = weakref.ref(trainer)
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> object | None:
         """The running trainer, or None."""
         return self._trainer() if self._trainer is not None else None
 

@@ -14,12 +14,17 @@ import logging
 import time
 from collections.abc import Sequence
 from multiprocessing import connection
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from torch.utils.data._utils import signal_handling
 
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.posix import shared_memory
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +32,13 @@ _END_S = 1.0  # a worker that is asked to end does so within milliseconds
 _LOCK_S = 1.0  # a living process holds the lock for microseconds
 
 
-def end_workers(iterator: Any) -> None:
+def end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
     """End the workers of one iterator, and free threads that would wait for what the workers held.
 
     This takes milliseconds, three seconds at most. Any thread may call it.
 
     Args:
-        iterator: torch's ``_MultiProcessingDataLoaderIter``.
+        iterator: torch's iterator over a data loader with workers.
     """
     workers = list(iterator._workers)
     _watch_no_more(iterator)
@@ -49,14 +54,14 @@ def end_workers(iterator: Any) -> None:
             return
     _free_lock(iterator)
     _end_messages(iterator)
-    shared_memory.remove(worker.pid for worker in workers)
+    shared_memory.remove(cast(int, worker.pid) for worker in workers)
     try:
         worker_sockets.remove_unused()
     except OSError as error:
         logger.warning("sockets of data-loader workers are not removed: %s", error)
 
 
-def _watch_no_more(iterator: Any) -> None:
+def _watch_no_more(iterator: _MultiProcessingDataLoaderIter) -> None:
     """Keep torch's SIGCHLD handler, which raises wherever the main thread is, from reporting a failure."""
     if getattr(iterator, "_worker_pids_set", False):
         iterator._worker_pids_set = False
@@ -64,14 +69,14 @@ def _watch_no_more(iterator: Any) -> None:
             signal_handling._remove_worker_pids(id(iterator))
 
 
-def _have_ended(workers: Sequence[Any]) -> bool:
+def _have_ended(workers: Sequence[BaseProcess]) -> bool:
     deadline_s = time.monotonic() + _END_S
     for worker in workers:
         worker.join(max(0.0, deadline_s - time.monotonic()))
     return not any(_is_alive(worker) for worker in workers)
 
 
-def _is_alive(worker: Any) -> bool:
+def _is_alive(worker: BaseProcess) -> bool:
     """Return whether ``worker`` is alive, by its sentinel as well.
 
     ``Process.is_alive`` alone stays true forever if the main thread was interrupted while it reaped the worker.
@@ -79,7 +84,7 @@ def _is_alive(worker: Any) -> bool:
     return worker.is_alive() and not connection.wait([worker.sentinel], 0)
 
 
-def _free_lock(iterator: Any) -> None:
+def _free_lock(iterator: _MultiProcessingDataLoaderIter) -> None:
     """Release the event's lock if a dead worker holds it."""
     condition = getattr(getattr(iterator, "_workers_done_event", None), "_cond", None)
     if condition is None:
@@ -90,7 +95,7 @@ def _free_lock(iterator: Any) -> None:
         condition.release()
 
 
-def _end_messages(iterator: Any) -> None:
+def _end_messages(iterator: _MultiProcessingDataLoaderIter) -> None:
     """Let the reader of a message that will never be complete reach the end of the stream."""
     if getattr(iterator, "_pin_memory_thread", None) is None:  # the pin-memory thread is told by a message to end
         writer = getattr(getattr(iterator, "_worker_result_queue", None), "_writer", None)

@@ -38,7 +38,7 @@ class Place:
 
 
 def seed_data_workers(
-    loader: Any, seed: int, *, rank: int = 0, stream: str = "", place: Callable[[], Place] = Place
+    loader: object, seed: int, *, rank: int = 0, stream: str = "", place: Callable[[], Place] = Place
 ) -> None:
     """Make the random numbers that the workers of ``loader`` draw depend on ``seed`` and the batch alone.
 
@@ -75,7 +75,7 @@ def seed_data_workers(
     loader.worker_init_fn = WorkerStreams((seed, rank, stream), place, init)
 
 
-def is_iterable(loader: Any) -> bool:
+def is_iterable(loader: object) -> bool:
     """Return whether the batches of ``loader`` are identified by number only, as its dataset has no indices."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 

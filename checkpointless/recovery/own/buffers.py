@@ -16,6 +16,7 @@ import logging
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from checkpointless.serialization.tensor_memory import tensor_bytes
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.wire.board import Board
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +72,7 @@ class OwnBuffers:
         self.forget()
         keys, flat = self._small(buffers)
         self._first = keys, flat
-        mine = {"small": digest_bytes(flat) if keys else None, "large": self._large_digests()}
+        mine: dict[str, Json] = {"small": digest_bytes(flat) if keys else None, "large": self._large_digests()}
         answers = all_gather_json(mine)
         self._is_own = len({answers[rank]["small"] for rank in group}) > 1
         self._compared([answers[rank]["large"] for rank in group], group)
@@ -155,7 +159,7 @@ class OwnBuffers:
             alive: whether this rank is to be filled, but has its own buffers in memory.
         """
         kind = "lost" if record is None else "nothing" if record == NOTHING else "own"
-        mine: dict[str, object] = {"alive": alive, "record": kind, "differ": sorted(self._differ)}
+        mine: dict[str, Json] = {"alive": alive, "record": kind, "differ": sorted(self._differ)}
         if held is not None:
             keys, flat = self._small(held)
             mine |= {"small": digest_bytes(flat) if keys else None, "large": self._large_digests()}

@@ -235,7 +235,7 @@ def test_a_modules_state_keeps_its_versions() -> None:
 
 def test_what_is_shared_stays_shared() -> None:
     tensor, array, items = torch.randn(2000), np.zeros(2000), [1]
-    tree = {"a": tensor, "b": [tensor, array], "c": (array, items), "d": items}
+    tree: dict[str, Any] = {"a": tensor, "b": [tensor, array], "c": (array, items), "d": items}
     skeleton, tensors = state_tree.split(tree)
     assert len(tensors) == 2
     for each in (state_tree.join(skeleton, tensors), back(tree), state_tree.copy(tree)):
@@ -466,7 +466,7 @@ def test_unknown_objects_are_copied_if_they_can_be() -> None:
     shared = [1]
     known, stubborn = Loud(), Stubborn()
     known.items = shared  # type: ignore[attr-defined]
-    copied = state_tree.copy([known, stubborn, shared, known])
+    copied: list[Any] = state_tree.copy([known, stubborn, shared, known])
     assert copied[0] is copied[3] is not known
     assert copied[0].items is copied[2] is not shared
     assert copied[1] is stubborn

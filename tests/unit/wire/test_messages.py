@@ -156,6 +156,7 @@ def test_a_row_that_is_not_as_agreed_is_refused(message: Message, old: bytes, ne
 
 def test_a_text_that_is_no_unicode_arrives_escaped() -> None:
     read = decode(encode(GiveUp(1, "no file \udcff\ud83d")), Sender.RANK)
+    assert isinstance(read, GiveUp)
     assert read.reason == "no file \\udcff\\ud83d"
 
 
