@@ -22,6 +22,7 @@ from common import ROOT, interruptible, machine, progress, search_path, shown
 
 from checkpointless.environment import TOKEN_ENV
 from checkpointless.report.incidents import Outcome, summarize
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 
 HEARTBEAT_S = 5.0
@@ -161,7 +162,7 @@ def play(scene: Scene) -> list[Found]:
             scene.name,
             fault,
             incident.cause,
-            incident.stages_s["detect"],
+            incident.stages_s[EventName.DETECT],
             incident.headline_s or float("nan"),
             incident.respawned,
         )

@@ -28,6 +28,7 @@ from common import ROOT, interruptible, machine, progress, search_path
 
 from checkpointless.faults.ledger import fired
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 
 NPROC = 4
@@ -250,7 +251,7 @@ def main() -> None:
         settled = [
             {name: int(event.fields[name]) for name in ("rss_bytes", "threads", "descriptors")}
             for event in read_events(run_dir)
-            if event.rank == SURVIVOR and event.stage == "settled"
+            if event.rank == SURVIVOR and event.stage == EventName.SETTLED
         ]
     rows = table(settled, samples)
     print(f"\n| what | first {EDGE} | last {EDGE} | most |\n| --- | --- | --- | --- |")

@@ -29,6 +29,7 @@ from run import IN_PROCESS, KINDS, NPROC, SURVIVOR, Sampler, table
 from checkpointless.faults.ledger import fired
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.report.verify import compare
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.steps import read_steps
 from tests.ranks.users.end import compare_ends, read_ends
@@ -139,7 +140,7 @@ def held(run_dir: Path) -> dict[int, list[dict[str, float]]]:
     """What each rank held after each incident, in order, from the processes that lived through it."""
     found: dict[int, list[dict[str, float]]] = {}
     for event in read_events(run_dir):
-        if event.stage == "settled" and event.rank is not None:
+        if event.stage == EventName.SETTLED and event.rank is not None:
             numbers = {name: float(event.fields[name]) for name in ("rss_bytes", "threads", "descriptors")}
             found.setdefault(event.rank, []).append({"pid": float(event.pid), **numbers})
     return found
@@ -154,7 +155,7 @@ def growth(values: Sequence[float]) -> float:
 def replaced(run_dir: Path) -> Counter[int]:
     """How often each rank got a new process."""
     events = read_events(run_dir)
-    return Counter(event.rank for event in events if event.stage == "respawn" and event.edge == "begin")
+    return Counter(event.rank for event in events if event.stage == EventName.RESPAWN and event.edge == "begin")
 
 
 def show(plan: Plan, run_dir: Path, calm_dir: Path, sampler: Sampler, incidents: list[IncidentSummary]) -> bool:

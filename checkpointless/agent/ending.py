@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
 from checkpointless.telemetry.scribe import scribe
 from checkpointless.wire.node_messages import End
@@ -26,7 +27,7 @@ def conclude(
     Returns:
         The exit code.
     """
-    events.emit("job", "end", generation=max(generation, 0), code=outcome.code, reason=outcome.last_words)
+    events.emit(EventName.JOB, "end", generation=max(generation, 0), code=outcome.code, reason=outcome.last_words)
     if not scribe.flush():
         say(f"the disk of {run_dir} does not answer: the last events of node {node} may be lost")
     for line in outcome.last_words:

@@ -15,6 +15,7 @@ from checkpointless.agent.ranks.process_keeper import ProcessKeeper
 from checkpointless.agent.ranks.starters import Starter
 from checkpointless.coordinator.coordinator import FAILED
 from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.causes import signal_name
 from checkpointless.wire.messages import FaultNotice, Finish, Go, Inquire
@@ -291,11 +292,11 @@ class NodeAgent:
         # A rank that failed by itself may reach the barrier before this notice; its successor ignores a notice of a
         # generation that is over.
         told = [rank for rank in self.ranks.values() if rank.state in (*IN_BLOCK, RankState.READY)]
-        self._job.emit("notify", "begin")
+        self._job.emit(EventName.NOTIFY, "begin")
         for rank in told:
             if rank.state in IN_BLOCK:
                 rank.state = RankState.LEAVING
             if not rank.send(notice):
                 rank.kill_at_s = now_s + EXIT_GRACE_S
         seconds = time.monotonic() - began_s
-        self._job.emit("notify", "end", seconds=seconds, ranks=[rank.number for rank in told])
+        self._job.emit(EventName.NOTIFY, "end", seconds=seconds, ranks=[rank.number for rank in told])

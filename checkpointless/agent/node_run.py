@@ -25,6 +25,7 @@ from checkpointless.coordinator.coordinator import FAILED
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.posix.errands import Errands
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.board import Board
 
@@ -122,7 +123,7 @@ class NodeRun:
         shown = config.own_ranks if config.stream_logs else range(0)
         copies = LogCopies({rank: self._logs.of_rank(rank) for rank in shown}, sys.stdout, self._errands)
         nproc, nnodes = config.nproc_per_node, config.nnodes
-        events.emit("job", "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
+        events.emit(EventName.JOB, "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
         try:
             outcome = serve(agent, link, self._selector, self._signals, self._watch, self._clock)
         finally:

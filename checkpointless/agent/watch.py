@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpointless.monitoring.measured import Measuring
 from checkpointless.monitoring.snapshot import OUTSIDE, JobNode, JobRank, JobStatus, RankStatus, Snapshot, Tally
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.rank_state import RankState
@@ -133,7 +134,7 @@ class _WatchedLog(EventLog):
 
     def emit(
         self,
-        stage: str,
+        stage: EventName,
         edge: Edge,
         *,
         generation: int,

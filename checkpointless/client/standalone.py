@@ -5,6 +5,7 @@ from __future__ import annotations
 from checkpointless.client.agent_client import RankClient
 from checkpointless.coordinator.incident_policy import History
 from checkpointless.environment import JOB_RESTART_COUNT_ENV, TORCHELASTIC_RESTART_COUNT_ENV
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
 from checkpointless.wire.causes import Cause, culprit
 from checkpointless.wire.messages import Barrier, Done, FaultNotice, FaultReport, Finish, Go, Hello, RankMessage
@@ -36,7 +37,7 @@ class FaultLimits:
 def tell(generation: int, incident: str, cause: Cause) -> None:
     """Log the cause of an incident where no agent does; the rank that reported the incident calls this."""
     event_log().emit(
-        "detect",
+        EventName.DETECT,
         "point",
         generation=generation,
         incident=incident,

@@ -20,6 +20,7 @@ from checkpointless.coordinator.nodes.takeover import Takeover
 from checkpointless.coordinator.processes import Processes
 from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node, Rank
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.node_messages import (
     Alive,
@@ -231,7 +232,7 @@ class Coordinator:
         now_s = job.clock()
         if now_s >= self._note_progress_at_s:
             self._note_progress_at_s = now_s + _NOTE_PROGRESS_EVERY_S
-            job.incidents.emit("progress", "point", high_water=job.high_water)
+            job.incidents.emit(EventName.PROGRESS, "point", high_water=job.high_water)
         if job.progress.oldest >= job.target:
             job.incidents.recovered(job.target, job.high_water)
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from checkpointless.coordinator.incident_policy import GiveUpDecision, History
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.telemetry.narration import detected_line, recovered_line
-from checkpointless.telemetry.rungs import RUNG, Rung
+from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, attribute, culprit
 
@@ -109,7 +110,7 @@ class IncidentTracker:
         incident = self.open or self.recovering
         if incident is not None and rung > incident.rung:
             incident.rung = rung
-            self.emit(RUNG, "point", rung=rung.label, why=why)
+            self.emit(EventName.RUNG, "point", rung=rung.label, why=why)
 
     def fell_back(self, high_water: int, newest: int) -> None:
         """Record that storage brought back the state after step ``newest``; ``high_water`` had been committed."""
@@ -129,11 +130,11 @@ class IncidentTracker:
         seconds = time.monotonic() - incident.opened_at_s
         rung, lost = incident.rung.label, None if high_water == NO_STEP else incident.steps_lost
         made = None if step == NO_STEP else step
-        self.emit("recovered", "point", seconds=seconds, rung=rung, steps_lost=lost, step=made)
+        self.emit(EventName.RECOVERED, "point", seconds=seconds, rung=rung, steps_lost=lost, step=made)
         self.recovering = None
         self._say(recovered_line(incident.id, seconds, rung, lost))
 
-    def emit(self, stage: str, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
+    def emit(self, stage: EventName, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
         """Write an event of the incident that is not over, if there is one, or of no incident."""
         incident = self.open or self.recovering
         self._events.emit(
@@ -150,5 +151,5 @@ class IncidentTracker:
         if cause is incident.said:
             return
         incident.said = cause
-        self.emit("detect", "point", cause=str(cause), culprit=culprit(cause), how=cause.how)
+        self.emit(EventName.DETECT, "point", cause=str(cause), culprit=culprit(cause), how=cause.how)
         self._say(detected_line(incident.id, str(cause)))

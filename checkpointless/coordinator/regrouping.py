@@ -7,6 +7,7 @@ from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
 from checkpointless.coordinator.job import FAILED, Job, Phase
 from checkpointless.coordinator.processes import Processes
 from checkpointless.coordinator.roster import Rank
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause
@@ -162,7 +163,7 @@ class Regrouping:
         self._hangs.forget()
         job.progress.forget()
         job.tell_nodes(Begin(job.generation, incident.id if incident else "", env, job.high_water, job.target))
-        self._incidents.emit("go", "point", high_water=job.high_water)
+        self._incidents.emit(EventName.GO, "point", high_water=job.high_water)
 
     def _look_back(self) -> None:
         """Determine which step was committed last and which one is next, since all boards have been read."""

@@ -24,7 +24,8 @@ from checkpointless.faults.spec import (
     FaultSpecError,
     parse_all,
 )
-from checkpointless.telemetry.events import FAULT_INJECTED, event_log
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import event_log
 from checkpointless.telemetry.scribe import flush_all
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,13 @@ class FaultInjector:
     def _announce(self, spec: FaultSpec, step: int, generation: int) -> None:
         text = spec.text or str(spec)
         event_log().emit(
-            FAULT_INJECTED, "point", generation=generation, rank=self.rank, spec=text, step=step, phase=spec.phase
+            EventName.FAULT_INJECTED,
+            "point",
+            generation=generation,
+            rank=self.rank,
+            spec=text,
+            step=step,
+            phase=spec.phase,
         )
         logger.warning("rank %d: injecting %s", self.rank, text)
         flush_all()  # the fault may end this process

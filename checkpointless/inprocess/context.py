@@ -11,6 +11,7 @@ import torch
 from checkpointless.environment import own_generation
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
 from checkpointless.wire.board import Board
 
@@ -23,7 +24,7 @@ def own_board() -> Board | None:
     return call.board if call is not None else None
 
 
-def span(stage: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
+def span(stage: EventName, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
     """Return a span of ``stage`` in the event log, with the generation and incident of the running block."""
     call = active_call_wrapper()
     generation = call.generation if call is not None else own_generation()

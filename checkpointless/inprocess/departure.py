@@ -17,6 +17,7 @@ from checkpointless.inprocess.fault_thread import FaultThread
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.state import HPState
+from checkpointless.telemetry.event_names import EventName
 
 
 class Departure:
@@ -96,7 +97,7 @@ class Departure:
         with self._abort_mutex:
             if self.aborted >= generation:
                 return True
-            with self._generation.span("abort"):
+            with self._generation.span(EventName.ABORT):
                 if not self._lock.close(self._timeout):
                     return False
                 with bounded("the abort", self._timeout.total_seconds(), self._replace):

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Edge, event_log
 
 
@@ -26,10 +27,10 @@ class Generation:
     high_water: int = -1
     recovering_since_s: float | None = None
 
-    def emit(self, stage: str, edge: Edge, **fields: Any) -> None:
+    def emit(self, stage: EventName, edge: Edge, **fields: Any) -> None:
         """Write an event of this generation and incident."""
         event_log().emit(stage, edge, generation=self.number, incident=self.incident, **fields)
 
-    def span(self, stage: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
+    def span(self, stage: EventName, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
         """Return a span of ``stage``, of this generation and incident, for a ``with`` statement."""
         return event_log().span(stage, generation=self.number, incident=self.incident, **fields)

@@ -9,6 +9,7 @@ from typing import Any
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.memory import memory_status
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
 from checkpointless.wire.board import Board
 
@@ -34,7 +35,7 @@ class StepTracker:
         self.since_entry = 0
         self._generation = generation
         self._board = board
-        self._open_stage: tuple[str, float] | None = None  # its name, and when it began
+        self._open_stage: tuple[EventName, float] | None = None  # its name, and when it began
 
     def enter(self) -> None:
         """Count anew, because the block is about to be entered."""
@@ -50,7 +51,8 @@ class StepTracker:
         Args:
             samples_per_step: number of samples that a step of the whole job takes, for the report; None if unknown.
         """
-        self._begin_stage("data", **({} if samples_per_step is None else {"samples_per_step": samples_per_step}))
+        fields = {} if samples_per_step is None else {"samples_per_step": samples_per_step}
+        self._begin_stage(EventName.DATA, **fields)
 
     def begin(self, step: int) -> None:
         """Report that optimizer step ``step`` begins."""
@@ -61,13 +63,13 @@ class StepTracker:
             self._board.beat()
         if self._open_stage is not None:
             self._end_stage()
-            self._begin_stage("first_step")
+            self._begin_stage(EventName.FIRST_STEP)
 
     def end(self) -> None:
         """Report that the optimizer step in progress is complete and committed."""
         self.since_entry += 1
         if self.since_entry == _SETTLED_STEPS and self._generation.incident is not None:
-            self._generation.emit("settled", "point", **memory_status())
+            self._generation.emit(EventName.SETTLED, "point", **memory_status())
         if self._open_stage is not None:
             self._end_stage(step=self.making)
             gc.collect()  # the previous generation's trainer is part of reference cycles
@@ -82,9 +84,9 @@ class StepTracker:
 
     def end_training(self, step: int) -> None:
         """Report that ``step`` was the last step; what remains to be done is not training."""
-        event_log().emit("trained", "point", generation=self._generation.number, step=step)
+        event_log().emit(EventName.TRAINED, "point", generation=self._generation.number, step=step)
 
-    def _begin_stage(self, stage: str, **fields: Any) -> None:
+    def _begin_stage(self, stage: EventName, **fields: Any) -> None:
         self._open_stage = (stage, time.monotonic())
         self._generation.emit(stage, "begin", **fields)
 

@@ -41,6 +41,7 @@ from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.state_keeper import StateKeeper
 from checkpointless.inprocess.step_tracker import StepTracker
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback
 from checkpointless.wire.board import Board
@@ -261,7 +262,7 @@ class HPCallWrapper:
         """Wait until every rank is ready to enter the block, then adopt the new generation's environment."""
         entering_first = self._departure.aborted < 0
         after = self.generation - 1 if entering_first else self.generation
-        with self._now.span("barrier"):
+        with self._now.span(EventName.BARRIER):
             if not entering_first:
                 self.client.barrier(self.generation)
             go = self.client.wait_go(after)
@@ -358,7 +359,7 @@ class HPCallWrapper:
             self._replace(f"{type(error).__name__}: {error}")
 
     def _clean_up(self, state: HPState) -> None:
-        with self._now.span("finalize") as fields:
+        with self._now.span(EventName.FINALIZE) as fields:
             with self._bounded("the abort"):
                 after_block(self.wrapper.abort, state)
             with self._bounded("the clean-up"):
@@ -371,7 +372,7 @@ class HPCallWrapper:
                 fields.update(memory_status())
 
     def _check_health(self, state: HPState, term_ex: BaseException) -> None:
-        with self._now.span("health"):
+        with self._now.span(EventName.HEALTH):
             own_limit = getattr(self.wrapper.health_check, "timeout", None)
             with self._bounded("the health check", own_limit if isinstance(own_limit, timedelta) else None):
                 try:
@@ -407,7 +408,7 @@ class HPCallWrapper:
         """Report that the optimizer step in progress is complete and committed."""
         self.steps.end()
 
-    def span(self, stage: str, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
+    def span(self, stage: EventName, **fields: Any) -> AbstractContextManager[dict[str, Any]]:
         """Return a span of ``stage`` in the event log, of this generation and incident."""
         return self._now.span(stage, **fields)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpointless.faults.spec import FaultKind
 from checkpointless.monitoring.durations import Durations
-from checkpointless.telemetry.events import FAULT_INJECTED, STAGES
+from checkpointless.telemetry.event_names import STAGES, EventName
 from checkpointless.telemetry.lines import LineTail
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ MAX_BYTES = 4 * 1024 * 1024
 ASKED_FOR_S = 300.0  # how long reading continues after a request
 QUIET_S = 600.0  # an incident is over when its ranks were silent for so long
 STAGE_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-RESPAWN = "respawn"
 #: ``detect`` is measured between processes, and only for a fault that was injected.
-MEASURED_STAGES = (RESPAWN, *(stage for stage in STAGES if stage != "detect"))
+MEASURED_STAGES = (EventName.RESPAWN, *(stage for stage in STAGES if stage != EventName.DETECT))
 OTHER = "other"
 _EVERY_S = 1.0
 _CLOSE_TIMEOUT_S = 1.0
-_WITHOUT_INCIDENT = frozenset({"abort", "finalize", "health"})  # the rank may not know the incident's name yet
+# In these stages the rank may not know the incident's name yet.
+_WITHOUT_INCIDENT = frozenset({EventName.ABORT, EventName.FINALIZE, EventName.HEALTH})
 # These stages are logged with the generation that ended, the others with the next one.
-_OF_THE_ENDED = frozenset({RESPAWN, "notify", "barrier", *_WITHOUT_INCIDENT})
+_OF_THE_ENDED = frozenset({EventName.RESPAWN, EventName.NOTIFY, EventName.BARRIER, *_WITHOUT_INCIDENT})
 _OWNER = re.compile(rb'"node":(-?\d{1,9}),"rank":(null|\d{1,9}),')
 _OWNER_WITHIN = 256  # bytes from the start of a line
 
@@ -148,7 +148,7 @@ class MeasuredTally:
     """
 
     def __init__(self) -> None:
-        self._stages = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
+        self._stages: dict[str, Durations] = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
         self._transfer_bytes = 0
         self._faults = Counter({kind.value: 0 for kind in FaultKind})
         self._open: dict[int, _Incident] = {}
@@ -202,7 +202,7 @@ class MeasuredTally:
 
     def _take(self, record: Mapping[str, Any], now_s: float) -> None:
         stage, generation, rank = record.get("stage"), record.get("generation"), record.get("rank")
-        if stage == FAULT_INJECTED:
+        if stage == EventName.FAULT_INJECTED:
             kind = str(record.get("spec")).partition("@")[0].partition(":")[0]
             self._faults[kind if kind in self._faults else OTHER] += 1
         if not isinstance(stage, str) or not isinstance(generation, int) or not isinstance(rank, int | None):
@@ -217,7 +217,7 @@ class MeasuredTally:
         incident = self._open.setdefault(ended, _Incident())
         incident.heard_at_s = now_s
         if record.get("edge") == "begin":
-            if stage == RESPAWN:  # the spans of the dead process will not end
+            if stage == EventName.RESPAWN:  # the spans of the dead process will not end
                 incident.running = {(who, what) for who, what in incident.running if who != rank}
             incident.running.add((rank, stage))
         elif record.get("edge") == "end":
@@ -229,7 +229,7 @@ class MeasuredTally:
         seconds, nbytes = record.get("seconds"), record.get("bytes")
         if isinstance(seconds, int | float) and 0 <= seconds < math.inf:
             incident.spent.setdefault(stage, Counter())[rank] += seconds  # type: ignore[assignment]
-        if stage == "transfer" and isinstance(nbytes, int) and nbytes > 0:
+        if stage == EventName.TRANSFER and isinstance(nbytes, int) and nbytes > 0:
             self._transfer_bytes += nbytes
-        if stage == "first_step":
+        if stage == EventName.FIRST_STEP:
             incident.resumed.add(rank)

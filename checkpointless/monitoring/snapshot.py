@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from checkpointless.monitoring.durations import Durations
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.rungs import Rung
 
 if TYPE_CHECKING:
@@ -159,16 +160,16 @@ class Tally:
     respawns: int = 0
     steps_lost: int = 0
 
-    def event(self, stage: str, edge: str, incident: str | None, fields: Mapping[str, Any]) -> None:
+    def event(self, stage: EventName, edge: str, incident: str | None, fields: Mapping[str, Any]) -> None:
         """Count an event; of several ``detect`` events of an incident, the last knows best how it came about."""
-        if stage == "respawn" and edge == "begin":
+        if stage == EventName.RESPAWN and edge == "begin":
             self.respawns += 1
-        elif stage == "detect" and incident is not None:
+        elif stage == EventName.DETECT and incident is not None:
             self.incidents += incident not in self.open
             self.open[incident] = str(fields.get("how"))
-        elif stage == "go" and incident in self.open:
+        elif stage == EventName.GO and incident in self.open:
             self.causes[self.open.pop(incident)] += 1
-        elif stage == "recovered":
+        elif stage == EventName.RECOVERED:
             seconds = float(fields["seconds"])
             rung = str(fields["rung"])
             self.recoveries = self.recoveries.and_one_of(seconds)

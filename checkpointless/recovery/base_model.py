@@ -14,6 +14,7 @@ from checkpointless.recovery.decide import Decision
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.refill import Refill
 from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.state_tensors import StateTensors
 from checkpointless.transfer.tensor_entry import Key
@@ -146,7 +147,7 @@ class FrozenBaseModel:
         """
         lacking = self._ranks_without(decision)
         refills = {rank: decision.refills[rank] for rank in lacking}
-        with span("transfer", part="base model", refills=len(lacking)) as fields:
+        with span(EventName.TRANSFER, part="base model", refills=len(lacking)) as fields:
             mine = dict(self.weights or {})
             _, report = self._refill.move(live, refills, mine, {}, memory_budget_bytes=memory_budget_bytes)
             if dist.get_rank() in lacking:

@@ -15,6 +15,7 @@ from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.live_state import DATA, LiveState
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.state import OwnState
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import all_gather_json
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def decide_together(
     """
     call = active_call_wrapper()
     high_water = call.high_water if call is not None else -1
-    with span("decide") as fields:
+    with span(EventName.DECIDE) as fields:
         mine = asdict(_report(live, held, own, compare_digests, begun, saves))
         answers = all_gather_json({"report": mine, "keeps": own.kept_streams()})
         decision = decide(reports_of(answers, own.replicas.jump), high_water, fit)

@@ -25,6 +25,7 @@ from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import share_plain
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
@@ -421,7 +422,7 @@ class CheckpointManager:
         self.was_filled = is_filled
         if held is not None and not is_filled:
             own = held.go_back_to(moment[1])
-        with span("transfer", refills=len(decision.refills)) as fields:
+        with span(EventName.TRANSFER, refills=len(decision.refills)) as fields:
             objects, report = self._refill.move(
                 live,
                 decision.refills,
@@ -435,7 +436,7 @@ class CheckpointManager:
                 self._own.put_buffers(live, moment, held.buffers.get(moment) if held is not None else None)
             self.bytes_received += report.bytes
             fields.update(asdict(report))
-        with span("verify", refilled=is_filled) as fields:
+        with span(EventName.VERIFY, refilled=is_filled) as fields:
             live.load_objects(objects)
             live.settle()
             live.resumed(*moment, objects)

@@ -25,11 +25,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from checkpointless.report.incidents import JOB, IncidentSummary, Outcome
+from checkpointless.report.incidents import IncidentSummary, Outcome
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Event
 
-PROGRESS = "progress"
-TRAINED = "trained"
 _NS_PER_S = 1e9
 
 
@@ -129,13 +128,13 @@ def milestones(events: Iterable[Event]) -> Milestones | None:
     for event in events:
         begin_ns = event.ts if begin_ns is None else min(begin_ns, event.ts)
         last_ns = max(last_ns, event.ts)
-        if event.stage == JOB and event.edge == "end":
+        if event.stage == EventName.JOB and event.edge == "end":
             job_ns = max(event.ts, job_ns or 0)
-        elif event.stage == "first_step" and event.edge == "begin":
+        elif event.stage == EventName.FIRST_STEP and event.edge == "begin":
             first_steps[event.generation].append(event.ts)
-        elif event.stage == "go":
+        elif event.stage == EventName.GO:
             blocks[event.generation] = max(event.ts, blocks.get(event.generation, 0))
-        elif event.stage == TRAINED:
+        elif event.stage == EventName.TRAINED:
             trained.append(event.ts)
     if begin_ns is None:
         return None
@@ -215,11 +214,11 @@ def step_time_s(events: Iterable[Event], incidents: Sequence[IncidentSummary]) -
             place[generation] = max((step, ns), place.get(generation, (step, ns)))
 
     for event in events:
-        if event.stage == "first_step" and event.edge == "end":
+        if event.stage == EventName.FIRST_STEP and event.edge == "end":
             note(began, event.generation, event.ts, event.fields.get("step"))
-        elif event.stage == TRAINED:
+        elif event.stage == EventName.TRAINED:
             note(reached, event.generation, event.ts, event.fields.get("step"))
-        elif event.stage == PROGRESS:
+        elif event.stage == EventName.PROGRESS:
             note(reached, event.generation, event.ts, event.fields.get("high_water"))
     for incident in incidents:
         note(reached, incident.generation, incident.start_ns, incident.committed)

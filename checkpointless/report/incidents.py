@@ -7,15 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Event
-from checkpointless.telemetry.rungs import RUNG, Rung
+from checkpointless.telemetry.event_names import STAGES, EventName
+from checkpointless.telemetry.events import Event
+from checkpointless.telemetry.rungs import Rung
 
 _NS_PER_S = 1e9
-_NOTICING = frozenset({"detect", "notify"})
-_CLEANING_UP = frozenset({"abort", "finalize", "health"})
+_NOTICING = frozenset({EventName.DETECT, EventName.NOTIFY})
+_CLEANING_UP = frozenset({EventName.ABORT, EventName.FINALIZE, EventName.HEALTH})
 #: Stages that belong to the new generation; the earlier stages belong to the generation that ended.
-_STARTING = frozenset(STAGES[STAGES.index("init") :])
-JOB = "job"
+_STARTING = frozenset(STAGES[STAGES.index(EventName.INIT) :])
 
 
 class Outcome(enum.Enum):
@@ -142,20 +142,21 @@ class _Log:
 
     def __init__(self, events: Iterable[Event]) -> None:
         in_order = sorted(events, key=lambda event: event.ts)
-        ended_by = {e.generation: e.incident for e in in_order if e.stage == "detect" and e.incident is not None}
+        detects = [event for event in in_order if event.stage == EventName.DETECT]
+        ended_by = {event.generation: event.incident for event in detects if event.incident is not None}
         self.groups: dict[str, list[Event]] = defaultdict(list)
         self.injected: list[Event] = []
         self.first_steps: dict[int, int] = {}
         self.job_end: Event | None = None
         for event in in_order:
-            if event.stage == FAULT_INJECTED:
+            if event.stage == EventName.FAULT_INJECTED:
                 self.injected.append(event)
                 continue
-            if event.stage == JOB:
+            if event.stage == EventName.JOB:
                 self.job_end = event if event.edge == "end" else self.job_end
                 continue
             step = event.fields.get("step")
-            if event.stage == "first_step" and event.edge == "end" and isinstance(step, int):
+            if event.stage == EventName.FIRST_STEP and event.edge == "end" and isinstance(step, int):
                 self.first_steps[event.generation] = max(step, self.first_steps.get(event.generation, step))
             named = event.incident
             # A rank begins to clean up before the agent has told it the incident's id.
@@ -179,13 +180,13 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
         end = events[-1]  # no step was left to train
     stages_s = {stage: max(spans[stage].values()) for stage in STAGES if spans.get(stage)}
     if fault is not None:
-        stages_s["detect"] = _seconds(fault, noticed)
+        stages_s[EventName.DETECT] = _seconds(fault, noticed)
 
     ends = [event for event in events if event.edge == "end"]
-    targets = [event.fields.get("target") for event in ends if event.stage == "decide"]
+    targets = [event.fields.get("target") for event in ends if event.stage == EventName.DECIDE]
     target = next((target for target in targets if isinstance(target, int)), None)
     ups = _steps_up(events)
-    fills = [event for event in ends if event.stage == "transfer" and _ranks(event.fields.get("sources"))]
+    fills = [event for event in ends if event.stage == EventName.TRANSFER and _ranks(event.fields.get("sources"))]
     if end is not None:
         outcome = Outcome.RESUMED
     else:
@@ -207,7 +208,7 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
             default=None,
         ),
         sources=tuple(sorted({rank for event in fills for rank in _ranks(event.fields["sources"])})),
-        respawned=tuple(sorted({e.rank for e in events if e.stage == "respawn" and e.rank is not None})),
+        respawned=tuple(sorted({e.rank for e in events if e.stage == EventName.RESPAWN and e.rank is not None})),
         rung=max(ups, default=Rung.IN_PROCESS),
         steps_up=tuple(why for _, why in sorted(ups.items())),
         tiles_s=_tiles(events, start.ts, noticed.ts if fault is not None else None, end),
@@ -221,7 +222,7 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
 
 def _detection(events: Sequence[Event]) -> Event:
     """Return the most informative ``detect`` event: the last that is not a victim's; victims often report first."""
-    told = [event for event in events if event.stage == "detect"] or events[:1]
+    told = [event for event in events if event.stage == EventName.DETECT] or events[:1]
     return ([event for event in told if not _tells_of_a_victim(event)] or told)[-1]
 
 
@@ -235,7 +236,7 @@ def _tells_of_a_victim(detect: Event) -> bool:
 
 def _generation(events: Sequence[Event]) -> int:
     """Return the generation that an incident ended: its detection's, else the oldest that its events carry."""
-    detects = [event.generation for event in events if event.stage == "detect"]
+    detects = [event.generation for event in events if event.stage == EventName.DETECT]
     return detects[0] if detects else min(event.generation for event in events)
 
 
@@ -279,14 +280,14 @@ def _end(events: Sequence[Event], generation: int) -> Event | None:
         if event.generation > generation and event.rank is not None and event.stage in _STARTING
     }
     if not ranks:
-        return next((event for event in events if event.stage == "go"), None)
+        return next((event for event in events if event.stage == EventName.GO), None)
     committed = {
         event.rank: event
         for event in events
-        if event.stage == "first_step" and event.edge == "end" and "error" not in event.fields
+        if event.stage == EventName.FIRST_STEP and event.edge == "end" and "error" not in event.fields
     }
     if not ranks <= committed.keys():
-        made = (event for event in events if event.stage == "recovered")
+        made = (event for event in events if event.stage == EventName.RECOVERED)
         return next((event for event in made if isinstance(event.fields.get("step"), int)), None)
     return max(committed.values(), key=lambda event: event.ts)
 
@@ -298,13 +299,14 @@ def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: 
     """
     ended_ns: dict[str, int] = {}
     for event in events:
-        stage = "barrier" if event.stage == "go" else event.stage  # no rank has passed the barrier before
-        if event.edge == "end" or event.stage == "go":
+        is_go = event.stage == EventName.GO
+        stage = EventName.BARRIER if is_go else event.stage  # no rank has passed the barrier before
+        if event.edge == "end" or is_go:
             ended_ns[stage] = max(event.ts, ended_ns.get(stage, 0))
-    if end is not None and end.stage == "recovered":
-        ended_ns["first_step"] = end.ts
+    if end is not None and end.stage == EventName.RECOVERED:
+        ended_ns[EventName.FIRST_STEP] = end.ts
     if noticed_ns is not None:
-        ended_ns["detect"] = noticed_ns
+        ended_ns[EventName.DETECT] = noticed_ns
     tiles: dict[str, float] = {}
     reached_ns = start_ns
     for stage in STAGES:
@@ -317,7 +319,7 @@ def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: 
 
 def _committed(events: Sequence[Event], generation: int, first_steps: Mapping[int, int]) -> int | None:
     """Return the newest step committed before: as seen by the agents or written by the ended generation's ranks."""
-    seen = [event.fields.get("high_water") for event in events if event.stage == "go"]
+    seen = [event.fields.get("high_water") for event in events if event.stage == EventName.GO]
     known = [step for step in (*seen, first_steps.get(generation)) if isinstance(step, int)]
     return max(0, *known) if known else None
 
@@ -327,7 +329,7 @@ def _resumed_after(events: Sequence[Event], generation: int, target: int | None)
     made = [
         event.fields["step"]
         for event in events
-        if event.stage == "first_step"
+        if event.stage == EventName.FIRST_STEP
         and event.edge == "end"
         and event.generation > generation
         and isinstance(event.fields.get("step"), int)
@@ -343,7 +345,7 @@ def _reason(events: Sequence[Event], job_end: Event | None) -> str:
             said = next(iter(said), "")
         if str(said or "").startswith("RankShouldRestart"):
             continue  # a rank that was told to leave does not know why
-        if said and event.edge != "begin" and event.stage != "detect":
+        if said and event.edge != "begin" and event.stage != EventName.DETECT:
             return str(said)
     return ""
 
@@ -365,10 +367,10 @@ def _steps_up(events: Sequence[Event]) -> dict[Rung, str]:
     by_label = {rung.label: rung for rung in Rung}
     ups: dict[Rung, str] = {}
     for event in events:
-        if event.stage == RUNG and event.fields.get("rung") in by_label:
+        if event.stage == EventName.RUNG and event.fields.get("rung") in by_label:
             ups.setdefault(by_label[event.fields["rung"]], str(event.fields.get("why")))
     for event in events:
-        if event.stage == "fallback":
+        if event.stage == EventName.FALLBACK:
             ups[Rung.JOB] = str(event.fields.get("reason"))
     return ups
 

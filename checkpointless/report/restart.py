@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from checkpointless.report.ettr import Activity, TimeAccount
 from checkpointless.report.incidents import IncidentSummary, Outcome
+from checkpointless.telemetry.event_names import EventName
 
 #: Checkpoint interval of NeMo's recipes (``nemo.collections.llm.recipes.log.default``).
 DEFAULT_INTERVAL_S = 15 * 60.0
@@ -171,7 +172,7 @@ def _restart(
     end_ns = first.start_ns if last.end_ns is None else last.end_ns
     return Restart(
         incidents=tuple(incident.incident for incident in chain),
-        detect_s=first.stages_s.get("detect", 0.0) if options.detect_s is None else options.detect_s,
+        detect_s=first.stages_s.get(EventName.DETECT, 0.0) if options.detect_s is None else options.detect_s,
         requeue_s=options.requeue_s or 0.0,
         startup_s=startup_s,
         load_s=options.load_s or 0.0,

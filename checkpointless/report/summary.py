@@ -12,23 +12,24 @@ from statistics import median
 from typing import Any
 
 from checkpointless.report.ettr import TimeAccount, account, milestones, step_time_s
-from checkpointless.report.incidents import JOB, IncidentSummary, Outcome, summarize
+from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.report.restart import Comparison, RestartOptions, compare_with_restart
-from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Event, json_safe
+from checkpointless.telemetry.event_names import STAGES, EventName
+from checkpointless.telemetry.events import Event, json_safe
 
 #: Version of the JSON format; it changes when a field changes its meaning or is removed.
 FORMAT = 1
 SAMPLES_PER_STEP = "samples_per_step"
 #: Groups of stages, in order; each group has one colour in the bars.
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "notice": ("detect", "notify"),
-    "stop": ("abort", "finalize", "health"),
-    "meet": ("respawn", "barrier"),
-    "rebuild": ("init", "rebuild"),
-    "restore": ("decide", "transfer", "verify"),
-    "resume": ("data", "first_step"),
+PHASES: Mapping[str, tuple[EventName, ...]] = {
+    "notice": (EventName.DETECT, EventName.NOTIFY),
+    "stop": (EventName.ABORT, EventName.FINALIZE, EventName.HEALTH),
+    "meet": (EventName.RESPAWN, EventName.BARRIER),
+    "rebuild": (EventName.INIT, EventName.REBUILD),
+    "restore": (EventName.DECIDE, EventName.TRANSFER, EventName.VERIFY),
+    "resume": (EventName.DATA, EventName.FIRST_STEP),
 }
-PHASE_OF = {stage: phase for phase, stages in PHASES.items() for stage in stages}
+PHASE_OF: Mapping[str, str] = {stage: phase for phase, stages in PHASES.items() for stage in stages}
 
 
 class RunState(enum.Enum):
@@ -169,7 +170,7 @@ def build_report(
     spent = account(marks, incidents, step_s)
     trained = marks.trains_ns is not None and not (incidents and incidents[0].start_ns < marks.trains_ns)
     comparison = compare_with_restart(options or RestartOptions(), spent, incidents, step_s, trained)
-    jobs = [event for event in events if event.stage == JOB]
+    jobs = [event for event in events if event.stage == EventName.JOB]
     begins = [event.fields for event in jobs if event.edge == "begin"]
     ends = sorted((event for event in jobs if event.edge == "end"), key=lambda event: event.ts)
     run = Run(
@@ -183,7 +184,9 @@ def build_report(
         end_ns=marks.end_ns,
         last_step=_last_step(events),
         step_s=step_s,
-        samples_per_step=_newest([event.fields for event in events if event.stage == "data"], SAMPLES_PER_STEP),
+        samples_per_step=_newest(
+            [event.fields for event in events if event.stage == EventName.DATA], SAMPLES_PER_STEP
+        ),
         caused=caused,
         lines_left_out=lines_left_out,
     )
@@ -285,7 +288,8 @@ def _newest(fields: Sequence[Mapping[str, Any]], name: str) -> int | None:
 
 
 def _last_step(events: Sequence[Event]) -> int | None:
-    committed = [event for event in events if event.stage != FAULT_INJECTED]  # whose step is not committed yet
+    # The step of an injected fault is not committed yet.
+    committed = [event for event in events if event.stage != EventName.FAULT_INJECTED]
     known = [event.fields.get(name) for event in committed for name in ("step", "high_water", "target")]
     return max((step for step in known if isinstance(step, int) and step >= 0), default=None)
 

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpointless.report.incidents import JOB, IncidentSummary
+from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.summary import Report, utc
-from checkpointless.telemetry.events import FAULT_INJECTED, Event, json_safe
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import Event, json_safe
 
 #: Process and thread ids are made up; they are unique in the whole trace, as viewers require.
 _JOB_PID = 1
@@ -97,7 +98,7 @@ def write_trace(report: Report, events: Sequence[Event]) -> str:
         events: all events of the run, in any order.
     """
     begin_ns = report.run.begin_ns or 0
-    found = threads(event for event in events if event.stage != JOB)
+    found = threads(event for event in events if event.stage != EventName.JOB)
     meta = [
         _name("process_name", _JOB_PID, 0, f"job {report.run.path}"),
         _sort("process_sort_index", _JOB_PID, 0, 0),
@@ -136,7 +137,8 @@ def _nested(thread: Thread, pid: int, tid: int, begin_ns: int) -> list[dict[str,
     for number, span in enumerate(thread.spans):
         event = span.begin
         common = {"name": event.stage, "cat": "stage", "pid": pid, "tid": tid, "args": _about(span)}
-        if event.stage == "respawn":  # an agent's span, on the thread of a rank whose processes change meanwhile
+        # This is an agent's span, on the thread of a rank whose processes change meanwhile.
+        if event.stage == EventName.RESPAWN:
             for phase, ns in (("b", event.ts), ("e", span.end_ns)):
                 own_id = {"local": f"{tid}.{number}"}  # local to this process, and shown with it
                 made.append({**common, "ph": phase, "id2": own_id, "ts": _us(ns, begin_ns)})
@@ -200,7 +202,7 @@ def _instant(event: Event, pid: int, tid: int, begin_ns: int) -> dict[str, Any]:
     said = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in event.fields.items()}
     return {
         "name": event.stage,
-        "cat": "fault" if event.stage == FAULT_INJECTED else "moment",
+        "cat": "fault" if event.stage == EventName.FAULT_INJECTED else "moment",
         "ph": "i",
         "s": "t",
         "pid": pid,

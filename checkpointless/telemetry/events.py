@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from checkpointless.environment import NODE_RANK_ENV, RANK_ENV, own_run_dir
+from checkpointless.telemetry.event_names import EventName, event_name
 from checkpointless.telemetry.scribe import FLUSH_S, scribe
 
 logger = logging.getLogger(__name__)
@@ -25,27 +26,6 @@ EVENTS_FILE = "events.jsonl"
 
 Edge = Literal["begin", "end", "point"]
 EDGES: tuple[Edge, ...] = get_args(Edge)
-
-#: The stages of an incident, in the order in which they occur.
-STAGES = (
-    "detect",
-    "notify",
-    "abort",
-    "finalize",
-    "health",
-    "barrier",
-    "init",
-    "rebuild",
-    "decide",
-    "transfer",
-    "verify",
-    "data",
-    "first_step",
-)
-#: Stage of the event that is written just before a fault is injected.
-FAULT_INJECTED = "fault_injected"
-#: Stage of the event that a process writes, as soon as it can, if it had to drop events: ``count`` of them.
-EVENTS_DROPPED = "events_dropped"
 
 #: What JSON has a form for.
 JsonValue = bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"] | None
@@ -65,7 +45,7 @@ class Event:
         pid: id of the process that wrote the event.
         generation: generation in which the event happened.
         incident: id of the incident that the event belongs to; None if it belongs to none.
-        stage: one of :data:`STAGES`, or another word.
+        stage: what the event tells; a plain word if a newer version's log names what this version does not know.
         edge: ``begin`` or ``end`` of a span, or a ``point`` in time.
         fields: further fields of the line (bytes, sources, seconds, cause, ...).
     """
@@ -77,7 +57,7 @@ class Event:
     pid: int
     generation: int
     incident: str | None
-    stage: str
+    stage: EventName | str
     edge: Edge
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -105,7 +85,7 @@ class EventLog:
 
     def emit(
         self,
-        stage: str,
+        stage: EventName,
         edge: Edge,
         *,
         generation: int,
@@ -116,7 +96,7 @@ class EventLog:
         """Queue one event, stamped with the current time and this process's id; never wait.
 
         Args:
-            stage: one of :data:`STAGES`, or another word.
+            stage: what the event tells.
             edge: ``begin``, ``end`` or ``point``.
             generation: generation in which the event happens.
             incident: id of the incident that the event belongs to; None if it belongs to none.
@@ -153,7 +133,7 @@ class EventLog:
 
     @contextmanager
     def span(
-        self, stage: str, *, generation: int, incident: str | None = None, **fields: Any
+        self, stage: EventName, *, generation: int, incident: str | None = None, **fields: Any
     ) -> Iterator[dict[str, Any]]:
         """Emit ``begin`` now and, when the ``with`` body ends, ``end`` with ``seconds`` and any ``error`` raised.
 
@@ -202,7 +182,8 @@ class _Losses:
         try:
             if count:
                 told: dict[str, Any] = {"ts": time.time_ns(), "mono": time.monotonic_ns()}
-                told |= {**origin, "incident": None, "stage": EVENTS_DROPPED, "edge": "point", "count": count}
+                told |= {**origin, "incident": None, "stage": EventName.EVENTS_DROPPED, "edge": "point"}
+                told["count"] = count
                 append_line(path, json.dumps(told, separators=(",", ":")))
                 self._told += count
             append_line(path, line)
@@ -351,7 +332,7 @@ def _event(record: dict[str, Any]) -> Event:
         pid=int(record["pid"]),
         generation=int(record["generation"]),
         incident=record["incident"],
-        stage=str(record["stage"]),
+        stage=event_name(str(record["stage"])),
         edge=cast(Edge, record["edge"]),
         fields={key: value for key, value in record.items() if key not in _OWN_KEYS},
     )

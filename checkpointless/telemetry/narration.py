@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.tracebacks import traceback_path
 
 #: Stages of the generation that begins; each is told as soon as all ranks have finished it.
-_STARTING = ("init", "rebuild", "decide", "transfer", "first_step")
+_STARTING = (
+    EventName.INIT,
+    EventName.REBUILD,
+    EventName.DECIDE,
+    EventName.TRANSFER,
+    EventName.FIRST_STEP,
+)
 #: Stages of the generation that ended; they are told when all ranks have met again.
-_ENDING = ("abort", "finalize")
+_ENDING = (EventName.ABORT, EventName.FINALIZE)
 #: Stages that are usually too short for a separate line, and the stages whose lines mention them.
-_BRIEF = {"health": "finalize", "verify": "transfer", "data": "transfer"}
+_BRIEF: Mapping[str, EventName] = {
+    EventName.HEALTH: EventName.FINALIZE,
+    EventName.VERIFY: EventName.TRANSFER,
+    EventName.DATA: EventName.TRANSFER,
+}
 _BRIEF_S = 0.5
 _SILENCE_S = 5.0
 _GENERATIONS_KEPT = 2
@@ -71,7 +82,7 @@ class _Incident:
     id: str
     ended: int  # the generation that the incident ended
     began: int | None = None  # the generation after it
-    told: list[str] = field(default_factory=list)
+    told: list[EventName] = field(default_factory=list)
     respawned: set[int] = field(default_factory=set)
     last_words_s: float = 0.0
     closing: str = ""  # the last line, which is told after the stages
@@ -113,7 +124,7 @@ class Narrator:
         Yields:
             The lines that can be shown now.
         """
-        if event.stage == "job" and event.edge == "begin":
+        if event.stage == EventName.JOB and event.edge == "begin":
             self._world = int(event.fields.get("nproc", 0))
         elif event.rank is not None:
             self._rank_said(event, event.rank)
@@ -125,7 +136,8 @@ class Narrator:
                 incident.last_words_s = now_s
                 yield line
             heard = self._of(incident.began).seconds
-            if incident.closing and ("first_step" in incident.told or not any(heard[each] for each in _STARTING)):
+            is_told = EventName.FIRST_STEP in incident.told or not any(heard[each] for each in _STARTING)
+            if incident.closing and is_told:
                 yield from self.close()
 
     def tick(self, now_s: float) -> Iterator[str]:
@@ -140,7 +152,7 @@ class Narrator:
             of = f" of {self._world}" if self._world else ""
             yield f"{_INDENT}barrier: {here}{of} ranks are here; waiting for the others"
         else:
-            stage = next((each for each in _STARTING if each not in incident.told), "first_step")
+            stage = next((each for each in _STARTING if each not in incident.told), EventName.FIRST_STEP)
             yield f"{_INDENT}{stage}: {len(self._of(incident.began).seconds[stage])} ranks are through"
 
     def close(self) -> Iterator[str]:
@@ -151,14 +163,14 @@ class Narrator:
 
     def _coordinator_said(self, event: Event, now_s: float) -> Iterator[str]:
         incident = self._incident
-        if event.stage == "detect" and event.incident is not None:
+        if event.stage == EventName.DETECT and event.incident is not None:
             if incident is None or incident.id != event.incident:
                 yield from self.close()
                 incident = self._incident = _Incident(event.incident, event.generation)
             incident.last_words_s = now_s
             yield detected_line(event.incident, str(event.fields.get("cause")))
             yield from self._where_to_look(event)
-        elif event.stage == "go":
+        elif event.stage == EventName.GO:
             if incident is not None:
                 incident.began = event.generation
                 incident.last_words_s = now_s
@@ -166,34 +178,34 @@ class Narrator:
             self._of(event.generation).began_to_wait.clear()  # the ranks no longer wait for it
         elif incident is None:
             return
-        elif event.stage == "recovered":
+        elif event.stage == EventName.RECOVERED:
             fields = event.fields
             incident.closing = recovered_line(
                 incident.id, fields["seconds"], str(fields.get("rung")), fields.get("steps_lost")
             )
 
     def _rank_said(self, event: Event, rank: int) -> None:
-        if event.stage == "respawn":
+        if event.stage == EventName.RESPAWN:
             if self._incident is not None:
                 self._incident.respawned.add(rank)
             return
         generation = self._of(event.generation)
         fields = event.fields
-        if event.stage == "barrier" and event.edge == "begin":
+        if event.stage == EventName.BARRIER and event.edge == "begin":
             generation.began_to_wait[rank] = event.mono if event.node == self._coordinator[0] else -1
-        if event.stage == "fallback":
+        if event.stage == EventName.FALLBACK:
             generation.reason = str(fields.get("reason") or "")
         if event.edge != "end" or "error" in fields:
             return
         spent = generation.seconds[event.stage]
         spent[rank] = spent.get(rank, 0.0) + float(fields.get("seconds", 0.0))
-        if event.stage == "decide" and isinstance(fields.get("target"), int):
+        if event.stage == EventName.DECIDE and isinstance(fields.get("target"), int):
             generation.target = fields["target"]
-        elif event.stage == "transfer" and fields.get("sources"):
+        elif event.stage == EventName.TRANSFER and fields.get("sources"):
             generation.filled.add(rank)
             generation.sources.update(fields["sources"])
             generation.nbytes += int(fields.get("bytes") or 0)
-        elif event.stage == "first_step":
+        elif event.stage == EventName.FIRST_STEP:
             generation.step = fields.get("step")
 
     def _where_to_look(self, event: Event) -> Iterator[str]:
@@ -217,7 +229,7 @@ class Narrator:
         if incident.respawned:
             note += f"; new: {_ranks(incident.respawned)}"
         first = min((at for at in here.values() if at >= 0), default=go.mono)
-        yield _line("barrier", (go.mono - first) / 1e9, note)
+        yield _line(EventName.BARRIER, (go.mono - first) / 1e9, note)
 
     def _starting(self, incident: _Incident, number: int) -> Iterator[str]:
         generation = self._of(number)
@@ -225,28 +237,28 @@ class Narrator:
             if stage in incident.told:
                 continue
             if len(generation.seconds[stage]) < max(self._world, 1):
-                if stage == "transfer" and generation.seconds["first_step"]:
+                if stage == EventName.TRANSFER and generation.seconds[EventName.FIRST_STEP]:
                     incident.told.append(stage)  # no rank decided, so nothing was moved
                     continue
                 return
             incident.told.append(stage)
             yield self._line(generation, stage, self._note(generation, stage))
 
-    def _note(self, generation: _Generation, stage: str) -> str:
-        if stage == "decide":
+    def _note(self, generation: _Generation, stage: EventName) -> str:
+        if stage == EventName.DECIDE:
             if generation.reason:
                 return f"not from memory: {generation.reason}"
             return "" if generation.target is None else f"resume after step {generation.target}"
-        if stage == "transfer":
+        if stage == EventName.TRANSFER:
             if not generation.filled:
                 return "every rank has kept its own state"
             filled, sources = _ranks(generation.filled), _ranks(generation.sources)
             return f"{filled} filled with {_size(generation.nbytes)} from {sources}"
-        if stage == "first_step" and generation.step is not None:
+        if stage == EventName.FIRST_STEP and generation.step is not None:
             return f"step {generation.step} is made"
         return ""
 
-    def _line(self, generation: _Generation, stage: str, note: str = "") -> str:
+    def _line(self, generation: _Generation, stage: EventName, note: str = "") -> str:
         """Return the line for a stage that all ranks have finished."""
         more = [note] if note else []
         for name, seconds in generation.seconds.items():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-RUNG = "rung"
-
 
 class Rung(enum.IntEnum):
     """The level to which a recovery escalates."""

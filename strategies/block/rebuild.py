@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from checkpointless.inprocess import HPCallWrapper
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
 
 
@@ -26,16 +27,16 @@ class Rebuild:
         """Time the build of the process groups, which the context makes; the rest begins when it ends."""
         call = self._call
         call.enter_phase("init", call.high_water)
-        with event_log().span("init", generation=call.generation, incident=call.incident):
+        with event_log().span(EventName.INIT, generation=call.generation, incident=call.incident):
             yield
         call.beat()
         self._began_s = time.monotonic()
-        event_log().emit("rebuild", "begin", generation=call.generation, incident=call.incident)
+        event_log().emit(EventName.REBUILD, "begin", generation=call.generation, incident=call.incident)
 
     def end(self) -> None:
         """Record that everything is built anew and waits for its state."""
         event_log().emit(
-            "rebuild",
+            EventName.REBUILD,
             "end",
             generation=self._call.generation,
             incident=self._call.incident,

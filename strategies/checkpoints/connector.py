@@ -13,6 +13,7 @@ from typing_extensions import override
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.recovery.decide import Verdict
 from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint, copy_to_load
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
                 raise UnrecoverableError(reason)
             logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
         event_log().emit(
-            "fallback",
+            EventName.FALLBACK,
             "point",
             generation=call.generation,
             incident=call.incident,

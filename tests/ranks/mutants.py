@@ -81,7 +81,8 @@ class HeldUpUpdate(Callback):
             if self.fails:
                 raise RuntimeError("an update fails half-way")
             noticed = self._wait_for_notice(call)
-            event_log().emit(UPDATE_HELD_UP, "point", generation=call.generation, noticed=noticed)
+            log, generation = event_log(), call.generation
+            log.emit(UPDATE_HELD_UP, "point", generation=generation, noticed=noticed)  # type: ignore[arg-type]
         _step_some(inner, slice(1, None, 2))
 
     @staticmethod

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog, read_events
 
 pytestmark = pytest.mark.ranks
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.ranks
 _WRITER = """
 import sys, threading
 from pathlib import Path
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 rank, count = int(sys.argv[2]), int(sys.argv[3])
 log = EventLog(Path(sys.argv[1]) / EVENTS_FILE, rank=rank)
@@ -24,7 +26,7 @@ log = EventLog(Path(sys.argv[1]) / EVENTS_FILE, rank=rank)
 def write(thread):
     n = 0
     while count < 0 or n < count:
-        log.emit("data", "point", generation=0, thread=thread, n=n, filler="x" * (n * 37 % 3000))
+        log.emit(EventName.DATA, "point", generation=0, thread=thread, n=n, filler="x" * (n * 37 % 3000))
         n += 1
 
 threads = [threading.Thread(target=write, args=(thread,)) for thread in range(2)]
@@ -56,7 +58,7 @@ def test_a_killed_writer_costs_the_others_nothing(tmp_path: Path, caplog: pytest
     os.kill(victim.pid, signal.SIGKILL)
     assert victim.wait(timeout=60) == -signal.SIGKILL
     assert other.wait(timeout=60) == 0
-    EventLog(tmp_path / EVENTS_FILE, rank=2).emit("data", "point", generation=1)
+    EventLog(tmp_path / EVENTS_FILE, rank=2).emit(EventName.DATA, "point", generation=1)
     events = read_events(tmp_path)
     assert sum(event.rank == 1 for event in events) == 600
     assert events[-1].rank == 2

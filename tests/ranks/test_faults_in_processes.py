@@ -12,7 +12,8 @@ import pytest
 
 from checkpointless.faults.inject import INJECTED_EXIT_CODE
 from checkpointless.faults.ledger import fired
-from checkpointless.telemetry.events import FAULT_INJECTED, read_events
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import read_events
 
 pytestmark = pytest.mark.ranks
 
@@ -53,7 +54,7 @@ def test_a_process_dies_once_and_its_successor_lives(kind: str, code: int, tmp_p
     assert first.returncode == code
     assert printed.split() == ["1", "2"]
     (event,) = read_events(tmp_path)
-    assert (event.stage, event.rank, event.fields["spec"]) == (FAULT_INJECTED, 1, spec)
+    assert (event.stage, event.rank, event.fields["spec"]) == (EventName.FAULT_INJECTED, 1, spec)
 
     successor = start(tmp_path, spec)
     printed, _ = successor.communicate(timeout=60)

@@ -12,6 +12,7 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.report.incidents import Outcome
 from checkpointless.report.verify import Steps, compare
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import PP2, TP2
@@ -71,7 +72,10 @@ def moved(job: Job, rank: int) -> list[tuple[int, int]]:
     parts = [
         (event.fields.get("part"), int(event.fields["bytes"]))
         for event in read_events(job.run_dir)
-        if event.rank == rank and event.stage == "transfer" and event.edge == "end" and "bytes" in event.fields
+        if event.rank == rank
+        and event.stage == EventName.TRANSFER
+        and event.edge == "end"
+        and "bytes" in event.fields
     ]
     base = [nbytes for part, nbytes in parts if part == "base model"]
     rest = [nbytes for part, nbytes in parts if part != "base model"]

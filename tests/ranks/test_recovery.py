@@ -10,6 +10,7 @@ import pytest
 from checkpointless.faults.ledger import fired
 from checkpointless.report.incidents import Outcome
 from checkpointless.report.verify import Steps, compare
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 from tests.ranks import fallback_report
 from tests.ranks.jobs import Disturb, run_job
@@ -148,7 +149,7 @@ def test_after_twenty_incidents_nothing_is_left_behind(disturb: Disturb) -> None
         residues = [
             (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])
             for event in read_events(job.run_dir)
-            if event.rank == rank and event.stage == "settled"
+            if event.rank == rank and event.stage == EventName.SETTLED
         ]
         threads, descriptors, memory = zip(*residues)
         assert len(residues) == 20

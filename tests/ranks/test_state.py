@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.report.incidents import Outcome
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
@@ -48,7 +49,10 @@ def transfers(job: Job, rank: int) -> list[dict[str, object]]:
     return [
         dict(event.fields)
         for event in read_events(job.run_dir)
-        if event.stage == "transfer" and event.edge == "end" and event.rank == rank and event.fields["sources"]
+        if event.stage == EventName.TRANSFER
+        and event.edge == "end"
+        and event.rank == rank
+        and event.fields["sources"]
     ]
 
 

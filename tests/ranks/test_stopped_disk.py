@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from checkpointless.telemetry.events import EVENTS_DROPPED, EVENTS_FILE, read_events
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import EVENTS_FILE, read_events
 from checkpointless.telemetry.tracebacks import traceback_path
 from tests.ports import free_port
 from tests.ranks.agent_job import Ended, Job, wait_until
@@ -153,9 +154,12 @@ def stop_and_fail(
     replaced = {rank for rank in RANKS if before[rank] != after[rank]}
     assert replaced == ({1} if how == "SIGKILL" else set())
     events = read_events(job.run_dir)
-    assert not [event for event in events if event.stage == EVENTS_DROPPED]
+    assert not [event for event in events if event.stage == EventName.EVENTS_DROPPED]
     meanwhile = sorted((event for event in events if began_ns < event.ts < ended_ns), key=lambda event: event.ts)
-    assert [event.stage for event in meanwhile if event.stage in ("detect", "recovered")] == ["detect", "recovered"]
+    assert [event.stage for event in meanwhile if event.stage in (EventName.DETECT, EventName.RECOVERED)] == [
+        "detect",
+        "recovered",
+    ]
     survivors = set(RANKS) - replaced
     for stage in ("abort", "finalize", "barrier"):
         assert survivors <= {event.rank for event in meanwhile if (event.stage, event.edge) == (stage, "end")}, (

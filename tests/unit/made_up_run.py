@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpointless.telemetry.events import FAULT_INJECTED, Edge, Event
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import Edge, Event
 
 S = 1_000_000_000
 UTC = 1_700_000_000 * S
@@ -64,7 +65,7 @@ class MadeUpRun:
         resumed = committed if resumed is None else resumed
         culprit, until = about.get("culprit", 1), about.get("until", "first_step")
         if "spec" in about:
-            self.add(at_s, FAULT_INJECTED, "point", culprit, spec=about["spec"], step=committed + 1)
+            self.add(at_s, EventName.FAULT_INJECTED, "point", culprit, spec=about["spec"], step=committed + 1)
         how = about.get("how", "exception")
         self.add(
             at_s + 0.1,
@@ -87,11 +88,11 @@ class MadeUpRun:
         for stage in (*STARTING, "first_step"):
             for rank in range(self.ranks):
                 fields: dict[str, Any] = {"incident": name}
-                if stage == "decide":
+                if stage == EventName.DECIDE:
                     fields |= {"target": resumed, "reason": ""}
-                if stage == "transfer" and rank == culprit:
+                if stage == EventName.TRANSFER and rank == culprit:
                     fields |= {"bytes": 1_500_000, "sources": [0]}
-                if stage == "first_step":
+                if stage == EventName.FIRST_STEP:
                     fields |= {"step": resumed + 1}
                 self.span(at_s, stage, rank, **fields)
             at_s += STAGE_S

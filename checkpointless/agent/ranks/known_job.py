@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.node_messages import End
@@ -48,7 +49,7 @@ class KnownJob:
         told_of, at_s = self._told
         return at_s if told_of == incident else time.monotonic()
 
-    def emit(self, stage: str, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
+    def emit(self, stage: EventName, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
         """Write an event of the generation and incident that this node knows of."""
         generation = max(self.generation, 0)
         self._events.emit(stage, edge, generation=generation, incident=self.incident, rank=rank, **fields)
@@ -60,4 +61,4 @@ class KnownJob:
             seconds: how long that took.
             failed: names that could not be imported.
         """
-        self._events.emit("preload", "point", generation=0, seconds=seconds, failed=failed)
+        self._events.emit(EventName.PRELOAD, "point", generation=0, seconds=seconds, failed=failed)

@@ -23,6 +23,7 @@ from checkpointless.agent.ranks.starters import (
     StarterLostError,
 )
 from checkpointless.environment import FAULT_AT_ENV, INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.messages import ProtocolError
 from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, Spawn
 from checkpointless.wire.rank_state import RankState
@@ -135,7 +136,7 @@ class ProcessKeeper:
         if spawn.incident:
             env[FAULT_AT_ENV] = str(job.told_at(spawn.incident))
         if rank.incarnation > 0:
-            job.emit("respawn", "begin", rank=rank.number, incarnation=rank.incarnation)
+            job.emit(EventName.RESPAWN, "begin", rank=rank.number, incarnation=rank.incarnation)
         order = Order(rank.number, rank.incarnation, env)
         self._starter.start(order, Descriptors(log, theirs.fileno(), rank.board.fd))
         theirs.close()

@@ -10,6 +10,7 @@ import msgspec
 
 from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.messages import (
     Answer,
@@ -86,7 +87,9 @@ class RankReports:
             return
         if rank.incarnation > 0 and not rank.said_hello:
             seconds = time.monotonic() - rank.started_at_s
-            self._job.emit("respawn", "end", rank=rank.number, seconds=seconds, incarnation=rank.incarnation)
+            self._job.emit(
+                EventName.RESPAWN, "end", rank=rank.number, seconds=seconds, incarnation=rank.incarnation
+            )
         rank.said_hello = True
         self._is_ready(rank)
 

@@ -10,6 +10,7 @@ from checkpointless.coordinator.job import Job
 from checkpointless.coordinator.processes import Processes
 from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.node_messages import Answered, Ask, Progress, Silent
 from checkpointless.wire.rank_state import RankState
@@ -37,7 +38,7 @@ class HangReports:
     def tell(self, stall: Stall) -> None:
         """Report a stall that is waited for, or that is over."""
         self._job.incidents.emit(
-            "stall",
+            EventName.STALL,
             "point" if stall.up_to_s else "end",
             ranks=list(stall.ranks),
             seconds=stall.seconds,
@@ -107,7 +108,7 @@ class HangResponse:
         running = (rank.number for rank in job.roster.ranks if rank.state is RankState.RUNNING)
         for hang in self._hangs.look(running, now_s):
             if hang.rank is not None:
-                job.incidents.emit("stack", "point", rank=hang.rank, stack=hang.stack)
+                job.incidents.emit(EventName.STACK, "point", rank=hang.rank, stack=hang.stack)
             generation = job.generation
             self._regrouping.fault(Cause(CauseKind.LOSS, hang.rank, "hang", hang.what, hang.step, who=hang.who))
             if hang.rank is not None:  # a rank that answers is first asked to leave

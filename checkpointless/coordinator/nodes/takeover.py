@@ -12,6 +12,7 @@ from checkpointless.coordinator.nodes.reunion import Reunion, assumed, reunite
 from checkpointless.coordinator.processes import Processes
 from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node, Rank
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.node_messages import AllDone, Discard, OpenStore, Standing
 from checkpointless.wire.rank_state import RankState
@@ -88,7 +89,7 @@ class Takeover:
                 rank.incarnation = newest
         job.enter(Phase.RUNNING)
         if cause is None:
-            job.incidents.emit("adopt", "point", high_water=job.high_water)
+            job.incidents.emit(EventName.ADOPT, "point", high_water=job.high_water)
             job.say(f"took the job over in generation {job.generation}: its ranks train undisturbed")
             self._regrouping.finish_if_all_are_done()
         else:
@@ -109,7 +110,7 @@ class Takeover:
         self._roster.not_joined.discard(node.index)
         kept = "and has to regroup with the others" if was_lost else "and nobody had missed it"
         job.say(f"node {node.index} is back with its ranks, {kept}")
-        job.incidents.emit("back", "point", node_number=node.index, was_lost=was_lost)
+        job.incidents.emit(EventName.BACK, "point", node_number=node.index, was_lost=was_lost)
         self._record(node, standing, was_lost)
         for said in standing.ranks:
             self._reunite(self._roster.ranks[said.number], said.state, was_lost)

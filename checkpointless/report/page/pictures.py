@@ -10,7 +10,8 @@ from checkpointless.report.incidents import IncidentSummary, Outcome
 from checkpointless.report.restart import Comparison
 from checkpointless.report.summary import PHASE_OF, Report
 from checkpointless.report.trace import Thread, threads
-from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Event
+from checkpointless.telemetry.event_names import STAGES, EventName
+from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.wording import duration, printable
 
 _MOST_LANES = 16
@@ -161,7 +162,7 @@ def rank_lanes(incident: IncidentSummary, events: Sequence[Event]) -> tuple[tupl
     span_ns = max(1, until_ns - incident.start_ns)
     found = [
         thread
-        for thread in threads(event for event in events if event.stage != FAULT_INJECTED)
+        for thread in threads(event for event in events if event.stage != EventName.FAULT_INJECTED)
         if thread.rank is not None and thread.spans
     ]
     told_of = {incident.culprit, *incident.respawned, *incident.sources}
@@ -181,14 +182,14 @@ def _stage_bars(thread: Thread, start_ns: int, span_ns: int) -> list[Bar]:
     bars = []
     for span in thread.spans:
         stage = span.begin.stage
-        if stage not in STAGES and stage != "respawn":
+        if stage not in STAGES and stage != EventName.RESPAWN:
             continue
         begin = min(max(0.0, 100 * (span.begin.ts - start_ns) / span_ns), 100.0)
         end = min(max(begin, 100 * (span.end_ns - start_ns) / span_ns), 100.0)
         seconds = max(0, span.end_ns - span.begin.ts) / _NS_PER_S
         error = span.end.fields.get("error") if span.end is not None else "interrupted"
         title = f"{stage}, {duration(seconds)}" + (f": {printable(str(error), 120)}" if error else "")
-        css = "respawn" if stage == "respawn" else PHASE_OF[stage]
+        css = "respawn" if stage == EventName.RESPAWN else PHASE_OF[stage]
         bars.append(Bar(begin, end - begin, css, title))
     return sorted(bars, key=lambda bar: bar.css != "respawn")  # what is drawn later lies on top
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from checkpointless.faults.chaos import DEADLY, HANGING
 from checkpointless.faults.ledger import FAULTS_DIR
 from checkpointless.faults.spec import parse
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 from tests.ranks.users.end import notes
 
@@ -31,7 +32,7 @@ def replaced_healthy(run_dir: Path, ranks: Collection[int]) -> tuple[str, ...]:
     started = Counter(
         event.rank
         for event in read_events(run_dir)
-        if event.stage == "respawn" and event.edge == "begin" and event.rank is not None
+        if event.stage == EventName.RESPAWN and event.edge == "begin" and event.rank is not None
     )
     found = []
     for rank in ranks:

@@ -15,7 +15,8 @@ from checkpointless.cli import main
 from checkpointless.demo.config import DemoConfig, overrides, parse_layout
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import EXPECTED, FaultKind, FaultPhase, parse
-from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, EventLog, flush_events
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events
 from checkpointless.telemetry.steps import StepLog
 
 
@@ -323,12 +324,20 @@ def test_verify_says_whether_two_runs_are_equal(tmp_path: Path, capsys: pytest.C
 
 def test_report_shows_the_stages_of_an_incident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = EventLog(tmp_path / EVENTS_FILE, rank=0)
-    log.emit(FAULT_INJECTED, "point", generation=0, spec="exception@data:rank=0,step=3")
-    log.emit("detect", "point", generation=0, incident="i1", cause="InjectedFault: [red]x", culprit=0, how="raised")
-    with log.span("abort", generation=0, incident="i1"):
+    log.emit(EventName.FAULT_INJECTED, "point", generation=0, spec="exception@data:rank=0,step=3")
+    log.emit(
+        EventName.DETECT,
+        "point",
+        generation=0,
+        incident="i1",
+        cause="InjectedFault: [red]x",
+        culprit=0,
+        how="raised",
+    )
+    with log.span(EventName.ABORT, generation=0, incident="i1"):
         pass
     for stage in ("init", "first_step"):
-        with log.span(stage, generation=1, incident="i1"):
+        with log.span(EventName(stage), generation=1, incident="i1"):
             pass
     assert flush_events()
     page = tmp_path / "report.html"

@@ -10,6 +10,7 @@ import pytest
 
 from checkpointless.cli.terminal import Terminal
 from checkpointless.environment import RUN_DIR_ENV
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events, read_events
 from checkpointless.telemetry.narration import Narrator, detected_line, recovered_line
 from checkpointless.telemetry.tracebacks import keep_traceback, traceback_path
@@ -26,23 +27,25 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def begin(log: EventLog) -> None:
-    log.emit("job", "begin", generation=0, nproc=len(RANKS), nnodes=1)
+    log.emit(EventName.JOB, "begin", generation=0, nproc=len(RANKS), nnodes=1)
 
 
 def ranks_end(log: EventLog, generation: int, *stages: str, ranks: tuple[int, ...] = RANKS, **fields: Any) -> None:
     for stage in stages:
         for rank in ranks:
-            log.emit(stage, "end", generation=generation, rank=rank, seconds=0.1 * (rank + 1), **fields)
+            log.emit(EventName(stage), "end", generation=generation, rank=rank, seconds=0.1 * (rank + 1), **fields)
 
 
 def incident(log: EventLog, number: int = 1) -> None:
     """From the fault of generation ``number - 1`` until all ranks enter the next one."""
     generation, name = number - 1, str(number)
-    log.emit("detect", "point", generation=generation, incident=name, cause=CAUSE, culprit=1, how="exception")
+    log.emit(
+        EventName.DETECT, "point", generation=generation, incident=name, cause=CAUSE, culprit=1, how="exception"
+    )
     ranks_end(log, generation, "abort", "finalize", "health")
     for rank in RANKS:
-        log.emit("barrier", "begin", generation=generation, rank=rank, incident=name)
-    log.emit("go", "point", generation=number, incident=name, high_water=2)
+        log.emit(EventName.BARRIER, "begin", generation=generation, rank=rank, incident=name)
+    log.emit(EventName.GO, "point", generation=number, incident=name, high_water=2)
 
 
 def recovery(log: EventLog, number: int = 1) -> None:
@@ -57,7 +60,13 @@ def recovery(log: EventLog, number: int = 1) -> None:
 
 def recovered(log: EventLog, number: int = 1) -> str:
     log.emit(
-        "recovered", "point", generation=number, incident=str(number), seconds=1.25, rung="process", steps_lost=0
+        EventName.RECOVERED,
+        "point",
+        generation=number,
+        incident=str(number),
+        seconds=1.25,
+        rung="process",
+        steps_lost=0,
     )
     return recovered_line(str(number), 1.25, "process", 0)
 
@@ -83,7 +92,7 @@ def told(narrator: Narrator, log: EventLog) -> list[str]:
 def test_an_incident_is_a_block_of_a_dozen_lines(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     incident(log)
-    log.emit("respawn", "begin", generation=1, rank=1, incident="1")
+    log.emit(EventName.RESPAWN, "begin", generation=1, rank=1, incident="1")
     recovery(log)
     last = recovered(log)
     lines = told(narrator, log)
@@ -141,13 +150,13 @@ def test_a_block_without_stages_of_ours_ends_at_once(narrator: Narrator, log: Ev
 def test_the_wait_is_that_of_the_incident_and_not_of_the_start(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     for rank in RANKS:
-        log.emit("barrier", "begin", generation=0, rank=rank)
-    log.emit("go", "point", generation=0, high_water=-1)
+        log.emit(EventName.BARRIER, "begin", generation=0, rank=rank)
+    log.emit(EventName.GO, "point", generation=0, high_water=-1)
     time.sleep(0.2)
-    log.emit("detect", "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="SIGKILL")
-    log.emit("barrier", "begin", generation=0, rank=0, incident="1")
-    log.emit("barrier", "begin", generation=1, rank=1)  # a new process
-    log.emit("go", "point", generation=1, incident="1", high_water=2)
+    log.emit(EventName.DETECT, "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="SIGKILL")
+    log.emit(EventName.BARRIER, "begin", generation=0, rank=0, incident="1")
+    log.emit(EventName.BARRIER, "begin", generation=1, rank=1)  # a new process
+    log.emit(EventName.GO, "point", generation=1, incident="1", high_water=2)
     (line,) = [line for line in told(narrator, log) if "barrier" in line]
     assert float(line.split()[1]) < 0.2
 
@@ -163,7 +172,7 @@ def test_what_was_lost_is_said_if_it_is_known(steps: int | None, says: str) -> N
 def test_a_fallback_says_why(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     incident(log)
-    log.emit("fallback", "point", generation=1, rank=0, reason="no living holder of shard 0")
+    log.emit(EventName.FALLBACK, "point", generation=1, rank=0, reason="no living holder of shard 0")
     ranks_end(log, 1, "init", "rebuild", "decide", "first_step", step=1)
     lines = told(narrator, log)
     assert any("not from memory: no living holder of shard 0" in line for line in lines)
@@ -172,8 +181,8 @@ def test_a_fallback_says_why(narrator: Narrator, log: EventLog) -> None:
 
 def test_silence_is_broken(narrator: Narrator, log: EventLog) -> None:
     begin(log)
-    log.emit("detect", "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="exception")
-    log.emit("barrier", "begin", generation=0, rank=0)
+    log.emit(EventName.DETECT, "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="exception")
+    log.emit(EventName.BARRIER, "begin", generation=0, rank=0)
     told(narrator, log)
     assert list(narrator.tick(4.0)) == []
     assert list(narrator.tick(6.0)) == ["  barrier: 1 of 2 ranks are here; waiting for the others"]
@@ -213,10 +222,10 @@ def test_an_event_that_is_not_as_it_should_be_costs_no_other_line(tmp_path: Path
     shown: list[str] = []
     with Terminal(shown.append, tmp_path, 0) as terminal:
         begin(log)
-        log.emit("init", "end", generation=0, rank=0, seconds="soon")
-        log.emit("job", "begin", generation=0, nproc="many")
+        log.emit(EventName.INIT, "end", generation=0, rank=0, seconds="soon")
+        log.emit(EventName.JOB, "begin", generation=0, nproc="many")
         incident(log)
-        log.emit("recovered", "point", generation=1, incident="1")
+        log.emit(EventName.RECOVERED, "point", generation=1, incident="1")
         terminal.say(detected_line("1", CAUSE))
         terminal.say("bye")
     assert [line for line in shown if not line.startswith(" ")] == [detected_line("1", CAUSE), "bye"]

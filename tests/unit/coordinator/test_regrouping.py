@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 from checkpointless.wire.causes import CauseKind
 from checkpointless.wire.node_messages import (
@@ -86,7 +87,7 @@ def test_every_step_up_says_why(logged: Job, tmp_path: Path) -> None:
     job.ready(*job.ranks, committed=3, making=4)
     for node in job.coordinator.nodes:
         job.hear(node, Progress(0, 0, 1, 0))
-    ups = [event for event in read_events(tmp_path) if event.stage == "rung"]
+    ups = [event for event in read_events(tmp_path) if event.stage == EventName.RUNG]
     assert [(up.incident, up.fields["rung"], up.fields["why"]) for up in ups] == [
         ("2", "process", "rank 1 killed by SIGKILL at step 4"),
         ("2", "node", "node 1 was lost at step 4: it closed the connection"),

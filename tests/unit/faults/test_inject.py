@@ -16,7 +16,8 @@ from checkpointless.faults import device, ledger
 from checkpointless.faults.inject import FaultInjector, InjectedFault, from_environment
 from checkpointless.faults.ledger import FaultLedger, fired, not_fired
 from checkpointless.faults.spec import FaultPhase, FaultSpecError, parse
-from checkpointless.telemetry.events import EVENTS_FILE, FAULT_INJECTED, read_events
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import EVENTS_FILE, read_events
 
 
 def injector(run_dir: Path | None, *texts: str, rank: int = 2) -> FaultInjector:
@@ -89,9 +90,9 @@ def test_an_injected_fault_is_written_down_first(tmp_path: Path, monkeypatch: py
     mine = from_environment(1)
     assert mine is not None
     assert causes(mine, FaultPhase.OPTIMIZER, 4)
-    assert FAULT_INJECTED in (tmp_path / EVENTS_FILE).read_text(), "and not only on the way there"
+    assert "fault_injected" in (tmp_path / EVENTS_FILE).read_text(), "and not only on the way there"
     (event,) = read_events(tmp_path)
-    assert (event.stage, event.edge, event.rank, event.generation) == (FAULT_INJECTED, "point", 1, 0)
+    assert (event.stage, event.edge, event.rank, event.generation) == (EventName.FAULT_INJECTED, "point", 1, 0)
     assert event.fields["spec"] == "exception@optimizer:rank=1,step=4"
     assert fired(tmp_path) == {"exception@optimizer:rank=1,step=4": 1}
 

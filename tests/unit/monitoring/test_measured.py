@@ -22,6 +22,7 @@ from checkpointless.monitoring.measured import (
     MeasuredTally,
     Measuring,
 )
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events
 from checkpointless.telemetry.lines import LineTail
 
@@ -38,11 +39,11 @@ class Lines:
     def end(self, stage: str, rank: int | None, generation: int, seconds: float, **fields: Any) -> None:
         incident = fields.pop("incident", str(generation + 1))
         EventLog(self.path, node=1 if rank in (None, *OWN) else 0, rank=rank).emit(
-            stage, "end", generation=generation, incident=incident, seconds=seconds, **fields
+            EventName(stage), "end", generation=generation, incident=incident, seconds=seconds, **fields
         )
 
     def begin(self, stage: str, rank: int | None, generation: int) -> None:
-        EventLog(self.path, node=1, rank=rank).emit(stage, "begin", generation=generation, incident="1")
+        EventLog(self.path, node=1, rank=rank).emit(EventName(stage), "begin", generation=generation, incident="1")
 
     def recovery(self, ended: int, *ranks: int, seconds: float = 1.0) -> None:
         """What living ranks write of an incident; each takes so much longer than the one before."""
@@ -50,7 +51,7 @@ class Lines:
             self.end("abort", rank, ended, number * seconds, incident=None)
             self.end("finalize", rank, ended, number * seconds)
             for stage in STARTING:
-                more = {"bytes": 100} if stage == "transfer" else {}
+                more = {"bytes": 100} if stage == EventName.TRANSFER else {}
                 self.end(stage, rank, ended + 1, number * seconds, **more)
 
     def all(self) -> list[bytes]:
@@ -143,7 +144,7 @@ def test_faults_on_purpose_are_counted_by_kind_and_unknown_ones_together(lines: 
     tally = MeasuredTally()
     assert tally.measured().faults == dict.fromkeys((kind.value for kind in FaultKind), 0)
     for rank, spec in ((2, "hang@forward:rank=2"), (3, "sigkill:rank=3"), (3, "x" * 99), (0, "hang")):
-        EventLog(lines.path, node=1, rank=rank).emit("fault_injected", "point", generation=0, spec=spec)
+        EventLog(lines.path, node=1, rank=rank).emit(EventName.FAULT_INJECTED, "point", generation=0, spec=spec)
     tally.take(lines.all(), 1, OWN, 0.0)
     found = {kind: count for kind, count in tally.measured().faults.items() if count}
     assert found == {"hang": 1, "sigkill": 1, "other": 1}

@@ -16,6 +16,7 @@ from checkpointless.monitoring.http_status import HttpStatus
 from checkpointless.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
 from checkpointless.monitoring.pages import Pages
 from checkpointless.monitoring.snapshot import OUTSIDE, STALE_S, Snapshot, Tally
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.node_messages import End
 from tests.unit.monitoring.http_exchange import RUNGS, SNAPSHOT, get, pages_of
 
@@ -119,7 +120,7 @@ def test_what_is_not_known_has_no_sample() -> None:
 
 def test_what_ranks_measured_has_every_stage_and_kind_from_the_start() -> None:
     metrics = pytest.importorskip("checkpointless.monitoring.prometheus")
-    stages = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
+    stages: dict[str, Durations] = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
     stages["abort"] = stages["abort"].and_one_of(0.25)
     found = samples(metrics.render(SNAPSHOT, Measured(stages, 4096, {"sigkill": 0, "hang": 2})).decode())
     assert {label for name, label in found if name == "stage_seconds_count"} == set(MEASURED_STAGES)
@@ -131,7 +132,7 @@ def test_what_ranks_measured_has_every_stage_and_kind_from_the_start() -> None:
 
 def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
     watch = Watch(OUTSIDE)
-    watch.log(None).emit("detect", "point", generation=0, incident="1", how="hang")
+    watch.log(None).emit(EventName.DETECT, "point", generation=0, incident="1", how="hang")
     job: dict[str, Any] = {"nodes": [], "ranks": [], "spares": []}
     known = {"generation": 2, "high_water": 7, "outcome": None, **job}
     watch.look_from_outside(cast(Any, SimpleNamespace(**known)), time.monotonic())
@@ -162,15 +163,15 @@ def test_without_the_library_everything_else_is_served(monkeypatch: pytest.Monke
 
 def test_an_incident_is_counted_when_the_ranks_are_together_again_and_by_its_last_cause() -> None:
     tally = Tally()
-    tally.event("go", "point", None, {})
-    tally.event("detect", "point", "1", {"how": "exception"})
-    tally.event("detect", "point", "1", {"how": "SIGKILL"})
-    tally.event("respawn", "begin", "1", {})
+    tally.event(EventName.GO, "point", None, {})
+    tally.event(EventName.DETECT, "point", "1", {"how": "exception"})
+    tally.event(EventName.DETECT, "point", "1", {"how": "SIGKILL"})
+    tally.event(EventName.RESPAWN, "begin", "1", {})
     assert (tally.incidents, tally.open, dict(tally.causes)) == (1, {"1": "SIGKILL"}, {})
-    tally.event("respawn", "end", "1", {})
-    tally.event("go", "point", "1", {})
-    tally.event("recovered", "point", "1", {"seconds": 0.07, "rung": "process", "steps_lost": 2})
-    tally.event("detect", "point", "2", {"how": "hang"})
+    tally.event(EventName.RESPAWN, "end", "1", {})
+    tally.event(EventName.GO, "point", "1", {})
+    tally.event(EventName.RECOVERED, "point", "1", {"seconds": 0.07, "rung": "process", "steps_lost": 2})
+    tally.event(EventName.DETECT, "point", "2", {"how": "hang"})
     assert (tally.incidents, tally.open, dict(tally.causes)) == (2, {"2": "hang"}, {"SIGKILL": 1})
     assert (tally.respawns, tally.recoveries.counts[-1], tally.recoveries.seconds) == (1, 1, 0.07)
     assert {rung: found.counts[-1] for rung, found in tally.rungs.items() if found.counts[-1]} == {"process": 1}

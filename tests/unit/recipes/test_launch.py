@@ -21,6 +21,7 @@ from checkpointless.agent.launch_config import DEFAULT_PORT
 from checkpointless.cli import command_line
 from checkpointless.cli.commands import coordinator as coordinator_command
 from checkpointless.environment import TOKEN_ENV
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.telemetry.scribe import scribe
 from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS
@@ -166,7 +167,9 @@ def run_coordinator(tmp_path: Path, **more: str) -> int:
 def took_part(tmp_path: Path, node: int) -> None:
     """Have the run directory say that the agent of ``node`` was let in."""
     (tmp_path / "run").mkdir(exist_ok=True)
-    EventLog(tmp_path / "run" / EVENTS_FILE, node=node).emit("job", "begin", generation=0, nproc=32, nnodes=4)
+    EventLog(tmp_path / "run" / EVENTS_FILE, node=node).emit(
+        EventName.JOB, "begin", generation=0, nproc=32, nnodes=4
+    )
     assert scribe.flush()
 
 
@@ -392,7 +395,7 @@ def test_the_coordinators_verdict_is_the_exit_code_of_the_nodes(tmp_path: Path, 
         if event is not None:
             log = tmp_path / "one.jsonl"
             log.unlink(missing_ok=True)
-            EventLog(log, node=-1).emit(event, "point", generation=3)
+            EventLog(log, node=-1).emit(EventName(event), "point", generation=3)
             assert scribe.flush()
             more["FAKE_EVENT"] = log.read_text()
         assert run_coordinator(tmp_path, FAKE_COORDINATOR="1", **more) == 0

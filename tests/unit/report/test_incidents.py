@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
-from checkpointless.telemetry.events import FAULT_INJECTED, STAGES, Edge, Event
+from checkpointless.telemetry.event_names import STAGES, EventName
+from checkpointless.telemetry.events import Edge, Event
 
 MS = 1_000_000
 UTC = 1_700_000_000_000_000_000  # nothing may depend on where a clock begins
@@ -69,9 +70,9 @@ class Script:
             for stage in (*ENDING, *STARTING):
                 long_ms = lengths.get((stage, rank), 1.0)
                 fields: dict[str, Any] = {}
-                if stage == "decide":
+                if stage == EventName.DECIDE:
                     fields = {"target": 7, "reason": ""}
-                if stage == "transfer":
+                if stage == EventName.TRANSFER:
                     fields = {"bytes": 500, "sources": [0, 2] if rank == 1 else []}
                 new = stage in STARTING
                 self.span(at, long_ms, stage, rank, generation + new, incident, **fields)
@@ -87,9 +88,9 @@ def one(script: Script) -> IncidentSummary:
 
 def test_a_resumed_incident_from_fault_to_first_step() -> None:
     script = Script()
-    script.add(10, FAULT_INJECTED, "point", 0, 0, None, spec="an older generation's fault is none of it")
-    script.add(20, FAULT_INJECTED, "point", 2, 3, None, spec="another rank's fault is none of it")
-    script.add(100, FAULT_INJECTED, "point", 1, 3, None, spec="sigkill@forward:rank=1,step=8")
+    script.add(10, EventName.FAULT_INJECTED, "point", 0, 0, None, spec="an older generation's fault is none of it")
+    script.add(20, EventName.FAULT_INJECTED, "point", 2, 3, None, spec="another rank's fault is none of it")
+    script.add(100, EventName.FAULT_INJECTED, "point", 1, 3, None, spec="sigkill@forward:rank=1,step=8")
     script.detect(130, 3, "i1", culprit=1)
     script.add(135, "respawn", "point", 1, 3, "i1")
     done = script.recovery(140, 3, "i1", ranks=3, lengths={("rebuild", 2): 50.0, ("rebuild", 0): 30.0})
@@ -208,7 +209,7 @@ def test_nodes_are_compared_by_utc_and_spans_by_their_own_clock() -> None:
 
 def test_the_last_detection_knows_best() -> None:
     script = Script()
-    script.add(90, FAULT_INJECTED, "point", 1, 0, None, spec="exit@data:rank=1,step=1")
+    script.add(90, EventName.FAULT_INJECTED, "point", 1, 0, None, spec="exit@data:rank=1,step=1")
     script.add(100, "detect", "point", None, 0, "i1", cause="rank 0 lost its peer", culprit=None, how="exception")
     script.detect(104, 0, "i1", culprit=1)
     script.recovery(120, 0, "i1", ranks=2, lengths={})
@@ -295,7 +296,7 @@ def test_every_stage_is_its_slowest_rank_in_whatever_order_lines_come(
             pid=st.integers(1, 4),
             generation=st.integers(0, 3),
             incident=st.none() | st.sampled_from(["a", "b"]),
-            stage=st.sampled_from([*STAGES, "go", "respawn", "job", FAULT_INJECTED]),
+            stage=st.sampled_from([*STAGES, "go", "respawn", "job", EventName.FAULT_INJECTED]),
             edge=st.sampled_from(["begin", "end", "point"]),
             fields=st.dictionaries(
                 st.sampled_from(["cause", "culprit", "target", "bytes", "sources", "error", "reason", "code"]),
@@ -309,7 +310,7 @@ def test_any_log_has_a_summary_of_every_incident(events: list[Event]) -> None:
     summaries = summarize(events)
     ids = [summary.incident for summary in summaries]
     assert len(ids) == len(set(ids))
-    assert set(ids) >= {event.incident for event in events if event.incident and event.stage == "detect"}
+    assert set(ids) >= {event.incident for event in events if event.incident and event.stage == EventName.DETECT}
     for summary in summaries:
         assert (summary.outcome is Outcome.RESUMED) == (summary.headline_s is not None)
         assert all(seconds >= 0 for seconds in summary.stages_s.values())

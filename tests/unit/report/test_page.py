@@ -10,7 +10,8 @@ from checkpointless.report.incidents import by_incident
 from checkpointless.report.page import render
 from checkpointless.report.page.pictures import rank_lanes, tile_bars
 from checkpointless.report.summary import PHASES, build_report
-from checkpointless.telemetry.events import STAGES, Event
+from checkpointless.telemetry.event_names import STAGES
+from checkpointless.telemetry.events import Event
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.test_summary import HOSTILE, LOGS
 

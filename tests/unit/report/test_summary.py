@@ -16,10 +16,9 @@ from checkpointless.report.ettr import Activity, Milestones, account
 from checkpointless.report.incidents import IncidentSummary, Outcome
 from checkpointless.report.restart import DEFAULT_STARTUP_S, RestartOptions, Source
 from checkpointless.report.summary import Report, RunState, as_json, build_report
+from checkpointless.telemetry.event_names import STAGES, EventName
 from checkpointless.telemetry.events import (
     EVENTS_FILE,
-    FAULT_INJECTED,
-    STAGES,
     Event,
     EventLog,
     flush_events,
@@ -202,7 +201,7 @@ LOGS = st.lists(
         pid=st.integers(1, 4),
         generation=st.integers(0, 3),
         incident=st.none() | st.sampled_from(["a", "b"]),
-        stage=st.sampled_from([*STAGES, "go", "respawn", "job", "trained", "progress", "rung", FAULT_INJECTED]),
+        stage=st.sampled_from([*STAGES, "go", "respawn", "job", "trained", "progress", "rung", "fault_injected"]),
         edge=st.sampled_from(["begin", "end", "point"]),
         fields=st.dictionaries(
             st.sampled_from(
@@ -247,7 +246,9 @@ def test_tiles_of_an_incident_add_up_whatever_ranks_do() -> None:
     run.incident(20.0, "1", committed=5, spec="exit@data:rank=1,step=6")
     late = [
         replace(event, ts=event.ts + S, mono=event.mono + S)
-        if event.rank == 2 and event.generation == 1 and event.stage in ("rebuild", "decide", "first_step")
+        if event.rank == 2
+        and event.generation == 1
+        and event.stage in (EventName.REBUILD, EventName.DECIDE, EventName.FIRST_STEP)
         else event
         for event in run.events
     ]
@@ -386,8 +387,8 @@ def test_empty_torn_and_unfinished_logs_are_shown_for_what_they_are(
 
 def test_an_incident_without_stages(tmp_path: Path, shown: Callable[..., str]) -> None:
     log = EventLog(tmp_path / EVENTS_FILE, rank=0)
-    log.emit("detect", "point", generation=0, incident="i1", cause="gone", culprit=0, how="exit")
-    log.emit("rung", "point", generation=0, incident="i1", rung="node", why="node 1 was lost")
+    log.emit(EventName.DETECT, "point", generation=0, incident="i1", cause="gone", culprit=0, how="exit")
+    log.emit(EventName.RUNG, "point", generation=0, incident="i1", rung="node", why="node 1 was lost")
     assert flush_events()
     page = tmp_path / "r.html"
     text = shown(str(tmp_path), "--html", str(page))
@@ -448,5 +449,5 @@ def test_a_coordinator_notes_progress_now_and_then(tmp_path: Path) -> None:
     job.coordinator._note_progress_at_s = 0.0
     step(2)
     step(3)
-    notes = [event.fields["high_water"] for event in read_events(tmp_path) if event.stage == "progress"]
+    notes = [event.fields["high_water"] for event in read_events(tmp_path) if event.stage == EventName.PROGRESS]
     assert notes == [2]

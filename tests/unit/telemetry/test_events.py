@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.environment import RUN_DIR_ENV
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import (
     EVENTS_FILE,
     EventLog,
@@ -20,8 +21,8 @@ from checkpointless.telemetry.steps import StepLog, StepRecord, read_steps
 
 def test_events_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS_FILE, node=3, rank=1)
-    log.emit("detect", "point", generation=2, incident="i1", cause="boom", culprit=0)
-    log.emit("respawn", "point", generation=2, rank=5)
+    log.emit(EventName.DETECT, "point", generation=2, incident="i1", cause="boom", culprit=0)
+    log.emit(EventName.RESPAWN, "point", generation=2, rank=5)
     detect, respawn = read_events(tmp_path)
     assert (detect.node, detect.rank, detect.generation, detect.incident) == (3, 1, 2, "i1")
     assert detect.fields == {"cause": "boom", "culprit": 0}
@@ -34,7 +35,7 @@ def test_a_span_says_how_long_it_took_and_what_broke_it(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
 
     def fails() -> None:
-        with log.span("transfer", generation=1) as more:
+        with log.span(EventName.TRANSFER, generation=1) as more:
             more["bytes"] = 7
             raise ValueError("no")
 
@@ -50,19 +51,28 @@ def test_a_span_says_how_long_it_took_and_what_broke_it(tmp_path: Path) -> None:
 def test_what_has_no_json_form_becomes_text(tmp_path: Path) -> None:
     color = enum.Enum("color", {"RED": "red"})
     log = EventLog(tmp_path / EVENTS_FILE)
-    log.emit("x", "point", generation=0, a=float("nan"), b=Path("/p"), c={2, 1}, d=(1, color["RED"]), e={1: None})
+    log.emit(
+        EventName.DATA,
+        "point",
+        generation=0,
+        a=float("nan"),
+        b=Path("/p"),
+        c={2, 1},
+        d=(1, color["RED"]),
+        e={1: None},
+    )
     (event,) = read_events(tmp_path)
     assert event.fields == {"a": "nan", "b": "/p", "c": [1, 2], "d": [1, "red"], "e": {"1": None}}
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
-    log.emit("a", "point", generation=0)
-    log.emit("b", "point", generation=0)
+    log.emit(EventName.INIT, "point", generation=0)
+    log.emit(EventName.DATA, "point", generation=0)
     assert flush_events()
     data = (tmp_path / EVENTS_FILE).read_bytes()
     (tmp_path / EVENTS_FILE).write_bytes(data[:-5])
-    assert [event.stage for event in read_events(tmp_path)] == ["a"]
+    assert [event.stage for event in read_events(tmp_path)] == ["init"]
 
 
 @pytest.mark.parametrize("kept", [1, 40, 150, -1])
@@ -70,12 +80,12 @@ def test_a_line_behind_the_beginning_of_one_whose_writer_was_killed_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
 ) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
-    log.emit("data", "point", generation=0, nested={"a": {"b": 1}})
+    log.emit(EventName.DATA, "point", generation=0, nested={"a": {"b": 1}})
     assert flush_events()
     torn = (tmp_path / EVENTS_FILE).read_bytes()[:-1][:kept]
     (tmp_path / EVENTS_FILE).write_bytes(torn)
-    log.emit("init", "point", generation=1, nested={"a": {"b": 2}})
-    log.emit("init", "point", generation=2)
+    log.emit(EventName.INIT, "point", generation=1, nested={"a": {"b": 2}})
+    log.emit(EventName.INIT, "point", generation=2)
     assert [event.generation for event in read_events(tmp_path)] == [1, 2]
     assert not caplog.records
     (line, _) = (tmp_path / EVENTS_FILE).read_bytes().splitlines()
@@ -86,12 +96,12 @@ def test_a_line_behind_the_beginning_of_one_whose_writer_was_killed_is_read(
 
 def test_a_broken_line_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
-    log.emit("a", "point", generation=0)
+    log.emit(EventName.INIT, "point", generation=0)
     assert flush_events()
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"half": \n[1]\n{"stage": "x"}\n')
-    log.emit("b", "point", generation=0)
-    assert [event.stage for event in read_events(tmp_path)] == ["a", "b"]
+    log.emit(EventName.DATA, "point", generation=0)
+    assert [event.stage for event in read_events(tmp_path)] == ["init", "data"]
     assert len(caplog.records) == 3
 
 
@@ -99,7 +109,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        EventLog(tmp_path / "gone" / EVENTS_FILE).emit("a", "point", generation=0)
+        EventLog(tmp_path / "gone" / EVENTS_FILE).emit(EventName.INIT, "point", generation=0)
         assert flush_events()
     assert "events are lost" in caplog.text
 
@@ -107,18 +117,18 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_job(
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS_FILE)
     with pytest.raises(ValueError, match="own mono"):
-        log.emit("a", "point", generation=0, mono=3)
+        log.emit(EventName.INIT, "point", generation=0, mono=3)
     with pytest.raises(ValueError, match="edge"):
-        log.emit("a", "middle", generation=0)  # type: ignore[arg-type]
+        log.emit(EventName.INIT, "middle", generation=0)  # type: ignore[arg-type]
 
 
 def test_the_environment_says_where_events_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "6")
     monkeypatch.delenv(RUN_DIR_ENV, raising=False)
-    event_log().emit("a", "point", generation=0)
+    event_log().emit(EventName.INIT, "point", generation=0)
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
-    event_log().emit("b", "point", generation=0)
-    assert [(event.stage, event.rank) for event in read_events(tmp_path)] == [("b", 6)]
+    event_log().emit(EventName.DATA, "point", generation=0)
+    assert [(event.stage, event.rank) for event in read_events(tmp_path)] == [("data", 6)]
 
 
 def test_steps_are_kept_over_a_new_process_and_to_the_bit(tmp_path: Path) -> None:

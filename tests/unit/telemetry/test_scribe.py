@@ -20,7 +20,8 @@ import pytest
 
 from checkpointless.environment import RUN_DIR_ENV
 from checkpointless.telemetry import events, log_relay, scribe, steps, tracebacks
-from checkpointless.telemetry.events import EVENTS_DROPPED, EVENTS_FILE, EventLog, read_events
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import EVENTS_FILE, EventLog, read_events
 from checkpointless.telemetry.log_relay import LogRelay
 from checkpointless.telemetry.scribe import Scribe
 from checkpointless.telemetry.steps import StepLog
@@ -76,8 +77,8 @@ def test_nobody_waits_for_a_disk_that_has_stopped_and_the_events_come_when_it_is
     log = EventLog(tmp_path / EVENTS_FILE)
     with stopped_disk(tmp_path / EVENTS_FILE):
         for number in range(50):
-            log.emit("data", "point", generation=number)
-        with log.span("barrier", generation=50):
+            log.emit(EventName.DATA, "point", generation=number)
+        with log.span(EventName.BARRIER, generation=50):
             assert not mine.flush(0.2), "the disk does not answer"
         assert not (tmp_path / "found").exists()
     first = json.loads((tmp_path / "found").read_bytes())
@@ -109,19 +110,19 @@ def test_what_waits_is_bounded_chatter_goes_first_and_the_number_is_written(
         assert time.monotonic() < deadline_s
     log = EventLog(tmp_path / EVENTS_FILE, node=2, rank=1)
     for number in range(20):
-        log.emit("progress", "point", generation=number)
-        log.emit("abort", "begin", generation=number)
+        log.emit(EventName.PROGRESS, "point", generation=number)
+        log.emit(EventName.ABORT, "begin", generation=number)
     gate.set()
     assert mine.flush(10)
     written = read_events(tmp_path)
-    (dropped,) = [event for event in written if event.stage == EVENTS_DROPPED]
+    (dropped,) = [event for event in written if event.stage == EventName.EVENTS_DROPPED]
     assert dropped.fields == {"count": 30}
     assert (dropped.node, dropped.rank, dropped.pid) == (2, 1, os.getpid())
-    assert [event.generation for event in written if event.stage == "progress"] == [0, 1, 2]
-    assert [event.generation for event in written if event.stage == "abort"] == list(range(7))
-    log.emit("abort", "end", generation=20)
+    assert [event.generation for event in written if event.stage == EventName.PROGRESS] == [0, 1, 2]
+    assert [event.generation for event in written if event.stage == EventName.ABORT] == list(range(7))
+    log.emit(EventName.ABORT, "end", generation=20)
     assert stages(tmp_path)[-1] == "abort"
-    assert stages(tmp_path).count(EVENTS_DROPPED) == 1
+    assert stages(tmp_path).count("events_dropped") == 1
 
 
 def test_a_disk_that_refuses_is_complained_of_once_and_written_to_again_as_soon_as_it_takes_lines(
@@ -131,13 +132,13 @@ def test_a_disk_that_refuses_is_complained_of_once_and_written_to_again_as_soon_
     for _ in range(2):
         caplog.clear()
         for number in range(3):
-            log.emit("lost", "point", generation=number)
+            log.emit(EventName.PROGRESS, "point", generation=number)
         assert mine.flush(10)
         assert [record.message for record in caplog.records] == [
             f"events are lost as long as {log.path} cannot be written: No such file or directory"
         ]
         (tmp_path / "run").mkdir()
-        log.emit("written", "point", generation=4)
+        log.emit(EventName.DATA, "point", generation=4)
         assert [event.fields.get("count") for event in read_events(tmp_path / "run")] == [3, None]
         log.path.unlink() if log.path else None
         (tmp_path / "run").rmdir()
@@ -150,12 +151,12 @@ def test_a_full_disk_costs_the_events_and_nothing_else(
     path = tmp_path / EVENTS_FILE
     path.symlink_to("/dev/full")
     log = EventLog(path)
-    log.emit("lost", "point", generation=0)
+    log.emit(EventName.PROGRESS, "point", generation=0)
     assert mine.flush(10)
     assert os.strerror(errno.ENOSPC) in caplog.text
     path.unlink()
-    log.emit("written", "point", generation=0)
-    assert stages(tmp_path) == [EVENTS_DROPPED, "written"]
+    log.emit(EventName.DATA, "point", generation=0)
+    assert stages(tmp_path) == ["events_dropped", "data"]
 
 
 def test_a_fork_writes_nothing_twice_and_can_write(tmp_path: Path, mine: Scribe) -> None:
@@ -163,15 +164,15 @@ def test_a_fork_writes_nothing_twice_and_can_write(tmp_path: Path, mine: Scribe)
     log = EventLog(tmp_path / EVENTS_FILE)
     gate = threading.Event()
     mine.put(gate.wait)
-    log.emit("parent", "point", generation=0)
+    log.emit(EventName.JOB, "point", generation=0)
     pid = os.fork()
     if pid == 0:
-        log.emit("child", "point", generation=0)
+        log.emit(EventName.INIT, "point", generation=0)
         os._exit(0 if mine.flush(10) else 1)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     gate.set()
-    assert stages(tmp_path) == ["child", "parent"]
+    assert stages(tmp_path) == ["init", "job"]
 
 
 def test_a_thread_that_was_started_beside_another_one_and_comes_late_ends(mine: Scribe) -> None:
@@ -187,15 +188,15 @@ def test_the_thread_ends_when_told_to_and_another_one_goes_on(tmp_path: Path, mi
 
     before = threads()
     log = EventLog(tmp_path / EVENTS_FILE)
-    log.emit("a", "point", generation=0)
+    log.emit(EventName.INIT, "point", generation=0)
     (writer,) = threads() - before
     assert mine.close(10)
     deadline_s = time.monotonic() + 60
     while writer in threads():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    log.emit("b", "point", generation=0)
-    assert stages(tmp_path) == ["a", "b"]
+    log.emit(EventName.DATA, "point", generation=0)
+    assert stages(tmp_path) == ["init", "data"]
 
 
 def test_what_fails_does_not_end_the_thread(mine: Scribe, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +266,7 @@ def test_no_instruction_at_which_emit_is_interrupted_costs_another_event(tmp_pat
     log = EventLog(tmp_path / EVENTS_FILE)
 
     def emit() -> None:
-        with log.span("hit", generation=at, incident="1", ranks=[1, 2]):
+        with log.span(EventName.BARRIER, generation=at, incident="1", ranks=[1, 2]):
             pass
 
     at = 0
@@ -275,11 +276,11 @@ def test_no_instruction_at_which_emit_is_interrupted_costs_another_event(tmp_pat
         if at % 3 == 0:
             assert mine.close(10)  # the thread has to be started, too
         interrupted = interrupt(emit, at)
-        log.emit("next", "point", generation=at)
+        log.emit(EventName.DATA, "point", generation=at)
     assert at > 200, "it was interrupted at each of them"
     written = read_events(tmp_path)
-    assert [event.generation for event in written if event.stage == "next"] == list(range(1, at + 1))
-    hits = [(event.generation, event.edge) for event in written if event.stage == "hit"]
+    assert [event.generation for event in written if event.stage == EventName.DATA] == list(range(1, at + 1))
+    hits = [(event.generation, event.edge) for event in written if event.stage == EventName.BARRIER]
     assert len(hits) == len(set(hits))
     assert {(at, "begin"), (at, "end")} <= set(hits)
 

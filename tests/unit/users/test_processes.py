@@ -7,6 +7,7 @@ import pytest
 from checkpointless.environment import RUN_DIR_ENV
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import parse
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 from tests.ranks.users import end
 from tests.ranks.users.processes import replaced_healthy
@@ -32,7 +33,7 @@ def run_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         assert ledger.claim(index, parse(text))
     log = EventLog(tmp_path / EVENTS_FILE)
     for rank in (0, 1):
-        log.emit("respawn", "begin", generation=1, rank=rank)
+        log.emit(EventName.RESPAWN, "begin", generation=1, rank=rank)
     return tmp_path
 
 
@@ -43,10 +44,10 @@ def test_one_that_no_fault_came_in_is_told(run_dir: Path) -> None:
 
 def test_an_exception_does_not_excuse_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered(monkeypatch, run_dir, 2, 22)
-    EventLog(run_dir / EVENTS_FILE).emit("respawn", "begin", generation=2, rank=2)
+    EventLog(run_dir / EVENTS_FILE).emit(EventName.RESPAWN, "begin", generation=2, rank=2)
     assert replaced_healthy(run_dir, range(3)) == ("0:10", "2:12")
 
 
 def test_one_that_never_entered_the_block_is_told(run_dir: Path) -> None:
-    EventLog(run_dir / EVENTS_FILE).emit("respawn", "begin", generation=2, rank=1)
+    EventLog(run_dir / EVENTS_FILE).emit(EventName.RESPAWN, "begin", generation=2, rank=1)
     assert replaced_healthy(run_dir, range(3)) == ("0:10", "1:?")

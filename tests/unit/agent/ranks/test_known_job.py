@@ -6,15 +6,16 @@ import pytest
 
 from checkpointless.agent.ranks import known_job
 from checkpointless.agent.ranks.known_job import KnownJob
+from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events, read_events
 
 
 def test_events_are_of_the_generation_and_the_incident_that_are_known(tmp_path: Path) -> None:
     job = KnownJob(EventLog(tmp_path / EVENTS_FILE, node=0))
-    job.emit("notify", "begin")
+    job.emit(EventName.NOTIFY, "begin")
     job.generation = 4
     job.interrupt("i7", 1.0)
-    job.emit("respawn", "begin", rank=1)
+    job.emit(EventName.RESPAWN, "begin", rank=1)
     flush_events()
     found = [(event.generation, event.incident, event.rank) for event in read_events(tmp_path)]
     assert found == [(0, None, None), (4, "i7", 1)]

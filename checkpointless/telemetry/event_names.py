@@ -1,0 +1,74 @@
+"""The names of the events in a run's log, and which of them are stages of an incident."""
+
+from __future__ import annotations
+
+import enum
+
+
+class EventName(str, enum.Enum):
+    """What an event of the log tells. A member is equal to its name, and is written as it."""
+
+    # The job, from its begin to its end.
+    JOB = "job"  # the job began on a node, or has ended
+    PRELOAD = "preload"  # a node has imported what its ranks need
+    GO = "go"  # all ranks are present: a generation begins
+    PROGRESS = "progress"  # the newest step that is known to be committed, once a minute
+    STALL = "stall"  # no rank gets on, but none is taken for hung yet
+    STACK = "stack"  # where the main thread of a rank that hangs is
+    ADOPT = "adopt"  # a new coordinator has taken over the job in progress
+    BACK = "back"  # a node that was not connected is connected again
+    TRAINED = "trained"  # a rank has made its last step
+
+    # The stages of an incident, in their order.
+    DETECT = "detect"  # the cause of an incident is known, or is known better
+    NOTIFY = "notify"  # a node tells its ranks
+    ABORT = "abort"  # a rank stops what it is doing
+    FINALIZE = "finalize"  # a rank cleans up after the block
+    HEALTH = "health"  # a rank checks whether its process can go on
+    BARRIER = "barrier"  # a rank waits until all are present
+    INIT = "init"  # a rank sets up its process groups
+    REBUILD = "rebuild"  # a rank builds the trainer, the model and the optimizer again
+    DECIDE = "decide"  # the ranks agree on the step to resume after, and on who fills whom
+    TRANSFER = "transfer"  # the state goes to its new place, and to the ranks that lack it
+    VERIFY = "verify"  # the ranks compare digests of the state
+    DATA = "data"  # a rank fetches its first batch
+    FIRST_STEP = "first_step"  # a rank makes its first step
+
+    # What else happens in an incident.
+    RESPAWN = "respawn"  # a rank gets a new process
+    RUNG = "rung"  # the recovery escalates, and why
+    FALLBACK = "fallback"  # the state comes from storage, and why
+    RECOVERED = "recovered"  # the step that the incident interrupted is made
+    SETTLED = "settled"  # a rank's memory after a few steps of the new generation
+
+    FAULT_INJECTED = "fault_injected"  # a fault is caused on purpose; written just before it
+    EVENTS_DROPPED = "events_dropped"  # a process had to drop ``count`` events; written as soon as it can write
+
+    def __str__(self) -> str:
+        return self.value
+
+
+#: The stages of an incident, in the order in which they occur.
+STAGES = (
+    EventName.DETECT,
+    EventName.NOTIFY,
+    EventName.ABORT,
+    EventName.FINALIZE,
+    EventName.HEALTH,
+    EventName.BARRIER,
+    EventName.INIT,
+    EventName.REBUILD,
+    EventName.DECIDE,
+    EventName.TRANSFER,
+    EventName.VERIFY,
+    EventName.DATA,
+    EventName.FIRST_STEP,
+)
+
+
+def event_name(word: str) -> EventName | str:
+    """Return the event that ``word`` names, or ``word`` itself: the log of a newer version may name others."""
+    try:
+        return EventName(word)
+    except ValueError:
+        return word

@@ -1,0 +1,84 @@
+"""Every event has one name in one place, and every name is one that something emits."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpointless.monitoring.measured import MEASURED_STAGES
+from checkpointless.telemetry.event_names import STAGES, EventName, event_name
+from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events, parse_event, read_events
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("checkpointless", "callbacks", "strategies", "recipes", "benchmarks", "examples")
+EMITTERS = {"emit", "span", "_begin_stage"}
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.name != "event_names.py":
+                yield path.relative_to(ROOT), ast.parse(path.read_text())
+
+
+def emitted(tree: ast.AST) -> Iterator[ast.expr]:
+    """What is given to the log as an event's name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] in EMITTERS:
+            yield node.args[0]
+        elif isinstance(node, ast.Dict):
+            yield from (
+                value for key, value in zip(node.keys, node.values) if key and ast.unparse(key) == "'stage'"
+            )
+
+
+def compared(tree: ast.AST) -> Iterator[ast.expr]:
+    """What an event's name is compared with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left).rpartition(".")[2] == "stage":
+            yield from node.comparators
+
+
+def has_literal(expression: ast.AST) -> bool:
+    return any(isinstance(node, ast.Constant) and isinstance(node.value, str) for node in ast.walk(expression))
+
+
+def test_every_name_is_emitted_somewhere() -> None:
+    found = {ast.unparse(name) for _, tree in sources() for name in emitted(tree)}
+    assert found >= {f"EventName.{member.name}" for member in EventName}
+
+
+def test_no_module_writes_or_looks_for_a_name_of_its_own() -> None:
+    names = [(path, name) for path, tree in sources() for name in (*emitted(tree), *compared(tree))]
+    assert len(names) > len(EventName)
+    assert not [f"{path}:{name.lineno}" for path, name in names if has_literal(name)]
+
+
+@pytest.mark.parametrize("name", EventName)
+def test_a_member_is_written_as_its_name_and_read_as_itself(tmp_path: Path, name: EventName) -> None:
+    EventLog(tmp_path / EVENTS_FILE).emit(name, "point", generation=0, again=name)
+    assert flush_events()
+    line = (tmp_path / EVENTS_FILE).read_bytes()
+    assert re.search(rb'"incident":null,"stage":"([a-z_]+)","edge":"point","again":"\1"}\n$', line)
+    assert json.loads(line)["stage"] == name.value == str(name) == f"{name}"
+    (event,) = read_events(tmp_path)
+    assert event.stage is name
+
+
+def test_a_name_of_a_newer_version_is_read_as_a_word() -> None:
+    record = {"ts": 1, "mono": 1, "node": 0, "rank": 0, "pid": 1, "generation": 0, "incident": None}
+    event = parse_event(json.dumps({**record, "stage": "new", "edge": "point"}).encode())
+    assert event is not None
+    assert event.stage == event_name("new") == "new"
+    assert not isinstance(event.stage, EventName)
+
+
+@pytest.mark.parametrize(
+    ("page", "names"), [("architecture", STAGES), ("concepts", STAGES), ("operations", MEASURED_STAGES)]
+)
+def test_the_docs_name_the_stages(page: str, names: tuple[EventName, ...]) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert not [name for name in names if f"`{name}`" not in text]
