@@ -20,7 +20,7 @@ from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.patches import Patch, Patches
 
 # `torch.distributed.rendezvous` is also the name of a function, which hides the module as an attribute.
-rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # Any: a module, private parts included
 
 _FACTORY = (
     "_create_c10d_store"  # every client and server of an env:// or tcp:// rendezvous is made by this function
