@@ -5,6 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+
+
+def time_limit(name: str, given: float | timedelta) -> timedelta:
+    """Return a time limit that a user gave.
+
+    Args:
+        name: name of the setting, for the error message.
+        given: the limit, as a number of seconds or as a ``timedelta``.
+
+    Raises:
+        ValueError: the limit is not positive.
+    """
+    limit = given if isinstance(given, timedelta) else timedelta(seconds=given)
+    if limit <= timedelta():
+        raise ValueError(f"{name} must be a positive number of seconds, not {given}")
+    return limit
 
 
 @contextmanager

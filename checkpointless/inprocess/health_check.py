@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 
 from checkpointless.environment import LOCAL_RANK_ENV
+from checkpointless.inprocess.deadline import time_limit
 from checkpointless.inprocess.state import HPState
 
 
@@ -38,11 +39,14 @@ class CudaHealthCheck(HealthCheck):
     CUDA was not used.
 
     Args:
-        timeout: time limit for the synchronization.
+        timeout: time limit for the synchronization, as a ``timedelta`` or in seconds.
+
+    Raises:
+        ValueError: ``timeout`` is not positive.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float | timedelta = timedelta(seconds=30)) -> None:
+        self.timeout = time_limit("timeout", timeout)
 
     def __call__(
         self, state: HPState, train_ex: BaseException | None = None

@@ -24,7 +24,7 @@ from checkpointless.inprocess.block.signal_handlers import SignalHandlers
 from checkpointless.inprocess.block.tracing import tracing
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
-from checkpointless.inprocess.deadline import bounded
+from checkpointless.inprocess.deadline import bounded, time_limit
 from checkpointless.inprocess.departure import Departure
 from checkpointless.inprocess.exceptions import (
     HealthCheckError,
@@ -83,10 +83,10 @@ class HPWrapper:
         health_check: raises if this process must be replaced. Default: :class:`CudaHealthCheck`.
         hp_api_factory: makes the client of the agent. Default: :class:`HPAgentK8sAPIFactory`, which makes the
             client of whichever agent started this process.
-        abort_timeout: time limit in seconds for each part of a restart: the update in progress, the abort, the main
-            thread's exit from the block, the clean-up, the destruction of process groups, and the health check (in
-            addition to the health check's own ``timeout``, if any). Default: 60. A rank that takes longer is
-            replaced.
+        abort_timeout: time limit, in seconds or as a ``timedelta``, for each part of a restart: the update in
+            progress, the abort, the main thread's exit from the block, the clean-up, the destruction of process
+            groups, and the health check (in addition to its own ``timeout``, if any). Default: 60 s. A rank that
+            takes longer is replaced.
         enabled: False makes the wrapper a pass-through.
         trace_file_path: path of VizTracer's trace, with one file per rank and generation; needs ``viztracer``.
         async_raise_before_abort: interrupt the main thread before the abort runs rather than after it.
@@ -106,7 +106,7 @@ class HPWrapper:
         finalize: Callable[[HPState], object] | None = None,
         health_check: Callable[[HPState, BaseException], object] | None = None,
         hp_api_factory: Callable[[], RankClient] | None = None,
-        abort_timeout: float | None = None,
+        abort_timeout: float | timedelta | None = None,
         enabled: bool = True,
         trace_file_path: str | None = None,
         async_raise_before_abort: bool = True,
@@ -114,8 +114,7 @@ class HPWrapper:
         checkpoint_manager: StateKeeper | None = None,
         check_memory_status: bool = True,
     ) -> None:
-        if abort_timeout is not None and abort_timeout <= 0:
-            raise ValueError(f"abort_timeout must be a positive number of seconds, not {abort_timeout}")
+        limit = time_limit("abort_timeout", DEFAULT_ABORT_TIMEOUT_S if abort_timeout is None else abort_timeout)
         if trace_file_path is not None:
             tracing.require()
         abort = abort or CheckpointlessAbortManager.get_default_checkpointless_abort()
@@ -123,7 +122,7 @@ class HPWrapper:
         self.finalize: Callable[[HPState], object] = finalize or CheckpointlessFinalizeCleanup()
         self.health_check: Callable[[HPState, BaseException], object] = health_check or CudaHealthCheck()
         self.hp_api_factory: Callable[[], RankClient] = hp_api_factory or HPAgentK8sAPIFactory()
-        self.abort_timeout = timedelta(seconds=abort_timeout or DEFAULT_ABORT_TIMEOUT_S)
+        self.abort_timeout = limit
         self.enabled = enabled
         self.trace_file_path = trace_file_path
         self.async_raise_before_abort = async_raise_before_abort

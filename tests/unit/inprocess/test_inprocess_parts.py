@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+from datetime import timedelta
 from typing import Any, Optional
 
 import pytest
@@ -17,6 +18,7 @@ from checkpointless.inprocess import (
     CheckpointlessAbortManager,
     CheckpointlessFinalizeCleanup,
     Compose,
+    CudaHealthCheck,
     HPAbortTorchDistributed,
     HPCallWrapper,
     HPCheckpointingAbort,
@@ -223,6 +225,14 @@ def test_disabled_wrapper_is_the_function_itself() -> None:
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="abort_timeout"):
         HPWrapper(abort_timeout=0)
+
+
+@pytest.mark.parametrize("limit", [30, 30.0, timedelta(seconds=30)])
+def test_a_time_limit_is_seconds_or_a_timedelta_everywhere(limit: float | timedelta) -> None:
+    assert HPWrapper(abort_timeout=limit).abort_timeout == timedelta(seconds=30)
+    assert CudaHealthCheck(timeout=limit).timeout == timedelta(seconds=30)
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+        CudaHealthCheck(timeout=-1 * limit)
 
 
 def test_victims_are_told_from_culprits() -> None:
