@@ -24,6 +24,13 @@ def asked_for() -> list[Callback]:
     return found
 
 
-def without_external(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Return the callbacks not from :func:`asked_for`; a checkpointless strategy adds its own after all others."""
-    return [callback for callback in callbacks if not getattr(callback, _MARK, False)]
+def parted(callbacks: Iterable[Callback]) -> tuple[list[Callback], list[Callback]]:
+    """Part the callbacks into those of the script and those from :func:`asked_for`, each in their order.
+
+    With a checkpointless strategy, the latter come after all others.
+    """
+    scripts: list[Callback] = []
+    external: list[Callback] = []
+    for callback in callbacks:
+        (external if getattr(callback, _MARK, False) else scripts).append(callback)
+    return scripts, external

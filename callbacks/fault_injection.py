@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +19,6 @@ from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import FaultPhase, parse_all
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.recovery.running import manager_of
-from checkpointless.serialization.tensor_memory import flip_a_bit
 
 
 class HPFaultInjectionCallback(Callback):
@@ -56,26 +55,22 @@ class HPFaultInjectionCallback(Callback):
         self.listen()
 
     def listen(self) -> None:
-        """Register as the listener for the phases that a strategy announces."""
+        """Have the running wrapper cause these faults at its phases, unless the job was launched with some."""
         call = active_call_wrapper()
-        if call is not None:
-            call.phase_hook = self.enter_phase
+        if call is not None and (call.faults is None or not call.faults.of_job):
+            call.faults = self.injector
 
     @classmethod
     def from_environment(cls) -> HPFaultInjectionCallback | None:
         """Return the callback that ``checkpointless run --fault`` asks this process for, or None."""
-        injector = from_environment(own_rank())
-        return cls(injector=injector) if injector is not None else None
-
-    def enter_phase(self, phase: str, step: int, damage: Callable[[], None] | None = None) -> None:
-        """Cause the faults that are due at ``phase`` of ``step``.
-
-        Args:
-            damage: flips a bit of what this phase works on. Default: flip a bit of this rank's shard of the
-                training state.
-        """
         call = active_call_wrapper()
-        self.injector.at(FaultPhase(phase), step, call.generation if call is not None else 0, damage)
+        injector = call.faults if call is not None else from_environment(own_rank())
+        return cls(injector=injector) if injector is not None and injector.of_job else None
+
+    def enter_phase(self, phase: str, step: int) -> None:
+        """Cause the faults that are due at ``phase`` of ``step``."""
+        call = active_call_wrapper()
+        self.injector.at(FaultPhase(phase), step, call.generation if call is not None else 0)
 
     @override
     def on_train_batch_start(
@@ -89,7 +84,7 @@ class HPFaultInjectionCallback(Callback):
         self.injector.batches = lambda: _batches_of(trainer_ref())
         if hasattr(trainer.strategy, "live_state"):
             strategy = weakref.proxy(trainer.strategy)
-            self.injector.damage = lambda: flip_a_bit(next(iter(strategy.live_state().shard().values())))
+            self.injector.target = lambda: next(iter(strategy.live_state().shard().values()))
         trainable = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
         if self._backward_hook is None and trainable:
             self._backward_hook = trainable[-1].register_hook(lambda grad: self.enter_phase("backward", self._step))

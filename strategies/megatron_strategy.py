@@ -17,7 +17,6 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from checkpointless.callbacks import HPFaultInjectionCallback
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.megatron import cleanup as megatron_cleanup
@@ -70,7 +69,6 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._fit: RecoverableFit | None = None  # the newest one that was set up inside a block
         self._awaits_adapters = False
         self._put_off_restore = False
-        self._fault_injection: HPFaultInjectionCallback | None = None
         self._data = TrainingData()
         self._worker_seed = WorkerSeed()
         if self._call is None:
@@ -80,7 +78,6 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         sharded = getattr(self.ddp_config, "use_distributed_optimizer", True)
         if num_distributed_optimizer_instances < 2 and sharded:
             logger.warning("one optimizer instance: a rank that dies cannot be restored from memory")
-        self._fault_injection = HPFaultInjectionCallback.from_environment()
         megatron_cleanup.install()
         cleanup.install()
         chatter.install()
@@ -161,7 +158,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             return
         call.beat()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        callback = complete(callbacks, self._fault_injection)
+        callback = complete(callbacks)
         for part in (call.wrapper.abort, call.wrapper.finalize):
             register = getattr(part, "register_attributes", None)
             if register is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from checkpointless.environment import FAULTS_ENV, own_run_dir
 from checkpointless.faults import device, loader, node
+from checkpointless.faults.damage import flip_a_bit
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import (
     NODE_KINDS,
@@ -45,32 +46,35 @@ class FaultInjector:
         specs: all faults of the job, in the same order on all ranks.
         rank: global rank of this process.
         ledger: remembers which faults have been caused.
+        of_job: whether these are the faults that the job was launched with, before which a script's own give way.
 
     Attributes:
-        damage: function that flips a bit of this rank's training state; set by the code that knows where the state
-            is.
+        target: function that returns the tensor of this rank's training state that is damaged; set by the code
+            that knows where the state is.
         batches: function that returns torch's iterator over this rank's training data, or None if the data loader
             has no workers; set by the code that knows the iterator.
     """
 
-    def __init__(self, specs: Sequence[FaultSpec], rank: int, ledger: FaultLedger) -> None:
-        self.damage: Callable[[], None] | None = None
+    def __init__(self, specs: Sequence[FaultSpec], rank: int, ledger: FaultLedger, *, of_job: bool = False) -> None:
+        self.target: Callable[[], Any] | None = None
         self.batches: Callable[[], Any] | None = None
         self.rank = rank
         self.ledger = ledger
+        self.of_job = of_job
         self._by_phase: dict[FaultPhase, list[tuple[int, FaultSpec]]] = {}
         for index, spec in enumerate(specs):
             if spec.rank in (None, rank):
                 self._by_phase.setdefault(spec.phase, []).append((index, spec))
 
-    def at(self, phase: FaultPhase, step: int, generation: int, damage: Callable[[], None] | None = None) -> None:
+    def at(self, phase: FaultPhase, step: int, generation: int, target: Callable[[], Any] | None = None) -> None:
         """Cause the faults that are due; return if none is, or if this process survives them.
 
         Args:
             phase: the phase that this rank is in.
             step: the optimizer step in progress, counted from 1; in a set-up phase, the last committed step.
             generation: the generation that this rank is in. In generation 0, set-up phases cause nothing.
-            damage: function that flips a bit of what this phase works on. Default: :attr:`damage`.
+            target: function that returns the tensor that this phase works on, which is contiguous and not empty.
+                Default: :attr:`target`.
 
         Raises:
             InjectedFault: a fault of kind ``exception`` was due, or a data-loader worker raised it.
@@ -81,7 +85,7 @@ class FaultInjector:
             return
         for index, spec in self._by_phase.get(phase, ()):
             if spec.step in (None, step) and self._drawn(index, spec, step, generation):
-                cause = self._prepare(spec, damage or self.damage)
+                cause = self._prepare(spec, target or self.target)
                 if self.ledger.claim(index, spec, rank=self.rank, step=step, generation=generation):
                     self._announce(spec, step, generation)
                     cause()
@@ -107,7 +111,7 @@ class FaultInjector:
         logger.warning("rank %d: injecting %s", self.rank, text)
         flush_all()  # the fault may end this process
 
-    def _prepare(self, spec: FaultSpec, damage: Callable[[], None] | None) -> Callable[[], None]:
+    def _prepare(self, spec: FaultSpec, target: Callable[[], Any] | None) -> Callable[[], None]:
         """Return the function that causes the fault.
 
         Raises:
@@ -142,9 +146,9 @@ class FaultInjector:
                 return lambda: node.cut_off(agent, spec.duration_s)
             return lambda: (node.lose if spec.kind is FaultKind.NODE else node.drop_coordinator)(agent)
         if spec.kind is FaultKind.BITFLIP:
-            if damage is None:
+            if target is None:
                 raise _impossible(text, "the strategy does not say where this rank's state is")
-            return damage
+            return lambda: flip_a_bit(target())
         return _ENDS[spec.kind]
 
 
@@ -202,4 +206,4 @@ def from_environment(rank: int) -> FaultInjector | None:
     if not texts:
         return None
     specs = parse_all(texts, world_size=None, max_steps=None)
-    return FaultInjector(specs, rank, FaultLedger(own_run_dir()))
+    return FaultInjector(specs, rank, FaultLedger(own_run_dir()), of_job=True)

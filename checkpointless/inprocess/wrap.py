@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar
 
 from checkpointless.client import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
 from checkpointless.environment import FAULT_AT_ENV, RANK_ENV, own_generation, own_rank
-from checkpointless.faults.spec import FaultSpecError
+from checkpointless.faults.inject import FaultInjector, from_environment
+from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess.abort import CheckpointlessAbortManager
 from checkpointless.inprocess.abort.composition import after_block, communicators_first
 from checkpointless.inprocess.block.arguments import with_caller
@@ -161,7 +162,7 @@ class HPCallWrapper:
         facts: what this rank's block recorded for later generations and for a successor of this process.
         board: this rank's board (None under another launcher).
         restart_in_process: if False, this process is replaced after a fault instead of re-entering the block.
-        phase_hook: called with each phase of a step as training reaches it (for fault injection).
+        faults: causes this generation's faults: the job's, or else a script's own (None: there are none).
     """
 
     def __init__(self, wrapper: HPWrapper) -> None:
@@ -170,7 +171,7 @@ class HPCallWrapper:
         self.parameter_update_lock = ParameterUpdateLock()
         self.checkpoint_manager: StateKeeper | None = wrapper.checkpoint_manager
         self.restart_in_process = True
-        self.phase_hook: Callable[[str, int, Callable[[], None] | None], None] | None = None
+        self.faults: FaultInjector | None = None
         self.board = Board.from_environment()
         self.facts = Facts(self.board)
         self.client: RankClient = wrapper.hp_api_factory()
@@ -298,6 +299,7 @@ class HPCallWrapper:
     def _block(self, fn: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
         if self._departure.noticed >= self.generation:
             raise RankShouldRestart("a fault came before the block was entered")
+        self.faults = from_environment(own_rank())
         with tracing(self.wrapper.trace_file_path, self.generation):
             args, kwargs = with_caller(fn, args, kwargs, self)
             return fn(*args, **kwargs)
@@ -339,7 +341,7 @@ class HPCallWrapper:
         self.beat()  # a rank that was taken for hung has left the block after all
         self._departure.adopt_incident()
         self.steps.leave()
-        self.phase_hook = None
+        self.faults = None  # it may hold the old state
         reset_peak()
         if not self.restart_in_process:
             self._replace("in-process recovery is switched off (CheckpointlessCallback(enable_inprocess=False))")
@@ -411,14 +413,14 @@ class HPCallWrapper:
         """Return a span of ``stage`` in the event log, of this generation and incident."""
         return self._now.span(stage, **fields)
 
-    def enter_phase(self, phase: str, step: int, damage: Callable[[], None] | None = None) -> None:
+    def enter_phase(self, phase: str, step: int, target: Callable[[], Any] | None = None) -> None:
         """Report that training has reached ``phase`` of ``step``; phases are named as in fault specs.
 
         Args:
-            damage: function that damages what this phase works on, for faults that need it.
+            target: function that returns the tensor that this phase works on, for faults that damage it.
         """
-        if self.phase_hook is not None:
-            self.phase_hook(phase, step, damage)
+        if self.faults is not None:
+            self.faults.at(FaultPhase(phase), step, self.generation, target)
 
     # ---- the end
 

@@ -11,15 +11,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from checkpointless.faults.inject import from_environment
-from checkpointless.faults.spec import FaultPhase
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.running import manager_of
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
-from checkpointless.serialization.tensor_memory import flip_a_bit
 from checkpointless.telemetry.steps import StepExtras, StepLog
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.tensor_entry import Key
@@ -77,12 +74,8 @@ class PlainTraining(TrainingTensors):
             call.checkpoint_manager = manager = CheckpointManager()
         self._manager = manager
         self._log = StepLog.from_environment()
-        injector = from_environment(dist.get_rank())
-        if injector is not None:
-            injector.damage = lambda: flip_a_bit(next(iter(self.shard().values())))
-            call.phase_hook = lambda phase, step, damage: injector.at(
-                FaultPhase(phase), step, call.generation, damage
-            )
+        if call.faults is not None:
+            call.faults.target = lambda: next(iter(self.shard().values()))
 
     def steps(self, last: int) -> Iterable[int]:
         """Yield the optimizer steps to make, from the first that is not committed to ``last``.

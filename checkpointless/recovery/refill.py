@@ -14,7 +14,6 @@ import torch.distributed as dist
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import aside
 from checkpointless.serialization.state_tree import Tree
-from checkpointless.serialization.tensor_memory import flip_a_bit
 from checkpointless.transfer.bucket_rounds import OnBucket
 from checkpointless.transfer.state_tensors import StateTensors
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
@@ -136,13 +135,13 @@ def announce_transfer(target: int) -> OnBucket:
         call = active_call_wrapper()
         if call is None or position != count // 2:
             return payload
-        damaged: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
 
-        def damage() -> None:
-            damaged.append(payload.clone())
-            flip_a_bit(damaged[0])
+        def copy() -> torch.Tensor:
+            copies.append(payload.clone())  # the bucket itself may be a part of the state
+            return copies[0]
 
-        call.enter_phase("transfer", target, damage)
-        return damaged[0] if damaged else payload
+        call.enter_phase("transfer", target, copy)
+        return copies[0] if copies else payload
 
     return on_bucket

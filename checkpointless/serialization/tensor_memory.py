@@ -60,9 +60,3 @@ def own_device(kind: str) -> torch.device:
     if kind != "cuda" or not torch.cuda.is_available():
         raise ValueError(f"there is no device {kind!r} on this rank")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def flip_a_bit(tensor: torch.Tensor) -> None:
-    """Flip the lowest bit of the byte in the middle of ``tensor``, which must be contiguous and not empty."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    flat[flat.numel() // 2] ^= 1

@@ -5,31 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
-from checkpointless.callbacks.external import without_external
+from checkpointless.callbacks.external import asked_for, parted
 
 
-def complete(present: list[Any], fault_injection: HPFaultInjectionCallback | None) -> CheckpointlessCallback:
-    """Add callbacks that the environment asks for or that are missing; they missed their ``setup`` hook.
+def complete(present: list[Any]) -> CheckpointlessCallback:
+    """Put the callbacks that the environment asks for after all others, and add what is missing.
 
     Args:
-        present: the trainer's own list of callbacks, which is changed in place.
-        fault_injection: the callback that the environment asks for; None: it asks for no faults.
+        present: the trainer's own list of callbacks, which is changed in place. What is added misses its ``setup``
+            hook.
 
     Returns:
         The trainer's :class:`CheckpointlessCallback`, with the settings of the recovery.
     """
-    present[:] = without_external(present)
-    for callback in present:
+    scripts, external = parted(present)
+    for callback in scripts:
         if isinstance(callback, HPFaultInjectionCallback):
             callback.listen()  # it may have been made before the block was entered
-    added: list[Any] = []
-    if not any(isinstance(callback, CheckpointlessCallback) for callback in present):
-        added.append(CheckpointlessCallback())
-    recorder = StepRecorder.from_environment()
-    if recorder is not None and not any(isinstance(callback, StepRecorder) for callback in present):
-        added.append(recorder)
-    if fault_injection is not None:
-        added.append(fault_injection)
-        fault_injection.listen()
-    present.extend(added)
+    if not any(isinstance(callback, CheckpointlessCallback) for callback in scripts):
+        scripts.append(CheckpointlessCallback())
+    has_recorder = any(isinstance(callback, StepRecorder) for callback in scripts)
+    for callback in external or asked_for():
+        if not (has_recorder and isinstance(callback, StepRecorder)):
+            scripts.append(callback)
+    present[:] = scripts
     return next(callback for callback in present if isinstance(callback, CheckpointlessCallback))

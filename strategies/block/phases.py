@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def announce_gradient_sync(config: ModelParallelConfig, call: HPCallWrapper) -> None:
-    """Announce the phase ``sync`` before Megatron reduces the gradients, if the wrapper has a phase hook.
+    """Announce the phase ``sync`` before Megatron reduces the gradients, if the wrapper causes faults.
 
     Args:
         config: the model's configuration, whose ``finalize_model_grads_func`` reduces the gradients.
         call: the running wrapper.
     """
     finalize = config.finalize_model_grads_func
-    if call.phase_hook is None or finalize is None:
+    if call.faults is None or finalize is None:
         return
 
     def announced(*args: Any, **kwargs: Any) -> Any:
@@ -43,8 +43,8 @@ class PhasedIterator(Iterator[Any]):
 
     @classmethod
     def around(cls, inner: Iterator[Any], call: HPCallWrapper) -> Iterator[Any]:
-        """Return ``inner``, wrapped if the wrapper has a phase hook."""
-        return cls(inner, call) if call.phase_hook is not None else inner
+        """Return ``inner``, wrapped if the wrapper causes faults."""
+        return cls(inner, call) if call.faults is not None else inner
 
     def __next__(self) -> Any:
         self._call.enter_phase("data", self._call.steps.making)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from checkpointless.faults.damage import flip_a_bit
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import MemoryChecksumManager
-from checkpointless.serialization.tensor_memory import flip_a_bit
 from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.exchange import all_gather_json, receive_bytes
 from checkpointless.transfer.tensor_entry import Key, TensorEntry

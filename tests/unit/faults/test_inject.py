@@ -188,3 +188,13 @@ def test_what_did_not_happen_is_counted(tmp_path: Path) -> None:
     assert not_fired(specs, tmp_path) == (twice, never)
     assert claims.claim(0, specs[0])
     assert not_fired(specs, tmp_path) == (never,)
+
+
+def test_a_bit_is_flipped_in_what_the_phase_works_on_or_else_in_the_state(tmp_path: Path) -> None:
+    mine = injector(tmp_path, "bitflip@transfer:rank=2,step=3", "bitflip@data:rank=2,step=3")
+    state, bucket = torch.zeros(4), torch.zeros(4)
+    mine.target = lambda: state
+    mine.at(FaultPhase.TRANSFER, 3, 1, lambda: bucket)
+    assert (state.any().item(), bucket.any().item()) == (False, True)
+    mine.at(FaultPhase.DATA, 3, 1)
+    assert state.any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
 from lightning.pytorch.callbacks import Callback
 
-from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.callbacks import CheckpointlessCallback, HPFaultInjectionCallback, StepRecorder
+from checkpointless.callbacks.external import asked_for
+from checkpointless.environment import FAULTS_ENV, RECORD_STEPS_ENV, RUN_DIR_ENV, YES
 from checkpointless.strategies.block.callbacks import complete
 
 pytestmark = pytest.mark.nemo
@@ -19,13 +23,53 @@ pytestmark = pytest.mark.nemo
 def test_ours_is_added_behind_the_users() -> None:
     users: list[Any] = [Callback()]
     present = list(users)
-    added = complete(present, None)
+    added = complete(present)
     assert present == [*users, added]
 
 
 def test_a_callback_with_settings_stays_the_only_one() -> None:
     given = CheckpointlessCallback(enable_checksum=True)
     present: list[Any] = [given]
-    assert complete(present, None) is given
-    assert complete(present, None) is given
+    assert complete(present) is given
+    assert complete(present) is given
     assert present == [given]
+
+
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``--record-steps`` and ``--fault``."""
+    monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
+    monkeypatch.setenv(RECORD_STEPS_ENV, YES)
+    monkeypatch.setenv(FAULTS_ENV, json.dumps(["exception@data:rank=0,step=1"]))
+
+
+@pytest.mark.usefixtures("asking")
+def test_what_the_command_line_asks_for_comes_last_and_once() -> None:
+    external, users = asked_for(), Callback()
+    assert [type(callback) for callback in external] == [StepRecorder, HPFaultInjectionCallback]
+    present: list[Any] = [*external, users]
+    added = complete(present)
+    assert present == [users, added, *external]
+    assert complete(present) is added
+    assert present == [users, added, *external]
+
+
+@pytest.mark.usefixtures("asking")
+def test_what_the_command_line_asks_for_is_added_where_lightning_did_not() -> None:
+    present: list[Any] = []
+    added = complete(present)
+    assert [type(callback) for callback in present] == [
+        CheckpointlessCallback,
+        StepRecorder,
+        HPFaultInjectionCallback,
+    ]
+    assert present[0] is added
+
+
+@pytest.mark.usefixtures("asking")
+def test_a_script_that_records_steps_itself_records_them_once() -> None:
+    recorder, faults = asked_for()
+    mine = StepRecorder.from_environment()
+    present: list[Any] = [recorder, faults, mine]
+    added = complete(present)
+    assert present == [mine, added, faults]
