@@ -44,8 +44,7 @@ FLOORS = {
     "__main__": 11,
 }
 FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}
-STANDARD_LIBRARY_ONLY = ("layout", "posix", "telemetry", "wire", "coordinator", "faults")
-STANDARD_LIBRARY_ONLY = ("environment", "posix", "telemetry", "wire", "coordinator", "faults")
+STANDARD_LIBRARY_ONLY = ("environment", "layout", "posix", "telemetry", "wire", "coordinator", "faults")
 TYPED_MESSAGES = ("wire", "coordinator")  # msgspec is a few hundred kilobytes, and loads in milliseconds
 NO_FRAMEWORK = (
     *STANDARD_LIBRARY_ONLY,

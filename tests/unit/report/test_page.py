@@ -12,7 +12,7 @@ from checkpointless.report.page.pictures import rank_lanes, tile_bars
 from checkpointless.report.summary import PHASES, build_report
 from checkpointless.telemetry.events import STAGES, Event
 from tests.unit.made_up_run import MadeUpRun
-from tests.unit.report.test_summary import HOSTILE, LOGS
+from tests.unit.report.reports import HOSTILE, LOGS
 
 VOID = {"meta"}
 KNOWN = {
