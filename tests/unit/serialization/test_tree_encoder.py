@@ -116,6 +116,7 @@ def test_a_check_reads_no_tensor() -> None:
     state_tree.check(torch.zeros(1).expand(1 << 40))
 
 
+@pytest.mark.slow
 def test_the_digest_is_that_of_the_state_alone() -> None:
     one = {"a": 1, "b": {3, "x"}, "c": torch.arange(6).reshape(2, 3).t()}
     other = {"c": torch.arange(6).reshape(2, 3).t().contiguous(), "b": {"x", 3}, "a": 1}

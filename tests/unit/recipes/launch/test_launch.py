@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from checkpointless.cli import command_line
 from checkpointless.environment import TOKEN_ENV
@@ -16,6 +15,7 @@ from tests.unit.recipes.launch.manifests import LAUNCH, POD_FILES, ROOT, SBATCH,
 from tests.unit.recipes.launch.pod import run_pod
 
 
+@pytest.mark.slow
 def test_the_token_is_in_no_command_line(tmp_path: Path, bin_dir: Path) -> None:
     run_sbatch(tmp_path)
     token = (tmp_path / "token").read_text()
@@ -62,6 +62,7 @@ def test_every_option_is_known(command: str, needed: set[str], capsys: pytest.Ca
 
 
 def test_the_launch_recipes_are_packaged() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     packaged = {path for pattern in data["checkpointless.recipes"] for path in (ROOT / "recipes").glob(pattern)}
     assert set(LAUNCH.iterdir()) <= packaged

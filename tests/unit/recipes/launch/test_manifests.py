@@ -187,6 +187,7 @@ def greeting_coordinator() -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_the_liveness_probe_finds_a_coordinator_that_hangs(
     greeting_coordinator: tuple[subprocess.Popen[str], int],
 ) -> None:

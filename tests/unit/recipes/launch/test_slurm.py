@@ -13,6 +13,8 @@ from tests.unit.recipes.launch.batch import coordinated, run_changed_sbatch, run
 from tests.unit.recipes.launch.manifests import SBATCH
 from tests.unit.recipes.launch.pod import options_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_the_batch_script_runs_every_node_and_ends_as_the_coordinator(
