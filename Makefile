@@ -1,9 +1,10 @@
 # From a bare clone, with Python 3.11 and make, nothing else.
 #
-#   make demo   see it work
-#   make test   all tests
-#   make lint   ruff and mypy
-#   make docs   the documentation, into build/docs
+#   make demo       see it work
+#   make test       all tests
+#   make test-fast  those that need no NeMo and are quick
+#   make lint       ruff and mypy
+#   make docs       the documentation, into build/docs
 #
 # The first of them makes .venv (about 3 minutes, 4 GB); after that it is there.
 
@@ -18,9 +19,10 @@ STAMP := .venv/.installed
 # In one call: callbacks/, strategies/ and recipes/ are installed as subpackages of checkpointless, and mypy, which
 # knows only paths, must not be asked about the same file under two names.
 TYPED := checkpointless callbacks strategies recipes tests
+FAST := tests/unit -m "not nemo and not ranks and not gpu and not long and not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint docs format clean
+.PHONY: help demo test test-fast test-long compat lint docs format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -33,9 +35,15 @@ demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once wi
 test: $(STAMP) ## run all tests, two files at a time (20 to 25 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
+test-fast: $(STAMP) ## run the tests that need no NeMo, start no ranks and are quick (under a minute on 2 cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST)
+
 test-long: $(STAMP) ## run what takes longer: long tests, and users' runs through drawn faults (hours)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 	$(BIN)/python benchmarks/users_chaos/run.py --cases 200 --seed 1 --run-dir build/users-chaos
+
+compat: $(STAMP) ## run the fast tests with other Pythons and the newest Lightning too, where they install (half an hour)
+	$(BIN)/python tests/compat.py $(FAST)
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

@@ -1,8 +1,14 @@
 """For every test and every process that a test starts."""
 
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.marks import left_out, marks_of
 
 # torch says so at import, in each process, where nvidia-resiliency-ext (NeMo's logger needs it) has brought pynvml.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:The pynvml package is deprecated:FutureWarning")
@@ -10,3 +16,19 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:The pynvml package is deprecated
 # How long an example takes says more of the machine, and of what else runs there, than of the code.
 settings.register_profile("no-time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no-time")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file of which every test is left out: it may import NeMo, which takes half a minute."""
+    if collection_path.suffix == ".py" and marks_of(collection_path) & left_out(config.option.markexpr):
+        return True
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _needs_nemo_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In a run without the tests of NeMo, no other test imports it."""
+    yield
+    if "nemo" in left_out(request.config.option.markexpr):
+        loaded = {"nemo", "megatron"} & sys.modules.keys()
+        assert not loaded, f"{', '.join(sorted(loaded))} is loaded: the test or its file needs the mark nemo"

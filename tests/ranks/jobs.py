@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,17 +128,7 @@ def run_nodes(
         What each agent says, by node; None for one that was killed.
     """
     agents = nnodes + spares + (late is not None)
-    arguments = {
-        "nproc_per_node": nproc,
-        "script": script,
-        "module": script == RUNNER,
-        "script_args": ["tiny_gpt_cpu", *args] if script == RUNNER else list(args),
-        "run_dir": str(run_dir),
-        "faults": list(faults),
-        "record_steps": True,
-        "heartbeat_timeout_s": 20.0,
-        **settings,
-    }
+    arguments = _arguments(run_dir, nproc, script, args, faults) | settings
     hosts: list[str] = []
     if agents > 1:
         address = "127.0.0.1" if network is None else network.address(agents if outside else 0)
@@ -147,10 +138,7 @@ def run_nodes(
         hosts = [network.name(host) for host in range(agents + 1)]
         arguments["extra_env"] = {"GLOO_SOCKET_IFNAME": INTERFACE, **settings.get("extra_env", {})}
     coordinator = OutsideCoordinator(arguments, hosts[agents] if hosts else None) if outside else None
-    actor = _Meanwhile(meanwhile, Scene(run_dir, coordinator, network)) if meanwhile is not None else None
-    try:
-        if actor is not None:
-            actor.start()
+    with _accompanied(Scene(run_dir, coordinator, network), meanwhile):
         answers = zygote.run(
             agents,
             "tests.ranks.jobs:launch_here",
@@ -159,17 +147,23 @@ def run_nodes(
             limit_s=limit_s,
             expendable=lost,
         )
-        if actor is not None:
-            actor.join(timeout=20)
-            if actor.error is not None:
-                raise actor.error
-            assert not actor.is_alive(), "the job is over, and what was to be done to it is not"
-        if coordinator is not None:
-            coordinator.end()
-    finally:
-        if coordinator is not None:
-            coordinator.kill()
     return [Job(each["code"], tuple(each["said"]), run_dir) if each is not None else None for each in answers]
+
+
+def _arguments(
+    run_dir: Path, nproc: int, script: str, args: tuple[str, ...], faults: tuple[str, ...]
+) -> dict[str, Any]:
+    """The fields of ``LaunchConfig`` that every job of a test has."""
+    return {
+        "nproc_per_node": nproc,
+        "script": script,
+        "module": script == RUNNER,
+        "script_args": ["tiny_gpt_cpu", *args] if script == RUNNER else list(args),
+        "run_dir": str(run_dir),
+        "faults": list(faults),
+        "record_steps": True,
+        "heartbeat_timeout_s": 20.0,
+    }
 
 
 class OutsideCoordinator:
@@ -255,6 +249,30 @@ class _Meanwhile(threading.Thread):
             self._act(self._scene)
         except BaseException as error:
             self.error = error
+
+    def finish(self) -> None:
+        """Wait for it, and raise what it raised."""
+        self.join(timeout=20)
+        if self.error is not None:
+            raise self.error
+        assert not self.is_alive(), "the job is over, and what was to be done to it is not"
+
+
+@contextmanager
+def _accompanied(scene: Scene, act: Callable[[Scene], None] | None) -> Iterator[None]:
+    """Do ``act`` to a job while it runs, and have the coordinator outside end with it."""
+    actor = _Meanwhile(act, scene) if act is not None else None
+    try:
+        if actor is not None:
+            actor.start()
+        yield
+        if actor is not None:
+            actor.finish()
+        if scene.coordinator is not None:
+            scene.coordinator.end()
+    finally:
+        if scene.coordinator is not None:
+            scene.coordinator.kill()
 
 
 def launch_here(settings: dict[str, Any], late: float | None, hosts: list[str]) -> dict[str, Any]:

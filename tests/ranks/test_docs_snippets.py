@@ -35,7 +35,7 @@ NOT_RUN = {
     r" tiny_gpt_cpu --cpu --nproc-per-node 4( trainer\.max_steps=20)?$": "is run with --record-steps",
     r" --nproc-per-node 4 examples/train_gpt\.py --steps 20$": "is run with --record-steps",
     r" llama3\w+ --dry-run$": "half a minute; tests/ranks/test_recipes.py compares its output",
-    r"six-faults": "a run of a minute; tests/unit/report/test_summary.py has one like it",
+    r"six-faults": "a run of a minute; tests/unit/cli/commands/test_report.py has one like it",
 }
 # In a folder of their own, because they name the same run directories.
 ALONE = {"your-own-job.md"}

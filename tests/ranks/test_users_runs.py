@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,309 +12,39 @@ from checkpointless.faults.ledger import fired
 from checkpointless.report.verify import compare
 from tests.ranks.jobs import Job, run_job, run_nodes
 from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.users.cases import (
+    BATCHNORM,
+    CALLED_AGAIN,
+    CASES,
+    EMA,
+    LARGE,
+    LATE,
+    LONG,
+    LONG_SHORT,
+    METRICS,
+    NOT_REFITTED,
+    OWN,
+    OWN_BUFFERS,
+    OWN_GENERATOR,
+    PLATEAU,
+    RANDPERM,
+    SHORT_LONG,
+    SLOW,
+    STARTS,
+    VALIDATES,
+    Case,
+)
 from tests.ranks.users.defects import DEFECT_ENV
 from tests.ranks.users.end import BREAKS_ENV, IN_ALL, broken, compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
+from tests.ranks.users.runs import SCRIPTS, Calm, Run
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(500)]
-
-SCRIPTS = Path(__file__).parent / "users"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A job of a user's.
-
-    Attributes:
-        features: of the script, with commas between them.
-        steps: optimizer steps, of each fit.
-        layout: further words for the script.
-        script: which.
-        nproc: how many ranks.
-        resumed: begin at the checkpoint of NeMo's that a job has written after so many steps.
-    """
-
-    features: str
-    steps: int | tuple[int, ...] = 6
-    layout: tuple[str, ...] = ()
-    script: str = "train.py"
-    nproc: int = 4
-    resumed: int = 0
-
-    def words(self, checkpoint: Path | None) -> tuple[str, ...]:
-        """The script's arguments."""
-        resume = () if checkpoint is None else ("--resume-from", str(checkpoint))
-        steps = (self.steps,) if isinstance(self.steps, int) else self.steps
-        return ("--steps", *map(str, steps), "--features", self.features, *self.layout, *resume)
-
-
-@dataclass
-class Calm:
-    """Undisturbed runs; each is made once.
-
-    Args:
-        zygote: to fork from.
-        folder: makes a fresh folder of a name.
-    """
-
-    zygote: Zygote
-    folder: Callable[[str], Path]
-    _known: dict[Run, Job] = field(default_factory=dict)
-
-    def job(self, run: Run) -> Job:
-        """The job, which has ended well."""
-        if run not in self._known:
-            self._known[run] = self.make(run, self.folder("calm") / "run")
-        return self._known[run]
-
-    def make(self, run: Run, run_dir: Path, *faults: str, code: int = 0, **settings: Any) -> Job:
-        """Run it, and require that it ends so."""
-        job = run_job(
-            self.zygote,
-            run_dir,
-            run.nproc,
-            script=str(SCRIPTS / run.script),
-            args=run.words(self.checkpoint(run)),
-            faults=faults,
-            # Megatron's first checkpoint imports torch anew on every rank, 20 s on a busy machine.
-            **{"heartbeat_timeout_s": 60.0, "limit_s": 200.0, **settings},
-        )
-        assert job.code == code, job.story()
-        return job
-
-    def checkpoint(self, run: Run) -> Path | None:
-        """What ``run`` begins at."""
-        if not run.resumed:
-            return None
-        before = Run(f"{run.features},modelckpt", run.resumed + 2, run.layout)
-        # At the end of a training the optimizer is not saved.
-        (found,) = (self.job(before).run_dir / "nemo").glob(f"**/checkpoints/users-step={run.resumed - 1}")
-        return found
 
 
 @pytest.fixture(scope="session")
 def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
     return Calm(nemo_zygote, tmp_path_factory.mktemp)
-
-
-#: A fit that was over is called once more and finds nothing to do.
-CALLED_AGAIN = IN_ALL | {"hooks"}
-#: What follows a fit that was over is done again with other weights, as a warning says.
-NOT_REFITTED = CALLED_AGAIN | {"validations"}
-#: That something was done once in all can be required only where all ranks have reached each other in the step of
-#: the fault.
-ONCE: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Case:
-    """Faults in a run.
-
-    Attributes:
-        name: of the test.
-        run: what is disturbed.
-        faults: specs.
-        apart: parts of the end that are not compared, since what they say follows from when the fault came.
-    """
-
-    name: str
-    run: Run
-    faults: tuple[str, ...]
-    apart: frozenset[str] = IN_ALL
-
-
-EP2 = ("--expert-parallel", "2")
-MOE_BIAS = Run("moe-bias", layout=EP2)
-GLOBAL_AUX = Run("global-aux-loss", layout=EP2)
-FP16 = Run("fp16", 8)
-BATCHNORM = Run("batchnorm", script="plain_loop.py", nproc=3)
-OWN_BUFFERS = Run("batchnorm,own-buffers,randperm", script="plain_loop.py", nproc=3)
-LARGE = Run("large-buffers,randperm", script="plain_loop.py", nproc=3)
-EQUAL = Run("equal-buffers,batchnorm,own-buffers", script="plain_loop.py", nproc=3)
-SEEN = Run("own-buffers")
-VALIDATES_SHUFFLED = Run("validation,cyclic", layout=EP2)
-VALIDATES = Run("validation,then-validate", (3, 6))
-SHUFFLED, GENERATED = Run("shuffled,epochs", 8), Run("shuffled,own-generator,epochs", 8)
-OWN = Run("own-buffers,shuffled,epochs", 8)
-OWN_GENERATOR = Run("own-buffers,shuffled,own-generator,epochs", 8)
-RANDPERM = Run("randperm", script="plain_loop.py", nproc=3)
-EMA = Run("ema")
-MODULE, HOOKS = Run("module-state"), Run("callback-hooks")
-SAVES = Run("modelckpt", 5)
-BACKGROUND = Run("modelckpt,async-save", 5)
-#: With a slow disk a save outlasts several steps, and is then lost with its writer: here earlier ones end in time.
-ONE_SAVE_UNDER_WAY = replace(BACKGROUND, layout=("--saves-end-before", "4"))
-NO_SAVE_UNDER_WAY = replace(BACKGROUND, layout=("--saves-end-before", "5"))
-STOPS = Run("earlystop", 10)
-PLATEAU = Run("plateau", 7)
-RESUMED = Run("own-data", 8, resumed=4)
-RESUMED_DEMO = Run("", 8, resumed=4)
-SHORT_LONG, LONG_SHORT = Run("", (3, 6)), Run("", (6, 3))
-EPOCHS = Run("epochs", 8)
-SHUFFLED_BY_WORKERS = Run("epochs,cyclic,workers", 8)
-EPOCHS_BY_WORKERS = Run("epochs,uneven,workers", 8)
-MONITORED = Run("monitored", 6)
-METRICS = Run("epochs,epoch-metrics,module-state", 8)
-STARTS = Run("start-hooks")
-
-#: The other ranks have gone on to the next step by then.
-LATE = ("slow@after_optimizer:rank=1,step=4,seconds=2", "exception@after_optimizer:rank=1,step=4")
-
-#: And here the others have not: what follows the third step is gone through again.
-SLOW = "slow@after_optimizer:rank=2,step=3,seconds=2"
-
-CASES = (
-    # 5: what changes before the vote is taken back
-    Case("expert bias, exception before the update", MOE_BIAS, ("exception@before_optimizer:rank=1,step=4",)),
-    Case("expert bias, sigkill before the update", MOE_BIAS, ("sigkill@before_optimizer:rank=1,step=4",)),
-    Case("counters of the global aux loss", GLOBAL_AUX, ("exception@backward:rank=1,step=4",)),
-    Case("loss scale, exception before the update", FP16, ("exception@before_optimizer:rank=1,step=5",)),
-    Case("loss scale, sigkill before the update", FP16, ("sigkill@before_optimizer:rank=1,step=5",)),
-    Case("batch norm, exception before the update", BATCHNORM, ("exception@before_optimizer:rank=1,step=4",)),
-    Case("batch norm, sigkill before the update", BATCHNORM, ("sigkill@before_optimizer:rank=1,step=4",)),
-    # ranks' own buffers
-    Case("own buffers, exception in the update", OWN_BUFFERS, ("exception@optimizer:rank=1,step=6",)),
-    Case("own buffers, oom in the update", OWN_BUFFERS, ("oom@optimizer:rank=1,step=3",)),
-    Case("own buffers, segfault in the update", OWN_BUFFERS, ("segfault@optimizer:rank=2,step=2",)),
-    Case("own buffers, sigkill before the update", OWN_BUFFERS, ("sigkill@before_optimizer:rank=0,step=4",)),
-    Case("own buffers, sigkill after the update", OWN_BUFFERS, ("sigkill@after_optimizer:rank=0,step=4",)),
-    Case("own buffers, sigkill between steps", OWN_BUFFERS, ("sigkill@between:rank=1,step=3",)),
-    Case("own buffers, in the first step", OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=1",)),
-    Case(
-        "own buffers, lost twice",
-        OWN_BUFFERS,
-        (
-            "sigkill@before_optimizer:rank=1,step=2",
-            "exception@recovery:rank=0,step=1",
-            "oom@optimizer:rank=1,step=4",
-        ),
-    ),
-    Case("large buffers, exception in the update", LARGE, ("exception@optimizer:rank=1,step=6",)),
-    Case("large buffers that are equal, sigkill", EQUAL, ("sigkill@before_optimizer:rank=1,step=4",)),
-    Case("own buffers of Megatron's, exception in the update", SEEN, ("exception@optimizer:rank=1,step=4",)),
-    Case("own buffers of Megatron's, sigkill in the update", SEEN, ("sigkill@optimizer:rank=2,step=3",)),
-    Case("own buffers of Megatron's, sigkill in the forward", SEEN, ("sigkill@forward:rank=1,step=4",)),
-    # 6: callbacks' state is that of the step
-    Case("average, exception after the update", EMA, ("exception@after_optimizer:rank=1,step=4",)),
-    Case("average, a late exception after the update", EMA, LATE),
-    Case("average, sigkill after the update", EMA, ("sigkill@after_optimizer:rank=1,step=4",)),
-    Case("average, exception before the update", EMA, ("exception@before_optimizer:rank=1,step=4",)),
-    # 7: hooks in pairs
-    Case("module with hooks", MODULE, ("exception@backward:rank=1,step=4",)),
-    Case("module with hooks, sigkill", MODULE, ("sigkill@after_optimizer:rank=1,step=4",)),
-    Case("callback with hooks", HOOKS, ("exception@backward:rank=1,step=4",)),
-    Case("callback with hooks, sigkill", HOOKS, ("sigkill@after_optimizer:rank=1,step=4",)),
-    # 8: checkpoints of the step of the fault
-    Case("the last checkpoint, exception", SAVES, ("exception@after_optimizer:rank=1,step=5",)),
-    Case("the last checkpoint, sigkill", SAVES, ("sigkill@after_optimizer:rank=1,step=5",)),
-    Case("a checkpoint that is due, exception", SAVES, ("exception@after_optimizer:rank=1,step=4",)),
-    Case("a checkpoint that is due, sigkill", SAVES, ("sigkill@after_optimizer:rank=1,step=4",)),
-    Case("a checkpoint that was made, exception", SAVES, ("exception@between:rank=1,step=4",)),
-    Case("a checkpoint that was made, sigkill of rank 0", SAVES, ("sigkill@between:rank=0,step=4",)),
-    Case("a monitored one that was made", MONITORED, ("exception@between:rank=1,step=4",)),
-    Case("one in the background that all have begun", BACKGROUND, ("exception@between:rank=1,step=4",)),
-    Case("one in the background that some have begun", BACKGROUND, ("exception@after_optimizer:rank=1,step=4",)),
-    # Its writers have not ended by then: nothing of what it saves has changed yet, and it is made again
-    Case("one in the background, sigkill in the next step", ONE_SAVE_UNDER_WAY, ("sigkill@forward:rank=1,step=5",)),
-    Case("the last one in the background, sigterm", NO_SAVE_UNDER_WAY, ("sigterm@optimizer:rank=2,step=5",)),
-    # 9: a finished validation is not repeated
-    Case("early stop, exception", STOPS, ("exception@before_optimizer:rank=1,step=5",), apart=ONCE),
-    Case("early stop, sigkill", STOPS, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),
-    Case("early stop, while ranks may still validate", STOPS, ("exception@forward:rank=1,step=5",)),
-    Case("plateau, exception", PLATEAU, ("exception@before_optimizer:rank=1,step=5",), apart=ONCE),
-    Case("plateau, sigkill", PLATEAU, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),
-    Case("shuffled validations, exception", VALIDATES_SHUFFLED, ("exception@forward:rank=1,step=5",)),
-    Case("shuffled validations, sigkill", VALIDATES_SHUFFLED, ("sigkill@forward:rank=1,step=4",)),
-    # 10: resumed, then hit
-    Case("resumed, exception", RESUMED, ("exception@forward:rank=1,step=6",)),
-    Case("resumed, sigkill", RESUMED, ("sigkill@forward:rank=1,step=6",)),
-    Case("resumed, hit in the first step", RESUMED_DEMO, ("exception@after_optimizer:rank=1,step=5",)),
-    Case("resumed, killed in the first step", RESUMED_DEMO, ("sigkill@after_optimizer:rank=1,step=5",)),
-    # 11: the second fit
-    Case("a fault in the second fit", SHORT_LONG, ("exception@forward:rank=1,step=5",), apart=CALLED_AGAIN),
-    Case("a kill in the second fit", SHORT_LONG, ("sigkill@forward:rank=1,step=5",), apart=CALLED_AGAIN),
-    Case("a fault in the first fit", LONG_SHORT, ("exception@forward:rank=1,step=5",)),
-    Case("a kill in the first fit", LONG_SHORT, ("sigkill@forward:rank=1,step=5",)),
-    Case("in a fit behind a validation", VALIDATES, ("exception@forward:rank=1,step=5",), apart=NOT_REFITTED),
-    Case(
-        "in a fit behind a validation, sigkill", VALIDATES, ("sigkill@forward:rank=1,step=5",), apart=NOT_REFITTED
-    ),
-    # 12: random streams where the block begins
-    Case("an order drawn in the block", RANDPERM, ("sigkill@before_optimizer:rank=1,step=4",)),
-    # 13: a later epoch
-    Case("second epoch, exception", EPOCHS, ("exception@forward:rank=1,step=6",)),
-    Case("second epoch, sigkill", EPOCHS, ("sigkill@forward:rank=1,step=6",)),
-    Case("at the end of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=4",)),
-    Case("terminated at the end of an epoch", EPOCHS, ("sigterm@before_optimizer:rank=1,step=4",)),
-    Case("the same with workers", EPOCHS_BY_WORKERS, ("sigterm@before_optimizer:rank=1,step=4",)),
-    Case("within an epoch, with workers", EPOCHS_BY_WORKERS, ("exception@forward:rank=1,step=3",)),
-    Case(
-        "in the gradients' sync of the second fit",
-        SHORT_LONG,
-        ("exception@sync:rank=2,step=5",),
-        apart=CALLED_AGAIN,
-    ),
-    Case("the first step of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=5",)),
-    Case("the first step of an epoch, sigkill", EPOCHS, ("sigkill@optimizer:rank=1,step=5",)),
-    Case("shuffled and uneven", Run("epochs,uneven,cyclic", 8), ("exception@forward:rank=1,step=6",)),
-    # NeMo's sampler counts what workers fetch ahead: Lightning sees 3 steps in an epoch of 4, faults or not
-    Case("shuffled, with workers", SHUFFLED_BY_WORKERS, ("exception@forward:rank=1,step=3",)),
-    Case("shuffled, with workers, second epoch", SHUFFLED_BY_WORKERS, ("sigkill@forward:rank=1,step=5",)),
-    Case("torch's order, exception", SHUFFLED, ("exception@forward:rank=1,step=6",)),
-    Case("torch's order, sigkill", SHUFFLED, ("sigkill@forward:rank=1,step=6",)),
-    Case("a generator of the loader's own, exception", GENERATED, ("exception@forward:rank=1,step=6",)),
-    Case("a generator of the loader's own, sigkill", GENERATED, ("sigkill@forward:rank=1,step=6",)),
-    Case(
-        "a generator of its own, at the end of an epoch",
-        GENERATED,
-        ("exception@after_optimizer:rank=1,step=4",),
-    ),
-    # 16: metrics and folders
-    Case("a monitored checkpoint", MONITORED, ("exception@forward:rank=1,step=4",)),
-    Case("loggers' folders, exception", Run("csv,tensorboard"), ("exception@forward:rank=1,step=4",)),
-    Case("loggers' folders, sigkill of rank 0", Run("csv,tensorboard"), ("sigkill@forward:rank=0,step=4",)),
-    Case(
-        "loggers' rows of a step that validates", Run("validation,csv"), ("sigterm@before_optimizer:rank=2,step=2",)
-    ),
-    Case("NeMo's folder", Run("modelckpt,dated", 5), ("sigkill@forward:rank=0,step=4",)),
-    Case("a save in the background", BACKGROUND, ("exception@forward:rank=1,step=3",)),
-    # What is accumulated over an epoch is all of it, and each rank's own
-    Case("metrics of the epoch, exception", METRICS, ("exception@forward:rank=1,step=7",)),
-    Case("metrics of the epoch, sigkill", METRICS, ("sigkill@forward:rank=1,step=7",)),
-    Case("metrics of the epoch, exception after the update", METRICS, ("exception@after_optimizer:rank=1,step=3",)),
-    Case("metrics of the epoch, sigkill after the update", METRICS, ("sigkill@after_optimizer:rank=1,step=6",)),
-    Case("metrics of the epoch, sigkill at its end", METRICS, ("sigkill@after_optimizer:rank=1,step=4",)),
-    Case("metrics of the epoch, the first step", METRICS, ("sigkill@after_optimizer:rank=1,step=1",)),
-    Case(
-        "metrics of the epoch, a fault right after a sigkill",
-        METRICS,
-        ("sigkill@forward:rank=1,step=7", "exception@backward:rank=1,step=7"),
-    ),
-    # Hooks at the start run again, and what they change is taken back
-    Case("hooks at the start, exception", STARTS, ("exception@forward:rank=1,step=4",)),
-    Case("hooks at the start, sigkill", STARTS, ("sigkill@forward:rank=1,step=4",)),
-)
-
-
-#: Of these there is another one that goes the same way.
-LONG = frozenset(
-    {
-        "average, exception before the update",
-        "callback with hooks",
-        "a checkpoint that is due, exception",
-        "early stop, exception",
-        "plateau, exception",
-        "resumed, exception",
-        "resumed, hit in the first step",
-        "a fault in the first fit",
-        "second epoch, exception",
-        "the first step of an epoch",
-        "loggers' folders, exception",
-        "metrics of the epoch, exception",
-        "metrics of the epoch, exception after the update",
-        "hooks at the start, exception",
-    }
-)
 
 
 def _param(case: Case) -> Any:

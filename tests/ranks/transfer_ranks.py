@@ -50,6 +50,19 @@ def empty_like(entries: Sequence[TensorEntry]) -> dict[Key, torch.Tensor]:
     return room
 
 
+def held_before(known: str, original: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
+    """What a destination has already: ``nothing``, ``large`` (right) or ``stale`` (all of it wrong)."""
+    if known == "large":
+        return {("large",): original["large",].clone()}
+    if known != "stale":
+        return {}
+    have = {key: tensor.clone().view_as(tensor) for key, tensor in original.items()}
+    for tensor in have.values():
+        if tensor.numel() and tensor.is_contiguous():
+            flip_a_bit(tensor)
+    return have
+
+
 def fill(
     destinations: Sequence[int],
     damaged: Sequence[int] = (),
@@ -61,7 +74,7 @@ def fill(
     Args:
         damaged: the holders that damage the bucket in the middle of what they send at first.
         damage_always: they damage all of them, again and again.
-        known: what a destination has already: ``nothing``, ``large`` (right) or ``stale`` (all of it wrong).
+        known: what a destination has already, as :func:`held_before` takes it.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, holders = dist.get_rank(), [each for each in range(dist.get_world_size()) if each not in destinations]
@@ -69,14 +82,7 @@ def fill(
     objects = {"loops": {1: "one", "1": (2, None)}, "empty": {}}
     outcome: dict[str, Any] = {}
     if rank in destinations:
-        have: Mapping[Key, torch.Tensor] = {}
-        if known == "large":
-            have = {("large",): original["large",].clone()}
-        elif known == "stale":
-            have = {key: tensor.clone().view_as(tensor) for key, tensor in original.items()}
-            for tensor in have.values():
-                if tensor.numel() and tensor.is_contiguous():
-                    flip_a_bit(tensor)
+        have = held_before(known, original)
         room: dict[Key, torch.Tensor] = {}
 
         def allocate(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:

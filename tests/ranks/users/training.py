@@ -28,24 +28,18 @@ from checkpointless.demo.text import ByteTokenizer
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessAutoResume, CheckpointlessMegatronStrategy
 from tests.ranks.users import defects, end
-from tests.ranks.users.parts import (
+from tests.ranks.users.callbacks import Averaging, Breaks, EndsSaves, KeepsByHooks, Pace, Probe
+from tests.ranks.users.data import (
     GLOBAL_BATCH,
     MICRO_BATCH,
     SEQ_LENGTH,
-    Averaging,
-    Breaks,
     CountingData,
-    CountingGPT,
-    EndsSaves,
-    KeepsByHooks,
     NumberedTextData,
     OwnData,
-    Pace,
-    PlateauScheduler,
-    Probe,
     Shuffled,
     TwoLoaders,
 )
+from tests.ranks.users.modules import CountingGPT, PlateauScheduler
 
 #: What ``--features`` takes.
 FEATURES = (
@@ -205,8 +199,8 @@ def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.Me
     return nl.MegatronOptimizerModule(config, lr_scheduler=scheduler)
 
 
-def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, steps: int) -> nl.Trainer:
-    """A trainer with the callbacks, loggers and validations that were asked for."""
+def callbacks_of(options: argparse.Namespace, features: frozenset[str], fit: int) -> list[Any]:
+    """Ours, and those that were asked for."""
     callbacks: list[Any] = [CheckpointlessCallback()]
     if "ema" in features:
         callbacks.append(Averaging())
@@ -233,11 +227,21 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
         )
     elif options.resume_from:  # NeMo resumes only where there is one
         callbacks.append(ModelCheckpoint(monitor=None, every_n_train_steps=10**6, save_last=False, save_top_k=0))
+    return callbacks
+
+
+def loggers_of(features: frozenset[str], fit: int) -> list[Any]:
+    """Those that were asked for."""
     loggers: list[Any] = []
     if "csv" in features:
         loggers.append(CSVLogger(str(end.run_dir() / "csv"), name=f"fit-{fit}", flush_logs_every_n_steps=1))
     if "tensorboard" in features:
         loggers.append(TensorBoardLogger(str(end.run_dir() / "tensorboard"), name=f"fit-{fit}"))
+    return loggers
+
+
+def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, steps: int) -> nl.Trainer:
+    """A trainer with the callbacks, loggers and validations that were asked for."""
     validates = {"validation", "earlystop", "monitored", "plateau", "val-loaders"} & features
     more: dict[str, Any] = {}
     if "fp16" in features:
@@ -265,8 +269,8 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
             ddp=DistributedDataParallelConfig(use_distributed_optimizer=True),
             ckpt_async_save="async-save" in features,
         ),
-        callbacks=callbacks,
-        logger=loggers or False,
+        callbacks=callbacks_of(options, features, fit),
+        logger=loggers_of(features, fit) or False,
         val_check_interval=options.validate_every if validates else None,
         check_val_every_n_epoch=None if validates and "epochs" not in features else 1,
         # Lightning counts micro-batches; only NeMo's own data modules have it count steps.

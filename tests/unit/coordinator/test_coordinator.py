@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpointless.telemetry.events import EVENTS_FILE, read_events
 from checkpointless.wire.causes import CauseKind
 from checkpointless.wire.node_messages import (
     AllDone,
@@ -336,3 +338,20 @@ def test_no_order_of_messages_makes_it_raise_or_begin_without_every_rank(begun: 
     if observer.job.outcome is None:
         observer.job.coordinator.end(0)
     assert isinstance(observer.job.outcome, End)
+
+
+def test_a_coordinator_notes_progress_now_and_then(tmp_path: Path) -> None:
+    job = Job(events=tmp_path / EVENTS_FILE)
+    nodes = [job.join(index) for index in range(2)]
+    job.ready(*job.ranks)
+
+    def step(number: int) -> None:
+        for node in nodes:
+            job.hear(node, Progress(number, number, number + 1, 0))
+
+    step(1)
+    job.coordinator._note_progress_at_s = 0.0
+    step(2)
+    step(3)
+    notes = [event.fields["high_water"] for event in read_events(tmp_path) if event.stage == "progress"]
+    assert notes == [2]

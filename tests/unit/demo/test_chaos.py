@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("hydra", reason="the demo's recipes need hydra-core")
+
 from checkpointless.demo.chaos import Result, _write
 from checkpointless.faults.chaos import LAYOUTS, draw
 

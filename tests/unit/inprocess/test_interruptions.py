@@ -142,6 +142,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 def test_no_interruption_comes_after_the_block() -> None:
     interrupted, stray = leave_blocks_under_fire(10_000)

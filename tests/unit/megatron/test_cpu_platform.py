@@ -9,6 +9,8 @@ from checkpointless.environment import CPU_ENV
 from checkpointless.megatron import cpu_platform
 from checkpointless.megatron.cpu.draws import DRAW_METHODS
 
+pytestmark = pytest.mark.nemo
+
 
 @pytest.fixture
 def platform() -> Iterator[None]:

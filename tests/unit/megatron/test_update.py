@@ -16,6 +16,8 @@ from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
 from checkpointless.megatron import update
 from checkpointless.megatron.update import GuardedUpdate, unguardable
 
+pytestmark = pytest.mark.nemo
+
 
 class Scaler:
     """Counts the steps that it has seen."""

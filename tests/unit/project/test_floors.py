@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -84,6 +85,12 @@ LOADED_LATER = {f"{PACKAGE}.cli.tables", f"{PACKAGE}.cli.terminal"}  # by comman
 LIGHT = [module for module in MODULES if module.startswith(f"{PACKAGE}.cli.") and module not in LOADED_LATER]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file; tests of many kinds look at each."""
+    return ast.parse(path.read_text())
+
+
 def part_of(module: str) -> str:
     """The part of the package that a module belongs to; ``__init__`` for the package itself."""
     _, _, rest = module.partition(".")
@@ -93,7 +100,7 @@ def part_of(module: str) -> str:
 def imports(module: str) -> Iterator[str]:
     """Every name that a module imports, wherever in the file, as an absolute dotted name."""
     package = module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -168,6 +175,7 @@ def test_what_runs_outside_of_ranks_uses_the_standard_library_only(module: str) 
     assert not found, f"{module} imports {', '.join(sorted(found))}"
 
 
+@pytest.mark.slow
 def test_the_command_that_starts_a_coordinator_loads_no_torch() -> None:
     parts = "agent.launch", "agent.watch", "coordinator.hosting", "monitoring.http_status"
     imported = ", ".join(f"{PACKAGE}.{part}" for part in parts)
@@ -178,7 +186,7 @@ def test_the_command_that_starts_a_coordinator_loads_no_torch() -> None:
 
 def strings(module: str) -> Iterator[str]:
     """Every string in a module that is no documentation."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
             yield node.value
 
@@ -205,7 +213,7 @@ def test_every_command_is_a_light_module() -> None:
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_the_command_line_imports_nothing_heavy_before_it_must(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(MODULES[module])
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names} | {
         node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)
     }

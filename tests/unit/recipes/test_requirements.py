@@ -10,6 +10,8 @@ from checkpointless.recipes.layout import layout_of
 from checkpointless.recipes.requirements import Machine, check_requirements
 from checkpointless.recipes.settings import RecipeError, available, load
 
+pytestmark = pytest.mark.nemo
+
 EVERYTHING = Machine(transformer_engine=True, apex=True, grouped_gemm=True)
 DEFAULT_LAYERS = "model.config.transformer_layer_spec=null"
 OFF = "checkpointless.enabled=false"

@@ -22,6 +22,7 @@ def test_the_recipe_loads_and_overrides_apply() -> None:
     assert config.strategy.tensor_model_parallel_size == 2
 
 
+@pytest.mark.nemo
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -13,7 +13,7 @@ from checkpointless.report.summary import PHASES, build_report
 from checkpointless.telemetry.event_names import STAGES
 from checkpointless.telemetry.events import Event
 from tests.unit.made_up_run import MadeUpRun
-from tests.unit.report.test_summary import HOSTILE, LOGS
+from tests.unit.report.reports import HOSTILE, LOGS
 
 VOID = {"meta"}
 KNOWN = {

@@ -11,7 +11,7 @@ from checkpointless.report.summary import build_report
 from checkpointless.report.trace import write_trace
 from checkpointless.telemetry.events import Event
 from tests.unit.made_up_run import MadeUpRun
-from tests.unit.report.test_summary import LOGS
+from tests.unit.report.reports import LOGS
 
 METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
 NESTING_SLACK_US = 0.002  # times are rounded to the nanosecond

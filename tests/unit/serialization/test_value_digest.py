@@ -95,6 +95,7 @@ def test_a_value_that_contains_itself_or_cannot_be_copied_has_a_digest() -> None
     assert digest_value(print) != digest_value(len)
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_digest() -> None:
     program = (
         "from checkpointless.serialization.value_digest import digest_value as d\n"

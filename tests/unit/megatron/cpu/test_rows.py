@@ -28,6 +28,7 @@ def test_the_rows_of_torch_patch_what_their_module_names_and_say_why(
     assert all(row.why for row in table)
 
 
+@pytest.mark.nemo
 def test_the_rows_of_megatron_core_patch_nothing_else() -> None:
     pytest.importorskip("megatron.core")
     table = megatron_core.rows()
@@ -36,6 +37,7 @@ def test_the_rows_of_megatron_core_patch_nothing_else() -> None:
     assert all(home.startswith("megatron.core.") for home in homes)
 
 
+@pytest.mark.nemo
 def test_the_router_finds_that_there_is_no_kernel_of_transformer_engine() -> None:
     moe = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     if hasattr(moe, "te_general_gemm"):
@@ -48,6 +50,7 @@ def test_the_router_finds_that_there_is_no_kernel_of_transformer_engine() -> Non
     assert not hasattr(moe, "te_general_gemm")
 
 
+@pytest.mark.nemo
 def test_nemo_is_patched_once_and_only_where_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "nemo"]:
         monkeypatch.delitem(sys.modules, name)

@@ -23,6 +23,8 @@ from checkpointless.strategies.boundary.epoch_metrics import (
     with_own,
 )
 
+pytestmark = pytest.mark.nemo
+
 
 class Strategy:
     """As far as results ask it."""

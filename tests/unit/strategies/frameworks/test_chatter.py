@@ -9,6 +9,8 @@ from checkpointless.environment import LOG_LEVEL_ENV
 from checkpointless.strategies.frameworks import chatter
 from checkpointless.telemetry.log_level import apply_log_level, asked_for_level
 
+pytestmark = pytest.mark.nemo
+
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -1,0 +1,208 @@
+"""Do the tests pass with other Pythons, and with the newest Lightning? ``make compat`` runs this.
+
+Each environment is made under ``build/compat``, the tests run in it, and it is removed. What cannot be made on this
+machine is said in the table at the end; only tests that fail make the exit status 1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "compat"
+TORCH = "torch==2.13.0"
+LIGHTNING_ONLY = ("tests/ranks/test_any_trainer.py", "tests/ranks/test_bare_import.py")
+SAYS_AFTER_S = 30.0
+#: In the environment: the versions that were installed, as JSON.
+VERSIONS = """\
+import importlib.metadata as installed, json, platform
+names = {each.metadata["Name"] for each in installed.distributions()}
+print(json.dumps({"Python": platform.python_version()}
+    | {name: installed.version(name) for name in ("torch", "lightning", "nemo-toolkit") if name in names}))
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is tried.
+
+    Attributes:
+        name: in the table, and of its folder.
+        python: the version of the interpreter, for example ``3.12``.
+        requirements: what pip installs.
+        further: test files to run beside those of the command line.
+    """
+
+    name: str
+    python: str
+    requirements: tuple[str, ...]
+    further: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        name: of the environment.
+        versions: by name, in words.
+        result: one line.
+        failed: whether tests failed.
+    """
+
+    name: str
+    versions: str
+    result: str
+    failed: bool = False
+
+
+ENVIRONMENTS = (
+    Environment("Python 3.10", "3.10", ("-e", ".[dev]", TORCH)),
+    Environment("Python 3.12", "3.12", ("-e", ".[dev]", TORCH)),
+    Environment("newest Lightning", "3.11", ("--upgrade", "-e", ".[dev]", TORCH, "lightning"), LIGHTNING_ONLY),
+    Environment("newer Lightning with NeMo", "3.11", ("-e", ".[nemo,dev]", TORCH, "lightning>2.4"), LIGHTNING_ONLY),
+)
+
+
+def interpreter(version: str) -> Path | None:
+    """An interpreter of a version that starts and can make environments.
+
+    Args:
+        version: for example ``3.12``.
+    """
+    on_path = shutil.which(f"python{version}")
+    pyenv = (Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python{version}")
+    for candidate in (*([Path(on_path)] if on_path else []), *sorted(pyenv, reverse=True)):
+        if subprocess.run([candidate, "-c", "import ensurepip, venv"], capture_output=True).returncode == 0:
+            return candidate
+    return None
+
+
+def watched(what: str, command: Sequence[str | Path], log: Path) -> int:
+    """Run a command into a log, and say now and then that it is still running.
+
+    Args:
+        what: it does, for people.
+        command: its words.
+        log: takes all its output.
+
+    Returns:
+        Its exit status.
+    """
+    print(f"compat: {what}", flush=True)
+    began_s = time.monotonic()
+    with log.open("w") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT) as process:
+        while True:
+            try:
+                return process.wait(SAYS_AFTER_S)
+            except subprocess.TimeoutExpired:
+                print(f"compat: {what}: {time.monotonic() - began_s:.0f} s so far", flush=True)
+
+
+def why_not_installed(log: str) -> str:
+    """Why pip gave up, in one line of at most 160 characters.
+
+    Args:
+        log: all that pip said.
+    """
+    said = [line.strip().partition(";")[0] for line in log.splitlines() if re.match(r"\s+\S.* depends on ", line)]
+    conflicts = [line for line in said if not line.startswith("checkpointless")]
+    errors = [line.removeprefix("ERROR: ").strip() for line in log.splitlines() if line.startswith("ERROR: ")]
+    return f"not installable: {next(iter([*conflicts, *errors]), 'pip says nothing')}"[:160]
+
+
+def summary(log: str) -> str:
+    """The last line of pytest: how many passed, failed and were skipped.
+
+    Args:
+        log: all that pytest said.
+    """
+    counted = [line for line in log.splitlines() if re.search(r"\d+ (passed|failed|errors?|skipped)\b.* in ", line)]
+    return counted[-1].strip("= ") if counted else "pytest said no result"
+
+
+def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
+    """Make an environment, run the tests in it, and remove it.
+
+    Args:
+        environment: which.
+        tests: arguments of pytest.
+    """
+    name = environment.name
+    python = interpreter(environment.python)
+    if python is None:
+        return Outcome(name, "", f"no Python {environment.python} on this machine")
+    logs = FOLDER / name.lower().replace(" ", "-")
+    home = logs / "venv"
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    try:
+        log = logs / "install.log"
+        steps: dict[str, list[str | Path]] = {
+            "making an environment": [python, "-m", "venv", home],
+            "installing, which takes minutes": [home / "bin" / "pip", "install", *environment.requirements],
+        }
+        for what, command in steps.items():
+            if watched(f"{name}: {what}", command, log) != 0:
+                return Outcome(name, f"Python {environment.python}", why_not_installed(log.read_text()))
+        said = subprocess.run([home / "bin" / "python", "-c", VERSIONS], capture_output=True, text=True, check=True)
+        versions = ", ".join(f"{key} {value}" for key, value in json.loads(said.stdout).items())
+        runs = [tests, *([("-m", "not nemo and not long", *environment.further)] if environment.further else [])]
+        results, failed = [], False
+        for number, arguments in enumerate(runs):
+            log = logs / f"tests-{number}.log"
+            command: list[str | Path] = [
+                home / "bin" / "python",
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                *arguments,
+            ]
+            status = watched(f"{name}: testing with {versions}", command, log)
+            failed = failed or status != 0
+            results.append(summary(log.read_text()) + (f" ({log.relative_to(ROOT)})" if status else ""))
+        return Outcome(name, versions, "; ".join(results), failed)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as a table of Markdown.
+
+    Args:
+        outcomes: one for each row.
+    """
+    rows = [(each.name, each.versions, each.result) for each in outcomes]
+    lines = [("environment", "installed", "result"), ("---",) * 3, *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try every environment.
+
+    Args:
+        arguments: ``--only NAME`` for one of them, and then the arguments of pytest.
+
+    Returns:
+        1 if tests failed.
+    """
+    only, tests = "", list(arguments)
+    if tests[:1] == ["--only"]:
+        only, tests = tests[1], tests[2:]
+    outcomes = [attempt(each, tests) for each in ENVIRONMENTS if only in ("", each.name)]
+    print(table(outcomes))
+    return int(any(each.failed for each in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Callbacks that users add to a training, and those that watch or break it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+
+from tests.ranks.users.end import broken, note, run_dir
+
+
+class Averaging(pl.Callback):
+    """An average of the parameters over the steps, as users keep it: tensors and an array in its state."""
+
+    def __init__(self, decay: float = 0.9) -> None:
+        self.decay = decay
+        self.updates = 0
+        self.average: dict[str, torch.Tensor] = {}
+        self.history = np.zeros(0)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """One update."""
+        for name, parameter in trainer.strategy.megatron_parallel.named_parameters():
+            if name not in self.average:
+                self.average[name] = parameter.detach().clone()
+            else:
+                self.average[name].mul_(self.decay).add_(parameter.detach(), alpha=1 - self.decay)
+        self.updates += 1
+        self.history = np.append(self.history, float(next(iter(self.average.values())).sum()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        return {"updates": self.updates, "average": dict(self.average), "history": self.history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        self.updates = state_dict["updates"]
+        self.average = {name: tensor.clone() for name, tensor in state_dict["average"].items()}
+        self.history = np.array(state_dict["history"])
+
+
+class KeepsByHooks(pl.Callback):
+    """Keeps its count in the checkpoint itself, as callbacks did before ``state_dict``."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """One more."""
+        self.batches += 1
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Into the checkpoint."""
+        checkpoint["keeps_by_hooks"] = {"batches": self.batches}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Out of it."""
+        self.batches = checkpoint["keeps_by_hooks"]["batches"]
+
+
+class Pace(pl.Callback):
+    """Makes every step wait, so that a long run is not over in a minute.
+
+    Args:
+        seconds: of each step.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Wait."""
+        time.sleep(self.seconds)
+
+
+class EndsSaves(pl.Callback):
+    """Ends the saves in the background before a step begins, however long their writers take.
+
+    Args:
+        step: which; 0: never.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Wait for the writers, all ranks together."""
+        if trainer.global_step + 1 == self.step:
+            trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+
+
+class Breaks(pl.Callback):
+    """Fails on rank 1, once in a job, where no phase of a fault spec lies.
+
+    Args:
+        fit: the number of the fit.
+        where: ``HOW WHERE FIT`` with ``raise`` or ``kill``, ``setup`` or ``validate``, and a number; "": nowhere.
+    """
+
+    def __init__(self, fit: int, where: str) -> None:
+        how, self.where, number = where.split() if where else ("", "", "-1")
+        self.kills = how == "kill"
+        self.active = fit == int(number) and os.environ["RANK"] == "1" and not broken(run_dir())
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The strategy has been set up, and nothing is loaded."""
+        if self.where == "setup":
+            self._fail()
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        """In the middle of a validation that belongs to no fit."""
+        if self.where == "validate" and trainer.state.fn == "validate":
+            self._fail()
+
+    def _fail(self) -> None:
+        if not self.active:
+            return
+        self.active = False
+        note("broken")
+        if self.kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("broken on purpose")
+
+
+class Probe(pl.Callback):
+    """Writes down which hooks were called, and what a validation found.
+
+    Args:
+        fit: the number of the fit.
+    """
+
+    def __init__(self, fit: int) -> None:
+        self.fit = fit
+
+    def _hook(self, name: str, trainer: Any) -> None:
+        note("hook", name=f"{name} at step {trainer.global_step}", fit=self.fit)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A batch of that number is over."""
+        note("batch", fit=self.fit, step=trainer.global_step, index=batch_idx)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """The metrics are there."""
+        if trainer.sanity_checking:
+            return
+        self._hook("on_validation_end", trainer)
+        for name, value in trainer.callback_metrics.items():
+            if name.startswith("val_loss"):
+                note("validation", fit=self.fit, step=trainer.global_step, loader=name, loss=float(value).hex())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Training is over."""
+        self._hook("on_train_end", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """An epoch is over."""
+        self._hook("on_train_epoch_end", trainer)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """All is over."""
+        self._hook("on_fit_end", trainer)

@@ -1,0 +1,157 @@
+"""Data modules as users write them; every sample knows its number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from nemo.lightning.pytorch.plugins import MegatronDataSampler
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from checkpointless.demo.text import TextDataModule, TextWindows, english
+
+SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 32, 2, 16  # two micro-batches of four ranks
+
+
+class Numbered(Dataset[dict[str, torch.Tensor]]):
+    """Windows of text that know their number."""
+
+    def __init__(self, windows: Dataset[dict[str, torch.Tensor]]) -> None:
+        self._windows = windows
+
+    def __len__(self) -> int:
+        return len(self._windows)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**self._windows[index], "sample": torch.tensor(index)}
+
+
+class NumberedTextData(TextDataModule):
+    """The demo's data module, with its ``state_dict``; the samples are numbered.
+
+    Args:
+        loaders: how many for validation.
+        **kwargs: as for ``TextDataModule``.
+    """
+
+    def __init__(self, loaders: int = 1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.loaders = loaders
+
+    def setup(self, stage: str = "") -> None:
+        """Number the samples."""
+        super().setup(stage)
+        self._train: Any = Numbered(self._train)
+
+    def val_dataloader(self) -> Any:
+        """One, or several."""
+        made = [super(NumberedTextData, self).val_dataloader() for _ in range(self.loaders)]
+        return made[0] if len(made) == 1 else made
+
+
+class TakesAllAsItComes(MegatronDataSampler):
+    """Leaves the samples to the loader's own sampler."""
+
+    def transform_dataloader(self, dataloader: DataLoader[Any], consumed_samples: int = 0) -> DataLoader[Any]:
+        """As it is."""
+        return dataloader
+
+
+class Shuffled(pl.LightningDataModule):
+    """Torch's own sampler, which shuffles.
+
+    Args:
+        samples: of each rank in an epoch.
+        seed: of a generator of the loader's own; None: it takes the streams of the process.
+    """
+
+    def __init__(self, samples: int, seed: int | None = None) -> None:
+        super().__init__()
+        self.samples = samples
+        self.seed = seed
+        self.data_sampler = TakesAllAsItComes(SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH)
+
+    def setup(self, stage: str = "") -> None:
+        """Cut the text."""
+        self._train = Numbered(TextWindows(english(), SEQ_LENGTH, self.samples, seed=3))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """To train on."""
+        own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        return DataLoader(
+            self._train, MICRO_BATCH, shuffle=True, generator=own, drop_last=True, collate_fn=default_collate
+        )
+
+
+class OwnData(pl.LightningDataModule):
+    """As in the first script of a user: a dataset, a sampler of NeMo's, and no state.
+
+    Args:
+        samples: of the training set; the sampler ends an epoch with them.
+        order: NeMo's ``dataloader_type``.
+        val_samples: of the validation set.
+        workers: of each loader.
+    """
+
+    def __init__(
+        self, samples: int, order: str = "single", val_samples: int = 2 * GLOBAL_BATCH, workers: int = 0
+    ) -> None:
+        super().__init__()
+        self.samples = samples
+        self.val_samples = val_samples
+        self.workers = workers
+        self.data_sampler = MegatronDataSampler(
+            seq_len=SEQ_LENGTH,
+            micro_batch_size=MICRO_BATCH,
+            global_batch_size=GLOBAL_BATCH,
+            dataloader_type=order,  # type: ignore[arg-type]
+        )
+
+    def setup(self, stage: str | None = None) -> None:
+        """Cut the text."""
+        self._train = Numbered(TextWindows(english(), SEQ_LENGTH, self.samples, seed=3))
+        self._validation = TextWindows(english(), SEQ_LENGTH, self.val_samples, seed=4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """To train on."""
+        return DataLoader(self._train, num_workers=self.workers, collate_fn=default_collate)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """To look at."""
+        return DataLoader(self._validation, collate_fn=default_collate)
+
+
+class CountingData(OwnData):
+    """Counts, in a state of its own, how often training or an epoch of it began.
+
+    Args:
+        *args: as for ``OwnData``.
+        **kwargs: as for ``OwnData``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.starts: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """A loader is made."""
+        assert self.trainer is not None
+        self.starts.append(self.trainer.global_step)
+        return super().train_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its count."""
+        return {"starts": self.starts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the count."""
+        self.starts = state_dict["starts"]
+
+
+class TwoLoaders(OwnData):
+    """Trains on two loaders at once."""
+
+    def train_dataloader(self) -> Any:
+        """Both."""
+        return {name: super(TwoLoaders, self).train_dataloader() for name in ("one", "other")}

@@ -1,0 +1,84 @@
+"""Jobs of users, and those among them that no fault disturbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+SCRIPTS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job of a user's.
+
+    Attributes:
+        features: of the script, with commas between them.
+        steps: optimizer steps, of each fit.
+        layout: further words for the script.
+        script: which.
+        nproc: how many ranks.
+        resumed: begin at the checkpoint of NeMo's that a job has written after so many steps.
+    """
+
+    features: str
+    steps: int | tuple[int, ...] = 6
+    layout: tuple[str, ...] = ()
+    script: str = "train.py"
+    nproc: int = 4
+    resumed: int = 0
+
+    def words(self, checkpoint: Path | None) -> tuple[str, ...]:
+        """The script's arguments."""
+        resume = () if checkpoint is None else ("--resume-from", str(checkpoint))
+        steps = (self.steps,) if isinstance(self.steps, int) else self.steps
+        return ("--steps", *map(str, steps), "--features", self.features, *self.layout, *resume)
+
+
+@dataclass
+class Calm:
+    """Undisturbed runs; each is made once.
+
+    Args:
+        zygote: to fork from.
+        folder: makes a fresh folder of a name.
+    """
+
+    zygote: Zygote
+    folder: Callable[[str], Path]
+    _known: dict[Run, Job] = field(default_factory=dict)
+
+    def job(self, run: Run) -> Job:
+        """The job, which has ended well."""
+        if run not in self._known:
+            self._known[run] = self.make(run, self.folder("calm") / "run")
+        return self._known[run]
+
+    def make(self, run: Run, run_dir: Path, *faults: str, code: int = 0, **settings: Any) -> Job:
+        """Run it, and require that it ends so."""
+        job = run_job(
+            self.zygote,
+            run_dir,
+            run.nproc,
+            script=str(SCRIPTS / run.script),
+            args=run.words(self.checkpoint(run)),
+            faults=faults,
+            # Megatron's first checkpoint imports torch anew on every rank, 20 s on a busy machine.
+            **{"heartbeat_timeout_s": 60.0, "limit_s": 200.0, **settings},
+        )
+        assert job.code == code, job.story()
+        return job
+
+    def checkpoint(self, run: Run) -> Path | None:
+        """What ``run`` begins at."""
+        if not run.resumed:
+            return None
+        before = Run(f"{run.features},modelckpt", run.resumed + 2, run.layout)
+        # At the end of a training the optimizer is not saved.
+        (found,) = (self.job(before).run_dir / "nemo").glob(f"**/checkpoints/users-step={run.resumed - 1}")
+        return found

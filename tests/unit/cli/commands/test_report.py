@@ -1,0 +1,138 @@
+"""The command `report`: what the terminal shows, and what is written where."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpointless.cli import main
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import (
+    EVENTS_FILE,
+    EventLog,
+    flush_events,
+)
+from checkpointless.telemetry.tracebacks import traceback_path
+from tests.unit.made_up_run import MadeUpRun
+from tests.unit.report.reports import HOSTILE, simple_run
+
+
+def written(tmp_path: Path, run: MadeUpRun) -> Path:
+    lines = []
+    for event in run.events:
+        own = {key: value for key, value in vars(event).items() if key != "fields"}
+        lines.append(json.dumps({**own, **event.fields}))
+    (tmp_path / EVENTS_FILE).write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def show(*argv: str) -> str:
+        assert main(["report", *argv]) == 0
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_the_terminal_shows_it_all(tmp_path: Path, shown: Callable[..., str]) -> None:
+    run, _ = simple_run()
+    text = shown(str(written(tmp_path, run)), "--restart-load", "40")
+    for words in ("1 incident; ended well", "sigkill", "step 21", "rank 0: 1.5 MB", "ETTR", "40.0 s"):
+        assert words in text
+    for option in ("detect", "requeue", "startup", "load"):
+        assert f"--restart-{option}" in text
+    assert "finished steps lost: 0" in text
+    (bar,) = [line for line in text.splitlines() if "!" in line and ">" in line and "notice" not in line]
+    drawn = "".join(mark for mark in bar if mark in "!x=#<>")
+    assert len(drawn) == 56
+    assert [len(part) for part in re.findall(r"!+|x+|=+|#+|<+|>+", drawn)] == [6, 16, 4, 8, 13, 9]
+
+
+def test_a_hostile_cause_does_nothing_to_a_terminal(tmp_path: Path, shown: Callable[..., str]) -> None:
+    run = MadeUpRun()
+    run.start()
+    run.incident(20.0, "1", committed=3, cause=HOSTILE)
+    run.end(40.0, code=1, reason=HOSTILE)
+    text = shown(str(written(tmp_path, run)))
+    assert not {"\x1b", "\x07", "\u202e"} & set(text)
+    assert "[red]" in text
+
+
+def test_the_traceback_of_the_rank_that_failed_is_on_the_page(tmp_path: Path, shown: Callable[..., str]) -> None:
+    run, _ = simple_run()
+    for rank in (0, 1):
+        path = traceback_path(tmp_path, 0, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"Traceback (most recent call last):\nValueError: of rank {rank}\n")
+    text = shown(str(written(tmp_path, run)), "--html", str(tmp_path / "r.html"))
+    assert f"tracebacks in full: {tmp_path / 'tracebacks'}" in text
+    assert "ValueError: of rank 1" in (tmp_path / "r.html").read_text()
+    assert "ValueError: of rank 0" not in (tmp_path / "r.html").read_text()
+
+
+def test_json_goes_to_standard_output_alone(tmp_path: Path, shown: Callable[..., str]) -> None:
+    run, _ = simple_run()
+    document = json.loads(shown(str(written(tmp_path, run)), "--json", "-"))
+    assert document["incidents"][0]["kind"] == "sigkill"
+
+
+def test_empty_torn_and_unfinished_logs_are_shown_for_what_they_are(
+    tmp_path: Path, shown: Callable[..., str]
+) -> None:
+    (tmp_path / EVENTS_FILE).write_text("")
+    outputs = [str(tmp_path / name) for name in ("r.json", "r.html", "t.json")]
+    argv = [str(tmp_path), "--json", outputs[0], "--html", outputs[1], "--trace", outputs[2]]
+    assert "nothing recorded" in shown(*argv)
+    assert "Nothing was recorded" in Path(outputs[1]).read_text()
+    run, _ = simple_run()
+    run.events.pop()
+    written(tmp_path, run)
+    with (tmp_path / EVENTS_FILE).open("a") as log:
+        log.write('{"not": "an event"}\n')
+    assert "1 line of the log is torn or no event, and left out" in shown(*argv)
+    with (tmp_path / EVENTS_FILE).open("a") as log:
+        log.write('{"torn')
+    text = shown(*argv)
+    assert "2 lines of the log are torn" in text
+    assert "no end in its log" in text
+
+
+def test_an_incident_without_stages(tmp_path: Path, shown: Callable[..., str]) -> None:
+    log = EventLog(tmp_path / EVENTS_FILE, rank=0)
+    log.emit(EventName.DETECT, "point", generation=0, incident="i1", cause="gone", culprit=0, how="exit")
+    log.emit(EventName.RUNG, "point", generation=0, incident="i1", rung="node", why="node 1 was lost")
+    assert flush_events()
+    page = tmp_path / "r.html"
+    text = shown(str(tmp_path), "--html", str(page))
+    assert "failed" in text
+    assert "node; node 1 was lost" in text
+    assert "node 1 was lost" in page.read_text()
+
+
+def test_of_hundreds_of_incidents_the_terminal_shows_the_newest(tmp_path: Path, shown: Callable[..., str]) -> None:
+    run = MadeUpRun()
+    run.start()
+    for number in range(300):
+        run.incident(20.0 + 5 * number, str(number), committed=10 + number)
+    text = shown(str(written(tmp_path, run)))
+    assert "270 earlier ones" in text
+    assert len(text.splitlines()) < 120
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--trace"])
+def test_a_file_that_cannot_be_written_is_one_line(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = simple_run()
+    assert main(["report", str(written(tmp_path, run)), option, str(tmp_path / "no" / "file")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "x"])
+def test_an_assumption_is_a_number_of_seconds(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", "x", f"--restart-startup={value}"])
+    assert "seconds" in capsys.readouterr().err

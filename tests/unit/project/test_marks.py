@@ -1,0 +1,56 @@
+"""The marks of tests: what is left out is not imported, and NeMo is imported only where the mark says so."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.marks import left_out, marks_of
+from tests.unit.project.test_floors import ROOT, part_of, tree_of
+
+TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
+
+
+@pytest.mark.parametrize(
+    ("expression", "marks"),
+    [
+        ("", set()),
+        ("not long", {"long"}),
+        ("not nemo and not long", {"nemo", "long"}),
+        ("not nemo or not long", set()),
+        ("not (nemo or long)", set()),
+        ("long", set()),
+        ("nemo and not long", set()),
+    ],
+)
+def test_only_what_is_left_out_for_certain_is_not_imported(expression: str, marks: set[str]) -> None:
+    assert left_out(expression) == marks
+
+
+@pytest.mark.parametrize(
+    ("line", "marks"),
+    [
+        ("pytestmark = pytest.mark.nemo", {"nemo"}),
+        ("pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]", {"ranks", "timeout"}),
+        ("@pytest.mark.nemo\ndef test() -> None: ...", set()),
+    ],
+)
+def test_the_marks_of_a_file_are_those_of_all_its_tests(line: str, marks: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "test_something.py"
+    path.write_text(f"import pytest\n\n{line}\n")
+    assert marks_of(path) == marks
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
+def test_a_file_that_imports_nemo_has_the_mark(path: Path) -> None:
+    imported: set[str] = set()
+    for node in tree_of(path).body:
+        if isinstance(node, ast.Import):
+            imported |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    heavy = {name for name in imported if name.partition(".")[0] in ("nemo", "megatron", "nemo_run")}
+    heavy |= {name for name in imported if name.startswith("checkpointless.") and part_of(name) == "strategies"}
+    assert not heavy or "nemo" in marks_of(path), f"it imports {', '.join(sorted(heavy))}"

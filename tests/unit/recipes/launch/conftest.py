@@ -1,0 +1,17 @@
+"""For tests that run the shell scripts of recipes/launch."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.recipes.launch.pod import FAKE_AGENT, FAKE_COORDINATOR, put
+
+
+@pytest.fixture
+def bin_dir(tmp_path: Path) -> Path:
+    """A folder for commands of our own, with a `checkpointless` that writes down its arguments."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    put(folder, "checkpointless", FAKE_AGENT)
+    put(tmp_path, "coordinator.py", FAKE_COORDINATOR)
+    return folder

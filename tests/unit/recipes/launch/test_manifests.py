@@ -1,0 +1,204 @@
+"""What recipes/launch says to JobSet and Kubeflow Trainer is well formed, and all of it agrees."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubeflow_trainer_api import models
+
+from checkpointless.agent.launch_config import DEFAULT_PORT
+from checkpointless.environment import TOKEN_ENV
+from tests.ports import free_port
+from tests.unit.recipes.launch.manifests import POD_FILES, container_of, env_of, job_of, loaded, script_of, set_of
+from tests.unit.recipes.launch.pod import options_of, run_coordinator, run_pod
+
+KINDS = {
+    "jobset.yaml": models.JobsetV1alpha2JobSet,
+    "trainingruntime.yaml": models.TrainerV1alpha1ClusterTrainingRuntime,
+    "trainjob.yaml": models.TrainerV1alpha1TrainJob,
+}
+NODE_MONITOR_GRACE_S = 50  # --node-monitor-grace-period of Kubernetes 1.32 and newer
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_manifest_fits_its_published_model(name: str) -> None:
+    said = loaded(name)
+    assert said["kind"] in KINDS[name].__name__
+    model = KINDS[name].from_dict(said)
+    assert model is not None
+    assert unknown_in(said, model.to_dict()) == []
+
+
+def unknown_in(said: Any, understood: Any, where: str = "") -> list[str]:
+    """Paths in ``said`` that the model did not take over: fields that it does not know."""
+    if isinstance(said, dict) and isinstance(understood, dict):
+        lost = [f"{where}.{key}" for key in said if key not in understood]
+        return lost + [
+            p for key in said if key in understood for p in unknown_in(said[key], understood[key], f"{where}.{key}")
+        ]
+    if isinstance(said, list) and isinstance(understood, list) and len(said) == len(understood):
+        return [
+            path for i, (a, b) in enumerate(zip(said, understood)) for path in unknown_in(a, b, f"{where}[{i}]")
+        ]
+    return [] if said == understood else [f"{where}: {said!r} became {understood!r}"]
+
+
+def test_an_unknown_field_is_noticed() -> None:
+    said = loaded("jobset.yaml")
+    said["spec"]["network"]["enableDnsHostnames"] = True
+    for replicated in said["spec"]["replicatedJobs"]:
+        replicated["template"]["spec"]["template"]["spec"]["containers"][0]["prots"] = []
+    model = models.JobsetV1alpha2JobSet.from_dict(said)
+    assert model is not None
+    assert len(unknown_in(said, model.to_dict())) == 3
+
+
+def test_numbers_agree() -> None:
+    values = {each["name"]: each.get("value") for each in container_of("jobset.yaml")["env"]}
+    job = job_of("jobset.yaml")
+    assert job["parallelism"] == job["completions"] == int(values["NNODES"]) + int(values["SPARES"])
+    told = env_of("jobset.yaml", "coordinator")
+    assert {key: told[key]["value"] for key in ("NNODES", "NPROC")} == {
+        key: values[key] for key in ("NNODES", "NPROC")
+    }
+    spec = loaded("trainjob.yaml")["spec"]
+    values = {each["name"]: each["value"] for each in spec["trainer"]["env"]}
+    assert spec["trainer"]["numNodes"] == int(values["NNODES"]) + int(values["SPARES"])
+    assert spec["runtimeRef"]["name"] == loaded("trainingruntime.yaml")["metadata"]["name"]
+
+
+def test_the_train_job_tells_the_coordinator_its_numbers() -> None:
+    spec = loaded("trainjob.yaml")["spec"]
+    values = {each["name"]: each["value"] for each in spec["trainer"]["env"]}
+    (patch,) = spec["runtimePatches"]
+    assert re.fullmatch(r"[a-z0-9.-]+/[a-z]+", patch["manager"])  # Trainer takes a path with a domain only
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    assert replicated["name"] == container["name"] == "coordinator"  # Trainer refuses variables for `node`
+    told = {each["name"]: each["value"] for each in container["env"]}
+    assert told == {key: values[key] for key in ("NNODES", "NPROC")}
+    assert set(told) <= set(env_of("trainingruntime.yaml", "coordinator"))
+    assert [each["name"] for each in set_of("trainingruntime.yaml")["replicatedJobs"]] == ["coordinator", "node"]
+
+
+def test_both_ways_on_kubernetes_are_the_same() -> None:
+    for key in ("network", "coordinator", "successPolicy", "failurePolicy"):
+        assert set_of("jobset.yaml")[key] == set_of("trainingruntime.yaml")[key]
+    for key in ("successPolicy", "podFailurePolicy", "backoffLimitPerIndex", "podReplacementPolicy"):
+        assert job_of("jobset.yaml")[key] == job_of("trainingruntime.yaml")[key]
+    for job in ("coordinator", "node"):
+        assert script_of("jobset.yaml", job) == script_of("trainingruntime.yaml", job)
+        pods = [job_of(name, job)["template"]["spec"] for name in POD_FILES]
+        for key in ("restartPolicy", "tolerations", "volumes", "terminationGracePeriodSeconds"):
+            assert pods[0][key] == pods[1][key]
+    one, other = (container_of(name, "coordinator") for name in POD_FILES)
+    assert {key: one[key] for key in one if key != "env"} == {key: other[key] for key in other if key != "env"}
+
+
+@pytest.mark.parametrize("job", ["node", "coordinator"])
+@pytest.mark.parametrize("name", POD_FILES)
+def test_a_pod_has_what_the_script_needs(name: str, job: str) -> None:
+    env = env_of(name, job)
+    given = {*env, "JOB_COMPLETION_INDEX"}  # Kubernetes sets that
+    local = set(re.findall(r"(?:^|[ ;'])(\w+)=", script_of(name, job), re.M)) | set("@!1?")
+    assert set(re.findall(r"\$\{?(\w+)", script_of(name, job))) <= given | local
+    assert "secretKeyRef" in env[TOKEN_ENV]["valueFrom"]
+    assert env["RUN_DIR"]["value"] == env_of(name)["RUN_DIR"]["value"]
+    assert {"name": "runs", "mountPath": "/runs"} in container_of(name, job)["volumeMounts"]
+
+
+@pytest.mark.parametrize("name", POD_FILES)
+def test_a_node_has_memory_to_share_and_says_how_it_is(name: str) -> None:
+    shm = next(each for each in job_of(name)["template"]["spec"]["volumes"] if each["name"] == "shm")
+    assert shm["emptyDir"]["medium"] == "Memory"
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container_of(name)["volumeMounts"]
+    ports = {each["name"]: each["containerPort"] for each in container_of(name)["ports"]}
+    assert f"--http-port {ports['http']}" in script_of(name)
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container_of(name)[probe]["httpGet"] == {"path": "/healthz", "port": "http"}
+
+
+@pytest.mark.parametrize("name", POD_FILES)
+def test_the_coordinator_has_a_name_a_port_and_probes(name: str) -> None:
+    assert set_of(name)["network"]["enableDNSHostnames"] is True
+    assert set_of(name)["network"]["publishNotReadyAddresses"] is True
+    assert set_of(name)["coordinator"] == {"replicatedJob": "coordinator", "jobIndex": 0, "podIndex": 0}
+    annotation = "metadata.annotations['jobset.sigs.k8s.io/coordinator']"
+    assert env_of(name)["COORDINATOR"]["valueFrom"]["fieldRef"]["fieldPath"] == annotation
+    container = container_of(name, "coordinator")
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert (set(ports), ports["coordinator"]) == ({"coordinator", "http"}, DEFAULT_PORT)
+    assert f"--http-port {ports['http']}" in script_of(name, "coordinator")
+    for probe in ("readinessProbe", "startupProbe"):
+        assert container[probe]["tcpSocket"] == {"port": "coordinator"}
+    assert f"/dev/tcp/$POD_IP/{DEFAULT_PORT}" in container["livenessProbe"]["exec"]["command"][-1]
+    assert "nvidia.com/gpu" not in str(container["resources"])
+
+
+@pytest.mark.parametrize("name", POD_FILES)
+def test_the_coordinator_is_begun_again_in_its_place_and_the_nodes_say_how_it_ended(name: str) -> None:
+    job = job_of(name, "coordinator")
+    assert job["template"]["spec"]["restartPolicy"] == "OnFailure"
+    assert job["podReplacementPolicy"] == "TerminatingOrFailed"
+    assert (
+        not {"podFailurePolicy", "backoffLimitPerIndex", "successPolicy"} & job.keys()
+    )  # go with Never, or ends early
+    assert (job["completionMode"], job["parallelism"], job["completions"]) == ("Indexed", 1, 1)
+    assert set_of(name)["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["node"]}
+    assert job_of(name)["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [42, 43]
+    lost, gave_up = set_of(name)["failurePolicy"]["rules"]
+    assert (lost["action"], lost["onJobFailureMessagePatterns"]) == ("RestartJobSet", ["exit code 43"])
+    assert (gave_up["action"], len(gave_up)) == ("FailJobSet", 2)
+
+
+def test_the_coordinator_may_be_away_for_as_long_as_all_agree(tmp_path: Path, bin_dir: Path) -> None:
+    assert run_pod(tmp_path, 1) == 0
+    assert run_coordinator(tmp_path) == 0
+    node, coordinator = options_of(tmp_path / "argv-1"), options_of(tmp_path / "coordinated")
+    assert node.regroup_timeout == coordinator.regroup_timeout
+    # what Kubernetes takes to give up a machine that does not answer, and a pod's start, have to fit in
+    tolerated = job_of("jobset.yaml", "coordinator")["template"]["spec"]["tolerations"]
+    assert max(each["tolerationSeconds"] for each in tolerated) + NODE_MONITOR_GRACE_S + 120 < node.regroup_timeout
+
+
+@pytest.fixture
+def greeting_coordinator() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A real coordinator that listens on loopback, and its port."""
+    port = free_port()
+    words = ["coordinator", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "checkpointless", *words],
+        env={**os.environ, TOKEN_ENV: "t" * 32},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "coordinating 2 nodes" in line:
+                break
+        yield process, port
+        process.kill()
+
+
+@pytest.mark.slow
+def test_the_liveness_probe_finds_a_coordinator_that_hangs(
+    greeting_coordinator: tuple[subprocess.Popen[str], int],
+) -> None:
+    process, port = greeting_coordinator
+    command = container_of("jobset.yaml", "coordinator")["livenessProbe"]["exec"]["command"]
+    words = [word.replace(str(DEFAULT_PORT), str(port)) for word in command]
+    environment = {**os.environ, "POD_IP": "127.0.0.1"}
+    greeted = (subprocess.run(words, env=environment, timeout=30).returncode == 0 for _ in range(3))
+    assert any(greeted)  # as often as kubelet tries: this machine may be busy
+    process.send_signal(signal.SIGSTOP)
+    assert subprocess.run(words, env=environment, timeout=30).returncode != 0
+    process.kill()
+    process.wait(20)
+    assert subprocess.run(words, env=environment, timeout=30, stderr=subprocess.DEVNULL).returncode != 0

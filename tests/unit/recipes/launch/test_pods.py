@@ -1,0 +1,122 @@
+"""The shell scripts of the pods: which node each one is, and how it ends."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpointless.agent.launch_config import DEFAULT_PORT
+from checkpointless.cli.commands import coordinator as coordinator_command
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import EVENTS_FILE, EventLog
+from checkpointless.telemetry.scribe import scribe
+from tests.unit.recipes.launch.manifests import job_of, script_of
+from tests.unit.recipes.launch.pod import options_of, pod_environment, run_coordinator, run_pod
+
+
+def took_part(tmp_path: Path, node: int) -> None:
+    """Have the run directory say that the agent of ``node`` was let in."""
+    (tmp_path / "run").mkdir(exist_ok=True)
+    log = EventLog(tmp_path / "run" / EVENTS_FILE, node=node)
+    log.emit(EventName.JOB, "begin", generation=0, nproc=32, nnodes=4)
+    assert scribe.flush()
+
+
+def test_a_new_pod_runs_the_node_of_its_index(tmp_path: Path, bin_dir: Path) -> None:
+    for index in range(5):
+        assert run_pod(tmp_path, index) == 0
+        options = options_of(tmp_path / f"argv-{index}")
+        assert (options.node_rank, options.nnodes, options.nproc_per_node) == (index, 4, 8)
+        assert options.rdzv_endpoint == f"train-coordinator-0-0.train:{DEFAULT_PORT}"
+        assert options.run_dir == tmp_path / "run"
+        assert (options.script, options.script_args) == ("train.py", ["--lr", "1e-3"])
+
+
+def test_the_coordinator_listens_on_its_own_address_for_the_same_job(tmp_path: Path, bin_dir: Path) -> None:
+    assert run_coordinator(tmp_path) == 0
+    options = options_of(tmp_path / "coordinated")
+    assert options.command is coordinator_command.COMMAND.act
+    assert (options.nnodes, options.nproc_per_node) == (4, 8)
+    assert options.rdzv_endpoint == f"10.0.0.7:{DEFAULT_PORT}"
+    assert options.run_dir == tmp_path / "run"
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_pod_that_replaces_one_comes_as_a_spare(index: int, tmp_path: Path, bin_dir: Path) -> None:
+    took_part(tmp_path, 10 + index)  # and not 0, 1 or 2
+    assert run_pod(tmp_path, index) == 0
+    assert options_of(tmp_path / f"argv-{index}").node_rank == index
+    took_part(tmp_path, index)
+    for spares in ("1", "0"):
+        assert run_pod(tmp_path, index, SPARES=spares) == 0
+        options = options_of(tmp_path / f"argv-{index}")
+        assert options.nnodes + int(spares) <= options.node_rank < options.nnodes + options.spares
+
+
+def test_the_coordinators_verdict_is_the_exit_code_of_the_nodes(tmp_path: Path, bin_dir: Path) -> None:
+    (tmp_path / "run").mkdir()
+    verdict = tmp_path / "run" / "verdict"
+    for event, said in ((None, 43), ("go", 42), ("adopt", 42)):
+        more = {}
+        if event is not None:
+            log = tmp_path / "one.jsonl"
+            log.unlink(missing_ok=True)
+            EventLog(log, node=-1).emit(EventName(event), "point", generation=3)
+            assert scribe.flush()
+            more["FAKE_EVENT"] = log.read_text()
+        assert run_coordinator(tmp_path, FAKE_COORDINATOR="1", **more) == 0
+        assert int(verdict.read_text()) == said
+        (tmp_path / "argv-1").unlink(missing_ok=True)
+        assert run_pod(tmp_path, 1) == said  # a pod that comes only now
+        assert not (tmp_path / "argv-1").exists()
+    verdict.unlink()
+    assert run_coordinator(tmp_path, FAKE_COORDINATOR="0") == 0
+    assert not verdict.exists()
+
+
+def test_a_node_that_fails_waits_for_the_verdict(tmp_path: Path, bin_dir: Path) -> None:
+    (tmp_path / "run").mkdir()
+    words = ["bash", "-c", script_of("jobset.yaml"), "node", "train.py"]
+    environment = pod_environment(tmp_path, 3, FAKE_STATUS="1")
+    with subprocess.Popen(words, env=environment) as pod:
+        while not (tmp_path / "argv-3").exists():
+            time.sleep(0.02)
+        (tmp_path / "run" / "verdict").write_text("42\n")
+        assert pod.wait(20) == 42
+
+
+def test_a_node_that_fails_alone_is_replaced(tmp_path: Path, bin_dir: Path) -> None:
+    script = script_of("jobset.yaml")
+    assert "sleep 1;" in script
+    words = ["bash", "-c", script.replace("sleep 1;", ":;"), "node", "train.py"]
+    environment = pod_environment(tmp_path, 3, FAKE_STATUS="1")
+    assert subprocess.run(words, env=environment, timeout=30).returncode == 1
+    assert 1 not in job_of("jobset.yaml")["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+
+
+def test_a_node_that_is_stopped_ends_its_agent_and_asks_nobody(tmp_path: Path, bin_dir: Path) -> None:
+    words = ["bash", "-c", script_of("jobset.yaml"), "node", "train.py"]
+    environment = pod_environment(tmp_path, 0, FAKE_WAIT="1")
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as pod:
+        assert pod.stdout is not None
+        assert pod.stdout.readline() == "waiting\n"
+        pod.terminate()
+        assert pod.wait(10) == 1
+
+
+def test_a_coordinator_that_is_killed_or_moved_says_nothing(tmp_path: Path, bin_dir: Path) -> None:
+    (tmp_path / "argv-2").touch()
+    assert (
+        run_coordinator(tmp_path, FAKE_COORDINATOR="killed") == 128 + signal.SIGKILL
+    )  # and kubelet begins it again
+    words = ["bash", "-c", script_of("jobset.yaml", "coordinator")]
+    environment = pod_environment(tmp_path, 0, FAKE_COORDINATOR="deaf")
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as pod:
+        assert pod.stdout is not None
+        assert pod.stdout.readline() == "listening\n"
+        pod.terminate()
+        assert pod.wait(10) in (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # whichever the shell saw first
+    assert not (tmp_path / "stopped").exists()  # SIGTERM would have ended the job
+    assert not (tmp_path / "run" / "verdict").exists()

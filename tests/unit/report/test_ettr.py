@@ -1,0 +1,80 @@
+"""What the time of a run was spent on: every second is accounted for."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless.report.ettr import Activity, Milestones, account
+from checkpointless.report.incidents import IncidentSummary
+from tests.unit.made_up_run import UTC, MadeUpRun, S
+from tests.unit.report.reports import report_of, simple_run
+
+
+def test_every_second_is_accounted_for() -> None:
+    run, done_s = simple_run()
+    spent = report_of(run).spent
+    assert spent is not None
+    assert (spent.wall_s, spent.startup_s, spent.shutdown_s) == (100.0, 10.0, 1.0)
+    assert spent.recovery_s == pytest.approx(done_s - 31)
+    assert spent.repeated_s == 0.0
+    assert spent.training_s == pytest.approx(100 - 10 - 1 - (done_s - 31))
+    assert spent.ettr == pytest.approx((100 - 10 - 1 - (done_s - 31)) / 100)
+    assert spent.ettr_while_training == pytest.approx(1 - (done_s - 31) / 89)
+    assert [period.activity for period in spent.periods] == [
+        Activity.STARTUP,
+        Activity.TRAINING,
+        Activity.RECOVERY,
+        Activity.TRAINING,
+        Activity.SHUTDOWN,
+    ]
+
+
+def test_steps_and_samples_lost_and_the_time_to_make_them_again() -> None:
+    run = MadeUpRun()
+    run.start(at_s=10, samples=16)
+    run.incident(31.0, "1", committed=21, resumed=15)
+    run.end(100.0, step=80)
+    report = report_of(run)
+    assert (report.steps_lost, report.samples_lost) == (6, 96)
+    assert report.run.step_s == pytest.approx((20 + 99 - 32.3) / (20 + 64), rel=0.02)
+    assert report.spent is not None
+    assert report.spent.repeated_s == pytest.approx(6 * (report.run.step_s or 0))
+    unhurt, _ = simple_run()
+    assert report_of(unhurt).steps_lost == 0
+
+
+def test_a_long_run_that_goes_on_is_known_up_to_its_last_note() -> None:
+    run = MadeUpRun()
+    run.start(at_s=10)
+    for minute in range(1, 61):
+        run.add(11 + 60 * minute, "progress", "point", high_water=1 + 30 * minute)
+    report = report_of(run)
+    assert report.run.step_s == pytest.approx(2.0)
+    assert report.run.last_step == 1801
+    assert report.spent is not None
+    assert report.spent.ettr == pytest.approx(3601 / 3611)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50)), max_size=8),
+    st.floats(0, 120),
+    st.floats(0, 100) | st.none(),
+    st.floats(0, 120) | st.none(),
+)
+def test_periods_tile_the_run_whatever_comes(
+    incidents: list[tuple[float, float]], wall_s: float, trains_s: float | None, trained_s: float | None
+) -> None:
+    def ns(seconds: float | None) -> int | None:
+        return None if seconds is None else UTC + round(seconds * S)
+
+    summaries = [
+        IncidentSummary(str(n), n, "", None, "", UTC + round(at * S), UTC + round((at + took) * S), took)
+        for n, (at, took) in enumerate(sorted(incidents))
+    ]
+    marks = Milestones(UTC, UTC + round(wall_s * S), ns(trains_s), ns(trained_s))
+    spent = account(marks, summaries, None)
+    edges = [edge for period in spent.periods for edge in (period.begin_ns, period.end_ns)]
+    assert edges[1:-1:2] == edges[2::2]
+    assert sum(period.seconds for period in spent.periods) == pytest.approx(spent.wall_s)
+    assert all(period.seconds > 0 for period in spent.periods)
+    assert spent.ettr is None or 0 <= spent.ettr <= 1

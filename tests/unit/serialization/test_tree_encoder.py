@@ -1,0 +1,153 @@
+"""What cannot travel is refused with its path, and equal states have equal digests."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import struct
+import subprocess
+import sys
+import typing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointless.serialization import state_tree
+from checkpointless.serialization.state_tree import StateTreeError
+from tests.unit.serialization.trees import Loud, Word
+
+
+def test_a_cycle_is_refused_with_its_path() -> None:
+    tree: dict[str, Any] = {"callbacks": {"EMA": []}}
+    tree["callbacks"]["EMA"].append(tree)
+    with pytest.raises(StateTreeError, match=r"state\['callbacks'\]\['EMA'\]\[0\] is the dict that it is in"):
+        state_tree.check(tree)
+    copied = state_tree.copy(tree)
+    assert copied["callbacks"]["EMA"][0] is copied is not tree
+
+
+def test_what_is_nested_too_deep_is_refused_and_can_be_copied() -> None:
+    tree: Any = 0
+    for _ in range(5000):
+        tree = [tree]
+    with pytest.raises(StateTreeError, match=r"state\[0\]\[0\].* is nested more than 100 deep"):
+        state_tree.check(tree)
+    assert type(state_tree.copy(tree)) is list
+    header = b"[" * 100_000
+    with pytest.raises(ValueError):
+        state_tree.loads(struct.pack("<I", len(header)) + header)
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Settings(dict[str, Any]):
+    pass
+
+
+class Pair(typing.NamedTuple):
+    left: int
+    right: int
+
+
+class Shape(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "intruder",
+    [
+        object(),
+        lambda: None,
+        Loud(),
+        Colour.RED,
+        Word("a"),
+        Settings(),
+        Pair(1, 2),
+        torch.nn.Linear(1, 1),
+        torch.zeros(2).as_subclass(Shape),
+        torch.zeros(2).to_sparse(),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, 2).max(0),
+        torch.Generator(),
+        np.array([object()]),
+        np.zeros(2, dtype=[("a", "<f4")]),
+        np.ma.masked_array([1, 2], [True, False]),
+        np.random.default_rng(),
+        collections.defaultdict(lambda: 1),
+        slice("a", "b"),
+        {torch.zeros(2): 1},
+        {Loud(): 1},
+        ...,
+        int,
+        datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "here")),
+    ],
+    ids=lambda intruder: type(intruder).__name__,
+)
+def test_what_cannot_travel_is_refused_with_its_path(intruder: Any) -> None:
+    for refuse in (state_tree.check, state_tree.dumps, state_tree.split, state_tree.digest):
+        with pytest.raises(StateTreeError, match=r"^state\['callbacks'\]\['EMA'\]\[1\].* (is|has) .*") as caught:
+            refuse({"callbacks": {"EMA": [0, intruder]}})
+        assert "\n" not in str(caught.value)
+    state_tree.copy([intruder])
+
+
+def test_the_refusal_says_what_to_do() -> None:
+    with pytest.raises(
+        StateTreeError, match=r"^state\['net'\] is a torch.nn.modules.linear.Linear, which .*state_dict"
+    ):
+        state_tree.check({"net": torch.nn.Linear(1, 1)})
+    with pytest.raises(StateTreeError, match="keep a plain int, or call register_plain_type"):
+        state_tree.check(Colour.RED)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized")
+def test_a_quantized_tensor_is_refused() -> None:
+    with pytest.raises(StateTreeError, match="quantized"):
+        state_tree.check(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+
+def test_a_check_reads_no_tensor() -> None:
+    state_tree.check([np.broadcast_to(np.zeros(1), (1 << 40,)), np.broadcast_to(np.zeros(1), (1 << 20, 1 << 20)).T])
+    state_tree.check(torch.zeros(1).expand(1 << 40))
+
+
+@pytest.mark.slow
+def test_the_digest_is_that_of_the_state_alone() -> None:
+    one = {"a": 1, "b": {3, "x"}, "c": torch.arange(6).reshape(2, 3).t()}
+    other = {"c": torch.arange(6).reshape(2, 3).t().contiguous(), "b": {"x", 3}, "a": 1}
+    assert state_tree.digest(one) == state_tree.digest(other)
+    twice = [1.0]
+    assert state_tree.digest([twice, twice]) == state_tree.digest([[1.0], [1.0]])
+    imported = "from checkpointless.serialization import state_tree"
+    code = f"{imported}; print(state_tree.digest({{'a': {{'x', 'y', 'z'}}, 2: [1.5]}}))"
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert there.stdout.split()[-1] == state_tree.digest({2: [1.5], "a": {"z", "y", "x"}})
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        ("1", 1),
+        ([1], (1,)),
+        ({1}, frozenset({1})),
+        ([[1], 2], [1, [2]]),
+        ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
+        (collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+        (torch.zeros(2, 1), torch.zeros(1, 2)),
+        (torch.zeros(2), np.zeros(2, "<f4")),
+        (np.float32(1), np.float64(1)),
+        (0.0, -0.0),
+        (b"a", bytearray(b"a")),
+        ([], None),
+    ],
+)
+def test_states_that_differ_have_other_digests(one: Any, other: Any) -> None:
+    assert state_tree.digest(one) != state_tree.digest(other)

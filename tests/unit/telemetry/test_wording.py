@@ -1,0 +1,46 @@
+"""Figures and foreign text in words for people."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointless.telemetry.wording import duration, plural, printable, ranks, share, size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, "unknown"),
+        (0.0, "0 s"),
+        (0.0001, "<1 ms"),
+        (0.0123, "12 ms"),
+        (1.268, "1.27 s"),
+        (59.96, "60.0 s"),
+        (369.2, "6 min 9 s"),
+        (900, "15 min"),
+        (3599.7, "1 h"),
+        (86_399, "1 d"),
+        (100_000, "1 d 4 h"),
+    ],
+)
+def test_durations_read_well(seconds: float | None, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def test_other_figures_read_well() -> None:
+    assert [size(n) for n in (0, 999, 1_629_284, 5 * 10**18)] == ["0 B", "999 B", "1.63 MB", "5000 PB"]
+    assert [share(x) for x in (None, 0.5, 0.9996, 1.0)] == ["unknown", "50.0 %", "99.96 %", "100.0 %"]
+    assert [ranks(r) for r in ((), (3,), (0, 1, 2, 5))] == ["no rank", "rank 3", "ranks 0-2, 5"]
+    assert plural(1, "line") + plural(2, "line") == "1 line2 lines"
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=()), max_size=60), st.integers(1, 80))
+def test_foreign_text_becomes_one_printable_line(text: str, limit: int) -> None:
+    shown = printable(text, limit)
+    assert len(shown) <= limit
+    assert all(each.isprintable() for each in shown)
+    shown.encode()
+
+
+def test_control_characters_are_shown_by_their_code() -> None:
+    assert printable("a\x1b[31mb\u202ec\ud800\n d") == "a\\x1b[31mb\\u202ec\\ud800 d"
