@@ -159,16 +159,8 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
         results, failed = [], False
         for number, arguments in enumerate(runs):
             log = logs / f"tests-{number}.log"
-            command: list[str | Path] = [
-                home / "bin" / "python",
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                *arguments,
-            ]
-            status = watched(f"{name}: testing with {versions}", command, log)
+            test: list[str | Path] = [home / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+            status = watched(f"{name}: testing with {versions}", [*test, *arguments], log)
             failed = failed or status != 0
             results.append(summary(log.read_text()) + (f" ({log.relative_to(ROOT)})" if status else ""))
         return Outcome(name, versions, "; ".join(results), failed)

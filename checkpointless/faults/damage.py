@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 
-def flip_a_bit(tensor: Any) -> None:
+def flip_a_bit(tensor: Any) -> None:  # Any: a tensor, of a package that this room does not import
     """Flip the lowest bit of the byte in the middle of ``tensor``.
 
     Args:

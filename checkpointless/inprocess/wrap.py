@@ -16,8 +16,9 @@ from checkpointless.environment import FAULT_AT_ENV, RANK_ENV, own_generation, o
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess.abort import CheckpointlessAbortManager
-from checkpointless.inprocess.abort.composition import after_block, communicators_first
+from checkpointless.inprocess.abort.composition import communicators_first
 from checkpointless.inprocess.block.arguments import with_caller
+from checkpointless.inprocess.block.cleanup import BlockCleanup
 from checkpointless.inprocess.block.end import exit_code, forget_frames, is_return, is_victim
 from checkpointless.inprocess.block.entry_streams import EntryStreams
 from checkpointless.inprocess.block.main_thread import MainThread
@@ -25,19 +26,18 @@ from checkpointless.inprocess.block.signal_handlers import SignalHandlers
 from checkpointless.inprocess.block.tracing import tracing
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
-from checkpointless.inprocess.deadline import bounded, time_limit
+from checkpointless.inprocess.deadline import time_limit
 from checkpointless.inprocess.departure import Departure
 from checkpointless.inprocess.exceptions import (
-    HealthCheckError,
     InternalError,
     RankShouldRestart,
     UnrecoverableError,
 )
 from checkpointless.inprocess.facts import Facts
-from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, collect_garbage
+from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.health_check import CudaHealthCheck
-from checkpointless.inprocess.memory import memory_status, reset_peak
+from checkpointless.inprocess.memory import reset_peak
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.state import HPState
 from checkpointless.inprocess.state_keeper import StateKeeper
@@ -115,7 +115,6 @@ class HPWrapper:
         checkpoint_manager: StateKeeper | None = None,
         check_memory_status: bool = True,
     ) -> None:
-        limit = time_limit("abort_timeout", DEFAULT_ABORT_TIMEOUT_S if abort_timeout is None else abort_timeout)
         if trace_file_path is not None:
             tracing.require()
         abort = abort or CheckpointlessAbortManager.get_default_checkpointless_abort()
@@ -123,7 +122,8 @@ class HPWrapper:
         self.finalize: Callable[[HPState], object] = finalize or CheckpointlessFinalizeCleanup()
         self.health_check: Callable[[HPState, BaseException], object] = health_check or CudaHealthCheck()
         self.hp_api_factory: Callable[[], RankClient] = hp_api_factory or HPAgentK8sAPIFactory()
-        self.abort_timeout = limit
+        given = DEFAULT_ABORT_TIMEOUT_S if abort_timeout is None else abort_timeout
+        self.abort_timeout = time_limit("abort_timeout", given)
         self.enabled = enabled
         self.trace_file_path = trace_file_path
         self.async_raise_before_abort = async_raise_before_abort
@@ -191,6 +191,7 @@ class HPCallWrapper:
         told = os.environ.pop(FAULT_AT_ENV, "")
         if told:  # the time of the fault after which this process was started
             self._departure.fault_at_s = float(told)
+        self._cleanup = BlockCleanup(self._now, wrapper, self._replace)
         self._signal_handlers = SignalHandlers()
         self._entry_streams: EntryStreams | None = None
         worker_sockets.share_folder()
@@ -353,33 +354,10 @@ class HPCallWrapper:
             forget_frames(term_ex)
             self._signal_handlers.restore()
             state = HPState.from_environment(self.generation, self.incident)
-            self._clean_up(state)
-            self._check_health(state, term_ex)
+            self._cleanup.run(state, term_ex)
         except (Exception, RankShouldRestart) as error:
             logger.exception("rank %s cannot restart in this process", os.environ.get(RANK_ENV))
             self._replace(f"{type(error).__name__}: {error}")
-
-    def _clean_up(self, state: HPState) -> None:
-        with self._now.span(EventName.FINALIZE) as fields:
-            with self._bounded("the abort"):
-                after_block(self.wrapper.abort, state)
-            with self._bounded("the clean-up"):
-                process_groups.hold()  # before any thread can wait in a group's destructor
-                self.wrapper.finalize(state)
-            with self._bounded("the destruction of process groups"):
-                process_groups.destroy()
-                collect_garbage()
-            if self.wrapper.check_memory_status:
-                fields.update(memory_status())
-
-    def _check_health(self, state: HPState, term_ex: BaseException) -> None:
-        with self._now.span(EventName.HEALTH):
-            own_limit = getattr(self.wrapper.health_check, "timeout", None)
-            with self._bounded("the health check", own_limit if isinstance(own_limit, timedelta) else None):
-                try:
-                    self.wrapper.health_check(state, term_ex)
-                except Exception as error:
-                    raise HealthCheckError(f"{type(error).__name__}: {error}") from error
 
     def shutdown(self) -> None:
         """Stop listening for faults; the process has left the block and does not enter it again."""
@@ -436,12 +414,8 @@ class HPCallWrapper:
         answer = self.client.wait_finish_or_fault(self.generation)
         return answer if isinstance(answer, FaultNotice) else None
 
-    def _bounded(self, what: str, beyond: timedelta | None = None) -> AbstractContextManager[None]:
-        limit = self.wrapper.abort_timeout + (beyond or timedelta())
-        return bounded(what, limit.total_seconds(), self._replace)
-
     def _replace(self, reason: str) -> NoReturn:
-        """Ask for a successor and end this process at once, because nothing in it can be trusted any more."""
+        """Ask for a successor and end this process at once, since nothing in it can be trusted."""
         try:
             self.client.request_replacement(self.generation, reason)
             logger.error("rank %s is replaced: %s", os.environ.get(RANK_ENV), reason)
