@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
 from checkpointless.agent import RankClient
 from checkpointless.callbacks import HPFaultInjectionCallback
@@ -66,7 +66,7 @@ def test_a_plain_trainer_has_the_faults_of_its_callback(run_dir: Path) -> None:
         enable_model_summary=False,
     )
     with pytest.raises(InjectedFault):
-        trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.ones(8, 32), batch_size=1))
+        trainer.fit(BoringModel(), torch.utils.data.DataLoader(RandomDataset(32, 8), batch_size=1))
     assert trainer.global_step == 2
     assert fired(run_dir) == {MINE: 1}
 
