@@ -224,6 +224,7 @@ def deliver(at: Callable[[int, FrameType], bool], block: Callable[[], str]) -> t
         hp_api_factory=lambda: agent,
     )
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if a frame asked before settrace
     sys.settrace(trace)
     try:
         result = wrapper(block)()

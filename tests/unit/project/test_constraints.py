@@ -6,6 +6,7 @@ import re
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
+import pytest
 from packaging.specifiers import SpecifierSet
 
 PINNED = re.findall(
@@ -15,6 +16,7 @@ PINNED = re.findall(
 )
 
 
+@pytest.mark.nemo  # which brings most of them
 def test_the_pinned_packages_install_with_the_first_python_3_11() -> None:
     looked_at = 0
     for name, version in PINNED:
