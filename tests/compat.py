@@ -150,8 +150,8 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
             "making an environment": [python, "-m", "venv", home],
             "installing, which takes minutes": [home / "bin" / "pip", "install", *environment.requirements],
         }
-        for what, command in steps.items():
-            if watched(f"{name}: {what}", command, log) != 0:
+        for what, step in steps.items():
+            if watched(f"{name}: {what}", step, log) != 0:
                 return Outcome(name, f"Python {environment.python}", why_not_installed(log.read_text()))
         said = subprocess.run([home / "bin" / "python", "-c", VERSIONS], capture_output=True, text=True, check=True)
         versions = ", ".join(f"{key} {value}" for key, value in json.loads(said.stdout).items())
@@ -159,8 +159,16 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
         results, failed = [], False
         for number, arguments in enumerate(runs):
             log = logs / f"tests-{number}.log"
-            test: list[str | Path] = [home / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-            status = watched(f"{name}: testing with {versions}", [*test, *arguments], log)
+            command: list[str | Path] = [
+                home / "bin" / "python",
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                *arguments,
+            ]
+            status = watched(f"{name}: testing with {versions}", command, log)
             failed = failed or status != 0
             results.append(summary(log.read_text()) + (f" ({log.relative_to(ROOT)})" if status else ""))
         return Outcome(name, versions, "; ".join(results), failed)
