@@ -52,7 +52,7 @@ class MegatronTensors(TrainingTensors):
         with torch.no_grad():
             update_locally(self.optimizers)
 
-    def settle(self) -> None:
+    def derive(self) -> None:
         """Derive the model's parameters from the shards of all ranks. This is a collective."""
         with torch.no_grad():
             for optimizer in self.optimizers:

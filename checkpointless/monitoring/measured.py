@@ -101,7 +101,7 @@ class Measuring:
         """
         ranks, over = self._ranks()
         self._tally.take(self._tail.lines(), self._node, ranks, now_s)
-        self._tally.settle(ranks, now_s, over=over)
+        self._tally.close(ranks, now_s, over=over)
         self.measured = self._tally.measured()
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class MeasuredTally:
             if isinstance(record, dict):
                 self._take(record, now_s)
 
-    def settle(self, ranks: frozenset[int], now_s: float, *, over: bool = False) -> None:
+    def close(self, ranks: frozenset[int], now_s: float, *, over: bool = False) -> None:
         """Count the incidents about which nothing more will come.
 
         Args:

@@ -41,7 +41,7 @@ class LiveState(StateTensors, Protocol):
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """Put back the part of a moment's objects that belongs to model and optimizer."""
 
-    def settle(self) -> None:
+    def derive(self) -> None:
         """Derive what follows from the shards, once all shards of the job are at one step. Collective."""
 
 

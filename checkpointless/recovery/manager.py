@@ -438,7 +438,7 @@ class CheckpointManager:
             fields.update(asdict(report))
         with span(EventName.VERIFY, refilled=is_filled) as fields:
             live.load_objects(objects)
-            live.settle()
+            live.derive()
             live.resumed(*moment, objects)
             fields.update(peak_growth())
         restored: dict[str, Any] = objects

@@ -207,5 +207,5 @@ class PlainTraining(TrainingTensors):
             scheduler.step()
         self._moments = {self._ready_step: self._moment(self._ready_step)}
 
-    def settle(self) -> None:
+    def derive(self) -> None:
         """Do nothing: every rank of the group holds everything, so nothing follows from other ranks' shards."""

@@ -208,9 +208,9 @@ class TrainerLiveState:
         """Put the optimizer's plain values back; the strategy and Lightning load the rest."""
         self._tensors.load_objects(objects["optimizer"])
 
-    def settle(self) -> None:
+    def derive(self) -> None:
         """Derive the parameters from all ranks' shards. Collective."""
-        self._tensors.settle()
+        self._tensors.derive()
 
 
 def _with_state(moment: Moment, state: Mapping[Key, Any]) -> Moment:

@@ -54,7 +54,7 @@ class FineTuning(TrainingTensors):
     def apply_held_update(self) -> None:
         self.optimizer.step()
 
-    def settle(self) -> None:
+    def derive(self) -> None:
         pass
 
 

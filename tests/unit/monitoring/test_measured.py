@@ -78,19 +78,19 @@ def test_of_an_incident_the_slowest_rank_of_the_node_counts_once(lines: Lines) -
     lines.recovery(0, 0, 1, seconds=7.0)  # another node's
     lines.recovery(0, 2)
     tally.take(lines.all(), 1, OWN, 0.0)
-    tally.settle(OWN, 0.0)
+    tally.close(OWN, 0.0)
     assert counted(tally) == {}, "rank 3 has not made a step again"
     lines.end("data", 3, 1, 4.0)
     lines.end("data", 3, 1, 4.5)  # several of a rank add up
     lines.end("first_step", 3, 1, 0.25)
     tally.take(lines.all(), 1, OWN, 1.0)
-    tally.settle(OWN, 1.0)
+    tally.close(OWN, 1.0)
     ones = dict.fromkeys(("abort", "finalize", *STARTING), (1, 1.0))
     assert counted(tally) == {**ones, "notify": (1, 0.5), "data": (1, 8.5)}
     assert tally.measured().transfer_bytes == 100
     lines.end("first_step", 2, 1, 99.0)  # too late to be counted again
     tally.take(lines.all(), 1, OWN, 2.0)
-    tally.settle(OWN, 2.0, over=True)
+    tally.close(OWN, 2.0, over=True)
     assert counted(tally)["first_step"] == (1, 1.0)
 
 
@@ -100,7 +100,7 @@ def test_an_incident_that_another_overtakes_counts_as_far_as_it_came(lines: Line
     lines.end("init", 2, 1, 3.0, error="RankShouldRestart")  # what was broken off does not count
     lines.recovery(1, 2, 3)
     tally.take(lines.all(), 1, OWN, 0.0)
-    tally.settle(OWN, 0.0)
+    tally.close(OWN, 0.0)
     found = counted(tally)
     assert found["abort"] == (2, 4.0)
     assert found["init"] == (1, 2.0)
@@ -111,9 +111,9 @@ def test_a_block_without_steps_counts_when_the_job_is_over_or_nothing_is_heard_a
         tally = MeasuredTally()
         lines.end("abort", 2, 0, 2.0)
         tally.take(lines.all(), 1, OWN, 0.0)
-        tally.settle(OWN, QUIET_S)
+        tally.close(OWN, QUIET_S)
         assert counted(tally) == {}
-        tally.settle(OWN, **ends)  # type: ignore[arg-type]
+        tally.close(OWN, **ends)  # type: ignore[arg-type]
         assert counted(tally) == {"abort": (1, 2.0)}
 
 
@@ -122,12 +122,12 @@ def test_a_stage_that_takes_long_is_waited_for_unless_its_process_died(lines: Li
     lines.end("abort", 2, 0, 2.0)
     lines.begin("finalize", 2, 0)
     tally.take(lines.all(), 1, OWN, 0.0)
-    tally.settle(OWN, 2 * QUIET_S)
+    tally.close(OWN, 2 * QUIET_S)
     assert counted(tally) == {}
     lines.begin("respawn", 2, 0)
     lines.end("respawn", 2, 0, 0.75)
     tally.take(lines.all(), 1, OWN, 0.0)
-    tally.settle(OWN, 2 * QUIET_S)
+    tally.close(OWN, 2 * QUIET_S)
     assert counted(tally) == {"abort": (1, 2.0), "respawn": (1, 0.75)}
 
 
@@ -136,7 +136,7 @@ def test_the_jobs_beginning_is_no_incident(lines: Lines) -> None:
     for stage in ("barrier", *STARTING):
         lines.end(stage, 2, 0, 1.0, incident=None)
     tally.take(lines.all(), 1, OWN, 0.0)
-    tally.settle(OWN, 0.0, over=True)
+    tally.close(OWN, 0.0, over=True)
     assert counted(tally) == {}
 
 
@@ -170,7 +170,7 @@ def test_faults_on_purpose_are_counted_by_kind_and_unknown_ones_together(lines: 
 def test_what_is_no_event_is_left_out(found: list[bytes]) -> None:
     tally = MeasuredTally()
     tally.take(found, 1, OWN, 0.0)
-    tally.settle(OWN, 0.0, over=True)
+    tally.close(OWN, 0.0, over=True)
     assert counted(tally) == {}
     assert tally.measured().transfer_bytes == 0
 

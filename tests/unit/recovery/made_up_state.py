@@ -77,5 +77,5 @@ class MadeUpState:
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         pass
 
-    def settle(self) -> None:
+    def derive(self) -> None:
         pass
