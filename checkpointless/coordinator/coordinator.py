@@ -223,6 +223,9 @@ class Coordinator:
 
     def _on_progress(self, node: Node, message: Progress) -> None:
         job = self._job
+        if not job.roster.is_in_place(node):
+            logger.info("a node that is not in place has no ranks, and says how far they have come")
+            return
         self._hangs.note(message)
         job.progress.put(node.index, message)
         job.high_water = max(job.high_water, message.newest)

@@ -118,6 +118,8 @@ class Regrouping:
             job.end(FAILED, missing)
             return
         late = [rank for rank in self._roster.ranks if rank.state is not RankState.READY]
+        if not late:  # a node that looks for this coordinator is waited for, and has a limit of its own
+            return
         names = "rank " + ", ".join(str(rank.number) for rank in late)
         began = job.generation >= 0
         limit_s = job.limits.regroup_timeout_s if began else job.limits.heartbeat.limit_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.recovery.manager import CheckpointManager
 
@@ -14,11 +16,5 @@ def manager_of(call: HPCallWrapper | None) -> CheckpointManager | None:
 
     Returns:
         None outside of a block, and as long as nothing in the block keeps its state.
-
-    Raises:
-        TypeError: something else than a :class:`CheckpointManager` keeps it.
     """
-    keeper = call.checkpoint_manager if call is not None else None
-    if keeper is not None and not isinstance(keeper, CheckpointManager):
-        raise TypeError(f"checkpoint_manager must be a CheckpointManager, not {type(keeper).__name__}")
-    return keeper
+    return cast("CheckpointManager | None", call.checkpoint_manager) if call is not None else None

@@ -183,7 +183,7 @@ class Vocabulary:
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"not a JSON object: {error}") from error
         if version != str(PROTOCOL_VERSION).encode():
-            raise ProtocolError(f"protocol version {version.decode()}; this side speaks {PROTOCOL_VERSION}")
+            raise ProtocolError(f"protocol version {version[:40]!r}; this side speaks {PROTOCOL_VERSION}")
         decoder = self._decoders.get(kind) if isinstance(kind, str) else None
         if decoder is None:
             raise ProtocolError(f"unknown message type {kind!r} from the {self.sender}")
@@ -209,13 +209,13 @@ def encode(message: Message) -> bytes:
         ProtocolError: the message is too large although its texts were shortened.
     """
     try:
-        line = msgspec.json.encode(message)
+        line = msgspec.json.encode(message, enc_hook=_exact)
         body: Any = None
     except UnicodeEncodeError:  # half of a surrogate pair, as in the name of a file that is no UTF-8
-        body = _escaped(msgspec.to_builtins(message))
+        body = _escaped(msgspec.to_builtins(message, enc_hook=_exact))
         line = msgspec.json.encode(body)
     while len(line) >= MAX_MESSAGE_BYTES:
-        body = body or msgspec.to_builtins(message)
+        body = body or msgspec.to_builtins(message, enc_hook=_exact)
         holder, name = max(_texts(body), key=lambda place: len(place[0][place[1]]), default=({"": ""}, ""))
         if len(holder[name]) < _LEAST_CHARACTERS:
             raise ProtocolError(f"a {message.type!r} message of {len(line)} bytes is over {MAX_MESSAGE_BYTES}")
@@ -260,6 +260,13 @@ def _texts(body: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     found = [(body, name) for name, value in body.items() if isinstance(value, str)]
     cause = body.get("cause")
     return found + [place for place in (_texts(cause) if isinstance(cause, dict) else ())]
+
+
+def _exact(value: object) -> str:
+    """Return a text of a subclass as a plain one; ``str()`` of an exception is whatever its ``__str__`` returns."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise NotImplementedError(f"a message holds a {type(value).__name__}")
 
 
 def _escaped(value: Any) -> Any:

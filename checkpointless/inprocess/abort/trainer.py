@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol
 
 from checkpointless.inprocess.abort.base import Abort
@@ -24,6 +26,9 @@ class TrainerParts(Protocol):
         """Stop asynchronous checkpoint writers, unless the trainer keeps their saves and finishes them later."""
 
 
+logger = logging.getLogger(__name__)
+
+_FRAMEWORKS = "checkpointless.frameworks"  # group of entry points that register trainers' parts
 _known: dict[str, TrainerParts] = {}
 
 
@@ -37,6 +42,14 @@ def register_trainer_parts(framework: str, parts: TrainerParts) -> None:
     _known[framework] = parts
 
 
+def _load_frameworks() -> None:
+    """Have the installed package register the frameworks that it knows, unless an import has done so."""
+    for entry in entry_points(group=_FRAMEWORKS):
+        entry.load()()
+    if not _known:
+        logger.warning("data-loader workers and checkpoint writers are not stopped: reinstall checkpointless")
+
+
 class TrainerAbort(Abort):
     """An abort that acts on the running trainer, once there is one."""
 
@@ -45,6 +58,8 @@ class TrainerAbort(Abort):
 
     def register_attributes(self, trainer: object) -> None:
         """Keep a weak reference to the running trainer."""
+        if not _known:
+            _load_frameworks()
         self._trainer = weakref.ref(trainer)
 
     @property

@@ -71,6 +71,7 @@ class ProcessGroups:
         for registry in registries:
             registry.clear()
         world.group_count = 0
+        c10d._unregister_all_process_groups()  # the names of groups that were being made when they were interrupted
 
     def release(self) -> None:
         """Close the connections that were cut, since every rank has left its block and no rank writes any more."""

@@ -154,6 +154,26 @@ def test_a_row_that_is_not_as_agreed_is_refused(message: Message, old: bytes, ne
         FROM_NODE.decode(line.replace(old, new))
 
 
+@pytest.mark.parametrize(
+    "line", [b'{"v":"\xff","type":"hello"}', b'{"v":2,"type":"\xff"}', b'{"v":' + b"9" * 9999 + b"}"]
+)
+def test_bytes_that_are_no_text_are_refused(line: bytes) -> None:
+    with pytest.raises(ProtocolError) as raised:
+        decode(line, Sender.RANK)
+    assert len(str(raised.value)) < 200
+
+
+def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
+    class Text(str):
+        """As what a user's exception may return for its text."""
+
+    report = FaultReport(1, exception_cause(2, "ValueError", Text("no"), Text("Traceback"), 4, victim=False))
+    assert decode(encode(report), Sender.RANK) == report
+    long = encode(GiveUp(1, Text("x" * MAX_MESSAGE_BYTES)))
+    assert len(long) <= MAX_MESSAGE_BYTES
+    assert decode(encode(GiveUp(1, Text("no file \udcff"))), Sender.RANK).reason == "no file \\udcff"  # type: ignore[attr-defined]
+
+
 def test_a_text_that_is_no_unicode_arrives_escaped() -> None:
     read = decode(encode(GiveUp(1, "no file \udcff\ud83d")), Sender.RANK)
     assert isinstance(read, GiveUp)

@@ -11,12 +11,14 @@ from checkpointless.wire.node_messages import (
     Joined,
     Kill,
     Leaving,
+    Progress,
     RankDone,
     RankReady,
+    Searching,
     Spawn,
     StoreOpened,
 )
-from tests.unit.messaged_job import REGROUP_S, Job, go_env
+from tests.unit.messaged_job import HEARTBEAT_S, REGROUP_S, Job, go_env
 
 
 def test_a_spare_takes_the_place_of_a_lost_node() -> None:
@@ -243,3 +245,33 @@ def test_a_node_that_opens_no_store_ends_the_job_in_time() -> None:
     job.ready(*job.ranks)
     job.tick(REGROUP_S + 1)
     assert job.last_word == "node 0 opened no store for generation 1 in time"
+
+
+def test_what_a_spare_says_of_progress_is_not_counted() -> None:
+    job = Job().begin()
+    spare = job.join(-1)
+    job.hear(spare, Progress(9, 9, 10, 0))
+    assert job.coordinator.high_water == -1
+    for node in job.coordinator.nodes:
+        job.hear(node, Progress(3, 3, 4, 0))
+    job.raises(0)
+    job.ready(*job.ranks, committed=3, making=4)
+    for node in job.coordinator.nodes:
+        job.hear(node, Progress(4, 4, 5, 0))
+    assert "recovered" in job.said[-1]
+
+
+def test_a_node_that_is_looked_for_while_all_ranks_are_ready_is_waited_for() -> None:
+    job = Job()
+    for index in (0, 1):
+        job.join(index)
+    away = job.coordinator.nodes[1]
+    job.ready(0, 1, 2)
+    job.later_s += HEARTBEAT_S / 2
+    job.hear(away, Searching())
+    job.lose(away, "it said that it searches")
+    job.ready(3)
+    assert job.take(Begin) == []
+    job.tick(after_s=HEARTBEAT_S / 2 + 1)
+    assert job.outcome is None
+    assert job.take(Kill) == []
