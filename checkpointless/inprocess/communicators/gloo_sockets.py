@@ -15,7 +15,9 @@ group's timeout, 30 minutes by default.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import logging
 import os
 import socket
 import stat
@@ -27,6 +29,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.environment import MASTER_PORT_ENV
 from checkpointless.patches import Patch, Patches
+
+logger = logging.getLogger(__name__)
 
 _FACTORY = "_new_process_group_helper"  # every process group, default or not, is made by this one function
 
@@ -82,7 +86,13 @@ class GlooSockets:
         Returns:
             The number of sockets that were shut down.
         """
-        present = _sockets()
+        try:
+            present = _sockets()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            logger.warning("gloo has used up all descriptors on a rank that has left; it fails by itself")
+            return 0
         with self._mutex:
             wanted, self._inodes = self._inodes, set()
             if self._before is not None:

@@ -1,5 +1,7 @@
 """Which descriptors are taken for connections of process groups."""
 
+import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -23,6 +25,18 @@ def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
         assert GlooSockets().shutdown() == 0
         assert len(os.listdir("/proc/self/fd")) == before
         assert file.write(b"still open") == 10
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
+def test_descriptors_that_gloo_has_used_up_end_no_rank(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is being made connects again and again to a rank that has left, each time by another socket."""
+
+    def fail() -> dict[int, int]:
+        raise OSError(number, os.strerror(number), "/proc/self/fd")
+
+    monkeypatch.setattr(gloo_sockets, "_sockets", fail)
+    with contextlib.nullcontext() if number == errno.EMFILE else pytest.raises(PermissionError):
+        assert GlooSockets().shutdown() == 0
 
 
 class Listings:
