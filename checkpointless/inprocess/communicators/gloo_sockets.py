@@ -70,10 +70,13 @@ class GlooSockets:
             try:
                 return original(*args, **kwargs)
             finally:
-                opened = set(_sockets().values()) - before
-                with self._mutex:
-                    self._before = None
-                    self._inodes |= opened
+                opened: set[int] = set()
+                try:
+                    opened = set(_sockets().values()) - before
+                finally:  # else every socket that is opened later would be taken for one of this group
+                    with self._mutex:
+                        self._before = None
+                        self._inodes |= opened
 
         return noting
 

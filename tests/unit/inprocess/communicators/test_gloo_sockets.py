@@ -39,6 +39,35 @@ def test_descriptors_that_gloo_has_used_up_end_no_rank(number: int, monkeypatch:
         assert GlooSockets().shutdown() == 0
 
 
+def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, fails = gloo_sockets._sockets, [False]
+
+    def list_or_fail() -> dict[int, int]:
+        if fails[0]:
+            raise OSError(errno.EMFILE, "no descriptors")
+        return listed()
+
+    def make_group(*_: object, **__: object) -> None:
+        fails[0] = True
+
+    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
+    monkeypatch.setattr(gloo_sockets, "_sockets", list_or_fail)
+    noted = GlooSockets()
+    noted.install()
+    try:
+        with pytest.raises(OSError, match="no descriptors"):
+            getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
+        fails[0] = False
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            mine, other = socket.create_connection(server.getsockname()), server.accept()[0]
+        with mine, other:
+            assert noted.shutdown() == 0
+            other.sendall(b"a logger's")
+            assert mine.recv(10) == b"a logger's"
+    finally:
+        noted.uninstall()
+
+
 class Listings:
     """Stands in for torch's factory of groups, and counts how often all descriptors are listed."""
 
