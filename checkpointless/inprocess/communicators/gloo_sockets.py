@@ -44,8 +44,9 @@ class GlooSockets:
     def __init__(self) -> None:
         self._inodes: set[int] = set()
         self._before: set[int] | None = None  # this process's sockets before the group that is being created
-        self._kept: list[socket.socket] = []  # duplicates that keep connections open for the peer
+        self._kept: dict[int, socket.socket] = {}  # duplicates that keep connections open for the peer, by inode
         self._mutex = threading.Lock()
+        self._is_out_of_descriptors = False  # and it was said
         self._patches = Patches()
 
     def install(self) -> None:
@@ -84,7 +85,8 @@ class GlooSockets:
         """Shut down every connected TCP socket of the recorded groups, of a group being created, and of the store.
 
         Repeat the call while the main thread is still creating a group, because it may continue to connect. The
-        groups' connections stay open until :meth:`release`.
+        groups' connections stay open until :meth:`release`; each is shut down and kept once, however often this is
+        called.
 
         Returns:
             The number of sockets that were shut down.
@@ -94,7 +96,9 @@ class GlooSockets:
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
-            logger.warning("gloo has used up all descriptors on a rank that has left; it fails by itself")
+            if not self._is_out_of_descriptors:
+                logger.warning("no descriptor is free: this rank's connections cannot be cut (raise `ulimit -n`)")
+            self._is_out_of_descriptors = True
             return 0
         with self._mutex:
             wanted, self._inodes = self._inodes, set()
@@ -103,6 +107,8 @@ class GlooSockets:
         store = _store_address()
         count = 0
         for descriptor, inode in present.items():
+            if inode in self._kept:
+                continue
             try:
                 duplicate = os.dup(descriptor)
             except OSError:  # it was closed after it was listed
@@ -117,15 +123,16 @@ class GlooSockets:
                     candidate.shutdown(socket.SHUT_RD)
                     count += 1
                     if noted:
-                        self._kept.append(candidate)
+                        self._kept[inode] = candidate
                         continue
             candidate.close()
         return count
 
     def release(self) -> None:
         """Close what :meth:`shutdown` kept open, once every rank has left its block and no rank writes any more."""
-        kept, self._kept = self._kept, []
-        for connection in kept:
+        self._is_out_of_descriptors = False
+        kept, self._kept = self._kept, {}
+        for connection in kept.values():
             connection.close()
 
 

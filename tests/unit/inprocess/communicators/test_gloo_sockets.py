@@ -28,15 +28,18 @@ def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
-def test_descriptors_that_gloo_has_used_up_end_no_rank(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that is being made connects again and again to a rank that has left, each time by another socket."""
-
+def test_a_process_without_free_descriptors_is_told_so_once(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> dict[int, int]:
         raise OSError(number, os.strerror(number), "/proc/self/fd")
 
     monkeypatch.setattr(gloo_sockets, "_sockets", fail)
-    with contextlib.nullcontext() if number == errno.EMFILE else pytest.raises(PermissionError):
-        assert GlooSockets().shutdown() == 0
+    sockets = GlooSockets()
+    for _ in range(3):
+        with contextlib.nullcontext() if number == errno.EMFILE else pytest.raises(PermissionError):
+            assert sockets.shutdown() == 0
+    assert len(caplog.messages) == (1 if number == errno.EMFILE else 0)
 
 
 def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,3 +116,35 @@ def test_descriptors_are_looked_at_only_for_groups_that_connect_here(listings: L
         noted.release()
     finally:
         noted.uninstall()
+
+
+def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cut is repeated until the main thread has left, which may take as long as the group connects."""
+    counts: list[int] = []
+    opened: list[socket.socket] = []
+    noted = GlooSockets()
+
+    def make_group(*_: object, **__: object) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            for _ in range(3):
+                opened.extend([socket.create_connection(server.getsockname()), server.accept()[0]])
+                for _ in range(5):
+                    noted.shutdown()
+                counts.append(len(os.listdir("/proc/self/fd")))
+                assert opened[-1].recv(1) == b""
+
+    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
+    noted.install()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
+        # Of each of the two sockets there is one duplicate; the server is closed afterwards.
+        assert [count - before - 1 for count in counts] == [4, 8, 12]
+        noted.release()
+        assert len(os.listdir("/proc/self/fd")) == before + len(opened)
+    finally:
+        noted.uninstall()
+        for each in opened:
+            each.close()
