@@ -30,6 +30,17 @@ def test_groups_are_destroyed_also_with_a_clean_up_of_ones_own(tmp_path: Path) -
     assert done(job) == ["generation 1, incarnation 0"] * 3, ended.err
 
 
+@pytest.mark.parametrize(("how", "incarnation"), [("kill", 1), ("raise", 0)])
+def test_who_waits_for_a_rank_that_was_lost_while_a_group_was_made_is_not_replaced(
+    tmp_path: Path, how: str, incarnation: int
+) -> None:
+    """It waits in C++ for a connection that nobody makes, and there is none yet that could be cut."""
+    job = Job(tmp_path, "half_made_group.py", how)
+    ended = job.end(END_S)
+    assert ended.code == 0, ended.err
+    assert done(job) == [f"generation 1, incarnation {each}" for each in (0, incarnation, 0)], ended.err
+
+
 @pytest.mark.parametrize(
     ("what", "said"), [("abort", "the abort"), ("clean-up", "the clean-up"), ("health", "the health check")]
 )

@@ -24,7 +24,12 @@ _RAISE_AGAIN_S = 0.05
 _SLOW_S = 1.0
 _CLEANING_S = 10.0  # a data loader waits 5 s for each worker that does not end
 _INNERMOST = 10  # number of innermost frames that are inspected
-_COLLECTIVE_FILES = ("torch/distributed/", "torch/futures/", "inprocess/communicators/gloo_wait.py")
+_COLLECTIVE_FILES = (
+    "torch/distributed/",
+    "torch/futures/",
+    "inprocess/communicators/gloo_connect.py",
+    "inprocess/communicators/gloo_wait.py",
+)
 _WAITING_FILES = (
     "/threading.py",
     "inprocess/communicators/helper_thread.py",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators.helper_thread import HelperThread
+from checkpointless.inprocess.communicators.helper_thread import SpareHelper
 from checkpointless.patches import Patch, Patches
 
 _TURN = timedelta(milliseconds=50)
@@ -36,7 +36,7 @@ class InterruptibleWait:
 
     def __init__(self) -> None:
         self._patches = Patches()
-        self._helper: HelperThread | None = None
+        self._helper = SpareHelper()
 
     @property
     def is_installed(self) -> bool:
@@ -51,9 +51,7 @@ class InterruptibleWait:
     def uninstall(self) -> None:
         """Restore torch's method."""
         self._patches.undo()
-        if self._helper is not None:
-            self._helper.end()
-            self._helper = None
+        self._helper.end()
 
     def _interruptible(self, original: Callable[..., Any]) -> Callable[..., bool]:
         """Return torch's wait, in short turns where it is that of the main thread."""
@@ -65,20 +63,9 @@ class InterruptibleWait:
                 return bool(original(work))  # no other thread is interrupted
             if work._get_op_type() in _IN_TURNS:
                 return _wait_in_turns(original, work)
-            return self._wait_aside(lambda: bool(original(work)))
+            return self._helper.run(lambda: bool(original(work)))
 
         return wait
-
-    def _wait_aside(self, blocking: Callable[[], bool]) -> bool:
-        """Let a helper thread wait, and wait for the helper in short turns."""
-        helper, self._helper = self._helper or HelperThread(), None
-        try:
-            return helper.run(blocking)
-        finally:
-            if helper.idle():
-                self._helper = helper
-            else:
-                helper.end()  # the helper ends when its operation does, if ever
 
 
 def _wait_in_turns(original: Callable[..., Any], work: Any) -> bool:

@@ -53,6 +53,10 @@ class HelperThread:
             raise result
         return cast(T, result)
 
+    def is_alive(self) -> bool:
+        """Return whether the thread is there."""
+        return self._thread.is_alive()
+
     def idle(self) -> bool:
         """Return whether the thread has no call in progress."""
         return self._done.is_set()
@@ -65,3 +69,29 @@ class HelperThread:
         while (call := self._calls.get()) is not None:
             call()
             call = None  # an exception that it raised holds the frames of the waiting thread
+
+
+class SpareHelper:
+    """Has calls made in a helper thread, always the same one unless an interruption left it with a call."""
+
+    def __init__(self) -> None:
+        self._spare: HelperThread | None = None
+
+    def run(self, blocking: Callable[[], T]) -> T:
+        """Call ``blocking`` in the helper thread, wait for it interruptibly and return its result."""
+        helper, self._spare = self._spare, None
+        if helper is None or not helper.is_alive():  # in a process that was forked there are no other threads
+            helper = HelperThread()
+        try:
+            return helper.run(blocking)
+        finally:
+            if helper.idle():
+                self._spare = helper
+            else:
+                helper.end()  # the helper ends when its call does, if ever
+
+    def end(self) -> None:
+        """Let the thread end."""
+        if self._spare is not None:
+            self._spare.end()
+            self._spare = None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
 from checkpointless.inprocess.communicators.group_graveyard import bury, reap
@@ -24,10 +25,10 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self._sockets = GlooSockets()
-        self._waits = (InterruptibleWait(), InterruptibleStore())
+        self._waits = (InterruptibleConnect(), InterruptibleWait(), InterruptibleStore())
 
     def install(self) -> None:
-        """Note which sockets new groups open, and make waits in gloo and for stores interruptible (idempotent)."""
+        """Note which sockets new groups open, and make waits for peers and stores interruptible (idempotent)."""
         self._sockets.install()
         for wait in self._waits:
             wait.install()

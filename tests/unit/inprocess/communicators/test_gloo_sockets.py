@@ -128,9 +128,9 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
 
     def make_group(*_: object, **__: object) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            for _ in range(3):
+            for _connection in range(3):
                 opened.extend([socket.create_connection(server.getsockname()), server.accept()[0]])
-                for _ in range(5):
+                for _again in range(5):
                     noted.shutdown()
                 counts.append(len(os.listdir("/proc/self/fd")))
                 assert opened[-1].recv(1) == b""
@@ -146,5 +146,5 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
         assert len(os.listdir("/proc/self/fd")) == before + len(opened)
     finally:
         noted.uninstall()
-        for each in opened:
-            each.close()
+        for connection in opened:
+            connection.close()

@@ -1,0 +1,62 @@
+"""Connect the ranks of a new gloo group in a helper thread, so that the main thread can leave before all are there.
+
+Of each two ranks of a group one connects, and the other waits in C++ until it does (``connectAsListener`` of
+gloo's TCP transport). If the first is lost before it has connected, or leaves its block, there is no connection
+yet that could be cut, and the wait lasts for several times the group's timeout, which is 30 minutes by default.
+The helper thread of a group that was left stays that long; nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from checkpointless.inprocess.communicators.helper_thread import SpareHelper
+from checkpointless.patches import Patch, Patches
+
+_BACKEND = "ProcessGroupGloo"  # its constructor connects; torch makes every group's backend by this name
+
+
+class InterruptibleConnect:
+    """Replacement for ``ProcessGroupGloo`` where torch makes groups, in the main thread."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self._helper = SpareHelper()
+
+    def install(self) -> None:
+        """Replace torch's class (idempotent)."""
+        if not self._patches.are_made and dist.is_gloo_available():
+            self._patches.make(
+                [Patch(c10d, _BACKEND, lambda original: _Backend(original, self._helper), "it connects in C++")]
+            )
+
+    def uninstall(self) -> None:
+        """Restore torch's class."""
+        self._patches.undo()
+        self._helper.end()
+
+
+class _Backend:
+    """Stands for the class of gloo's groups: makes them, and knows them."""
+
+    def __init__(self, original: Any, helper: SpareHelper) -> None:  # Any: a class of C++
+        self._original = original
+        self._helper = helper
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return self._original(*args, **kwargs)  # no other thread is interrupted
+        return self._helper.run(lambda: self._original(*args, **kwargs))
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._original)
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)

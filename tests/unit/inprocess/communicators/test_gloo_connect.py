@@ -1,0 +1,133 @@
+"""Groups that are made aside: the main thread can be interrupted, and torch sees the same class."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from checkpointless.inprocess.block.main_thread import MainThread
+from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
+from checkpointless.inprocess.exceptions import RankShouldRestart
+
+ONE_S = 1.0
+c10d: Any = distributed_c10d  # Any: its class is another one here
+
+
+@pytest.fixture
+def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptibleConnect]:
+    made = InterruptibleConnect()
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", dist.ProcessGroupGloo)  # is restored last
+    yield made
+    made.uninstall()
+
+
+@pytest.fixture
+def main() -> Iterator[MainThread]:
+    made = MainThread()
+    yield made
+    made.close()
+
+
+class Waits:
+    """Stands in for gloo's class: it waits in C, where no interruption is handled."""
+
+    def __init__(self, seconds: float) -> None:
+        self.made_in = threading.current_thread()
+        time.sleep(seconds)
+
+
+def test_the_main_thread_leaves_while_gloo_still_waits(
+    connect: InterruptibleConnect, main: MainThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", Waits)
+    connect.install()
+    places: list[tuple[bool, str]] = []
+
+    def interrupt() -> None:
+        time.sleep(ONE_S)
+        places.append(main.where())
+        main.interrupt_until_left(60.0, lambda: None)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(RankShouldRestart):
+        main.run(lambda: c10d.ProcessGroupGloo(30.0))
+    assert time.monotonic() - began < 25.0
+    thread.join()
+    assert [is_in_collective for is_in_collective, _ in places] == [True], "who waits for peers is no culprit"
+
+
+def test_torch_knows_the_groups_of_the_class_and_the_class_its_members(connect: InterruptibleConnect) -> None:
+    original = dist.ProcessGroupGloo
+    connect.install()
+    made = c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=c10d.default_pg_timeout)
+    assert type(made) is original
+    assert isinstance(made, c10d.ProcessGroupGloo)
+    assert not isinstance(connect, c10d.ProcessGroupGloo)
+    assert issubclass(original, c10d.ProcessGroupGloo)
+    assert c10d.ProcessGroupGloo.__name__ == original.__name__
+    connect.uninstall()
+    assert c10d.ProcessGroupGloo is original
+
+
+def test_an_error_is_raised_where_the_group_was_to_be_made(connect: InterruptibleConnect) -> None:
+    connect.install()
+    with pytest.raises(TypeError, match="no store"):
+        c10d.ProcessGroupGloo("no store")
+
+
+def test_one_helper_makes_all_groups_and_ends(
+    connect: InterruptibleConnect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", Waits)
+    connect.install()
+    makers = {c10d.ProcessGroupGloo(0.0).made_in for _ in range(20)}
+    assert len(makers) == 1
+    assert makers != {threading.current_thread()}
+    connect.uninstall()
+    (maker,) = makers
+    maker.join(30)
+    assert not maker.is_alive()
+
+
+def test_other_threads_make_their_groups_themselves(
+    connect: InterruptibleConnect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", Waits)
+    connect.install()
+    made: list[Waits] = []
+    thread = threading.Thread(target=lambda: made.append(c10d.ProcessGroupGloo(0.0)))
+    thread.start()
+    thread.join()
+    assert [each.made_in for each in made] == [thread]
+
+
+def test_a_forked_process_makes_a_helper_of_its_own(
+    connect: InterruptibleConnect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", Waits)
+    connect.install()
+    c10d.ProcessGroupGloo(0.0)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            c10d.ProcessGroupGloo(0.0)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+            pytest.fail("it waits for a thread that is not there")
+        time.sleep(0.01)
+    assert ended[1] == 0
