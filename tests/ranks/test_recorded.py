@@ -18,8 +18,15 @@ OVERLAP = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_
 STEPS = 6
 
 
-def train(zygote: Zygote, run_dir: Path, *changes: str) -> Job:
+def train(zygote: Zygote, run_dir: Path, *changes: str, saves: bool = True) -> Job:
     """A job with a validation every two steps, a callback with a state and checkpoints of NeMo's."""
+    checkpoints = (
+        "trainer.enable_checkpointing=true",
+        "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, "
+        "every_n_train_steps: 3, save_last: true, save_top_k: -1, monitor: null, "
+        "save_context_on_train_end: false}",
+        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{run_dir / 'nemo'}', name: tiny_gpt}}",
+    )
     job = run_job(
         zygote,
         run_dir,
@@ -29,11 +36,7 @@ def train(zygote: Zygote, run_dir: Path, *changes: str) -> Job:
             f"trainer.max_steps={STEPS}",
             "trainer.limit_val_batches=2",
             "trainer.val_check_interval=2",
-            "trainer.enable_checkpointing=true",
-            "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, "
-            "every_n_train_steps: 3, save_last: true, save_top_k: -1, monitor: null, "
-            "save_context_on_train_end: false}",
-            f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{run_dir / 'nemo'}', name: tiny_gpt}}",
+            *(checkpoints if saves else ()),
             *changes,
         ),
     )
@@ -67,14 +70,13 @@ def test_callbacks_validations_and_checkpoints_are_recorded_and_compared(
     assert any(name.endswith("-last") for name in names), names
 
     wrong = "callbacks.average={_target_: tests.ranks.recorded_state.Average, wrong_from: 4}"
-    other = compare(first.steps, train(nemo_zygote, tmp_path / "wrong", wrong).steps)
+    other = compare(first.steps, train(nemo_zygote, tmp_path / "wrong", wrong, saves=False).steps)
     assert other.difference is not None
     assert (other.difference.quantity, other.difference.step) == (Quantity.CALLBACK, 4)
     assert other.sentence.startswith("not equal: state of callback Average of step 4 on rank 0 differs")
 
-    fewer = compare(
-        first.steps, train(nemo_zygote, tmp_path / "fewer", AVERAGE, "trainer.val_check_interval=3").steps
-    )
+    rarely = (AVERAGE, "trainer.val_check_interval=3")
+    fewer = compare(first.steps, train(nemo_zygote, tmp_path / "fewer", *rarely, saves=False).steps)
     assert {place.step for place in fewer.missing_validations} == {2, 3, 4}
     assert "missing validations after steps" in fewer.sentence
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def _param(case: Case) -> Any:
 def test_a_users_run_ends_as_without_faults(calm: Calm, tmp_path: Path, case: Case) -> None:
     run = case.run
     undisturbed = calm.job(run)
-    job = calm.make(run, tmp_path / "run", *case.faults)
+    late = case.saves_end_before
+    words = ("--saves-end-before", str(late)) if late else ()
+    job = calm.make(replace(run, layout=(*run.layout, *words)), tmp_path / "run", *case.faults)
     assert fired(job.run_dir) == dict.fromkeys(case.faults, 1)
     equal(run, undisturbed, job, case.apart)
     assert replaced_healthy(job.run_dir, range(run.nproc)) == ()

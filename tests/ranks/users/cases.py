@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tests.ranks.users.end import IN_ALL
 from tests.ranks.users.runs import Run
@@ -25,12 +25,15 @@ class Case:
         run: what is disturbed.
         faults: specs.
         apart: parts of the end that are not compared, since what they say follows from when the fault came.
+        saves_end_before: step that waits for the saves in the background of earlier ones. With a slow disk a save
+            outlasts several steps, and is lost with its writer. 0: none waits.
     """
 
     name: str
     run: Run
     faults: tuple[str, ...]
     apart: frozenset[str] = IN_ALL
+    saves_end_before: int = 0
 
 
 EP2 = ("--expert-parallel", "2")
@@ -50,11 +53,8 @@ OWN_GENERATOR = Run("own-buffers,shuffled,own-generator,epochs", 8)
 RANDPERM = Run("randperm", script="plain_loop.py", nproc=3)
 EMA = Run("ema")
 MODULE, HOOKS = Run("module-state"), Run("callback-hooks")
-SAVES = Run("modelckpt", 5)
-BACKGROUND = Run("modelckpt,async-save", 5)
-#: With a slow disk a save outlasts several steps, and is then lost with its writer: here earlier ones end in time.
-ONE_SAVE_UNDER_WAY = replace(BACKGROUND, layout=("--saves-end-before", "4"))
-NO_SAVE_UNDER_WAY = replace(BACKGROUND, layout=("--saves-end-before", "5"))
+SAVES = Run("modelckpt", 7)
+BACKGROUND = Run("modelckpt,async-save", 7)
 STOPS = Run("earlystop", 10)
 PLATEAU = Run("plateau", 7)
 RESUMED = Run("own-data", 8, resumed=4)
@@ -63,7 +63,7 @@ SHORT_LONG, LONG_SHORT = Run("", (3, 6)), Run("", (6, 3))
 EPOCHS = Run("epochs", 8)
 SHUFFLED_BY_WORKERS = Run("epochs,cyclic,workers", 8)
 EPOCHS_BY_WORKERS = Run("epochs,uneven,workers", 8)
-MONITORED = Run("monitored", 6)
+MONITORED = Run("monitored,dated", 6)
 METRICS = Run("epochs,epoch-metrics,module-state", 8)
 STARTS = Run("start-hooks")
 
@@ -75,11 +75,23 @@ SLOW = "slow@after_optimizer:rank=2,step=3,seconds=2"
 
 CASES = (
     # 5: what changes before the vote is taken back
-    Case("expert bias, exception before the update", MOE_BIAS, ("exception@before_optimizer:rank=1,step=4",)),
-    Case("expert bias, sigkill before the update", MOE_BIAS, ("sigkill@before_optimizer:rank=1,step=4",)),
+    Case(
+        "expert bias, before the update",
+        MOE_BIAS,
+        (
+            "exception@before_optimizer:rank=1,step=3",
+            "sigkill@before_optimizer:rank=2,step=5",
+        ),
+    ),
     Case("counters of the global aux loss", GLOBAL_AUX, ("exception@backward:rank=1,step=4",)),
-    Case("loss scale, exception before the update", FP16, ("exception@before_optimizer:rank=1,step=5",)),
-    Case("loss scale, sigkill before the update", FP16, ("sigkill@before_optimizer:rank=1,step=5",)),
+    Case(
+        "loss scale, before the update",
+        FP16,
+        (
+            "exception@before_optimizer:rank=1,step=5",
+            "sigkill@before_optimizer:rank=2,step=7",
+        ),
+    ),
     Case("batch norm, exception before the update", BATCHNORM, ("exception@before_optimizer:rank=1,step=4",)),
     Case("batch norm, sigkill before the update", BATCHNORM, ("sigkill@before_optimizer:rank=1,step=4",)),
     # ranks' own buffers
@@ -101,108 +113,240 @@ CASES = (
     ),
     Case("large buffers, exception in the update", LARGE, ("exception@optimizer:rank=1,step=6",)),
     Case("large buffers that are equal, sigkill", EQUAL, ("sigkill@before_optimizer:rank=1,step=4",)),
-    Case("own buffers of Megatron's, exception in the update", SEEN, ("exception@optimizer:rank=1,step=4",)),
-    Case("own buffers of Megatron's, sigkill in the update", SEEN, ("sigkill@optimizer:rank=2,step=3",)),
-    Case("own buffers of Megatron's, sigkill in the forward", SEEN, ("sigkill@forward:rank=1,step=4",)),
+    Case(
+        "own buffers of Megatron's",
+        SEEN,
+        (
+            "exception@optimizer:rank=1,step=3",
+            "sigkill@optimizer:rank=2,step=4",
+            "sigkill@forward:rank=3,step=6",
+        ),
+    ),
     # 6: callbacks' state is that of the step
-    Case("average, exception after the update", EMA, ("exception@after_optimizer:rank=1,step=4",)),
+    Case(
+        "average, after the update",
+        EMA,
+        (
+            "exception@after_optimizer:rank=1,step=3",
+            "sigkill@after_optimizer:rank=2,step=5",
+        ),
+    ),
     Case("average, a late exception after the update", EMA, LATE),
-    Case("average, sigkill after the update", EMA, ("sigkill@after_optimizer:rank=1,step=4",)),
     Case("average, exception before the update", EMA, ("exception@before_optimizer:rank=1,step=4",)),
     # 7: hooks in pairs
-    Case("module with hooks", MODULE, ("exception@backward:rank=1,step=4",)),
-    Case("module with hooks, sigkill", MODULE, ("sigkill@after_optimizer:rank=1,step=4",)),
-    Case("callback with hooks", HOOKS, ("exception@backward:rank=1,step=4",)),
-    Case("callback with hooks, sigkill", HOOKS, ("sigkill@after_optimizer:rank=1,step=4",)),
-    # 8: checkpoints of the step of the fault
-    Case("the last checkpoint, exception", SAVES, ("exception@after_optimizer:rank=1,step=5",)),
-    Case("the last checkpoint, sigkill", SAVES, ("sigkill@after_optimizer:rank=1,step=5",)),
-    Case("a checkpoint that is due, exception", SAVES, ("exception@after_optimizer:rank=1,step=4",)),
-    Case("a checkpoint that is due, sigkill", SAVES, ("sigkill@after_optimizer:rank=1,step=4",)),
-    Case("a checkpoint that was made, exception", SAVES, ("exception@between:rank=1,step=4",)),
-    Case("a checkpoint that was made, sigkill of rank 0", SAVES, ("sigkill@between:rank=0,step=4",)),
-    Case("a monitored one that was made", MONITORED, ("exception@between:rank=1,step=4",)),
-    Case("one in the background that all have begun", BACKGROUND, ("exception@between:rank=1,step=4",)),
-    Case("one in the background that some have begun", BACKGROUND, ("exception@after_optimizer:rank=1,step=4",)),
+    Case(
+        "module with hooks",
+        MODULE,
+        (
+            "exception@backward:rank=1,step=3",
+            "sigkill@after_optimizer:rank=2,step=5",
+        ),
+    ),
+    Case(
+        "callback with hooks",
+        HOOKS,
+        (
+            "exception@backward:rank=1,step=3",
+            "sigkill@after_optimizer:rank=2,step=5",
+        ),
+    ),
+    # 8: checkpoints of the step of the fault: one is due every two steps, and the last after step 7
+    Case(
+        "checkpoints, exceptions",
+        SAVES,
+        (
+            "exception@after_optimizer:rank=1,step=2",
+            "exception@between:rank=1,step=4",
+            "exception@after_optimizer:rank=1,step=7",
+        ),
+    ),
+    Case(
+        "checkpoints, kills",
+        SAVES,
+        (
+            "sigkill@after_optimizer:rank=1,step=2",
+            "sigkill@between:rank=0,step=4",
+            "sigkill@after_optimizer:rank=1,step=7",
+        ),
+    ),
+    Case(
+        "a monitored checkpoint in NeMo's folder",
+        MONITORED,
+        (
+            "exception@forward:rank=1,step=4",
+            "exception@between:rank=1,step=4",
+            "sigkill@forward:rank=0,step=6",
+        ),
+    ),
+    Case(
+        "checkpoints in the background, exceptions",
+        BACKGROUND,
+        (
+            "exception@forward:rank=1,step=3",
+            "exception@between:rank=1,step=4",
+            "exception@after_optimizer:rank=1,step=6",
+        ),
+    ),
     # Its writers have not ended by then: nothing of what it saves has changed yet, and it is made again
-    Case("one in the background, sigkill in the next step", ONE_SAVE_UNDER_WAY, ("sigkill@forward:rank=1,step=5",)),
-    Case("the last one in the background, sigterm", NO_SAVE_UNDER_WAY, ("sigterm@optimizer:rank=2,step=5",)),
+    Case(
+        "one in the background, sigkill in the next step",
+        BACKGROUND,
+        ("sigkill@forward:rank=1,step=5",),
+        saves_end_before=4,
+    ),
+    Case(
+        "the last one in the background, sigterm",
+        BACKGROUND,
+        ("sigterm@optimizer:rank=2,step=7",),
+        saves_end_before=7,
+    ),
     # 9: a finished validation is not repeated
     Case("early stop, exception", STOPS, ("exception@before_optimizer:rank=1,step=5",), apart=ONCE),
     Case("early stop, sigkill", STOPS, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),
     Case("early stop, while ranks may still validate", STOPS, ("exception@forward:rank=1,step=5",)),
     Case("plateau, exception", PLATEAU, ("exception@before_optimizer:rank=1,step=5",), apart=ONCE),
     Case("plateau, sigkill", PLATEAU, ("sigkill@before_optimizer:rank=1,step=5",), apart=ONCE),
-    Case("shuffled validations, exception", VALIDATES_SHUFFLED, ("exception@forward:rank=1,step=5",)),
-    Case("shuffled validations, sigkill", VALIDATES_SHUFFLED, ("sigkill@forward:rank=1,step=4",)),
+    Case(
+        "shuffled validations",
+        VALIDATES_SHUFFLED,
+        (
+            "sigkill@forward:rank=2,step=4",
+            "exception@forward:rank=1,step=5",
+        ),
+    ),
     # 10: resumed, then hit
-    Case("resumed, exception", RESUMED, ("exception@forward:rank=1,step=6",)),
-    Case("resumed, sigkill", RESUMED, ("sigkill@forward:rank=1,step=6",)),
+    Case(
+        "resumed",
+        RESUMED,
+        (
+            "exception@forward:rank=1,step=6",
+            "sigkill@forward:rank=2,step=7",
+        ),
+    ),
     Case("resumed, hit in the first step", RESUMED_DEMO, ("exception@after_optimizer:rank=1,step=5",)),
     Case("resumed, killed in the first step", RESUMED_DEMO, ("sigkill@after_optimizer:rank=1,step=5",)),
     # 11: the second fit
-    Case("a fault in the second fit", SHORT_LONG, ("exception@forward:rank=1,step=5",), apart=CALLED_AGAIN),
-    Case("a kill in the second fit", SHORT_LONG, ("sigkill@forward:rank=1,step=5",), apart=CALLED_AGAIN),
-    Case("a fault in the first fit", LONG_SHORT, ("exception@forward:rank=1,step=5",)),
-    Case("a kill in the first fit", LONG_SHORT, ("sigkill@forward:rank=1,step=5",)),
-    Case("in a fit behind a validation", VALIDATES, ("exception@forward:rank=1,step=5",), apart=NOT_REFITTED),
     Case(
-        "in a fit behind a validation, sigkill", VALIDATES, ("sigkill@forward:rank=1,step=5",), apart=NOT_REFITTED
+        "in the second fit",
+        SHORT_LONG,
+        (
+            "exception@sync:rank=2,step=5",
+            "exception@forward:rank=1,step=6",
+            "sigkill@forward:rank=3,step=8",
+        ),
+        apart=CALLED_AGAIN,
+    ),
+    Case(
+        "in the first fit",
+        LONG_SHORT,
+        (
+            "exception@forward:rank=1,step=4",
+            "sigkill@forward:rank=2,step=5",
+        ),
+    ),
+    Case(
+        "in a fit behind a validation",
+        VALIDATES,
+        (
+            "exception@forward:rank=1,step=5",
+            "sigkill@forward:rank=2,step=6",
+        ),
+        apart=NOT_REFITTED,
     ),
     # 12: random streams where the block begins
     Case("an order drawn in the block", RANDPERM, ("sigkill@before_optimizer:rank=1,step=4",)),
     # 13: a later epoch
-    Case("second epoch, exception", EPOCHS, ("exception@forward:rank=1,step=6",)),
-    Case("second epoch, sigkill", EPOCHS, ("sigkill@forward:rank=1,step=6",)),
-    Case("at the end of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=4",)),
-    Case("terminated at the end of an epoch", EPOCHS, ("sigterm@before_optimizer:rank=1,step=4",)),
+    Case(
+        "around the end of an epoch",
+        EPOCHS,
+        (
+            "exception@after_optimizer:rank=1,step=4",
+            "sigkill@forward:rank=2,step=6",
+        ),
+    ),
+    Case(
+        "terminated at the end of an epoch",
+        EPOCHS,
+        (
+            "sigterm@before_optimizer:rank=1,step=4",
+            "sigkill@optimizer:rank=2,step=5",
+            "exception@after_optimizer:rank=3,step=5",
+        ),
+    ),
     Case("the same with workers", EPOCHS_BY_WORKERS, ("sigterm@before_optimizer:rank=1,step=4",)),
     Case("within an epoch, with workers", EPOCHS_BY_WORKERS, ("exception@forward:rank=1,step=3",)),
-    Case(
-        "in the gradients' sync of the second fit",
-        SHORT_LONG,
-        ("exception@sync:rank=2,step=5",),
-        apart=CALLED_AGAIN,
-    ),
-    Case("the first step of an epoch", EPOCHS, ("exception@after_optimizer:rank=1,step=5",)),
-    Case("the first step of an epoch, sigkill", EPOCHS, ("sigkill@optimizer:rank=1,step=5",)),
     Case("shuffled and uneven", Run("epochs,uneven,cyclic", 8), ("exception@forward:rank=1,step=6",)),
     # NeMo's sampler counts what workers fetch ahead: Lightning sees 3 steps in an epoch of 4, faults or not
-    Case("shuffled, with workers", SHUFFLED_BY_WORKERS, ("exception@forward:rank=1,step=3",)),
-    Case("shuffled, with workers, second epoch", SHUFFLED_BY_WORKERS, ("sigkill@forward:rank=1,step=5",)),
-    Case("torch's order, exception", SHUFFLED, ("exception@forward:rank=1,step=6",)),
-    Case("torch's order, sigkill", SHUFFLED, ("sigkill@forward:rank=1,step=6",)),
-    Case("a generator of the loader's own, exception", GENERATED, ("exception@forward:rank=1,step=6",)),
-    Case("a generator of the loader's own, sigkill", GENERATED, ("sigkill@forward:rank=1,step=6",)),
     Case(
-        "a generator of its own, at the end of an epoch",
+        "shuffled, with workers",
+        SHUFFLED_BY_WORKERS,
+        (
+            "exception@forward:rank=1,step=3",
+            "sigkill@forward:rank=2,step=5",
+        ),
+    ),
+    Case(
+        "torch's order",
+        SHUFFLED,
+        (
+            "exception@forward:rank=1,step=6",
+            "sigkill@forward:rank=2,step=7",
+        ),
+    ),
+    Case(
+        "a generator of the loader's own",
         GENERATED,
-        ("exception@after_optimizer:rank=1,step=4",),
+        (
+            "exception@after_optimizer:rank=1,step=4",
+            "exception@forward:rank=3,step=6",
+            "sigkill@forward:rank=2,step=7",
+        ),
     ),
     # 16: metrics and folders
-    Case("a monitored checkpoint", MONITORED, ("exception@forward:rank=1,step=4",)),
-    Case("loggers' folders, exception", Run("csv,tensorboard"), ("exception@forward:rank=1,step=4",)),
-    Case("loggers' folders, sigkill of rank 0", Run("csv,tensorboard"), ("sigkill@forward:rank=0,step=4",)),
+    Case(
+        "loggers' folders",
+        Run("csv,tensorboard"),
+        (
+            "exception@forward:rank=1,step=3",
+            "sigkill@forward:rank=0,step=5",
+        ),
+    ),
     Case(
         "loggers' rows of a step that validates", Run("validation,csv"), ("sigterm@before_optimizer:rank=2,step=2",)
     ),
-    Case("NeMo's folder", Run("modelckpt,dated", 5), ("sigkill@forward:rank=0,step=4",)),
-    Case("a save in the background", BACKGROUND, ("exception@forward:rank=1,step=3",)),
     # What is accumulated over an epoch is all of it, and each rank's own
-    Case("metrics of the epoch, exception", METRICS, ("exception@forward:rank=1,step=7",)),
-    Case("metrics of the epoch, sigkill", METRICS, ("sigkill@forward:rank=1,step=7",)),
-    Case("metrics of the epoch, exception after the update", METRICS, ("exception@after_optimizer:rank=1,step=3",)),
-    Case("metrics of the epoch, sigkill after the update", METRICS, ("sigkill@after_optimizer:rank=1,step=6",)),
-    Case("metrics of the epoch, sigkill at its end", METRICS, ("sigkill@after_optimizer:rank=1,step=4",)),
-    Case("metrics of the epoch, the first step", METRICS, ("sigkill@after_optimizer:rank=1,step=1",)),
+    Case(
+        "metrics of the epoch, exceptions",
+        METRICS,
+        (
+            "exception@after_optimizer:rank=1,step=3",
+            "exception@forward:rank=2,step=7",
+        ),
+    ),
+    Case(
+        "metrics of the epoch, kills",
+        METRICS,
+        (
+            "sigkill@after_optimizer:rank=1,step=1",
+            "sigkill@after_optimizer:rank=2,step=4",
+            "sigkill@after_optimizer:rank=3,step=6",
+            "sigkill@forward:rank=0,step=7",
+        ),
+    ),
     Case(
         "metrics of the epoch, a fault right after a sigkill",
         METRICS,
         ("sigkill@forward:rank=1,step=7", "exception@backward:rank=1,step=7"),
     ),
     # Hooks at the start run again, and what they change is taken back
-    Case("hooks at the start, exception", STARTS, ("exception@forward:rank=1,step=4",)),
-    Case("hooks at the start, sigkill", STARTS, ("sigkill@forward:rank=1,step=4",)),
+    Case(
+        "hooks at the start",
+        STARTS,
+        (
+            "exception@forward:rank=1,step=3",
+            "sigkill@forward:rank=2,step=5",
+        ),
+    ),
 )
 
 
@@ -210,18 +354,8 @@ CASES = (
 LONG = frozenset(
     {
         "average, exception before the update",
-        "callback with hooks",
-        "a checkpoint that is due, exception",
         "early stop, exception",
         "plateau, exception",
-        "resumed, exception",
         "resumed, hit in the first step",
-        "a fault in the first fit",
-        "second epoch, exception",
-        "the first step of an epoch",
-        "loggers' folders, exception",
-        "metrics of the epoch, exception",
-        "metrics of the epoch, exception after the update",
-        "hooks at the start, exception",
     }
 )

@@ -326,7 +326,7 @@ def ended(trainer: Any, model: Any) -> dict[str, Any]:
         "callbacks": {
             type(callback).__name__: state_of(callback)
             for callback in trainer.callbacks
-            if not isinstance(callback, Timer | HPFaultInjectionCallback | Pace)
+            if not isinstance(callback, Timer | HPFaultInjectionCallback | Pace | EndsSaves)
         },
         "module": {
             **({"batches_seen": model.batches_seen} if model.keeps else {}),

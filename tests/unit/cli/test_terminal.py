@@ -252,6 +252,7 @@ def test_while_the_disk_of_the_log_does_not_answer_the_agents_lines_are_shown(tm
     os.close(os.open(path, os.O_RDWR))
 
 
+@pytest.mark.slow
 def test_the_incident_is_told_when_the_disk_is_back(tmp_path: Path, log: EventLog) -> None:
     path = tmp_path / EVENTS_FILE
     begin(log)

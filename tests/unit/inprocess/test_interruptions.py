@@ -145,9 +145,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 def test_no_interruption_comes_after_the_block() -> None:
-    interrupted, stray = leave_blocks_under_fire(10_000)
+    interrupted, stray = leave_blocks_under_fire(3_000)
     assert stray == 0
-    assert interrupted >= 2_500, "whoever waits for ever was interrupted"
+    assert interrupted >= 750, "whoever waits for ever was interrupted"
 
 
 @pytest.mark.long
@@ -266,6 +266,7 @@ def test_an_interruption_at_every_instruction_outside_of_the_block_changes_nothi
     assert passed > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("frozen")
 def test_whichever_instruction_of_the_block_is_interrupted_it_is_entered_again() -> None:
     inside: list[int] = []

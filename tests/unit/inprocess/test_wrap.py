@@ -62,6 +62,7 @@ def wrapper_of(agent: SlowAgent) -> HPWrapper:
     )
 
 
+@pytest.mark.slow
 def test_a_fault_that_is_handled_late_does_not_reach_into_the_next_generation() -> None:
     """The lock stays open and nobody is interrupted, though the fault thread was not done with the old one."""
     agent = SlowAgent()
@@ -87,6 +88,7 @@ def test_a_fault_that_is_handled_late_does_not_reach_into_the_next_generation() 
     assert updates == list(range(20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [True, False])
 def test_every_generation_has_its_own_injector_of_the_jobs_faults(
     asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -112,6 +112,7 @@ def test_a_request_may_come_byte_by_byte() -> None:
         assert client.recv(100).startswith(b"HTTP/1.0 503 ")
 
 
+@pytest.mark.slow
 def test_who_asks_and_does_not_listen_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_status, "REQUEST_TIMEOUT_S", 0.5)
     ranks = tuple(JobRank(rank, 0, "running", 0) for rank in range(200_000))
@@ -148,6 +149,7 @@ def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPa
     assert (max(most), len(most)) == (1, 24)
 
 
+@pytest.mark.slow
 def test_a_flood_has_no_more_threads_than_connections() -> None:
     with serving() as where:
         before = threading.active_count()

@@ -157,6 +157,7 @@ def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeA
     assert client.pending_fault(1) is None
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_died_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeAgent) -> None:
     """Well before its store is given up."""
     agent = make_agent(automatic=False)
