@@ -159,7 +159,7 @@ def peak_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("this kernel does not tell the peak of resident memory")
+    raise RuntimeError("this kernel does not report the peak of resident memory")
 
 
 def reset_peak() -> int:

@@ -238,7 +238,7 @@ class NodeAgent:
 
     def _rank(self, number: int) -> LocalRank:
         if number not in self.ranks:
-            raise ValueError(f"the coordinator speaks of rank {number}, which this node does not run")
+            raise ValueError(f"the coordinator named rank {number}, which this node does not run")
         return self.ranks[number]
 
     def _kill(self, command: Kill) -> None:
@@ -249,8 +249,8 @@ class NodeAgent:
             self._processes.kill(rank)
 
     def _discard(self) -> None:
-        """End the ranks, which a coordinator has taken for dead, and join again without them."""
-        self._say("this node was taken for lost: its ranks are ended, and it joins the job anew")
+        """End the ranks, which a coordinator has declared dead, and join again without them."""
+        self._say("this node was declared lost: its ranks are ended, and it joins the job again")
         self._close_store()
         self._processes.discard()
 

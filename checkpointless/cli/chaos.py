@@ -46,7 +46,7 @@ def check_goes_with_chaos(options: argparse.Namespace) -> None:
     """
     for name, default in _NEEDS_CHAOS.items():
         if options.chaos is None and getattr(options, name, default) != default:
-            raise UsageError(f"--{name.replace('_', '-')} goes with --chaos")
+            raise UsageError(f"--{name.replace('_', '-')} needs --chaos")
 
 
 def draw_into(options: argparse.Namespace, world_size: int, steps: int | None) -> Outcome | None:

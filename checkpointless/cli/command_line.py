@@ -24,7 +24,7 @@ BROKEN_PIPE_EXIT_CODE = 128 + 13  # what a shell reports for a process that SIGP
 _EPILOG = """\
 examples:
   checkpointless demo                                 see it work: a small GPT, two faults, equal losses
-  checkpointless run --nproc-per-node 8 train.py      run a script in which `@HPWrapper()` stands
+  checkpointless run --nproc-per-node 8 train.py      run a script that uses `@HPWrapper()`
   checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4 trainer.max_steps=20
   checkpointless report runs/20260101T120000Z-train   what happened, and how long each stage took
   checkpointless verify runs/a runs/b                 the same losses and parameters, to the bit?

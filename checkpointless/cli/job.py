@@ -108,7 +108,7 @@ def launch_job(options: argparse.Namespace, program: Program, steps: int | None)
         status = launch(config, terminal.say)
     missing = not_fired(specs, run_dir)
     for text in missing:
-        say(f"fault {text} did not happen, or not as often as asked for: the run never came there")
+        say(f"fault {text} did not happen as often as asked for: the run never reached that point")
     if not config.is_alone:  # other nodes may have recorded faults in their run directories
         return status
     problem = "" if expected is None else judge_chaos(run_dir, status, expected)
@@ -156,6 +156,6 @@ def _announce(config: LaunchConfig, name: str) -> None:
     say(f"{ranks} of {name}{where}; events in {config.run_dir}")
     if config.record_steps:
         steps_dir = config.run_dir / STEPS_DIR
-        say(f"recorded into {steps_dir}, which takes a pass over the model's bytes each step: {RECORDED}")
+        say(f"recorded into {steps_dir}, which reads the whole model at each step: {RECORDED}")
     if config.faults:
         say(f"faults will be caused on purpose: {' '.join(config.faults)}")

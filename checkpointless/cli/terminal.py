@@ -106,7 +106,7 @@ class Terminal:
             TypeError,
             ValueError,
         ) as error:  # the agent's own lines are shown anyway
-            logger.warning("an event %s is not as it should be and is not shown: %r", event.stage, error)
+            logger.warning("event %s is malformed and is not shown: %r", event.stage, error)
 
     def _events(self) -> list[Event]:
         nothing: list[bytes] = []

@@ -52,7 +52,7 @@ class HPAgentK8sAPIFactory:
             if _of_other_launcher.rank == 0 and not os.environ.get(HYPERPOD_SOCKET_ENV):
                 logger.warning(
                     "this launcher does not respawn ranks or look for hangs (`checkpointless run` does): "
-                    "exceptions are recovered from in place, but the job ends if a process does"
+                    "exceptions are recovered in place, but a lost process ends the job"
                 )
         return _of_other_launcher
 

@@ -151,7 +151,7 @@ class StoreClient(RankClient):
         if self.pending_fault(generation) is None and self._store.check([f"fault/{generation}"]):
             report = decode(self._store.get(f"fault/{generation}"), Sender.RANK)
             if not isinstance(report, FaultReport):
-                raise ProtocolError(f"a rank left {report.type!r} where a fault is reported")
+                raise ProtocolError(f"a rank left {report.type!r} where a fault report belongs")
             cause = report.cause
             reason = self._limits.after(cause)
             self._done = None

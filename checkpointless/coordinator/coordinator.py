@@ -224,7 +224,7 @@ class Coordinator:
     def _on_progress(self, node: Node, message: Progress) -> None:
         job = self._job
         if not job.roster.is_in_place(node):
-            logger.info("a node that is not in place has no ranks, and says how far they have come")
+            logger.info("a node without ranks reported their progress")
             return
         self._hangs.note(message)
         job.progress.put(node.index, message)

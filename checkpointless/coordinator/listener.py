@@ -144,7 +144,7 @@ class CoordinatorPort:
 
     def _on_proof(self, guest: _Guest, channel: Channel, proof: Proof) -> None:
         if not is_proved(self._token, guest.challenge, proof):
-            logger.warning("an agent that does not know the job's token was turned away")
+            logger.warning("refused an agent that does not know the job's token")
             self._show_out(guest)
             return
         try:

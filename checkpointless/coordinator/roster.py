@@ -106,7 +106,7 @@ class Roster:
             ValueError: the node does not run that rank.
         """
         if not 0 <= number < len(self.ranks) or self.ranks[number].node is not node:
-            raise ValueError(f"node {node.index} speaks of rank {number}, which it does not run")
+            raise ValueError(f"node {node.index} named rank {number}, which it does not run")
         return self.ranks[number]
 
     def move(self, rank: Rank, state: RankState) -> None:

@@ -286,7 +286,7 @@ def table(results: Iterable[Result]) -> Table:
     shown = Table("kind", "phase", "what came of it", "cases", "median s", title="chaos", title_justify="left")
     groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for result in results:
-        outcome = "NOT AS IT MUST" if result.problem else result.case.outcome.value
+        outcome = "UNEXPECTED" if result.problem else result.case.outcome.value
         for spec in map(parse, result.case.faults):
             groups[spec.kind.value, spec.phase.value, outcome].append(result)
     for (kind, phase, outcome), group in sorted(groups.items()):
@@ -302,7 +302,7 @@ def _say(console: Console, index: int, count: int, result: Result) -> None:
     console.print(f"[{index}/{count}] case {case.number}: {where}: {' '.join(case.faults)}")
     seconds = "" if result.seconds is None else f" in {result.seconds:.2f} s"
     if result.problem:
-        console.print(f"    NOT AS IT MUST: {result.problem}")
+        console.print(f"    UNEXPECTED: {result.problem}")
     else:
         console.print(f"    {case.outcome.value}{seconds}" + (f": {case.reason}" if case.reason else ""))
 

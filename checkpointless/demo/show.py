@@ -25,7 +25,7 @@ def plan(console: Console, config: DemoConfig, run_dir: Path) -> None:
     )
     if config.global_batch != GLOBAL_BATCH:
         console.print(
-            f"  a step takes {config.global_batch} samples, not the recipe's {GLOBAL_BATCH}: so many that every "
+            f"  a step takes {config.global_batch} samples, not the recipe's {GLOBAL_BATCH}, so that every "
             "data-parallel rank has whole microbatches"
         )
     for fault in config.faults:

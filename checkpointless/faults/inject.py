@@ -124,7 +124,7 @@ class FaultInjector:
             return lambda: time.sleep(spec.duration_s)
         if spec.kind is FaultKind.OOM:
             if not device.has_torch():
-                raise _impossible(text, "this process has not imported torch, whose memory is to run out")
+                raise _impossible(text, "this process has not imported torch, so torch cannot run out of memory")
             return lambda: _must_raise(device.run_out_of_memory, text)
         if spec.kind is FaultKind.CUDA:
             if not device.has_cuda():

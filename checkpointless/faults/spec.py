@@ -203,7 +203,7 @@ def parse(text: str) -> FaultSpec:
                 "(only a fault with prob= may leave them out)",
             )
         if "seed" in options:
-            raise _error(text, "seed= goes with prob=, which is not there")
+            raise _error(text, "seed= needs prob=")
     variants = VARIANTS.get(kind, ())
     if spec.how is not None and not variants:
         raise _error(text, f"kind {kind.value!r} has no variants, so leave how= out")
@@ -212,7 +212,7 @@ def parse(text: str) -> FaultSpec:
             text, f"unknown how={spec.how!r}{_suggestion(spec.how, variants)}; use {' or '.join(variants)}"
         )
     if spec.seconds is not None and kind not in DEFAULT_S:
-        raise _error(text, f"seconds= goes with {_names(DEFAULT_S)}, not with {kind.value}")
+        raise _error(text, f"seconds= applies to {_names(DEFAULT_S)}, not to {kind.value}")
     return spec
 
 
@@ -237,7 +237,7 @@ def validate(
         if max_steps is not None and spec.step is not None and spec.step > max_steps:
             raise _error(shown, f"step {spec.step} never comes: the run has {max_steps} steps")
         if max_steps is not None and spec.phase is FaultPhase.BETWEEN and spec.step == max_steps:
-            raise _error(shown, f"step {spec.step} is the last one: nothing comes between it and a next")
+            raise _error(shown, f"step {spec.step} is the last one: no next step follows it")
         if cuda is False and spec.kind is FaultKind.CUDA:
             raise _error(shown, "it needs ranks on GPUs, and CUDA is not available here")
 

@@ -58,4 +58,4 @@ def _resident_peak() -> int:
     for line in (_PROC / "status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise OSError("this kernel does not tell the peak of resident memory")
+    raise OSError("this kernel does not report the peak of resident memory")

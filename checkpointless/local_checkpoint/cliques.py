@@ -33,7 +33,7 @@ def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, 
     """
     check_layout(world_size, jump, factor)
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is none of the {world_size}")
+        raise ValueError(f"rank {rank} is not one of the {world_size} ranks")
     block, within = divmod(rank, jump * factor)
     first = block * jump * factor + within % jump
     return tuple(range(first, first + jump * factor, jump))

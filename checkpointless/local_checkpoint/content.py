@@ -79,7 +79,7 @@ def _with_tensors(value: Tree, tensors: tuple[torch.Tensor, ...]) -> Tree:
     if value[-1:] == ("tuple",):
         return tuple(_with_tensors(item, tensors) for item in value[:-1])
     if len(value) != 2 or value[1] != "tensor" or not 0 <= value[0] < len(tensors):
-        raise ValueError("the structure of a state refers to a tensor that is not there")
+        raise ValueError("the structure of a state refers to a missing tensor")
     return tensors[value[0]]
 
 

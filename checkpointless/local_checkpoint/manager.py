@@ -244,7 +244,7 @@ class LocalCheckpointManager:
     def _prepare(self, state: Tree, iteration: int, is_async: bool) -> Content:
         """Check what can be checked, and copy what must be copied, before other ranks are needed."""
         if type(iteration) is not int or iteration < 0:
-            raise ValueError(f"an iteration is a number from 0 on, not {iteration!r}")
+            raise ValueError(f"an iteration must be a whole number of at least 0, not {iteration!r}")
         self._storage.make()
         content = Content.of(_plain(state))
         return content.on_host(copy=True) if is_async else content

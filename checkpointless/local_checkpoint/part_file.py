@@ -190,7 +190,7 @@ def _open_part(file: BinaryIO, path: Path) -> _Opened:
     size = os.fstat(file.fileno()).st_size
     begin = len(_MAGIC) + _NUMBER.size
     if size < begin + _SEAL.size:
-        raise PartFileError(f"{path} is cut off: it has {size} bytes")
+        raise PartFileError(f"{path} is truncated: it has {size} bytes")
     file.seek(size - _SEAL.size)
     count, seal = _SEAL.unpack(file.read(_SEAL.size))
     file.seek(0)
@@ -198,12 +198,12 @@ def _open_part(file: BinaryIO, path: Path) -> _Opened:
     (length,) = _NUMBER.unpack_from(preface, len(_MAGIC))
     body = size - begin - length - count * _NUMBER.size - _SEAL.size
     if not preface.startswith(_MAGIC) or body < 0:
-        raise PartFileError(f"{path} is cut off or no part of a local checkpoint")
+        raise PartFileError(f"{path} is truncated, or not part of a local checkpoint")
     preface += file.read(length)
     file.seek(begin + length + body)
     digests = file.read(count * _NUMBER.size)
     if xxhash.xxh3_64_intdigest(preface + digests) != seal:
-        raise PartFileError(f"{path} is cut off or damaged: its seal is broken")
+        raise PartFileError(f"{path} is truncated or damaged: its seal is broken")
     file.seek(begin + length)
     opened = _parse(preface[begin:], digests, path)
     if body != sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in opened.entries):
@@ -235,7 +235,7 @@ def _tensors(file: BinaryIO, opened: _Opened, path: Path) -> Iterator[torch.Tens
         tensor = torch.empty(shape, dtype=dtype)
         memory = tensor_bytes(tensor).numpy().data
         if file.readinto(memory) != memory.nbytes:  # type: ignore[attr-defined]
-            raise PartFileError(f"{path} is cut off in tensor {index}")
+            raise PartFileError(f"{path} is truncated in tensor {index}")
         if xxhash.xxh3_64_intdigest(memory) != digest:
             raise PartFileError(f"{path} is damaged: tensor {index} has another digest")
         yield tensor

@@ -327,7 +327,7 @@ def _all_of(exchange: Callable[[_Round], None], rounds: Sequence[_Round]) -> Non
         try:
             exchange(each)
         except TransferError as error:
-            logger.warning("a part did not arrive whole: %s", error)
+            logger.warning("a part arrived incomplete: %s", error)
             damage = damage or error
     if damage is not None:
         raise damage

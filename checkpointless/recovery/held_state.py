@@ -93,7 +93,7 @@ class HeldState:
             return
         live = self.live
         if live is None:
-            raise RuntimeError(f"step {target} is to be applied from gradients that this rank holds no longer")
+            raise RuntimeError(f"step {target} is to be applied from gradients that this rank no longer holds")
         # If the update is interrupted, the shard belongs to no step and is refilled; afterwards it is the target's.
         self.commit = CommitState(target - 1, ready=False, torn=True)
         live.apply_held_update()

@@ -71,7 +71,7 @@ class Decoder:
             return bytes(self._blobs.take(node["v"]))
         if kind == "same":
             if not 0 <= node["v"] < len(self._made):
-                raise ValueError("a state tree refers to what is not there")
+                raise ValueError("a state tree refers to a missing entry")
             return self._made[node["v"]]
         if kind.startswith("numpy"):
             return _numpy_scalar(kind, node)
@@ -147,7 +147,7 @@ class Decoder:
 
     def _memory(self, index: int) -> torch.Tensor:
         if type(index) is not int or not 0 <= index < len(self._tensors):
-            raise ValueError("a state tree refers to a tensor that is not there")
+            raise ValueError("a state tree refers to a missing tensor")
         return self._tensors[index]
 
 

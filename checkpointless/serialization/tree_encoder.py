@@ -235,7 +235,7 @@ class Encoder:
             return {}
         if type(mapping) is OrderedDict and extra.keys() == {"_metadata"}:  # of a module's state_dict()
             return {"metadata": self.encode(extra["_metadata"])}
-        raise Refused(f"has attributes ({', '.join(map(str, extra))}) beside its items: keep a plain dict")
+        raise Refused(f"has attributes ({', '.join(map(str, extra))}) besides its items: keep a plain dict")
 
     def _tensor(self, tensor: torch.Tensor) -> dict[str, Json]:
         kind = type(tensor)

@@ -127,7 +127,7 @@ def checked(indices: object, count: int) -> list[int]:
         or any(type(index) is not int or not 0 <= index < count for index in indices)
         or indices != sorted(set(indices))
     ):
-        raise TransferError(f"a rank asks for what there is not: {str(indices)[:100]}")
+        raise TransferError(f"a rank asked for buckets that do not exist: {str(indices)[:100]}")
     return indices
 
 

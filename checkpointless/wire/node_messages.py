@@ -250,7 +250,7 @@ class OpenStore(Message, frozen=True, tag="open-store"):
 
 
 class Discard(Message, frozen=True, tag="discard"):
-    """End the ranks of this node, which were taken for dead, and join as a node that has none."""
+    """End the ranks of this node, which were declared dead, and join as a node that has none."""
 
 
 class Begin(Message, frozen=True, tag="begin"):

@@ -320,7 +320,7 @@ def _made_result(trainer: pl.Trainer, entry: Mapping[str, Any]) -> _ResultMetric
         try:
             metric = operator.attrgetter(meta.metric_attribute or "")(trainer.lightning_module)
         except AttributeError:
-            logger.warning("the metric %s is no attribute of the module any more", meta.metric_attribute)
+            logger.warning("the metric %s is no longer an attribute of the module", meta.metric_attribute)
             return None
         result.value = metric
         result._forward_cache = metric._forward_cache

@@ -101,7 +101,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
             try:
                 resumption.done_again(functools.partial(super().advance, data_fetcher))
             except StopIteration as error:  # which would end the epoch
-                raise RuntimeError("the data of a step that is gone through again is not there") from error
+                raise RuntimeError("the data of a step that is made again is missing") from error
         else:
             validates_only = self.restarting and self._should_check_val_fx(data_fetcher)
             super().advance(data_fetcher)

@@ -133,7 +133,7 @@ class Restoration:
         if stage is Stage.COMMITTED:  # what led to the step is replayed, with the streams from before it
             base = Stage(objects["base"])
             if not manager.restore_streams_of(step - 1, base) and base is not Stage.LOADED:
-                logger.warning("what is drawn between steps %d and %d is drawn anew", step - 1, step)
+                logger.warning("random numbers drawn between steps %d and %d are drawn again", step - 1, step)
         else:
             manager.restore_streams()
 
@@ -181,7 +181,7 @@ def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, A
         The part of that state that Lightning loads.
     """
     logger.warning(
-        "this fit was over before the fault and is not made again; until the next fit of the block begins, the "
+        "this fit had ended before the fault and is not repeated; until the next fit of the block begins, the "
         "model's weights are not those that it ended with"
     )
     trainer.fit_loop.was_finished = True  # type: ignore[attr-defined]

@@ -57,8 +57,8 @@ def _strategy_of(recipe: run.Partial) -> Any:
         raise ValueError("the recipe has no trainer.strategy: set it to a run.Config of nl.MegatronStrategy")
     if not isinstance(strategy, fdl.Buildable):
         raise ValueError(
-            f"trainer.strategy is {_name(strategy)}, made already: set it to a run.Config, so that it can be made "
-            "anew after a fault"
+            f"trainer.strategy is an instance of {_name(strategy)}: set it to a run.Config, so that it can be "
+            "created again after a fault"
         )
     if not _is(strategy, MegatronStrategy):
         raise ValueError(f"trainer.strategy is {_name(strategy)}: only nl.MegatronStrategy can recover from memory")
@@ -71,7 +71,7 @@ def _strategy_of(recipe: run.Partial) -> Any:
     sharded = any(getattr(ddp, name, False) for name in ("use_custom_fsdp", "use_megatron_fsdp"))
     if getattr(strategy, "fsdp", None) is not None or sharded:
         raise ValueError(
-            "FSDP shards parameters over all data-parallel ranks, so that nobody holds them twice: set "
+            "FSDP shards parameters over all data-parallel ranks, so no rank holds a second copy: set "
             "trainer.strategy.fsdp=None, without use_custom_fsdp or use_megatron_fsdp in its ddp"
         )
     if ddp == "pytorch":

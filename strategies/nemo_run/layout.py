@@ -55,7 +55,7 @@ def require(layout: Layout, replicas: int) -> None:
     shape = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "no model parallelism"
     made = f"leave {dense} data-parallel ranks" + (f" ({experts} for experts)" if layout.expert > 1 else "")
     raise ValueError(
-        f"{layout.world_size} ranks ({shape}) {made if dense else 'are no whole number of models'}, which cannot "
+        f"{layout.world_size} ranks ({shape}) {made if dense else 'do not divide into whole models'}, which cannot "
         f"hold {replicas} replicas: set num_nodes={layout.nodes_for(replicas)} with "
         f"{layout.ranks_per_node} devices each, or smaller parallel sizes"
     )

@@ -148,7 +148,7 @@ def stop_and_fail(
         go_on()
     first, second = job.end()
     assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert "taken for lost" not in first.err + second.err
+    assert "declared lost" not in first.err + second.err
     before, after = job.pids(0), job.pids(1)
     assert all(len(pids) == 1 for pids in (*before.values(), *after.values()))
     replaced = {rank for rank in RANKS if before[rank] != after[rank]}

@@ -196,7 +196,9 @@ class ProcessKeeper:
         if self._job.outcome is not None:
             return
         if not ready.can_fork:
-            self._say("a preloaded module has set CUDA up, so ranks are started one by one instead of forked")
+            self._say(
+                "a preloaded module has initialized CUDA, so ranks are started as new processes instead of forked"
+            )
             self._unwatch_starter()
             self._starter.close()
             self._starter = self._fresh_starter()
@@ -234,6 +236,6 @@ class ProcessKeeper:
         try:
             self._reports.hear(rank)
         except ProtocolError as error:
-            self._say(f"rank {rank.number} does not keep to the protocol and is replaced: {error}")
+            self._say(f"rank {rank.number} broke the protocol and is replaced: {error}")
             rank.disconnect()
             self.kill(rank)

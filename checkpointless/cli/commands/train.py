@@ -43,7 +43,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show the resolved recipe, its layout, replicas, memory and how to launch it, and start nothing",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that comes along")
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a bundled recipe")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="a value to set in it, by dotted key")
     parser.set_defaults(nproc_per_node=None, nnodes=None)  # None: as in the recipe
 

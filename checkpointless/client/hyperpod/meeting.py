@@ -94,7 +94,7 @@ class MeetingPlace:
         by_s = time.monotonic() + FINISH_TIMEOUT_S
         store = self._store
         if store is None:
-            raise RuntimeError(f"rank {rank} is done and has met nobody")
+            raise RuntimeError(f"rank {rank} is done but has met no other rank")
         try:
             with self._inside_c10d():
                 met = self._all_left(store, rank, world_size, is_over, by_s)
@@ -128,7 +128,7 @@ class MeetingPlace:
                 return None
             elif time.monotonic() > by_s:
                 raise RuntimeError(
-                    f"{present} of {start.world_size} ranks came to the start of generation {start.generation} "
+                    f"{present} of {start.world_size} ranks reached the start of generation {start.generation} "
                     f"within {self._timeout_s:.0f} s"
                 )
             else:

@@ -55,7 +55,7 @@ def worker_envs(reply: object, expected: str) -> dict[str, str]:
     start = ("MASTER_PORT", "JOB_RESTART_COUNT") if expected == "job_start" else ()
     for name in ("RANK", "WORLD_SIZE", *start):
         if not env.get(name, "").lstrip("-").isdecimal():
-            raise ValueError(f"{expected!r}: {name}={env.get(name)!r} is no whole number")
+            raise ValueError(f"{expected!r}: {name}={env.get(name)!r} is not a whole number")
     if expected == "job_start" and not 0 <= int(env["RANK"]) < int(env["WORLD_SIZE"]):
         raise ValueError(f"{expected!r}: RANK={env['RANK']} is not below WORLD_SIZE={env['WORLD_SIZE']}")
     return env

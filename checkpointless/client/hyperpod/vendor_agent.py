@@ -85,7 +85,8 @@ class VendorAgent:
                 if os.environ.get("SPARE") == "True" and timed_out and not stopped.is_set():
                     continue
                 raise RuntimeError(
-                    f"no start came ({error}): was the job started with `hyperpodrun --inprocess-restart`?"
+                    f"no start message arrived ({error}): "
+                    "was the job started with `hyperpodrun --inprocess-restart`?"
                 ) from error
 
     def pass_barrier(self) -> None:

@@ -22,7 +22,7 @@ class Reunion(Enum):
 
 
 def assumed(said: RankState) -> RankState:
-    """Return what is known of a rank whose node was taken for lost, so that the whole job has to regroup.
+    """Return what is known of a rank whose node was declared lost, so that the whole job has to regroup.
 
     Args:
         said: the rank's state as its node reports it.

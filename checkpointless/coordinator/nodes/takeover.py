@@ -129,7 +129,7 @@ class Takeover:
         return self._roster.is_in_place(node) and same and standing.finished == finishing
 
     def _record(self, node: Node, standing: Standing, was_lost: bool) -> None:
-        """Record what a node says of its ranks, and replace those that ended while it was taken for lost."""
+        """Record what a node says of its ranks, and replace those that ended while it was declared lost."""
         job = self._job
         for said in standing.ranks:
             rank, is_gone = self._roster.rank_of(said.number, node), said.state is RankState.GONE

@@ -68,7 +68,7 @@ class MainThread:
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise InternalError(
-                "HPWrapper runs its function in the main thread of a process, and this is another one"
+                "HPWrapper must be called in the main thread of the process, and this is another thread"
             )
         self._ident = threading.get_ident()
         self._entered = 0  # number of times that the block was entered

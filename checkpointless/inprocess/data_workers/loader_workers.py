@@ -90,7 +90,7 @@ def _free_lock(iterator: _MultiProcessingDataLoaderIter) -> None:
     if condition is None:
         return
     if not condition.acquire(True, _LOCK_S):
-        logger.warning("a data-loader worker died with a lock; it is given back")
+        logger.warning("a data-loader worker died while it held a lock; the lock is released")
     with contextlib.suppress(ValueError):  # the main thread held it after all and has released it
         condition.release()
 

@@ -66,12 +66,14 @@ def seed_data_workers(
     if getattr(loader, "num_workers", None) == 0:
         return
     if not isinstance(loader, DataLoader) or type(loader)._get_iterator is not DataLoader._get_iterator:
-        raise TypeError(f"{type(loader).__name__} is not torch's DataLoader, or has workers of its own making")
+        raise TypeError(f"{type(loader).__name__} is not torch's DataLoader, or starts its workers itself")
     init: Any = loader.worker_init_fn
     if isinstance(init, WorkerStreams):
         init = init.init
     elif loader._iterator is not None:
-        raise ValueError("the workers of this data loader run already: call this before the first iteration")
+        raise ValueError(
+            "the workers of this data loader are running already: call this before the first iteration"
+        )
     loader.worker_init_fn = WorkerStreams((seed, rank, stream), place, init)
 
 

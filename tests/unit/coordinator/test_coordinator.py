@@ -76,7 +76,7 @@ def test_a_node_that_does_not_fit_is_refused() -> None:
 
 def test_a_node_may_not_speak_of_ranks_that_it_does_not_run() -> None:
     job = Job().begin()
-    with pytest.raises(ValueError, match="node 0 speaks of rank 2, which it does not run"):
+    with pytest.raises(ValueError, match="node 0 named rank 2, which it does not run"):
         job.hear(job.coordinator.nodes[0], RankDone(2, 0))
 
 

@@ -152,12 +152,12 @@ def test_what_came_of_a_job(code: int, incidents: list[IncidentSummary], outcome
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("demo --seed 3", "--seed goes with --chaos"),
-        ("demo --chaos-case 1", "--chaos-case goes with --chaos"),
+        ("demo --seed 3", "--seed needs --chaos"),
+        ("demo --chaos-case 1", "--chaos-case needs --chaos"),
         ("demo --chaos 4 --layout tp=2", "leave --layout out"),
         ("demo --chaos 4 --chaos-case 4", "below 4"),
         pytest.param("demo --chaos 4 --steps 3", "at least 6 steps", marks=NEEDS_RECIPES),
-        ("run --overlap SCRIPT", "--overlap goes with --chaos"),
+        ("run --overlap SCRIPT", "--overlap needs --chaos"),
         ("run --chaos 2 SCRIPT", "--chaos-steps"),
         ("run --chaos 5 --chaos-steps 8 SCRIPT", "at least 12"),
     ],

@@ -72,7 +72,7 @@ def test_distances_and_sizes_are_positive(jump: int, factor: int) -> None:
 
 
 def test_a_rank_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="rank 4 is none of the 4"):
+    with pytest.raises(ValueError, match="rank 4 is not one of the 4 ranks"):
         clique_of(4, 4, 1, 2)
 
 

@@ -89,7 +89,7 @@ def test_no_local_checkpoint_to_load(manager: LocalCheckpointManager, tmp_path: 
 
 @pytest.mark.parametrize("iteration", [-1, 1.0, "1", True])
 def test_iterations_are_numbers_from_0_on(manager: LocalCheckpointManager, iteration: Any, tmp_path: Path) -> None:
-    with pytest.raises(LocalCheckpointError, match="an iteration is a number from 0 on"):
+    with pytest.raises(LocalCheckpointError, match="an iteration must be a whole number of at least 0"):
         manager.save({}, iteration)
     assert files(tmp_path) == []
 

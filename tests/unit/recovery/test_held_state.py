@@ -53,7 +53,7 @@ def test_a_step_cannot_be_redone_without_gradients() -> None:
     held = hold(MadeUpState(step=3), CommitState(3, ready=True, torn=False))
     held.let_trainer_go()
     assert held.commit == CommitState(3, ready=False, torn=False)
-    with pytest.raises(RuntimeError, match="step 4 is to be applied from gradients that this rank holds no longer"):
+    with pytest.raises(RuntimeError, match="step 4 is to be applied from gradients that this rank no longer holds"):
         held.redo(4)
 
 

@@ -184,7 +184,7 @@ def test_a_rank_that_does_not_come_has_a_limit(make_agent: MakeAgent) -> None:
     agent.wait_for("at_rcb_barrier")
     time.sleep(0.05)
     agent.start()
-    with pytest.raises(AgentLostError, match="1 of 2 ranks came to the start of generation 0"):
+    with pytest.raises(AgentLostError, match="1 of 2 ranks reached the start of generation 0"):
         client.wait_go(-1, 10)
 
 

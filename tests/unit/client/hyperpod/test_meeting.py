@@ -43,7 +43,7 @@ def done(place: MeetingPlace, rank: int) -> None:
 
 
 def test_a_rank_that_was_not_met_is_not_waited_for() -> None:
-    with pytest.raises(RuntimeError, match="has met nobody"):
+    with pytest.raises(RuntimeError, match="has met no other rank"):
         MeetingPlace(1, threading.Event()).wait_until_all_are_done(0, 1, lambda: False)
 
 

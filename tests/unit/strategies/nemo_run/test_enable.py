@@ -290,7 +290,7 @@ def change(recipe: Any, path: str, value: Any) -> None:
         ("trainer.strategy", None, r"no trainer\.strategy"),
         ("trainer", None, r"no trainer\.strategy"),
         ("trainer.strategy", run.Config(nl.FSDP2Strategy), "only nl.MegatronStrategy"),
-        ("trainer.strategy", "ddp", "is str, made already"),
+        ("trainer.strategy", "ddp", "is an instance of str"),
         ("trainer.strategy", run.Config(OwnStrategy), "derive it from CheckpointlessMegatronStrategy"),
         ("trainer.strategy.fsdp", "megatron", "FSDP shards"),
         ("trainer.strategy.ddp.use_megatron_fsdp", True, "FSDP shards"),
