@@ -106,7 +106,7 @@ def test_a_wrong_spec_is_refused_with_what_to_do(text: str, says: str) -> None:
     [
         ("exit@data:rank=4,step=1", "rank 4 is not one of the 4 ranks"),
         ("exit@data:rank=0,step=11", "never comes"),
-        ("exit@between:rank=0,step=10", "nothing comes between"),
+        ("exit@between:rank=0,step=10", "no next step follows"),
         (f"exit@data:rank=0,step={'9' * 5000}", "whole number"),
     ],
 )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_parts_of_a_trainer_are_found_without_an_import_of_callbacks() -> None:
     code = """
 import sys

@@ -195,7 +195,7 @@ def test_a_start_that_does_not_come_has_a_limit_except_for_a_spare(make_agent: M
     client.hello(0)
     agent.wait_for("at_rcb_barrier", 3)
     os.environ["SPARE"] = "False"
-    with pytest.raises(AgentLostError, match=r"no start came .* --inprocess-restart"):
+    with pytest.raises(AgentLostError, match=r"no start message arrived .* --inprocess-restart"):
         client.wait_go(-1, 10)
 
 
