@@ -35,7 +35,7 @@ demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once wi
 test: $(STAMP) ## run all tests, two files at a time (20 to 25 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
-test-fast: $(STAMP) ## run the tests that need no NeMo, start no ranks and are quick (about a minute on 2 cores)
+test-fast: $(STAMP) ## run the tests that need no NeMo, start no ranks and are quick (under a minute on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST)
 
 test-long: $(STAMP) ## run what takes longer: long tests, and users' runs through drawn faults (hours)
