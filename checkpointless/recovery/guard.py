@@ -3,8 +3,9 @@
 Every moment at which a fault can come has one answer:
 
 * Before the vote, no rank has changed anything: all resume at the step before.
-* The vote is a barrier that a rank joins once its gradients are final. If any rank passed it, every rank had joined
-  it, so every living rank can apply the same update from the gradients that it still holds.
+* A rank joins the vote once its gradients are final. If any rank passed it, every rank had joined it, so every
+  living rank can apply the same update from the gradients that it still holds. The vote is a sum of ones, not a
+  barrier: a collective of NCCL's that was aborted ends like one that succeeded, but its sum is wrong.
 * Inside the lock, the fault thread lets the update finish. A rank that dies there is refilled, and so is a rank
   whose update raised (its shard is torn).
 * After the lock, the step is committed.
@@ -18,16 +19,24 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess import ParameterUpdateLock
+from checkpointless.inprocess import ParameterUpdateLock, RankShouldRestart
+from checkpointless.transfer.exchange import wire_device
 
 _Result = TypeVar("_Result")
 
 
 def vote() -> None:
-    """Wait until every rank of the job holds its final gradients."""
+    """Wait until every rank of the job holds its final gradients.
+
+    Raises:
+        RankShouldRestart: the groups were aborted before every rank had come.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    dist.barrier()
+    votes = torch.ones(1, dtype=torch.int32, device=wire_device())
+    dist.all_reduce(votes)
+    if int(votes.item()) != dist.get_world_size():
+        raise RankShouldRestart("a fault is being handled: the vote was aborted")
 
 
 def guarded_update(

@@ -22,8 +22,8 @@ GATHERED_BYTES = 256 * 1024  # bytes of each rank per all-gather
 
 
 def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device on which ``group`` moves tensors."""
-    if dist.get_backend(group) == "nccl":
+    """Return the device on which ``group`` moves tensors: this rank's GPU if NCCL does, also beside gloo."""
+    if "cuda:nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from checkpointless.inprocess.communicators import nccl_settings
 from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
@@ -28,7 +30,8 @@ class ProcessGroups:
         self._waits = (InterruptibleConnect(), InterruptibleWait(), InterruptibleStore())
 
     def install(self) -> None:
-        """Note which sockets new groups open, and make waits for peers and stores interruptible (idempotent)."""
+        """Prepare torch and NCCL for groups that are aborted, and make their waits interruptible (idempotent)."""
+        nccl_settings.apply_where_there_is_nccl()
         self._sockets.install()
         for wait in self._waits:
             wait.install()
@@ -41,13 +44,34 @@ class ProcessGroups:
             wait.uninstall()
 
     def abort(self) -> None:
-        """Free every thread that waits in a collective: NCCL's groups are aborted, gloo's connections cut."""
-        for group in list(c10d._world.pg_map):
-            for device in ("cuda", "cpu"):
-                backend = _backend(group, device)
-                if backend is not None and "nccl" in type(backend).__name__.lower():
-                    backend.abort()
+        """Free every thread that waits in a collective: NCCL's groups are aborted, gloo's connections cut.
+
+        All groups of NCCL's are aborted at the same time, each in a thread of its own. ``ncclCommAbort`` may wait
+        for the device, and so for a kernel that spins until another group is aborted, too
+        (https://github.com/NVIDIA/nccl/issues/1013).
+
+        Raises:
+            RuntimeError: NCCL could not abort a group.
+        """
+        errors: list[Exception] = []
+
+        def abort(backend: Any) -> None:  # Any: a class of C++ that builds without NCCL do not have
+            try:
+                backend.abort()
+            except Exception as error:  # noqa: BLE001 - raised in the calling thread
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=abort, args=(backend,), name="checkpointless-abort", daemon=True)
+            for backend in _nccl_backends()
+        ]
+        for thread in threads:
+            thread.start()
         self.cut()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
     def cut(self) -> None:
         """Cut gloo's connections, also those of a group that is just being made."""
@@ -81,6 +105,19 @@ class ProcessGroups:
     def reap(self) -> None:
         """Release every group that nothing else refers to. Call this after the garbage collector has run."""
         reap()
+
+
+def _nccl_backends() -> list[Any]:
+    """Return the NCCL backend of every group, each once."""
+    found: dict[int, Any] = {}
+    for group in list(c10d._world.pg_map):
+        for device in ("cuda", "cpu"):
+            backend = _backend(group, device)
+            # What TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend aborts nothing.
+            backend = getattr(backend, "wrapped_pg", backend)
+            if "nccl" in type(backend).__name__.lower():
+                found[id(backend)] = backend
+    return list(found.values())
 
 
 def _backend(group: Any, device: str) -> Any:

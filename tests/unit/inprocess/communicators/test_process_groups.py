@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -43,3 +45,67 @@ def test_the_name_of_a_group_that_was_being_made_is_free_again(
     total = torch.ones(2)
     dist.all_reduce(total)
     assert total.tolist() == [1.0, 1.0]
+
+
+class FakeNCCL:
+    """Stands in for a backend of NCCL's: its abort ends when those of all communicators have begun."""
+
+    def __init__(self, all_begun: threading.Barrier) -> None:
+        self._all_begun = all_begun
+        self.aborts = 0
+
+    def abort(self) -> None:
+        """Wait for the device."""
+        self.aborts += 1
+        self._all_begun.wait(10)
+
+
+class FakeGroup:
+    """A group with one backend, for GPUs.
+
+    Args:
+        backend: NCCL's.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type != "cuda":
+            raise RuntimeError("no backend for it")
+        return self._backend
+
+
+class Wrapper:
+    """What torch puts around a backend, to look at its collectives.
+
+    Args:
+        wrapped_pg: the backend.
+    """
+
+    def __init__(self, wrapped_pg: FakeNCCL) -> None:
+        self.wrapped_pg = wrapped_pg
+
+
+def world_of(monkeypatch: pytest.MonkeyPatch, *backends: Any) -> None:
+    pg_map = {FakeGroup(backend): None for backend in backends}
+    monkeypatch.setattr(c10d, "_world", type("World", (), {"pg_map": pg_map}))
+
+
+def test_communicators_of_one_device_are_aborted_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(4)
+    backends = [FakeNCCL(together) for _ in range(4)]
+    # The same backend belongs to a group and to a part of it; another one is wrapped.
+    world_of(monkeypatch, *backends[:3], backends[0], Wrapper(backends[3]))
+    ProcessGroups().abort()
+    assert [each.aborts for each in backends] == [1] * 4
+
+
+def test_an_abort_that_fails_keeps_no_other_from_being_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, whole = threading.Barrier(2), threading.Barrier(1)
+    broken.abort()
+    backends = [FakeNCCL(broken), FakeNCCL(whole)]
+    world_of(monkeypatch, *backends)
+    with pytest.raises(threading.BrokenBarrierError):
+        ProcessGroups().abort()
+    assert [each.aborts for each in backends] == [1, 1]

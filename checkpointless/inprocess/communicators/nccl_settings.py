@@ -1,0 +1,89 @@
+"""What torch and NCCL are told through the environment, so that the loss of one rank does not end its peers.
+
+torch reads its variables when it makes a group, NCCL when it is initialised. Set before the block is entered, they
+count under every launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from checkpointless.environment import (
+    NCCL_NVLS_ENABLE_ENV,
+    TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV,
+    TORCH_NCCL_DUMP_ON_TIMEOUT_ENV,
+    TORCH_NCCL_ENABLE_MONITORING_ENV,
+    TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV,
+    TORCHELASTIC_RUN_ID_ENV,
+)
+
+logger = logging.getLogger(__name__)
+
+_OFF = "0"
+_OF_TORCHRUN = "1"  # torchrun gives this to every rank whose user has not said otherwise
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable.
+
+    Attributes:
+        value: the one with which a recovery works.
+        otherwise: what happens with another one.
+    """
+
+    value: str
+    otherwise: str
+
+
+SETTINGS: Mapping[str, Setting] = {
+    TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV: Setting(
+        _OFF, "torch ends a healthy rank that sees the connection to a lost peer break"
+    ),
+    TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV: Setting(
+        _OFF, "torch's watchdog ends a rank for errors of an aborted group"
+    ),
+    TORCH_NCCL_ENABLE_MONITORING_ENV: Setting(_OFF, "torch ends a rank whose watchdog is held up by an abort"),
+    TORCH_NCCL_DUMP_ON_TIMEOUT_ENV: Setting(_OFF, "a timeout of one rank ends the others"),
+    NCCL_NVLS_ENABLE_ENV: Setting(_OFF, "multicast over NVLink cannot be set up again after an abort"),
+}
+
+
+def apply(environ: MutableMapping[str, str] | None = None) -> tuple[str, ...]:
+    """Set every variable that the user has not set, and warn of those that were set otherwise.
+
+    Args:
+        environ: the environment to change (None: this process's).
+
+    Returns:
+        The names of the variables that the user has set otherwise.
+    """
+    environ = os.environ if environ is None else environ
+    others = []
+    for name, setting in SETTINGS.items():
+        if name not in environ or _is_torchruns(name, environ):
+            environ[name] = setting.value
+        elif environ[name] != setting.value:
+            others.append(name)
+            logger.warning("%s=%s is kept: %s", name, environ[name], setting.otherwise)
+    return tuple(others)
+
+
+def apply_where_there_is_nccl() -> None:
+    """Call :func:`apply` for this process, unless this build of torch has no NCCL."""
+    if dist.is_nccl_available():
+        apply()
+
+
+def _is_torchruns(name: str, environ: Mapping[str, str]) -> bool:
+    """Return whether the launcher, and probably nobody else, has set the variable."""
+    return (
+        name == TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV
+        and environ[name] == _OF_TORCHRUN
+        and TORCHELASTIC_RUN_ID_ENV in environ
+    )

@@ -1,0 +1,51 @@
+"""Which variables of torch's and NCCL's a rank is given, and whose value counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpointless.inprocess.communicators import nccl_settings
+from checkpointless.inprocess.communicators.nccl_settings import SETTINGS, apply
+from checkpointless.inprocess.communicators.process_groups import ProcessGroups
+
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def test_what_nobody_has_set_is_set(caplog: pytest.LogCaptureFixture) -> None:
+    environ: dict[str, str] = {}
+    assert apply(environ) == ()
+    assert environ == {name: setting.value for name, setting in SETTINGS.items()}
+    assert apply(environ) == ()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_users_own_value_counts_and_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    environ = {name: "3"}
+    assert apply(environ) == (name,)
+    assert environ[name] == "3"
+    (said,) = caplog.messages
+    assert said == f"{name}=3 is kept: {SETTINGS[name].otherwise}"
+
+
+@pytest.mark.parametrize(("launcher", "kept"), [({"TORCHELASTIC_RUN_ID": "a"}, "0"), ({}, "1")])
+def test_what_torchrun_gives_to_every_rank_is_no_users_wish(launcher: dict[str, str], kept: str) -> None:
+    environ = {HANDLING: "1", **launcher}
+    apply(environ)
+    assert environ[HANDLING] == kept
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_groups_are_made_with_these_settings_where_there_is_nccl(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_settings.dist, "is_nccl_available", lambda: there)
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    groups = ProcessGroups()
+    groups.install()
+    groups.uninstall()
+    assert [nccl_settings.os.environ.get(name) for name in SETTINGS] == (
+        [setting.value for setting in SETTINGS.values()] if there else [None] * len(SETTINGS)
+    )

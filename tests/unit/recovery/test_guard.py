@@ -1,0 +1,51 @@
+"""The vote before an update: it is won only if every rank has come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpointless.inprocess import ParameterUpdateLock, RankShouldRestart
+from checkpointless.recovery.guard import guarded_update, vote
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_vote_to_which_all_have_come_is_won() -> None:
+    vote()
+
+
+@pytest.mark.parametrize("found", [0, 1, 3])
+def test_an_aborted_vote_that_ends_like_one_that_succeeded_is_lost(
+    found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aborted collective of NCCL's returns, and its result is what stood there, or anything."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def aborted(votes: torch.Tensor) -> None:
+        votes.fill_(found)
+
+    monkeypatch.setattr(dist, "all_reduce", aborted)
+    lock = ParameterUpdateLock()
+    lock.set_committed(3)
+    updated: list[int] = []
+    with pytest.raises(RankShouldRestart):
+        guarded_update(
+            4,
+            lambda: updated.append(4),
+            lock=lock,
+            ready=lock.mark_ready,
+            committed=lambda step: None,
+            phase=lambda phase, step: None,
+        )
+    assert updated == []
+    assert lock.state().ready
+    assert not lock.state().torn
