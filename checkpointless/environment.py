@@ -41,11 +41,12 @@ JOB_RESTART_COUNT_ENV = "JOB_RESTART_COUNT"  # the generation; default: 0
 OMP_NUM_THREADS_ENV = "OMP_NUM_THREADS"  # threads of each rank for tensors on CPUs
 PYTHONUNBUFFERED_ENV = "PYTHONUNBUFFERED"  # "1": what a rank prints is in its log at once
 
-# Read by torch when it makes a group of NCCL's, and by NCCL.
+# Read by torch, most of them when it makes a group of NCCL's, and by NCCL.
 TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # what torch's watchdog does at an error
 TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV = "TORCH_NCCL_RETHROW_CUDA_ERRORS"  # "1": the watchdog raises errors of CUDA
 TORCH_NCCL_ENABLE_MONITORING_ENV = "TORCH_NCCL_ENABLE_MONITORING"  # "1": a slow watchdog ends the process
 TORCH_NCCL_DUMP_ON_TIMEOUT_ENV = "TORCH_NCCL_DUMP_ON_TIMEOUT"  # "1": ranks tell each other to dump at a timeout
+PYTORCH_NVML_BASED_CUDA_CHECK_ENV = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "1": torch asks NVML whether there is a GPU
 NCCL_NVLS_ENABLE_ENV = "NCCL_NVLS_ENABLE"  # "0": no multicast over NVLink
 
 # Set by SageMaker HyperPod's agent for its ranks.

@@ -91,6 +91,11 @@ def _check_checkpointless(config: DictConfig) -> None:
         value = _value(config, f"checkpointless.{key}")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise RecipeError(f"checkpointless.{key} must be a whole number of at least {least}, not {value!r}")
+    for key in ("trainer.plugins.fp8", "model.config.fp8", "model.config.fp4"):
+        if _value(config, key):
+            raise RecipeError(
+                f"{key} must be null: the scales that it keeps beside the parameters are not recovered"
+            )
     for key in ("optim.config", "strategy.ddp"):
         if _value(config, f"{key}.overlap_param_gather_with_optimizer_step"):
             raise RecipeError(

@@ -17,6 +17,7 @@ from checkpointless.environment import (
     FAULTS_ENV,
     OMP_NUM_THREADS_ENV,
     PYTHONUNBUFFERED_ENV,
+    PYTORCH_NVML_BASED_CUDA_CHECK_ENV,
     RECORD_STEPS_ENV,
     RUN_DIR_ENV,
     YES,
@@ -86,6 +87,9 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
         env[OMP_NUM_THREADS_ENV] = "1"
     if config.cpu:
         env[CPU_ENV] = YES
+    elif PYTORCH_NVML_BASED_CUDA_CHECK_ENV not in os.environ:
+        # Imports ask whether there is a GPU; the answer must not initialise CUDA, or the zygote could not fork.
+        env[PYTORCH_NVML_BASED_CUDA_CHECK_ENV] = YES
     if config.faults:
         env[FAULTS_ENV] = json.dumps(list(config.faults))
     if not config.is_alone:

@@ -7,7 +7,7 @@ gradients overflow changes the loss scaler but no parameter; it is guarded, too,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,15 +55,23 @@ def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
         chunk.start_param_sync(force_sync=force)
 
 
-def unguardable(optimizer: MegatronOptimizer) -> str | None:
+def unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str | None:
     """Return why the update of ``optimizer`` cannot be guarded, or why its state cannot be carried over.
 
     Args:
         optimizer: the (chained) Megatron optimizer.
+        models: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
 
     Returns:
         One line that says what to set; None if there is no obstacle.
     """
+    for model in models:
+        for name in ("fp8", "fp4"):
+            if getattr(getattr(model, "config", None), name, None):
+                return (
+                    f"checkpointless cannot take along the scales that {name.upper()} training keeps beside the "
+                    f"parameters: set {name}=None (NeMo: in MegatronMixedPrecision)"
+                )
     config = optimizer.config
     if getattr(config, "overlap_param_gather_with_optimizer_step", False):
         return (
@@ -129,6 +137,7 @@ class GuardedUpdate:
 
     Args:
         optimizer: the (chained) Megatron optimizer.
+        models: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
         lock: lock that brackets the local update.
         step: returns the optimizer step in progress.
         ready: called with the step when the gradients are final, before the vote.
@@ -147,6 +156,7 @@ class GuardedUpdate:
         self,
         optimizer: MegatronOptimizer,
         *,
+        models: Iterable[Any],
         lock: ParameterUpdateLock,
         step: Callable[[], int],
         ready: Callable[[int], None],
@@ -154,7 +164,7 @@ class GuardedUpdate:
         committed: Callable[[int], None],
         phase: Callable[[str, int], None],
     ) -> None:
-        reason = unguardable(optimizer)
+        reason = unguardable(optimizer, models)
         if reason is not None:
             raise UnrecoverableError(reason)
         self.overflow = False

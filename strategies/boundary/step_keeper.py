@@ -50,6 +50,7 @@ class StepKeeper:
         strategy.megatron_parallel.callbacks.add(self.outcomes)
         self._guard = GuardedUpdate(
             optimizer,
+            models=strategy.megatron_parallel,
             lock=call.parameter_update_lock,
             step=lambda: call.steps.making,
             ready=self._gradients_are_final,

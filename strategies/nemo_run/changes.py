@@ -85,6 +85,14 @@ def _check_optimizer(recipe: run.Partial) -> None:
     of_class = isinstance(optim, fdl.Buildable) and isinstance(optim.__fn_or_cls__, type)
     if of_class and not _is(optim, MegatronOptimizerModule):
         raise ValueError(f"optim is {_name(optim)}: only nl.MegatronOptimizerModule can recover from memory")
+    for place in (
+        getattr(recipe.trainer, "plugins", None),
+        getattr(getattr(recipe, "model", None), "config", None),
+    ):
+        if getattr(place, "fp8", None) or getattr(place, "fp4", None):
+            raise ValueError(
+                f"{_name(place)} asks for FP8 or FP4, with scales that are not recovered: set fp8=None and fp4=None"
+            )
     for place in (getattr(optim, "config", None), *_callbacks_of(recipe.trainer)):
         if getattr(place, _EARLY_GATHER, None):
             raise ValueError(

@@ -13,7 +13,8 @@ from checkpointless.agent.rank_program import rank_environment
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
@@ -22,7 +23,16 @@ def environment(run_dir: Path, nproc: int = 1, **more: Any) -> dict[str, str]:
     found = rank_environment(LaunchConfig(nproc, __file__, run_dir, **more))
     assert found.pop("CHECKPOINTLESS_RUN_DIR") == str(run_dir)
     assert found.pop("PYTHONUNBUFFERED") == "1"
+    if not more.get("cpu"):
+        assert found.pop("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
     return found
+
+
+def test_an_import_that_asks_for_a_gpu_does_not_initialise_cuda_unless_the_user_wants_that(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in rank_environment(LaunchConfig(1, __file__, run_dir))
 
 
 def test_one_rank_that_is_asked_for_nothing_gets_nothing_more(run_dir: Path) -> None:

@@ -405,6 +405,7 @@ def _nemo(capsys: pytest.CaptureFixture[str]) -> None:
             "knows nemo.lightning.MegatronStrategy",
         ),
         (["tiny_gpt_cpu", "optim.config.overlap_param_gather_with_optimizer_step=true"], "cannot be guarded"),
+        (["tiny_gpt_cpu", "model.config.fp8=hybrid"], "model.config.fp8 must be null"),
         (["tiny_gpt_cpu", "strategy.expert_model_parallel_size=2"], "needs experts"),
         (["tiny_moe_cpu", "model.config.num_moe_experts=3", "strategy.expert_model_parallel_size=2"], "3 experts"),
         (["tiny_moe_cpu", "--nproc-per-node", "8", "strategy.tensor_model_parallel_size=2"], "sequence_parallel"),

@@ -81,6 +81,7 @@ def guard(optimizer: Any, lock: ParameterUpdateLock) -> list[tuple[str, int]]:
 
     GuardedUpdate(
         optimizer,
+        models=(),
         lock=lock,
         step=lambda: lock.committed + 1,
         ready=ready,
@@ -124,6 +125,16 @@ def test_an_optimizer_that_is_offloaded_is_refused() -> None:
     reason = unguardable(optimizer)
     assert reason is not None
     assert "optimizer_cpu_offload=False" in reason
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4"])
+def test_scales_beside_the_parameters_are_refused(name: str) -> None:
+    chunks = [SimpleNamespace(config=SimpleNamespace(fp8=None, fp4=None)) for _ in range(2)]
+    assert unguardable(Optimizer(), chunks) is None
+    setattr(chunks[1].config, name, "hybrid")
+    reason = unguardable(Optimizer(), chunks)
+    assert reason is not None
+    assert f"set {name}=None" in reason
 
 
 def test_precision_aware_states_without_scales_are_fine() -> None:
