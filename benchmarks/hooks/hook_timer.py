@@ -262,7 +262,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     watch.replace(lock, "mark_ready", "lock.mark_ready")
     lock_update = lock.update
     lock.update = lambda step: _TimedUpdate(watch, lock_update, step)
-    for patch in process_groups._waits:
+    for patch in process_groups._patchers:
         if isinstance(patch, InterruptibleWait) and patch.is_installed:
             patch.uninstall()
             watch.replace(c10d.Work, "wait", "torch's Work.wait")

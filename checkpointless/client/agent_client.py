@@ -63,13 +63,12 @@ class RankClient(abc.ABC):
         on_fault: called on the listening thread with each notice that is not older than the rank's generation. It
             must return soon, because nothing is received meanwhile. :meth:`pending_fault` returns a notice that
             came before ``on_fault`` was set.
-        on_inquire: called on the listening thread; returns whether the main thread waits in a collective, and
-            the main thread's stack as text.
+        on_inquire: called on the listening thread with the number of an inquiry; returns the answer to it.
     """
 
     def __init__(self, rank: int) -> None:
         self.on_fault: Callable[[FaultNotice], None] | None = None
-        self.on_inquire: Callable[[], tuple[bool, str]] | None = None
+        self.on_inquire: Callable[[int], Answer] | None = None
         self.rank = rank
         self._news = threading.Condition()
         self._generation = 0
@@ -159,8 +158,8 @@ class RankClient(abc.ABC):
             ProtocolError: ``message`` is none of those that are handled here.
         """
         if isinstance(message, Inquire):
-            waits, stack = self.on_inquire() if self.on_inquire is not None else (False, "")
-            self._send(Answer(message.id, waits, stack))
+            asked = self.on_inquire
+            self._send(asked(message.id) if asked is not None else Answer(message.id, False, ""))
             return
         with self._news:
             if isinstance(message, Go):

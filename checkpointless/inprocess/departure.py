@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import NoReturn
 
+import torch
+
 from checkpointless.client import FaultNotice, RankClient
 from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.communicators.process_groups import process_groups
@@ -18,6 +20,7 @@ from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.state import HPState
 from checkpointless.telemetry.event_names import EventName
+from checkpointless.wire.messages import Answer
 
 
 class Departure:
@@ -110,6 +113,17 @@ class Departure:
         notice = self._client.pending_fault(self._generation.number)
         if notice is not None:
             self._generation.incident = notice.incident
+
+    def where(self, inquiry: int) -> Answer:
+        """Return the answer to an inquiry of the coordinator. Runs in the thread that reads the agent."""
+        in_collective, stack = self._main.where()
+        return Answer(
+            inquiry,
+            in_collective,
+            stack,
+            is_async=torch.cuda.is_initialized(),
+            launched=process_groups.launched(),
+        )
 
     def _on_notice(self, notice: FaultNotice) -> None:
         """Pass a notice on to the fault thread. Runs in the thread that reads the agent."""

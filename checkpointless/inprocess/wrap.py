@@ -257,7 +257,7 @@ class HPCallWrapper:
     def start_hp_fault_handling_thread(self) -> None:
         """Start the thread that reacts to fault notices."""
         self._departure.start()
-        self.client.on_inquire = self._main.where
+        self.client.on_inquire = self._departure.where
 
     def initialize_barrier(self) -> None:
         """Wait until every rank is ready to enter the block, then adopt the new generation's environment."""

@@ -14,7 +14,7 @@ import msgspec
 from checkpointless.wire.causes import Cause
 from checkpointless.wire.plain import Int
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_MESSAGE_BYTES = 256 * 1024
 _SHORTENED = "[... shortened ...]"
 _LEAST_CHARACTERS = 1024  # a shorter text is not shortened
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         v: the version of the protocol.
     """
 
-    v: Literal[2] = PROTOCOL_VERSION
+    v: Literal[3] = PROTOCOL_VERSION
 
     @property
     def type(self) -> str:
@@ -97,11 +97,20 @@ class GiveUp(Message, frozen=True, tag="giveup"):
 
 
 class Answer(Message, frozen=True, tag="answer"):
-    """The reply to ``inquire``: whether the main thread waits in a collective, and its stack as text."""
+    """The reply to ``inquire``: where the rank stands.
+
+    Attributes:
+        in_collective: whether the main thread waits in a collective.
+        stack: the main thread's stack as text.
+        is_async: whether collectives return when they have been launched, before the peers have come.
+        launched: for each of the rank's process groups, by name, how many collectives the rank has launched in it.
+    """
 
     id: Int
     in_collective: bool
     stack: str
+    is_async: bool = False
+    launched: dict[str, Int] = {}
 
 
 class Go(Message, frozen=True, tag="go"):

@@ -165,12 +165,14 @@ class RankDone(Message, frozen=True, tag="rank-done"):
 
 
 class Answered(Message, frozen=True, tag="answered"):
-    """A rank has answered the inquiry ``id``."""
+    """A rank has answered the inquiry ``id``; the other fields are those of its answer."""
 
     id: Int
     rank: Int
     in_collective: bool
     stack: str
+    is_async: bool = False
+    launched: dict[str, Int] = {}
 
 
 class Silent(Message, frozen=True, tag="silent"):

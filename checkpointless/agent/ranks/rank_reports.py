@@ -66,7 +66,16 @@ class RankReports:
         if isinstance(message, Hello):
             self._on_hello(rank)
         elif isinstance(message, Answer):
-            self._report(Answered(message.id, rank.number, message.in_collective, message.stack))
+            self._report(
+                Answered(
+                    message.id,
+                    rank.number,
+                    message.in_collective,
+                    message.stack,
+                    message.is_async,
+                    message.launched,
+                )
+            )
         elif isinstance(message, GiveUp):
             self._report(JobOver(message.reason, message.code))
         elif isinstance(message, Replace):

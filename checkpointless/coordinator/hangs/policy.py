@@ -74,6 +74,7 @@ class Stance(Enum):
 
     WAITS = "in a collective"
     ELSEWHERE = "outside of a collective"
+    UNCLEAR = "perhaps waiting for its device, and so for a collective"
     MUTE = "nothing"
 
 
@@ -210,7 +211,12 @@ def judge(
     culprits = tuple(rank for rank in standing if _is_culprit(silent[rank], ceiling_s))
     if culprits:
         return Diagnosis(Finding.CULPRITS, culprits)
-    return Diagnosis(Finding.WAIT if mute else Finding.NOTHING, tuple(standing) if mute else ())
+    unclear = [rank for rank in standing if silent[rank].stance is Stance.UNCLEAR]
+    if steady is None and any(silent[rank].age_s >= ceiling_s for rank in unclear):
+        return Diagnosis(Finding.TOO_LONG, tuple(standing))
+    return Diagnosis(
+        Finding.WAIT if mute or unclear else Finding.NOTHING, tuple(standing) if mute or unclear else ()
+    )
 
 
 def _is_culprit(evidence: Evidence, ceiling_s: float) -> bool:

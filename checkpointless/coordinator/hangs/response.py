@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from checkpointless.coordinator.hangs.watch import HangWatch, Stall
+from checkpointless.coordinator.hangs.whereabouts import Whereabouts
 from checkpointless.coordinator.job import Job
 from checkpointless.coordinator.processes import Processes
 from checkpointless.coordinator.regrouping import Regrouping
@@ -90,7 +91,8 @@ class HangResponse:
         job = self._job
         if isinstance(message, Answered):
             rank = job.roster.rank_of(message.rank, node)
-            self._hangs.answered(message.id, rank.number, message.in_collective, message.stack)
+            where = Whereabouts(message.in_collective, message.stack, message.is_async, message.launched)
+            self._hangs.answered(message.id, rank.number, where)
             return
         for silent in message.ranks:
             job.roster.rank_of(silent.number, node)

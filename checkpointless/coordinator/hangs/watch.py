@@ -18,6 +18,7 @@ from checkpointless.coordinator.hangs.policy import (
     numbers,
     stalled,
 )
+from checkpointless.coordinator.hangs.whereabouts import Whereabouts, stances_of
 from checkpointless.posix.process_state import ProcessLook, ProcessState, state_of
 from checkpointless.wire.node_messages import SilentRank
 
@@ -71,7 +72,7 @@ class Inquiry:
         began_at_s: when the first question was asked.
         asked_at_s: when the last question was asked.
         beats: for each rank that was asked, the beat at which it was stuck.
-        in_collective: for each rank that has answered, whether it waits in a collective.
+        answers: what each rank has answered.
     """
 
     first: int
@@ -79,8 +80,12 @@ class Inquiry:
     began_at_s: float
     asked_at_s: float
     beats: dict[int, int]
-    in_collective: dict[int, bool] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)
+    answers: dict[int, Whereabouts] = field(default_factory=dict)
+
+    def stack(self, rank: int, default: str = "") -> str:
+        """Return the stack that a rank has sent, or ``default`` if it has not answered."""
+        answer = self.answers.get(rank)
+        return default if answer is None else answer.stack
 
 
 @dataclass(frozen=True)
@@ -217,12 +222,11 @@ class HangWatch:
                 rank.beat, rank.age_ms / 1000, now_s, rank.making, limit_s, look, first, first_at_s
             )
 
-    def answered(self, question: int, rank: int, in_collective: bool, stack: str) -> None:
-        """Record where the main thread of a rank stands, as the rank answered; a late answer counts, too."""
+    def answered(self, question: int, rank: int, where: Whereabouts) -> None:
+        """Record where a rank stands, as it answered; a late answer counts, too."""
         inquiry = self._inquiry
         if inquiry is not None and inquiry.first <= question <= inquiry.last and rank in inquiry.beats:
-            inquiry.in_collective[rank] = in_collective
-            inquiry.stacks[rank] = stack
+            inquiry.answers[rank] = where
 
     def look(self, running: Iterable[int], now_s: float) -> list[Hang]:
         """Return the hangs that are found now.
@@ -277,17 +281,17 @@ class HangWatch:
     def _evidence(self, inquiry: Inquiry, silent: Mapping[int, Silence], now_s: float) -> dict[int, Evidence]:
         """Return the evidence about the ranks that were asked and have not moved since."""
         found = {}
+        stances = stances_of(inquiry.answers)
         for rank, beat in inquiry.beats.items():
             each = silent.get(rank)
             if each is None or each.beat != beat:
                 self._mute_since_s.pop(rank, None)
                 continue
             mute_s = 0.0
-            if rank in inquiry.in_collective:
+            stance = stances.get(rank, Stance.MUTE)
+            if stance is not Stance.MUTE:
                 self._mute_since_s.pop(rank, None)
-                stance = Stance.WAITS if inquiry.in_collective[rank] else Stance.ELSEWHERE
             else:
-                stance = Stance.MUTE
                 mute_s = now_s - self._mute_since_s.setdefault(rank, inquiry.began_at_s)
             found[rank] = Evidence(stance, each.age_s, each.limit_s, each.state, mute_s)
         return found
@@ -321,7 +325,7 @@ class HangWatch:
                 rank,
                 silent[rank].limit_s,
                 silent[rank].making,
-                inquiry.stacks.get(rank, f"no answer; {silent[rank].state.value}"),
+                inquiry.stack(rank, f"no answer; {silent[rank].state.value}"),
                 silent[rank].beat,
                 0.0 if evidence[rank].stance is Stance.MUTE else grace_s(silent[rank].limit_s),
             )
@@ -347,7 +351,7 @@ class HangWatch:
             if evidence[rank].stance is Stance.MUTE:
                 places[f"no answer, {evidence[rank].state.value}"].append(rank)
             else:
-                places[_place(inquiry.stacks.get(rank, ""))].append(rank)
+                places[_place(inquiry.stack(rank))].append(rank)
         named = [f"{numbers(ranks)}: {place}" for place, ranks in list(places.items())[:_PLACES]]
         if len(places) > _PLACES:
             named.append(f"{len(places) - _PLACES} more places")

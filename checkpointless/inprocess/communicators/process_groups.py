@@ -14,6 +14,7 @@ from checkpointless.inprocess.communicators.gloo_connect import InterruptibleCon
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
 from checkpointless.inprocess.communicators.group_graveyard import bury, reap
+from checkpointless.inprocess.communicators.point_to_point import PointToPointCounts
 from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
 
 
@@ -27,21 +28,22 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self._sockets = GlooSockets()
-        self._waits = (InterruptibleConnect(), InterruptibleWait(), InterruptibleStore())
+        self._messages = PointToPointCounts()
+        self._patchers = (InterruptibleConnect(), InterruptibleWait(), InterruptibleStore(), self._messages)
 
     def install(self) -> None:
         """Prepare torch and NCCL for groups that are aborted, and make their waits interruptible (idempotent)."""
         nccl_settings.apply_where_there_is_nccl()
         self._sockets.install()
-        for wait in self._waits:
-            wait.install()
+        for each in self._patchers:
+            each.install()
 
     def uninstall(self) -> None:
         """Restore torch's functions."""
         self._sockets.release()
         self._sockets.uninstall()
-        for wait in self._waits:
-            wait.uninstall()
+        for each in self._patchers:
+            each.uninstall()
 
     def abort(self) -> None:
         """Free every thread that waits in a collective: NCCL's groups are aborted, gloo's connections cut.
@@ -77,6 +79,22 @@ class ProcessGroups:
         """Cut gloo's connections, also those of a group that is just being made."""
         self._sockets.shutdown()
 
+    def launched(self) -> dict[str, int]:
+        """Return how many collectives this rank has launched in each of its groups, and messages with each peer.
+
+        Every rank of a group launches the same collectives in the same order, and all ranks know a group by the
+        same name. Whoever has launched more than a peer waits for it, wherever its main thread stands.
+        """
+        counts = dict(self._messages.counts)
+        for group in list(c10d._world.pg_map):
+            backends = [] if group.size() == 1 else [(kind, _backend(group, kind)) for kind in ("cpu", "cuda")]
+            for kind, backend in {id(backend): (kind, backend) for kind, backend in backends}.values():
+                try:
+                    counts[f"{group.group_name}/{kind}"] = int(backend._get_sequence_number_for_group())
+                except (AttributeError, RuntimeError):  # there is none for this device, or one that does not count
+                    continue
+        return counts
+
     def hold(self) -> None:
         """Hold every group, so that no thread has to wait in its destructor."""
         bury(list(c10d._world.pg_map))
@@ -96,6 +114,7 @@ class ProcessGroups:
         for registry in registries:
             registry.clear()
         world.group_count = 0
+        self._messages.counts.clear()
         c10d._unregister_all_process_groups()  # the names of groups that were being made when they were interrupted
 
     def release(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from checkpointless.agent import AgentClient, FaultNotice
 from checkpointless.wire.board import Board
+from checkpointless.wire.messages import Answer
 
 RANK = int(os.environ["RANK"])
 INCARNATION = int(os.environ["CHECKPOINTLESS_INCARNATION"])
@@ -46,7 +47,7 @@ def run_block(
 ) -> None:
     """Make ``steps`` steps of ``work(step, generation)`` together with the other ranks."""
     client, board = connect()
-    client.on_inquire = inquire
+    client.on_inquire = lambda inquiry: Answer(inquiry, *inquire())
 
     def heard(notice: FaultNotice) -> None:
         note("notice", generation=notice.generation, cause=notice.cause, culprit=notice.rank)

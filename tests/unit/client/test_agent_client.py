@@ -139,13 +139,13 @@ def test_an_inquiry_is_answered_from_another_thread(pair: tuple[AgentClient, Age
     client, agent = pair
     asked_on: list[threading.Thread] = []
 
-    def answer() -> tuple[bool, str]:
+    def answer(inquiry: int) -> Answer:
         asked_on.append(threading.current_thread())
-        return True, "in all_reduce"
+        return Answer(inquiry, True, "in all_reduce", True, {"0/cuda": 17})
 
     client.on_inquire = answer
     agent.say(Inquire(5))
-    assert agent.hear() == Answer(5, True, "in all_reduce")
+    assert agent.hear() == Answer(5, True, "in all_reduce", True, {"0/cuda": 17})
     assert asked_on[0] is not threading.main_thread()
 
 

@@ -121,3 +121,23 @@ def test_where_nobody_shows_progress_one_look_is_no_evidence(
 
 def test_a_grace_is_short_and_in_proportion() -> None:
     assert [grace_s(limit_s) for limit_s in (1.0, 4.0, 30.0, 600.0)] == [1.0, 2.0, MOST_GRACE_S, MOST_GRACE_S]
+
+
+@pytest.mark.parametrize("unclear", [1, 2, 8])
+@pytest.mark.parametrize("age_s", [31.0, 599.0, 601.0])
+def test_ranks_that_may_wait_for_their_devices_are_given_time_until_the_ceiling(unclear: int, age_s: float) -> None:
+    silent = {
+        rank: Evidence(Stance.UNCLEAR if rank < unclear else Stance.WAITS, age_s, 30.0, ProcessState.BUSY)
+        for rank in RANKS
+    }
+    found = judge(silent, 8, 8, 2, CEILING_S)
+    assert found.finding is (Finding.WAIT if age_s < CEILING_S else Finding.TOO_LONG)
+    assert found.ranks == tuple(range(unclear))
+
+
+def test_the_one_that_is_known_to_be_behind_is_accused_beside_those_that_may_wait() -> None:
+    silent = {rank: Evidence(Stance.WAITS, 31.0, 30.0) for rank in RANKS}
+    silent[3] = Evidence(Stance.UNCLEAR, 31.0, 30.0)
+    silent[5] = Evidence(Stance.ELSEWHERE, 31.0, 30.0)
+    found = judge(silent, 8, 8, 2, CEILING_S)
+    assert (found.finding, found.ranks) == (Finding.CULPRITS, (5,))

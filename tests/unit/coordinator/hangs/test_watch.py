@@ -8,6 +8,7 @@ from checkpointless.coordinator.hangs.policy import (
     Heartbeat,
 )
 from checkpointless.coordinator.hangs.watch import Hang, HangWatch, Stall
+from checkpointless.coordinator.hangs.whereabouts import Whereabouts
 from checkpointless.wire.node_messages import SilentRank
 
 CEILING_S = 600.0
@@ -36,7 +37,7 @@ class Watched:
 
     def answer(self, *ranks: int, elsewhere: tuple[int, ...] = ()) -> None:
         for rank in (*ranks, *elsewhere):
-            self.watch.answered(len(self.asked), rank, rank not in elsewhere, "a stack")
+            self.watch.answered(len(self.asked), rank, Whereabouts(rank not in elsewhere, "a stack"))
 
     def look(self) -> list[Hang]:
         return self.watch.look(RANKS, self.now_s)

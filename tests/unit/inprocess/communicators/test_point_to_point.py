@@ -1,0 +1,65 @@
+"""Sends and receives are counted by pair, the same at both ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from checkpointless.inprocess.communicators.point_to_point import PointToPointCounts
+
+
+class Group:
+    """As much of a group of torch's as is asked.
+
+    Args:
+        rank: this rank's in the group.
+    """
+
+    group_name = "4"
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.done: list[tuple[str, int, int]] = []
+
+    def rank(self) -> int:
+        return self._rank
+
+
+@pytest.fixture
+def torchs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch's class, whose methods do nothing."""
+    for name in ("send", "recv"):
+
+        def method(group: Group, tensors: Any, peer: int, tag: int, name: str = name) -> str:
+            group.done.append((name, peer, tag))
+            return f"the work of a {name}"
+
+        monkeypatch.setattr(dist.ProcessGroup, name, method)
+    return dist.ProcessGroup
+
+
+def test_both_ends_count_the_same(torchs: Any) -> None:
+    ends = []
+    for rank, peer, name in ((0, 2, "send"), (2, 0, "recv")):
+        counts, group = PointToPointCounts(), Group(rank)
+        counts.install()
+        try:
+            for _ in range(3):
+                assert getattr(torchs, name)(group, [], peer, 7) == f"the work of a {name}"
+        finally:
+            counts.uninstall()
+        assert group.done == [(name, peer, 7)] * 3
+        ends.append(dict(counts.counts))
+    assert ends == [{"4/0>2": 3}] * 2
+
+
+def test_nothing_is_counted_after_the_end(torchs: Any) -> None:
+    counts, before = PointToPointCounts(), torchs.send
+    counts.install()
+    counts.install()
+    counts.uninstall()
+    assert torchs.send is before
+    torchs.send(Group(0), [], 1, 0)
+    assert not counts.counts
