@@ -2,7 +2,7 @@
 
 Of each two ranks of a group one connects, and the other waits in C++ until it does (``connectAsListener`` of
 gloo's TCP transport). If the first is lost before it has connected, or leaves its block, there is no connection
-yet that could be cut, and the wait lasts for several times the group's timeout, which is 30 minutes by default.
+yet that could be cut, and the wait lasts for five times the group's timeout, which is 30 minutes by default.
 The helper thread of a group that was left stays that long; nobody waits for it.
 """
 
@@ -59,4 +59,6 @@ class _Backend:
         return issubclass(subclass, self._original)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_original":  # of a copy, whose attributes have not been copied yet
+            raise AttributeError(name)
         return getattr(self._original, name)

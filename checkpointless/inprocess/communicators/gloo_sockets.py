@@ -96,14 +96,12 @@ class GlooSockets:
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
-            if not self._is_out_of_descriptors:
-                logger.warning("no descriptor is free: this rank's connections cannot be cut (raise `ulimit -n`)")
-            self._is_out_of_descriptors = True
+            self._tell_of_descriptors()
             return 0
         with self._mutex:
-            wanted, self._inodes = self._inodes, set()
+            wanted = set(self._inodes)
             if self._before is not None:
-                wanted = wanted | (set(present.values()) - self._before)
+                wanted |= set(present.values()) - self._before
         store = _store_address()
         count = 0
         for descriptor, inode in present.items():
@@ -111,8 +109,11 @@ class GlooSockets:
                 continue
             try:
                 duplicate = os.dup(descriptor)
-            except OSError:  # it was closed after it was listed
-                continue
+            except OSError as error:
+                if error.errno == errno.EMFILE:
+                    self._tell_of_descriptors()
+                    break
+                continue  # it was closed after it was listed
             if _socket_inode(duplicate) != inode:  # its number has been reused, perhaps by a file
                 os.close(duplicate)
                 continue
@@ -128,9 +129,17 @@ class GlooSockets:
             candidate.close()
         return count
 
+    def _tell_of_descriptors(self) -> None:
+        """Say once that connections cannot be cut now."""
+        if not self._is_out_of_descriptors:
+            logger.warning("no descriptor is free: this rank's connections cannot be cut (raise `ulimit -n`)")
+        self._is_out_of_descriptors = True
+
     def release(self) -> None:
         """Close what :meth:`shutdown` kept open, once every rank has left its block and no rank writes any more."""
         self._is_out_of_descriptors = False
+        with self._mutex:
+            self._inodes.clear()  # of groups that are destroyed
         kept, self._kept = self._kept, {}
         for connection in kept.values():
             connection.close()

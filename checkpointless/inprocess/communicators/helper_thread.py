@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -20,12 +21,18 @@ def awaited_thread() -> int | None:
 
 
 class HelperThread:
-    """A thread that waits on behalf of another thread."""
+    """A thread that waits on behalf of another thread.
+
+    It ends when nobody refers to this object any more, since an interruption may come before anybody does.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="checkpointless-helper", daemon=True)
+        weakref.finalize(self, self._calls.put, None).atexit = False
+        self._thread = threading.Thread(
+            target=_serve, args=(self._calls,), name="checkpointless-helper", daemon=True
+        )
         self._thread.start()
 
     def run(self, blocking: Callable[[], T]) -> T:
@@ -65,10 +72,11 @@ class HelperThread:
         """Let the thread end when it is idle."""
         self._calls.put(None)
 
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            call = None  # an exception that it raised holds the frames of the waiting thread
+
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        call = None  # an exception that it raised holds the frames of the waiting thread
 
 
 class SpareHelper:

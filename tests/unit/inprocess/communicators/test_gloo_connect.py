@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
+from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.inprocess.exceptions import RankShouldRestart
 
 ONE_S = 1.0
@@ -131,3 +133,15 @@ def test_a_forked_process_makes_a_helper_of_its_own(
             pytest.fail("it waits for a thread that is not there")
         time.sleep(0.01)
     assert ended[1] == 0
+
+
+def test_a_helper_that_nobody_refers_to_ends() -> None:
+    """An interruption may come between its start and the first use."""
+    thread = HelperThread()._thread
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_copy_of_the_class_is_the_class(connect: InterruptibleConnect) -> None:
+    connect.install()
+    assert copy.copy(c10d.ProcessGroupGloo).__name__ == "ProcessGroupGloo"

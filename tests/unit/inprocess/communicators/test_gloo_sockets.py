@@ -148,3 +148,31 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
         noted.uninstall()
         for connection in opened:
             connection.close()
+
+
+def test_what_could_not_be_cut_for_want_of_a_descriptor_is_cut_later(
+    listings: Listings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    noted, duplicate = GlooSockets(), os.dup
+    left = [1]  # descriptors
+
+    def dup_while_there_are_any(descriptor: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.EMFILE, "no descriptors")
+        return duplicate(descriptor)
+
+    noted.install()
+    try:
+        for _ in range(2):
+            getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
+        monkeypatch.setattr(os, "dup", dup_while_there_are_any)
+        assert noted.shutdown() <= 1
+        assert len(caplog.messages) == 1
+        monkeypatch.setattr(os, "dup", duplicate)
+        noted.shutdown()
+        assert [each.recv(1) for each in listings.open] == [b""] * 4
+        assert noted.shutdown() == 0
+        noted.release()
+    finally:
+        noted.uninstall()
