@@ -11,7 +11,9 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import cuda_graphs
 
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.megatron import cpu_platform
@@ -30,9 +32,12 @@ def install() -> None:
 
 
 def drop_globals() -> None:
-    """Drop the process groups, microbatch calculator and caches of the generation that is over."""
+    """Drop the process groups, microbatch calculator, graphs and caches of the generation that is over."""
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
+    destroy_rerun_state_machine()
+    if cuda_graphs._CudagraphGlobalRecord.cudagraph_created or cuda_graphs._CudagraphGlobalRecord.cudagraph_record:
+        cuda_graphs.delete_cuda_graphs()
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         clear = getattr(embedding.forward, "cache_clear", None)
         if clear is not None:
@@ -64,12 +69,25 @@ def _weak_hooks(maker: Callable[[Any, torch.nn.Parameter], Callable[..., None]])
 
 def _tracker_states() -> dict[str, bytes]:
     """Return the tracker's states as bytes, which are cheaper to store than tensors."""
-    return {name: state.numpy().tobytes() for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {name: _bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+
+
+def _bytes(state: torch.Tensor | torch.Generator) -> bytes:
+    """Return a state; a tracker for CUDA graphs keeps generators."""
+    tensor = state.get_state() if isinstance(state, torch.Generator) else state
+    return tensor.numpy().tobytes()
 
 
 def _set_tracker_states(states: dict[str, bytes]) -> None:
-    get_cuda_rng_tracker().set_states({name: _state(state) for name, state in states.items()})
+    tracker = get_cuda_rng_tracker()
+    present = tracker.get_states()
+    tracker.set_states({name: _restored(state, present.get(name)) for name, state in states.items()})
 
 
-def _state(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+def _restored(state: bytes, present: torch.Tensor | torch.Generator | None) -> torch.Tensor | torch.Generator:
+    """Return the state to track; a generator that is there is kept, because graphs draw from it."""
+    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if not isinstance(present, torch.Generator):
+        return tensor
+    present.set_state(tensor)
+    return present

@@ -1,0 +1,84 @@
+"""What Megatron-core keeps in globals is dropped, and its random streams are taken and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs Megatron-core")
+
+from megatron.core import rerun_state_machine
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import cuda_graphs
+
+from checkpointless.megatron import cleanup
+
+pytestmark = pytest.mark.nemo
+
+
+@pytest.fixture
+def tracker(monkeypatch: pytest.MonkeyPatch) -> CudaRNGStatesTracker:
+    made = CudaRNGStatesTracker()
+    monkeypatch.setattr(cleanup, "get_cuda_rng_tracker", lambda: made)
+    return made
+
+
+def draw(state: torch.Tensor | torch.Generator) -> list[float]:
+    """The next numbers of a stream."""
+    if isinstance(state, torch.Tensor):
+        generator = torch.Generator()
+        generator.set_state(state)
+        return torch.rand(3, generator=generator).tolist()
+    return torch.rand(3, generator=state).tolist()
+
+
+@pytest.mark.parametrize("for_graphs", [False, True], ids=["tensors", "generators"])
+def test_streams_are_taken_and_put_back(tracker: CudaRNGStatesTracker, for_graphs: bool) -> None:
+    """A tracker for CUDA graphs keeps generators, from which its graphs draw: they must stay the same objects."""
+
+    def fresh(seed: int) -> dict[str, Any]:
+        generators = {name: torch.Generator().manual_seed(seed + index) for index, name in enumerate("ab")}
+        return generators if for_graphs else {name: each.get_state() for name, each in generators.items()}
+
+    tracker.set_states(fresh(1))
+    taken = cleanup._tracker_states()
+    expected = {name: draw(state) for name, state in tracker.get_states().items()}
+
+    tracker.set_states(fresh(7))  # another generation has set its tracker up
+    present = tracker.get_states()
+    cleanup._set_tracker_states(taken)
+    states = tracker.get_states()
+    if for_graphs:
+        assert all(states[name] is present[name] for name in "ab")
+    assert {name: draw(state) for name, state in states.items()} == expected
+
+
+def test_a_stream_that_this_generation_does_not_have_is_added(tracker: CudaRNGStatesTracker) -> None:
+    state = torch.Generator().manual_seed(3).get_state()
+    cleanup._set_tracker_states({"a": state.numpy().tobytes()})
+    assert torch.equal(tracker.get_states()["a"], state)
+
+
+@pytest.fixture
+def record() -> Iterator[Any]:
+    made: Any = cuda_graphs._CudagraphGlobalRecord
+    yield made
+    made.cudagraph_created, made.cudagraph_record = False, []
+
+
+@pytest.mark.parametrize(("created", "recorded"), [(True, []), (False, [("a runner", "fwd")])])
+def test_graphs_of_the_generation_that_is_over_are_dropped(record: Any, created: bool, recorded: list[Any]) -> None:
+    """Megatron asserts, when it captures the next generation's, that there are none."""
+    record.cudagraph_created, record.cudagraph_record = created, recorded
+    cleanup.drop_globals()
+    assert (record.cudagraph_created, record.cudagraph_record) == (False, [])
+
+
+def test_the_machine_that_repeats_steps_is_dropped() -> None:
+    before = rerun_state_machine.get_rerun_state_machine()
+    cleanup.drop_globals()
+    assert rerun_state_machine.get_rerun_state_machine() is not before
+    rerun_state_machine.destroy_rerun_state_machine()
