@@ -32,11 +32,21 @@ class HealthCheck(ABC):
         """
 
 
+def wait_for_device() -> None:
+    """Wait until the current GPU has done what it was given; return at once if CUDA was not used.
+
+    Raises:
+        RuntimeError: CUDA reported an error.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 class CudaHealthCheck(HealthCheck):
     """Synchronizes with the GPU, within a time limit, to verify that its context is not corrupted.
 
-    The check uses the device of ``LOCAL_RANK``, or the current device if ``LOCAL_RANK`` is not set. It passes if
-    CUDA was not used.
+    The check uses the device of ``LOCAL_RANK``, or the current device if ``LOCAL_RANK`` is not set or this process
+    sees no such device. It passes if CUDA was not used.
 
     Args:
         timeout: time limit for the synchronization, as a ``timedelta`` or in seconds.
@@ -59,8 +69,9 @@ class CudaHealthCheck(HealthCheck):
         """
         if not torch.cuda.is_initialized():
             return state, train_ex
-        local_rank = os.environ.get(LOCAL_RANK_ENV)
-        device = torch.device("cuda", int(local_rank) if local_rank else torch.cuda.current_device())
+        local_rank = int(os.environ.get(LOCAL_RANK_ENV) or -1)
+        seen = 0 <= local_rank < torch.cuda.device_count()
+        device = torch.device("cuda", local_rank if seen else torch.cuda.current_device())
         errors: list[Exception] = []
 
         def synchronize() -> None:

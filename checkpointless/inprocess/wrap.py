@@ -26,7 +26,7 @@ from checkpointless.inprocess.block.signal_handlers import SignalHandlers
 from checkpointless.inprocess.block.tracing import tracing
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
-from checkpointless.inprocess.deadline import time_limit
+from checkpointless.inprocess.deadline import bounded, time_limit
 from checkpointless.inprocess.departure import Departure
 from checkpointless.inprocess.exceptions import (
     InternalError,
@@ -36,7 +36,7 @@ from checkpointless.inprocess.exceptions import (
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
 from checkpointless.inprocess.generation import Generation
-from checkpointless.inprocess.health_check import CudaHealthCheck
+from checkpointless.inprocess.health_check import CudaHealthCheck, wait_for_device
 from checkpointless.inprocess.memory import reset_peak
 from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.inprocess.state import HPState
@@ -349,6 +349,8 @@ class HPCallWrapper:
         try:
             if not self._departure.abort(self.generation):
                 raise InternalError("the update in progress did not end")
+            with bounded("the device's work", self.wrapper.abort_timeout.total_seconds(), self._replace):
+                wait_for_device()  # the state that is kept may be in its memory
             if self.checkpoint_manager is not None:
                 self.checkpoint_manager.hold()
             forget_frames(term_ex)

@@ -42,7 +42,13 @@ def test_who_waits_for_a_rank_that_was_lost_while_a_group_was_made_is_not_replac
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [("abort", "the abort"), ("clean-up", "the clean-up"), ("health", "the health check")]
+    ("what", "said"),
+    [
+        ("abort", "the abort"),
+        ("device", "the device's work"),
+        ("clean-up", "the clean-up"),
+        ("health", "the health check"),
+    ],
 )
 def test_what_hangs_on_the_way_to_the_barrier_is_replaced_after_the_abort_timeout(
     tmp_path: Path, what: str, said: str

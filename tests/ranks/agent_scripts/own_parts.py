@@ -1,6 +1,7 @@
 """All-reduces under an ``HPWrapper`` with parts of one's own; rank 1 raises in step 3 of generation 0.
 
-``finalize``: a clean-up that does nothing; ``abort``, ``clean-up``, ``health``: one that hangs on rank 0, once.
+``finalize``: a clean-up that does nothing; ``abort``, ``clean-up``, ``health``: one that hangs on rank 0, once;
+``device``: there seems to be a GPU, which hangs so.
 """
 
 import os
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.inprocess import HPCallWrapper, HPState, HPWrapper
+from checkpointless.inprocess import HPCallWrapper, HPWrapper
 
 WHAT = sys.argv[1]
 RANK = int(os.environ["RANK"])
@@ -25,7 +26,7 @@ class Part:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, state: HPState, *_: object) -> None:
+    def __call__(self, *_: object) -> None:
         if self.name == WHAT and RANK == 0 and not SEEN.exists():
             SEEN.touch()
             time.sleep(60)
@@ -39,6 +40,10 @@ if WHAT == "abort":
     parts = {"abort": Compose(*default.instances, Part("abort"))}
 if WHAT == "clean-up":
     parts = {"finalize": Part("clean-up")}
+if WHAT == "device":
+    torch.cuda.synchronize = Part("device")
+    torch.cuda.reset_peak_memory_stats = lambda: None
+    parts = {"health_check": Part("health")}  # which would ask for its number
 if WHAT == "health":
     parts = {"health_check": Part("health")}
 
@@ -50,6 +55,8 @@ def main(cfg: str, caller: HPCallWrapper | None = None) -> None:
     pair = dist.new_group([0, 1])
     for step in range(1, 6):
         caller.begin_step(step)
+        if WHAT == "device":  # only where the block is left
+            torch.cuda.is_initialized = lambda: step == 3 and caller.generation == 0
         if RANK == 1 and step == 3 and caller.generation == 0:
             raise ValueError("the loss is not a number")
         total = torch.tensor([float(step)])
