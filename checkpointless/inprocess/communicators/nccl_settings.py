@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from checkpointless.environment import (
@@ -24,6 +25,9 @@ from checkpointless.environment import (
 
 logger = logging.getLogger(__name__)
 
+#: Earlier versions may deadlock while several communicators of a process are aborted
+#: (https://github.com/pytorch/pytorch/issues/149153).
+OLDEST_NCCL = (2, 26, 2)
 _OFF = "0"
 _OF_TORCHRUN = "1"  # torchrun gives this to every rank whose user has not said otherwise
 
@@ -75,9 +79,25 @@ def apply(environ: MutableMapping[str, str] | None = None) -> tuple[str, ...]:
 
 
 def apply_where_there_is_nccl() -> None:
-    """Call :func:`apply` for this process, unless this build of torch has no NCCL."""
-    if dist.is_nccl_available():
-        apply()
+    """Call :func:`apply` for this process and look at the version of NCCL, unless this build of torch has none."""
+    if not dist.is_nccl_available():
+        return
+    apply()
+    problem = problem_of_version(torch.cuda.nccl.version())
+    if problem is not None:
+        logger.warning("%s", problem)
+
+
+def problem_of_version(version: tuple[int, ...]) -> str | None:
+    """Return what is wrong with a version of NCCL, in one line, or None.
+
+    Args:
+        version: major, minor and patch.
+    """
+    if version >= OLDEST_NCCL:
+        return None
+    found, least = (".".join(map(str, each)) for each in (version, OLDEST_NCCL))
+    return f"NCCL {found}: aborting several communicators may deadlock; install a torch with NCCL {least} or newer"
 
 
 def _is_torchruns(name: str, environ: Mapping[str, str]) -> bool:

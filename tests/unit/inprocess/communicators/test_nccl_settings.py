@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from checkpointless.inprocess.communicators import nccl_settings
-from checkpointless.inprocess.communicators.nccl_settings import SETTINGS, apply
+from checkpointless.inprocess.communicators.nccl_settings import SETTINGS, apply, problem_of_version
 from checkpointless.inprocess.communicators.process_groups import ProcessGroups
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -37,8 +38,9 @@ def test_what_torchrun_gives_to_every_rank_is_no_users_wish(launcher: dict[str, 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_groups_are_made_with_these_settings_where_there_is_nccl(
-    there: bool, monkeypatch: pytest.MonkeyPatch
+    there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))
     monkeypatch.setattr(nccl_settings.dist, "is_nccl_available", lambda: there)
     for name in SETTINGS:
         monkeypatch.setenv(name, "to be restored")
@@ -49,3 +51,11 @@ def test_groups_are_made_with_these_settings_where_there_is_nccl(
     assert [nccl_settings.os.environ.get(name) for name in SETTINGS] == (
         [setting.value for setting in SETTINGS.values()] if there else [None] * len(SETTINGS)
     )
+    assert [text.startswith("NCCL 2.21.5: ") for text in caplog.messages] == [True] * there
+
+
+@pytest.mark.parametrize(
+    ("version", "is_fine"), [((2, 26, 2), True), ((2, 30), True), ((2, 26, 1), False), ((2, 9), False)]
+)
+def test_a_version_whose_aborts_may_deadlock_is_named(version: tuple[int, ...], is_fine: bool) -> None:
+    assert (problem_of_version(version) is None) is is_fine
