@@ -17,6 +17,7 @@ from checkpointless.inprocess import HPCallWrapper, HPWrapper
 
 WHAT = sys.argv[1]
 RANK = int(os.environ["RANK"])
+cuda: Any = torch.cuda  # Any: its functions are replaced
 SEEN = Path(os.environ["CHECKPOINTLESS_RUN_DIR"]) / "hung"
 
 
@@ -41,8 +42,8 @@ if WHAT == "abort":
 if WHAT == "clean-up":
     parts = {"finalize": Part("clean-up")}
 if WHAT == "device":
-    torch.cuda.synchronize = Part("device")
-    torch.cuda.reset_peak_memory_stats = lambda: None
+    cuda.synchronize = Part("device")
+    cuda.reset_peak_memory_stats = Part("nothing")
     parts = {"health_check": Part("health")}  # which would ask for its number
 if WHAT == "health":
     parts = {"health_check": Part("health")}
@@ -56,7 +57,8 @@ def main(cfg: str, caller: HPCallWrapper | None = None) -> None:
     for step in range(1, 6):
         caller.begin_step(step)
         if WHAT == "device":  # only where the block is left
-            torch.cuda.is_initialized = lambda step=step: step == 3 and caller.generation == 0
+            is_left = step == 3 and caller.generation == 0
+            cuda.is_initialized = lambda is_left=is_left: is_left
         if RANK == 1 and step == 3 and caller.generation == 0:
             raise ValueError("the loss is not a number")
         total = torch.tensor([float(step)])
