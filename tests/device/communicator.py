@@ -1,0 +1,158 @@
+"""A communicator of the test device: its collectives are done by a thread of its own, through files.
+
+Aborting it ends what it waits for; what was aborted ends like what succeeded, with results that are not there. As
+NCCL's may, an abort waits for the device, and so until every other communicator that has work is aborted, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from checkpointless.environment import RUN_DIR_ENV
+from tests.device.device import Device, Operation
+
+_POLL_S = 0.0005
+_FOLDER = "folder"
+
+
+class Communicator:
+    """One rank's end of a communicator.
+
+    Args:
+        device: the rank's.
+        store: the ranks of this communicator meet at it.
+        rank: this rank's in the communicator.
+        size: how many ranks it has.
+        aborts_while_connecting: whether an abort ends the connecting, too. NCCL's does only if communicators are
+            made without blocking.
+    """
+
+    of_process: ClassVar[list[Communicator]] = []
+
+    def __init__(
+        self, device: Device, store: Any, rank: int, size: int, aborts_while_connecting: bool = False
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.aborted = False
+        self._device, self._store = device, store
+        self._aborts_while_connecting = aborts_while_connecting
+        self._is_connected = False
+        self._folder = Path()
+        self._numbers = itertools.count()
+        self._calls: queue.SimpleQueue[tuple[Operation, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._busy = 0
+        self._thread: threading.Thread | None = None
+        self.of_process.append(self)
+
+    @property
+    def occupies_the_device(self) -> bool:
+        """Whether a kernel of it runs, and waits for its peers."""
+        return self._busy > 0 and self._is_connected
+
+    # ---- what groups call
+
+    def launch(self, operation: Operation, work: Callable[[], None]) -> None:
+        """Have ``work`` done in the order of the launches."""
+        self._device.launch(operation)
+        self._busy += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="test-communicator", daemon=True)
+            self._thread.start()
+        self._calls.put((operation, work))
+
+    def exchange(self, mine: bytes) -> list[bytes] | None:
+        """Give ``mine`` to all ranks, and return what each has given; None if it was aborted."""
+        number = next(self._numbers)
+        self._put(f"{number}-{self.rank}", mine)
+        found = []
+        for rank in range(self.size):
+            path = self._folder / f"{number}-{rank}"
+            if not self._wait(path.exists):
+                return None
+            found.append(path.read_bytes())
+        # Whoever gave something to this exchange has read all of the one before.
+        (self._folder / f"{number - 1}-{self.rank}").unlink(missing_ok=True)
+        return found
+
+    def send(self, peer: int, number: int, data: bytes) -> None:
+        """Send ``data`` as the message of that number; it is buffered, as NCCL does with small ones."""
+        self._put(f"m{number}-{self.rank}-{peer}", data)
+
+    def receive(self, peer: int, number: int) -> bytes | None:
+        """Receive the message of that number; None if it was aborted."""
+        path = self._folder / f"m{number}-{peer}-{self.rank}"
+        if not self._wait(path.exists):
+            return None
+        data = path.read_bytes()
+        path.unlink()
+        return data
+
+    def abort(self) -> None:
+        """End what the communicator waits for, and wait for the device.
+
+        One that is still connecting is not known to torch yet, so that no abort reaches it.
+        """
+        if not self._is_connected and not self._aborts_while_connecting:
+            return
+        self.aborted = True
+        while any(each.occupies_the_device and not each.aborted for each in self.of_process):
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End the thread when it has done what it has to do."""
+        self._calls.put(None)
+        if self in self.of_process:
+            self.of_process.remove(self)
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            operation, work = call
+            if not self.aborted or not self._aborts_while_connecting:
+                self._connect()
+            if not self.aborted:
+                work()
+            self._busy -= 1
+            if self._device.error is None:
+                self._device.finish(operation)
+
+    def _connect(self) -> None:
+        """Meet the other ranks at the store, before the first operation."""
+        if self._is_connected:
+            return
+        if self.rank == 0:
+            folder = Path(os.environ[RUN_DIR_ENV]) / "device" / uuid.uuid4().hex
+            folder.mkdir(parents=True)
+            self._store.set(_FOLDER, str(folder))
+        self._store.set(f"here-{self.rank}", "")
+        keys = [_FOLDER, *(f"here-{rank}" for rank in range(self.size))]
+        while not self._store.check(keys):
+            if self.aborted and self._aborts_while_connecting:
+                return
+            time.sleep(_POLL_S)
+        self._folder = Path(self._store.get(_FOLDER).decode())
+        self._is_connected = True
+
+    def _wait(self, holds: Callable[[], bool]) -> bool:
+        """Wait until ``holds``; return False if the communicator was aborted before."""
+        while not holds():
+            if self.aborted or self._device.error is not None:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _put(self, name: str, data: bytes) -> Path:
+        path = self._folder / name
+        made = self._folder / f"{name}.new"
+        made.write_bytes(data)
+        made.rename(path)
+        return path

@@ -1,0 +1,113 @@
+"""A device for the tests, with the properties of a GPU that bite a recovery.
+
+What is launched on it is done later, by threads of the device. Whoever needs a result waits for it where it is used,
+in a wait that no interruption reaches, and launches block when the queue is full. Errors are sticky.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+
+QUEUE = 64
+
+
+class Operation:
+    """Something that was launched.
+
+    Args:
+        outputs: the tensors that it writes.
+    """
+
+    def __init__(self, outputs: Iterable[torch.Tensor] = ()) -> None:
+        self.storages = frozenset(each.untyped_storage().data_ptr() for each in outputs)
+        self.is_done = False
+
+
+class Device:
+    """What is queued on one device, and who waits for it.
+
+    Args:
+        queue: how many operations may be launched and not done; whoever launches more waits.
+
+    Attributes:
+        error: the error that every call ends with from now on, once there is one.
+    """
+
+    def __init__(self, queue: int = QUEUE) -> None:
+        self.error: str | None = None
+        self._queue = queue
+        self._mutex = threading.Lock()
+        self._pending: list[Operation] = []
+        self._waiters: list[tuple[Callable[[], bool], threading.Lock]] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued."""
+        return not self._pending
+
+    def launch(self, operation: Operation) -> None:
+        """Queue ``operation``, when there is room."""
+        self._check()
+        self._wait(lambda: len(self._pending) < self._queue)
+        self._check()
+        with self._mutex:
+            self._pending.append(operation)
+
+    def finish(self, operation: Operation) -> None:
+        """Note that ``operation`` is done, whether it succeeded or was aborted."""
+        with self._mutex:
+            operation.is_done = True
+            self._pending.remove(operation)
+        self._wake()
+
+    def fail(self, error: str) -> None:
+        """Fail, as after an assertion in a kernel: nothing that is queued is done any more."""
+        self.error = error
+        with self._mutex:
+            self._pending.clear()
+        self._wake()
+
+    def synchronize(self, operation: Operation | None = None) -> None:
+        """Wait until ``operation``, or everything that is queued, is done.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        self._check()
+        self._wait(lambda: operation.is_done if operation is not None else not self._pending)
+        self._check()
+
+    def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Wait until nothing that is queued writes one of ``tensors``.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        self._check()
+        storages = {each.untyped_storage().data_ptr() for each in tensors}
+        self._wait(lambda: not any(each.storages & storages for each in self._pending))
+        self._check()
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise RuntimeError(f"CUDA error: {self.error}")
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        """Wait in one call into C, which handles no interruption, as that of a driver does."""
+        with self._mutex:
+            if self.error is not None or holds():
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiters.append((holds, gate))
+        gate.acquire()
+
+    def _wake(self) -> None:
+        with self._mutex:
+            ready = [each for each in self._waiters if self.error is not None or each[0]()]
+            self._waiters = [each for each in self._waiters if each not in ready]
+        for _, gate in ready:
+            gate.release()

@@ -1,0 +1,344 @@
+"""Process groups of the test device, which torch takes for a backend of its own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.device.communicator import Communicator
+from tests.device.device import Device, Operation
+
+BACKEND = "late"
+
+
+class LateWork(dist.Work):
+    """What was launched. Waiting for it only orders what follows on the device, unless it ``blocks``.
+
+    Args:
+        device: the rank's.
+        operation: what was launched.
+        blocks: whether the host waits, as for a barrier.
+    """
+
+    def __init__(self, device: Device, operation: Operation, blocks: bool = False) -> None:
+        super().__init__()
+        self._device, self._operation, self._blocks = device, operation, blocks
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Order what follows; return True, also after an abort."""
+        if self._blocks:
+            self._device.synchronize(self._operation)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+        return self._operation.is_done
+
+    def is_success(self) -> bool:
+        """Whether it is done."""
+        return self._operation.is_done
+
+    def synchronize(self) -> None:
+        """Order what follows."""
+
+
+class LateNCCLGroup(dist.ProcessGroup):
+    """A process group whose collectives are launched and done later.
+
+    Args:
+        device: the rank's.
+        store: the ranks meet at it.
+        rank: this rank's in the group.
+        size: how many ranks the group has.
+    """
+
+    def __init__(self, device: Device, store: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._device = device
+        self._communicator = Communicator(device, store, rank, size)
+        self._launched = 0
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._options = dist.ProcessGroup.Options(BACKEND) if hasattr(dist.ProcessGroup, "Options") else None
+
+    # ---- what torch asks
+
+    def getBackendName(self) -> str:
+        """Name it."""
+        return BACKEND
+
+    def _get_backend(self, device: torch.device) -> LateNCCLGroup:
+        if device.type != "cuda":
+            raise RuntimeError("no backend for it")
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._launched
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        """Abort the communicator."""
+        self._communicator.abort()
+
+    def shutdown(self) -> None:
+        """Abort the communicator, and end its thread."""
+        self._communicator.abort()
+        self._communicator.close()
+
+    # ---- collectives
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
+        return self._all_to_all_ranks(tensors, tensors, _reducing(opts, tensors))
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
+        root = opts.rootRank == self._communicator.rank
+        return self._all_to_all_ranks(tensors, tensors if root else [], _reducing(opts, tensors) if root else _nothing)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
+        root = 0 if opts is None else opts.rootRank
+        given = tensors if root == self._communicator.rank else []
+
+        def take(given: list[list[torch.Tensor]]) -> None:
+            _copy(tensors, given[root])
+
+        return self._collective(given, tensors, take, [tensors if rank == root else [] for rank in self._ranks])
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> LateWork:
+        return self._gather_into([output], [given])
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], opts: Any = None
+    ) -> LateWork:
+        return self._gather_into(outputs, given)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], given: Sequence[torch.Tensor], opts: Any = None
+    ) -> LateWork:
+        def take(all_given: list[list[torch.Tensor]]) -> None:
+            for each, found in zip(outputs[0], all_given, strict=True):
+                _copy([each], found)
+
+        return self._collective(given, outputs[0], take, [[each] for each in outputs[0]])
+
+    def gather(self, outputs: Any, given: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
+        if opts.rootRank != self._communicator.rank:
+            return self._collective(given, [], _nothing, [given] * len(self._ranks))
+        return self.allgather(outputs, given)
+
+    def scatter(self, outputs: Sequence[torch.Tensor], given: Any, opts: Any = None) -> LateWork:
+        root, rank = opts.rootRank, self._communicator.rank
+        mine = given[0] if root == rank else []
+        shapes = [list(outputs) * len(self._ranks) if each == root else [] for each in self._ranks]
+        return self._collective(mine, outputs, lambda found: _copy(outputs, [found[root][rank]]), shapes)
+
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> LateWork:
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], opts: Any = None
+    ) -> LateWork:
+        rank = self._communicator.rank
+
+        def take(found: list[list[torch.Tensor]]) -> None:
+            for index, output in enumerate(outputs):
+                parts = [each[index].reshape(len(self._ranks), -1)[rank] for each in found]
+                _copy([output], [_reduced(opts, parts).reshape(output.shape)])
+
+        return self._collective(given, outputs, take, [list(given)] * len(self._ranks))
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], given: Sequence[Sequence[torch.Tensor]], opts: Any = None
+    ) -> LateWork:
+        rank = self._communicator.rank
+
+        def take(found: list[list[torch.Tensor]]) -> None:
+            _copy(outputs, [_reduced(opts, [each[rank] for each in found])])
+
+        return self._collective(given[0], outputs, take, [list(given[0])] * len(self._ranks))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> LateWork:
+        rank, size = self._communicator.rank, len(self._ranks)
+        mine = list(given.split(input_splits or given.shape[0] // size))
+        room = list(output.split(output_splits or output.shape[0] // size))
+        data = [_bytes(each) for each in mine]
+
+        def take(found: list[list[bytes]]) -> None:
+            for each, parts in zip(room, found, strict=True):
+                _copy([each], [_tensor(parts[rank], each)])
+
+        return self._exchanging(data, [output], take)
+
+    def alltoall(
+        self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], opts: Any = None
+    ) -> LateWork:
+        rank = self._communicator.rank
+
+        def take(found: list[list[bytes]]) -> None:
+            for each, parts in zip(outputs, found, strict=True):
+                _copy([each], [_tensor(parts[rank], each)])
+
+        return self._exchanging([_bytes(each) for each in given], outputs, take)
+
+    def barrier(self, opts: Any = None) -> LateWork:
+        work = self._collective([], [], _nothing, [[] for _ in self._ranks])
+        work._blocks = True
+        return work
+
+    # ---- messages
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> LateWork:
+        data, number = b"".join(map(_bytes, tensors)), self._number(self._communicator.rank, peer)
+        return self._launch([], lambda: self._communicator.send(peer, number, data))
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> LateWork:
+        number = self._number(peer, self._communicator.rank)
+
+        def work() -> None:
+            data = self._communicator.receive(peer, number)
+            if data is not None:
+                _copy(tensors, _tensors(data, tensors))
+
+        return self._launch(tensors, work)
+
+    def _number(self, source: int, target: int) -> int:
+        self._sent[source, target] += 1
+        return self._sent[source, target]
+
+    # ---- how
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._communicator.size)
+
+    def _gather_into(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> LateWork:
+        def take(found: list[list[torch.Tensor]]) -> None:
+            for index, output in enumerate(outputs):
+                _copy([output], [torch.cat([each[index].reshape(-1) for each in found]).reshape(output.shape)])
+
+        return self._collective(given, outputs, take, [list(given)] * len(self._ranks))
+
+    def _all_to_all_ranks(
+        self,
+        given: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        take: Callable[[list[list[torch.Tensor]]], None],
+    ) -> LateWork:
+        return self._collective(given, outputs, take, [list(given)] * len(self._ranks))
+
+    def _collective(
+        self,
+        given: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        take: Callable[[list[list[torch.Tensor]]], None],
+        shapes: Sequence[Sequence[torch.Tensor]],
+    ) -> LateWork:
+        """Launch an exchange of ``given``, of which ``take`` makes ``outputs``; ``shapes`` are those of each rank's."""
+        return self._exchanging(
+            [b"".join(map(_bytes, given))],
+            outputs,
+            lambda found: take([_tensors(each[0], like) for each, like in zip(found, shapes, strict=True)]),
+        )
+
+    def _exchanging(
+        self, parts: list[bytes], outputs: Sequence[torch.Tensor], take: Callable[[list[list[bytes]]], None]
+    ) -> LateWork:
+        """Launch an exchange of byte strings, one for each rank or one for all."""
+        self._launched += 1
+        lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64).numpy().tobytes()
+        data = len(parts).to_bytes(8, "little") + lengths + b"".join(parts)
+
+        def work() -> None:
+            found = self._communicator.exchange(data)
+            if found is not None:
+                take([_split(each) for each in found])
+
+        return self._launch(outputs, work)
+
+    def _launch(self, outputs: Sequence[torch.Tensor], work: Callable[[], None]) -> LateWork:
+        operation = Operation(outputs)
+        self._communicator.launch(operation, work)
+        return LateWork(self._device, operation)
+
+
+def create(device: Device) -> Callable[..., LateNCCLGroup]:
+    """What torch makes groups with."""
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> LateNCCLGroup:
+        return LateNCCLGroup(device, store, rank, size)
+
+    return make
+
+
+def _split(data: bytes) -> list[bytes]:
+    count = int.from_bytes(data[:8], "little")
+    lengths = [int.from_bytes(data[8 + 8 * each : 16 + 8 * each], "little") for each in range(count)]
+    ends = list(itertools.accumulate(lengths, initial=8 + 8 * count))
+    return [data[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:
+    if not data:
+        return like.detach().new_empty(0)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(like.dtype).reshape(like.shape)
+
+
+def _tensors(data: bytes, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    ends = list(itertools.accumulate((each.numel() * each.element_size() for each in like), initial=0))
+    parts = [data[begin:end] for begin, end in itertools.pairwise(ends)]
+    return [_tensor(part, each) for part, each in zip(parts, like, strict=True)]
+
+
+def _copy(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    for output, each in zip(outputs, given, strict=True):
+        output.detach().copy_(each)
+
+
+def _nothing(found: object) -> None:
+    pass
+
+
+def _reducing(
+    opts: Any, outputs: Sequence[torch.Tensor]
+) -> Callable[[list[list[torch.Tensor]]], None]:
+    def take(found: list[list[torch.Tensor]]) -> None:
+        for index, output in enumerate(outputs):
+            _copy([output], [_reduced(opts, [each[index] for each in found])])
+
+    return take
+
+
+def _reduced(opts: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Reduce in the order of the ranks, so that all ranks have the same bits."""
+    op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+    if op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG:
+        total = functools.reduce(torch.add, parts)
+        return total / len(parts) if op == dist.ReduceOp.AVG else total
+    if op == dist.ReduceOp.MAX:
+        return functools.reduce(torch.maximum, parts)
+    if op == dist.ReduceOp.MIN:
+        return functools.reduce(torch.minimum, parts)
+    if op == dist.ReduceOp.PRODUCT:
+        return functools.reduce(torch.mul, parts)
+    raise NotImplementedError(str(op))

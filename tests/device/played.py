@@ -1,0 +1,49 @@
+"""Play the test device in this process: torch's groups run on it, and `torch.cuda` waits for it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from tests.device.device import Device
+from tests.device.groups import BACKEND, create
+
+device = Device()
+
+
+class Waits(TorchDispatchMode):
+    """Makes every operation on tensors wait for what is queued and writes them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not device.is_idle or device.error is not None:
+            device.wait_for(each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor))
+        return func(*args, **kwargs)
+
+
+def install() -> None:
+    """Play it in the main thread of this process, from now to its end."""
+    dist.Backend.register_backend(BACKEND, create(device), devices=["cpu"])
+    cuda: Any = torch.cuda
+    cuda.is_initialized = lambda: True
+    cuda.synchronize = lambda *_: device.synchronize()
+    cuda.reset_peak_memory_stats = lambda *_: None
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+        setattr(cuda, name, lambda *_: 0)
+    for name in ("numpy", "tolist", "__repr__"):  # which read memory without an operation
+        setattr(torch.Tensor, name, _after_waiting(getattr(torch.Tensor, name)))
+    Waits().__enter__()
+
+
+def _after_waiting(method: Any) -> Any:
+    @functools.wraps(method)
+    def waits(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        device.wait_for([tensor])
+        return method(tensor, *args, **kwargs)
+
+    return waits
