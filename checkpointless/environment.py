@@ -47,6 +47,7 @@ TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV = "TORCH_NCCL_RETHROW_CUDA_ERRORS"  # "1": th
 TORCH_NCCL_ENABLE_MONITORING_ENV = "TORCH_NCCL_ENABLE_MONITORING"  # "1": a slow watchdog ends the process
 TORCH_NCCL_DUMP_ON_TIMEOUT_ENV = "TORCH_NCCL_DUMP_ON_TIMEOUT"  # "1": ranks tell each other to dump at a timeout
 PYTORCH_NVML_BASED_CUDA_CHECK_ENV = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "1": torch asks NVML whether there is a GPU
+TORCH_NCCL_USE_COMM_NONBLOCKING_ENV = "TORCH_NCCL_USE_COMM_NONBLOCKING"  # "1": making one can be aborted
 NCCL_NVLS_ENABLE_ENV = "NCCL_NVLS_ENABLE"  # "0": no multicast over NVLink
 
 # Set by SageMaker HyperPod's agent for its ranks.

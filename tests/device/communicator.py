@@ -21,6 +21,7 @@ from tests.device.device import Device, Operation
 
 _POLL_S = 0.0005
 _FOLDER = "folder"
+THREAD = "test-communicator"  # name of the threads of the device
 
 
 class Communicator:
@@ -31,41 +32,43 @@ class Communicator:
         store: the ranks of this communicator meet at it.
         rank: this rank's in the communicator.
         size: how many ranks it has.
-        aborts_while_connecting: whether an abort ends the connecting, too. NCCL's does only if communicators are
-            made without blocking.
     """
 
     of_process: ClassVar[list[Communicator]] = []
 
-    def __init__(
-        self, device: Device, store: Any, rank: int, size: int, aborts_while_connecting: bool = False
-    ) -> None:
+    def __init__(self, device: Device, store: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.aborted = False
         self._device, self._store = device, store
-        self._aborts_while_connecting = aborts_while_connecting
+        # If communicators are made with blocking, torch does not know of one that is being made.
+        self._aborts_while_connecting = os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") == "1"
         self._is_connected = False
         self._folder = Path()
         self._numbers = itertools.count()
         self._calls: queue.SimpleQueue[tuple[Operation, Callable[[], None]] | None] = queue.SimpleQueue()
         self._busy = 0
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self.of_process.append(self)
 
     @property
     def occupies_the_device(self) -> bool:
         """Whether a kernel of it runs, and waits for its peers."""
-        return self._busy > 0 and self._is_connected
+        return self._busy > 0
 
     # ---- what groups call
 
     def launch(self, operation: Operation, work: Callable[[], None]) -> None:
         """Have ``work`` done in the order of the launches."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
+            self._thread.start()
+        # As ncclCommInitRank does.
+        self._device.wait_until(lambda: self._is_connected or self._error is not None)
+        if self._error is not None:
+            raise self._error
         self._device.launch(operation)
         self._busy += 1
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="test-communicator", daemon=True)
-            self._thread.start()
         self._calls.put((operation, work))
 
     def exchange(self, mine: bytes) -> list[bytes] | None:
@@ -103,7 +106,7 @@ class Communicator:
         if not self._is_connected and not self._aborts_while_connecting:
             return
         self.aborted = True
-        while any(each.occupies_the_device and not each.aborted for each in self.of_process):
+        while any(each.occupies_the_device and not each.aborted for each in list(self.of_process)):
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -115,10 +118,13 @@ class Communicator:
     # ---- the thread
 
     def _serve(self) -> None:
+        try:
+            self._connect()
+        except Exception as error:
+            self._error = error
+        self._device.notice()
         while (call := self._calls.get()) is not None:
             operation, work = call
-            if not self.aborted or not self._aborts_while_connecting:
-                self._connect()
             if not self.aborted:
                 work()
             self._busy -= 1
@@ -126,20 +132,19 @@ class Communicator:
                 self._device.finish(operation)
 
     def _connect(self) -> None:
-        """Meet the other ranks at the store, before the first operation."""
-        if self._is_connected:
-            return
+        """Hear of the communicator at the store, and then meet its ranks without the store."""
         if self.rank == 0:
             folder = Path(os.environ[RUN_DIR_ENV]) / "device" / uuid.uuid4().hex
             folder.mkdir(parents=True)
             self._store.set(_FOLDER, str(folder))
-        self._store.set(f"here-{self.rank}", "")
-        keys = [_FOLDER, *(f"here-{rank}" for rank in range(self.size))]
-        while not self._store.check(keys):
-            if self.aborted and self._aborts_while_connecting:
-                return
+        while not self._store.check([_FOLDER]):
             time.sleep(_POLL_S)
         self._folder = Path(self._store.get(_FOLDER).decode())
+        self._put(f"here-{self.rank}", b"")
+        while not all((self._folder / f"here-{rank}").exists() for rank in range(self.size)):
+            if self.aborted:
+                raise RuntimeError("NCCL error: the communicator was aborted while it was made")
+            time.sleep(_POLL_S)
         self._is_connected = True
 
     def _wait(self, holds: Callable[[], bool]) -> bool:

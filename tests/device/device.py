@@ -91,6 +91,14 @@ class Device:
         self._wait(lambda: not any(each.storages & storages for each in self._pending))
         self._check()
 
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait until ``holds``, of which :meth:`notice` must be called, in one call into C."""
+        self._wait(holds)
+
+    def notice(self) -> None:
+        """Look whether what somebody waits for has come."""
+        self._wake()
+
     def _check(self) -> None:
         if self.error is not None:
             raise RuntimeError(f"CUDA error: {self.error}")

@@ -103,7 +103,9 @@ class LateNCCLGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
         root = opts.rootRank == self._communicator.rank
-        return self._all_to_all_ranks(tensors, tensors if root else [], _reducing(opts, tensors) if root else _nothing)
+        return self._all_to_all_ranks(
+            tensors, tensors if root else [], _reducing(opts, tensors) if root else _nothing
+        )
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
         root = 0 if opts is None else opts.rootRank
@@ -319,9 +321,7 @@ def _nothing(found: object) -> None:
     pass
 
 
-def _reducing(
-    opts: Any, outputs: Sequence[torch.Tensor]
-) -> Callable[[list[list[torch.Tensor]]], None]:
+def _reducing(opts: Any, outputs: Sequence[torch.Tensor]) -> Callable[[list[list[torch.Tensor]]], None]:
     def take(found: list[list[torch.Tensor]]) -> None:
         for index, output in enumerate(outputs):
             _copy([output], [_reduced(opts, [each[index] for each in found])])

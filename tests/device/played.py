@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import threading
 from typing import Any
 
 import torch
@@ -10,10 +12,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from tests.device.communicator import THREAD
 from tests.device.device import Device
 from tests.device.groups import BACKEND, create
 
 device = Device()
+_CHOICE = "_get_default_process_group_backend_for_device"
 
 
 class Waits(TorchDispatchMode):
@@ -28,15 +32,31 @@ class Waits(TorchDispatchMode):
 
 def install() -> None:
     """Play it in the main thread of this process, from now to its end."""
+    for module in list(sys.modules.values()):  # Lightning's, and those that have imported it
+        if _CHOICE in vars(module):
+            setattr(module, _CHOICE, lambda device: BACKEND)
     dist.Backend.register_backend(BACKEND, create(device), devices=["cpu"])
     cuda: Any = torch.cuda
     cuda.is_initialized = lambda: True
+    cuda.device_count = lambda: 8
     cuda.synchronize = lambda *_: device.synchronize()
     cuda.reset_peak_memory_stats = lambda *_: None
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         setattr(cuda, name, lambda *_: 0)
     for name in ("numpy", "tolist", "__repr__"):  # which read memory without an operation
         setattr(torch.Tensor, name, _after_waiting(getattr(torch.Tensor, name)))
+    dist.is_nccl_available = lambda: True
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
+    run = threading.Thread.run
+
+    def run_and_wait(thread: threading.Thread) -> None:
+        if thread.name == THREAD:
+            run(thread)
+            return
+        with Waits():
+            run(thread)
+
+    threading.Thread.run = run_and_wait  # type: ignore[method-assign]
     Waits().__enter__()
 
 

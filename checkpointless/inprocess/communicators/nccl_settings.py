@@ -20,6 +20,7 @@ from checkpointless.environment import (
     TORCH_NCCL_DUMP_ON_TIMEOUT_ENV,
     TORCH_NCCL_ENABLE_MONITORING_ENV,
     TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV,
+    TORCH_NCCL_USE_COMM_NONBLOCKING_ENV,
     TORCHELASTIC_RUN_ID_ENV,
 )
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 #: Earlier versions may deadlock while several communicators of a process are aborted
 #: (https://github.com/pytorch/pytorch/issues/149153).
 OLDEST_NCCL = (2, 26, 2)
-_OFF = "0"
+_OFF, _ON = "0", "1"
 _OF_TORCHRUN = "1"  # torchrun gives this to every rank whose user has not said otherwise
 
 
@@ -54,6 +55,9 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     TORCH_NCCL_ENABLE_MONITORING_ENV: Setting(_OFF, "torch ends a rank whose watchdog is held up by an abort"),
     TORCH_NCCL_DUMP_ON_TIMEOUT_ENV: Setting(_OFF, "a timeout of one rank ends the others"),
+    TORCH_NCCL_USE_COMM_NONBLOCKING_ENV: Setting(
+        _ON, "a rank that makes a communicator with a lost peer cannot be freed, and its state is lost"
+    ),
     NCCL_NVLS_ENABLE_ENV: Setting(_OFF, "multicast over NVLink cannot be set up again after an abort"),
 }
 
