@@ -63,7 +63,7 @@ class LateNCCLGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._device = device
         self._communicator = Communicator(device, store, rank, size)
-        self._launched = 0
+        self._launched = 0  # collectives
         self._sent: Counter[tuple[int, int]] = Counter()
         self._options = dist.ProcessGroup.Options(BACKEND) if hasattr(dist.ProcessGroup, "Options") else None
 

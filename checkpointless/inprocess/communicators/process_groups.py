@@ -86,11 +86,11 @@ class ProcessGroups:
         same name. Whoever has launched more than a peer waits for it, wherever its main thread stands.
         """
         counts = dict(self._messages.counts)
-        for group in list(c10d._world.pg_map):
+        for group, name in list(c10d._world.pg_names.items()):
             backends = [] if group.size() == 1 else [(kind, _backend(group, kind)) for kind in ("cpu", "cuda")]
             for kind, backend in {id(backend): (kind, backend) for kind, backend in backends}.values():
                 try:
-                    counts[f"{group.group_name}/{kind}"] = int(backend._get_sequence_number_for_group())
+                    counts[f"{name}/{kind}"] = int(backend._get_sequence_number_for_group())
                 except (AttributeError, RuntimeError):  # there is none for this device, or one that does not count
                     continue
         return counts
