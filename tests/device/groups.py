@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointless.inprocess.communicators.process_groups import process_groups
 from tests.device.communicator import Communicator
 from tests.device.device import Device, Operation
 
@@ -208,10 +209,12 @@ class LateNCCLGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> LateWork:
         data, number = b"".join(map(_bytes, tensors)), self._number(self._communicator.rank, peer)
+        _count(self, tensors, peer)
         return self._launch([], lambda: self._communicator.send(peer, number, data))
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> LateWork:
         number = self._number(peer, self._communicator.rank)
+        _count_received(self, tensors, peer)
 
         def work() -> None:
             data = self._communicator.receive(peer, number)
@@ -278,6 +281,11 @@ class LateNCCLGroup(dist.ProcessGroup):
         operation = Operation(outputs)
         self._communicator.launch(operation, work)
         return LateWork(self._device, operation)
+
+
+#: The methods that torch's class has are counted; those of a class in Python take their place.
+_count = process_groups.messages.counting_sends(lambda *_: None)
+_count_received = process_groups.messages.counting_receipts(lambda *_: None)
 
 
 def create(device: Device) -> Callable[..., LateNCCLGroup]:

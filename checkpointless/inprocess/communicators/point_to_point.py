@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.patches import Patch, Patches
 
@@ -29,8 +30,8 @@ class PointToPointCounts:
         if not self._patches.are_made:
             self._patches.make(
                 [
-                    Patch(dist.ProcessGroup, "send", self._counting(lambda own, peer: f"{own}>{peer}"), "to count"),
-                    Patch(dist.ProcessGroup, "recv", self._counting(lambda own, peer: f"{peer}>{own}"), "to count"),
+                    Patch(dist.ProcessGroup, "send", self.counting_sends, "torch does not count messages"),
+                    Patch(dist.ProcessGroup, "recv", self.counting_receipts, "torch does not count messages"),
                 ]
             )
 
@@ -38,13 +39,25 @@ class PointToPointCounts:
         """Restore torch's methods."""
         self._patches.undo()
 
-    def _counting(self, pair: Callable[[int, int], str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def patch(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
-                self.counts[f"{group.group_name}/{pair(group.rank(), peer)}"] += 1
-                return original(group, tensors, peer, *args, **kwargs)
+    def counting_sends(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a group's ``send``, counted."""
 
-            return counting
+        @functools.wraps(send)
+        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+            self._count(group, group.rank(), peer)
+            return send(group, tensors, peer, *args, **kwargs)
 
-        return patch
+        return counting
+
+    def counting_receipts(self, recv: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a group's ``recv``, counted."""
+
+        @functools.wraps(recv)
+        def counting(group: Any, tensors: Any, peer: int, *args: Any, **kwargs: Any) -> Any:
+            self._count(group, peer, group.rank())
+            return recv(group, tensors, peer, *args, **kwargs)
+
+        return counting
+
+    def _count(self, group: Any, source: int, target: int) -> None:
+        self.counts[f"{c10d._world.pg_names.get(group)}/{source}>{target}"] += 1

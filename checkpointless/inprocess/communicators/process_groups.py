@@ -24,12 +24,15 @@ class ProcessGroups:
     The order over a restart is: :meth:`abort` and :meth:`cut` in the fault thread; :meth:`hold` and :meth:`destroy`
     in the main thread, once it has left the block; :meth:`release` when all ranks have left theirs; :meth:`reap`
     when the next generation's garbage has been collected.
+
+    Attributes:
+        messages: counts the messages between two ranks.
     """
 
     def __init__(self) -> None:
         self._sockets = GlooSockets()
-        self._messages = PointToPointCounts()
-        self._patchers = (InterruptibleConnect(), InterruptibleWait(), InterruptibleStore(), self._messages)
+        self.messages = PointToPointCounts()
+        self._patchers = (InterruptibleConnect(), InterruptibleWait(), InterruptibleStore(), self.messages)
 
     def install(self) -> None:
         """Prepare torch and NCCL for groups that are aborted, and make their waits interruptible (idempotent)."""
@@ -85,7 +88,7 @@ class ProcessGroups:
         Every rank of a group launches the same collectives in the same order, and all ranks know a group by the
         same name. Whoever has launched more than a peer waits for it, wherever its main thread stands.
         """
-        counts = dict(self._messages.counts)
+        counts = dict(self.messages.counts)
         for group, name in list(c10d._world.pg_names.items()):
             backends = [] if group.size() == 1 else [(kind, _backend(group, kind)) for kind in ("cpu", "cuda")]
             for kind, backend in {id(backend): (kind, backend) for kind, backend in backends}.values():
@@ -114,7 +117,7 @@ class ProcessGroups:
         for registry in registries:
             registry.clear()
         world.group_count = 0
-        self._messages.counts.clear()
+        self.messages.counts.clear()
         c10d._unregister_all_process_groups()  # the names of groups that were being made when they were interrupted
 
     def release(self) -> None:

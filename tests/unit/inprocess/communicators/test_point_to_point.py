@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators.point_to_point import PointToPointCounts
 
@@ -17,14 +18,18 @@ class Group:
         rank: this rank's in the group.
     """
 
-    group_name = "4"
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        c10d._world.pg_names[self] = "4"  # type: ignore[index]
         self.done: list[tuple[str, int, int]] = []
 
     def rank(self) -> int:
         return self._rank
+
+
+@pytest.fixture(autouse=True)
+def _names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c10d, "_world", type("World", (), {"pg_names": {}}))
 
 
 @pytest.fixture
