@@ -1,7 +1,7 @@
 """A device for the tests, with the properties of a GPU that bite a recovery.
 
-What is launched on it is done later, by threads of the device. Whoever needs a result waits for it where it is used,
-in a wait that no interruption reaches, and launches block when the queue is full. Errors are sticky.
+What is launched on it is done later, by threads of the device. Whoever needs a result waits for it where it is
+used, in a wait that no interruption reaches, and launches block when the queue is full. Errors are sticky.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from tests.device.communicator import Communicator
 from tests.device.device import Device, Operation
 
 BACKEND = "late"
+_ProcessGroup: Any = dist.ProcessGroup  # Any: its methods are overloaded, and torch calls one of each
 
 
 class LateWork(dist.Work):
@@ -50,7 +51,7 @@ class LateWork(dist.Work):
         """Order what follows."""
 
 
-class LateNCCLGroup(dist.ProcessGroup):
+class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are launched and done later.
 
     Args:
@@ -255,7 +256,7 @@ class LateNCCLGroup(dist.ProcessGroup):
         take: Callable[[list[list[torch.Tensor]]], None],
         shapes: Sequence[Sequence[torch.Tensor]],
     ) -> LateWork:
-        """Launch an exchange of ``given``, of which ``take`` makes ``outputs``; ``shapes`` are those of each rank's."""
+        """Launch an exchange of ``given``, of which ``take`` makes ``outputs``; ``shapes`` are like each rank's."""
         return self._exchanging(
             [b"".join(map(_bytes, given))],
             outputs,

@@ -47,7 +47,8 @@ def install() -> None:
         setattr(torch.Tensor, name, _after_waiting(getattr(torch.Tensor, name)))
     dist.is_nccl_available = lambda: True
     torch.cuda.nccl.version = lambda: (2, 27, 3)
-    run = threading.Thread.run
+    any_thread: Any = threading.Thread
+    run = any_thread.run
 
     def run_and_wait(thread: threading.Thread) -> None:
         if thread.name == THREAD:
@@ -56,7 +57,7 @@ def install() -> None:
         with Waits():
             run(thread)
 
-    threading.Thread.run = run_and_wait  # type: ignore[method-assign]
+    any_thread.run = run_and_wait
     Waits().__enter__()
 
 

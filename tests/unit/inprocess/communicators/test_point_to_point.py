@@ -20,7 +20,8 @@ class Group:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        c10d._world.pg_names[self] = "4"  # type: ignore[index]
+        names: Any = c10d._world.pg_names
+        names[self] = "4"
         self.done: list[tuple[str, int, int]] = []
 
     def rank(self) -> int:

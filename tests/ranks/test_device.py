@@ -1,0 +1,111 @@
+"""Real NeMo jobs on a device that behaves like a GPU: equal bits through faults, and nobody healthy replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import ROOT, Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+SCRIPT = str(ROOT / "tests" / "device" / "train.py")
+STEPS = 6
+DP4: tuple[str, ...] = ()
+TP2_PP2 = ("--tensor-parallel", "2", "--pipeline-parallel", "2")
+RANKS = {DP4: 4, TP2_PP2: 8}
+
+
+@pytest.fixture(scope="module")
+def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+    """A job; each undisturbed one is made once."""
+    known: dict[tuple[str, ...], Job] = {}
+
+    def make(layout: tuple[str, ...], *faults: str) -> Job:
+        if not faults and layout in known:
+            return known[layout]
+        job = run_job(
+            nemo_zygote,
+            tmp_path_factory.mktemp("device") / "run",
+            RANKS[layout],
+            script=SCRIPT,
+            args=("--steps", str(STEPS), *layout),
+            faults=faults,
+            heartbeat_timeout_s=10.0,
+            limit_s=200.0,
+        )
+        assert job.code == 0, job.story()
+        if not faults:
+            known[layout] = job
+        return job
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults", "replaced"),
+    [
+        (DP4, ("exception@backward:rank=2,step=3", "sigkill@before_optimizer:rank=1,step=5"), [(), (1,)]),
+        (DP4, ("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"), [(3,), ()]),
+        (DP4, ("sigkill@backward:rank=1,step=4", "exception@recovery:rank=2,step=3"), [(1,), ()]),
+        (DP4, ("hang@forward:rank=1,step=4",), [(1,)]),
+        (TP2_PP2, ("sigkill@backward:rank=3,step=3", "hang@forward:rank=1,step=5"), [(3,), (1,)]),
+    ],
+    ids=["exception-and-kill", "in-the-update", "while-communicators-are-made", "hang", "tensors-and-pipelines"],
+)
+def test_faults_change_no_bit_and_take_nobody_with_them(
+    train: Callable[..., Job], layout: tuple[str, ...], faults: tuple[str, ...], replaced: list[tuple[int, ...]]
+) -> None:
+    job = train(layout, *faults)
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    assert [incident.respawned for incident in job.incidents] == replaced, job.story()
+    verdict = compare(train(layout).steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == STEPS
+
+
+# ---- the device itself
+
+
+def test_it_computes_what_gloo_does(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    found = nemo_zygote.run(3, "tests.ranks.device_ranks:collectives", {"run_dir": str(tmp_path)})
+    for rank, each in enumerate(found):
+        assert each == {
+            "reduced": [3.0, 6.0],
+            "most": [2.0, 3.0],
+            "gathered": [0.0, 1.0, 1.0, 2.0, 2.0, 3.0],
+            "scattered": [3.0 * value for value in ([0.0, 1.0], [1.0, 2.0], [2.0, 3.0])[rank]],
+            "given": [1.0, 1.0],
+            "exchanged": [rank, rank + 10.0, rank + 20.0],
+            "objects": [0, 1, 2],
+            "received": [(rank - 1) % 3],
+        }
+
+
+def test_it_has_the_properties_that_bite(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    found, _ = nemo_zygote.run(2, "tests.ranks.device_ranks:properties", {"run_dir": str(tmp_path)})
+    assert found.pop("launch_s") < 0.7 < found.pop("use_s"), "a launch returns, and its result is waited for"
+    error = "CUDA error: device-side assert triggered"
+    assert found == {
+        "sum": 2.0,
+        "is_completed": True,
+        "one abort alone ends": False,
+        "aborts of all end": True,
+        "an aborted sum": 1.0,
+        "errors": [error] * 3,
+    }
+
+
+@pytest.mark.parametrize("nonblocking", [False, True])
+def test_who_makes_a_communicator_is_freed_only_if_it_is_made_without_blocking(
+    nemo_zygote: Zygote, tmp_path: Path, nonblocking: bool
+) -> None:
+    arguments = {"run_dir": str(tmp_path), "nonblocking": nonblocking}
+    found, _ = nemo_zygote.run(2, "tests.ranks.device_ranks:making", arguments)
+    why = "NCCL error: the communicator was aborted while it was made"
+    assert found == {"is free": nonblocking, "outcome": [why] if nonblocking else []}
