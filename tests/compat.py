@@ -1,4 +1,4 @@
-"""Do the tests pass with other Pythons, and with the newest Lightning? ``make compat`` runs this.
+"""Run the tests with other Pythons, and with the newest Lightning, for ``make compat``.
 
 Each environment is made under ``build/compat``, the tests run in it, and it is removed. What cannot be made on this
 machine is said in the table at the end; only tests that fail make the exit status 1.
@@ -21,7 +21,7 @@ FOLDER = ROOT / "build" / "compat"
 TORCH = "torch==2.13.0"
 LIGHTNING_ONLY = ("tests/ranks/test_any_trainer.py", "tests/ranks/test_bare_import.py")
 SAYS_AFTER_S = 30.0
-#: In the environment: the versions that were installed, as JSON.
+#: This prints the versions that were installed in the environment, as JSON.
 VERSIONS = """\
 import importlib.metadata as installed, json, platform
 names = {each.metadata["Name"] for each in installed.distributions()}
@@ -32,7 +32,7 @@ print(json.dumps({"Python": platform.python_version()}
 
 @dataclass(frozen=True)
 class Environment:
-    """What is tried.
+    """Describes an environment to try.
 
     Attributes:
         name: in the table, and of its folder.
@@ -49,7 +49,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it.
+    """Describes what came of an environment.
 
     Attributes:
         name: of the environment.
@@ -73,7 +73,7 @@ ENVIRONMENTS = (
 
 
 def interpreter(version: str) -> Path | None:
-    """An interpreter of a version that starts and can make environments.
+    """Return an interpreter of a version that starts and can make environments, or None.
 
     Args:
         version: for example ``3.12``.
@@ -108,7 +108,7 @@ def watched(what: str, command: Sequence[str | Path], log: Path) -> int:
 
 
 def why_not_installed(log: str) -> str:
-    """Why pip gave up, in one line of at most 160 characters.
+    """Say why pip gave up, in one line of at most 160 characters.
 
     Args:
         log: all that pip said.
@@ -120,7 +120,7 @@ def why_not_installed(log: str) -> str:
 
 
 def summary(log: str) -> str:
-    """The last line of pytest: how many passed, failed and were skipped.
+    """Return the last line of pytest: how many passed, failed and were skipped.
 
     Args:
         log: all that pytest said.
@@ -177,7 +177,7 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The outcomes as a table of Markdown.
+    """Return the outcomes as a table of Markdown.
 
     Args:
         outcomes: one for each row.

@@ -1,4 +1,4 @@
-"""For every test and every process that a test starts."""
+"""Set up every test and every process that a test starts."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(autouse=True)
 def _needs_nemo_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In a run without the tests of NeMo, no other test imports it."""
+    """Check that no other test imports NeMo in a run without its tests."""
     yield
     if "nemo" in left_out(request.config.option.markexpr):
         loaded = {"nemo", "megatron"} & sys.modules.keys()

@@ -1,4 +1,4 @@
-"""A stand-in for the package ``hyperpod-elastic-agent``: the public names that the adapter uses, and an agent.
+"""Stand in for the package ``hyperpod-elastic-agent``, with the names that the adapter uses, and for an agent.
 
 The client keeps what matters of the real one's behaviour (1.1.3): a message goes on the queue of its kind; the
 waits for a fault and at the barrier first drop what is queued, the wait for rank information takes the newest;
@@ -26,18 +26,18 @@ _TICK_S = 0.05  # the real agent looks every --monitor-interval
 
 
 class HyperPodIPCException(RuntimeError):
-    """As the package's."""
+    """Stands in for the package's exception."""
 
 
 class RestartMode(str, Enum):
-    """As the package's."""
+    """Stands in for the package's enumeration."""
 
     IN_PROCESS_RESTART = "in_process_restart"
     PROCESS_LEVEL_RESTART = "process_level_restart"
 
 
 class InProcessRestartSocketClient:
-    """As the package's; connects when it is made."""
+    """Stands in for the package's client, and connects when it is made."""
 
     def __init__(self) -> None:
         path = os.environ.get(SOCKET_ENV)
@@ -104,7 +104,7 @@ class InProcessRestartSocketClient:
 
 
 def modules(**names: Any) -> dict[str, types.ModuleType]:
-    """The package, for ``sys.modules``; ``names`` replace those of its module ``ipc`` (None: missing)."""
+    """Return the package, for ``sys.modules``; ``names`` replace those of its module ``ipc`` (None: missing)."""
     package = types.ModuleType("hyperpod_elastic_agent")
     package.__path__ = []
     ipc = types.ModuleType("hyperpod_elastic_agent.ipc")
@@ -126,7 +126,7 @@ def install() -> None:
 
 
 class Agent:
-    """The vendor's agent and its operator in one, for one node, in threads of the test's process.
+    """Stands in for the vendor's agent and its operator, for one node, in threads of the test's process.
 
     Args:
         path: of its socket.
@@ -160,7 +160,7 @@ class Agent:
         threading.Thread(target=self._look, daemon=True).start()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What a rank's process gets: like the real agent's, before the operator has given it a rank."""
+        """Return what the agent gives a rank's process before the operator has given it a rank."""
         started = {"RANK": str(rank - self.world_size), "WORLD_SIZE": str(self.world_size), "MASTER_ADDR": ""}
         count = str(self.restart_count)
         started |= {"MASTER_PORT": "-1", "JOB_RESTART_COUNT": count, "TORCHELASTIC_RESTART_COUNT": count}
@@ -188,18 +188,18 @@ class Agent:
             self._tell("job_rank_info")
 
     def say(self, rank: int, kind: str, **body: Any) -> None:
-        """One message to one rank."""
+        """Send one message to one rank."""
         try:
             self._connections[rank].sendall(json.dumps({"type": kind, **body}).encode() + b"\n")
         except OSError:
             self._connections.pop(rank, None)
 
     def count(self, kind: str) -> int:
-        """How many messages of ``kind`` have come."""
+        """Return how many messages of ``kind`` have come."""
         return sum(message["type"] == kind for message in self.heard)
 
     def wait_for(self, kind: str, count: int = 1, timeout_s: float = 10) -> list[dict[str, Any]]:
-        """All messages of ``kind``, once there are ``count``."""
+        """Return all messages of ``kind``, once there are ``count``."""
         by_s = time.monotonic() + timeout_s
         while self.count(kind) < count:
             assert time.monotonic() < by_s, f"{self.count(kind)} of {count} {kind} came: {self.heard}"

@@ -1,4 +1,4 @@
-"""Marks of tests: which files need not be imported at all, because every test in them is left out."""
+"""Find which files of tests need not be imported at all, because every test in them is left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def left_out(expression: str) -> frozenset[str]:
-    """The marks that no selected test has.
+    """Return the marks that no selected test has.
 
     Args:
         expression: what pytest's ``-m`` takes. Only ``not a and not b ...`` says for certain what is left out.
@@ -18,7 +18,7 @@ def left_out(expression: str) -> frozenset[str]:
 
 
 def marks_of(path: Path) -> frozenset[str]:
-    """The marks that all tests of a file have, found without importing it.
+    """Return the marks that all tests of a file have, found without importing it.
 
     Args:
         path: a module of tests, whose ``pytestmark`` names them.

@@ -1,4 +1,4 @@
-"""A communicator of the test device: its collectives are done by a thread of its own, through files.
+"""Provide a communicator of the test device, whose own thread does its collectives through files.
 
 Aborting it ends what it waits for; what was aborted ends like what succeeded, with results that are not there. As
 NCCL's may, an abort waits for the device, and so until every other communicator that has work is aborted, too.
@@ -21,11 +21,11 @@ from tests.device.device import Device, Operation
 
 _POLL_S = 0.0005
 _FOLDER = "folder"
-THREAD = "test-communicator"  # name of the threads of the device
+THREAD = "test-communicator"  # every thread of the device has this name
 
 
 class Communicator:
-    """One rank's end of a communicator.
+    """Represents one rank's end of a communicator.
 
     Args:
         device: the rank's.
@@ -53,7 +53,7 @@ class Communicator:
 
     @property
     def occupies_the_device(self) -> bool:
-        """Whether a kernel of it runs, and waits for its peers."""
+        """Return whether a kernel of it runs and waits for its peers."""
         return self._busy > 0
 
     # ---- what groups call
@@ -63,7 +63,7 @@ class Communicator:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
             self._thread.start()
-        # As ncclCommInitRank does.
+        # Wait as ncclCommInitRank does.
         self._device.wait_until(lambda: self._is_connected or self._error is not None)
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""A device for the tests, with the properties of a GPU that bite a recovery.
+"""Provide a device for the tests, with the properties of a GPU that bite a recovery.
 
 What is launched on it is done later, by threads of the device. Whoever needs a result waits for it where it is
 used, in a wait that no interruption reaches, and launches block when the queue is full. Errors are sticky.
@@ -15,7 +15,7 @@ QUEUE = 64
 
 
 class Operation:
-    """Something that was launched.
+    """Represents something that was launched.
 
     Args:
         outputs: the tensors that it writes.
@@ -27,7 +27,7 @@ class Operation:
 
 
 class Device:
-    """What is queued on one device, and who waits for it.
+    """Knows what is queued on one device, and who waits for it.
 
     Args:
         queue: how many operations may be launched and not done; whoever launches more waits.
@@ -45,7 +45,7 @@ class Device:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is queued."""
+        """Return whether nothing is queued."""
         return not self._pending
 
     def launch(self, operation: Operation) -> None:

@@ -1,4 +1,4 @@
-"""Process groups of the test device, which torch takes for a backend of its own."""
+"""Provide process groups of the test device, which torch takes for a backend of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # Any: its methods are overloaded, and t
 
 
 class LateWork(dist.Work):
-    """What was launched. Waiting for it only orders what follows on the device, unless it ``blocks``.
+    """Represents what was launched; waiting for it only orders what follows on the device, unless it ``blocks``.
 
     Args:
         device: the rank's.
@@ -40,11 +40,11 @@ class LateWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Return whether it is done."""
         return self._operation.is_done
 
     def is_success(self) -> bool:
-        """Whether it is done."""
+        """Return whether it is done."""
         return self._operation.is_done
 
     def synchronize(self) -> None:
@@ -52,7 +52,7 @@ class LateWork(dist.Work):
 
 
 class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group whose collectives are launched and done later.
+    """Represents a process group whose collectives are launched and done later.
 
     Args:
         device: the rank's.
@@ -72,7 +72,7 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- what torch asks
 
     def getBackendName(self) -> str:
-        """Name it."""
+        """Return the name of the backend."""
         return BACKEND
 
     def _get_backend(self, device: torch.device) -> LateNCCLGroup:
@@ -290,7 +290,7 @@ _count_received = process_groups.messages.counting_receipts(lambda *_: None)
 
 
 def create(device: Device) -> Callable[..., LateNCCLGroup]:
-    """What torch makes groups with."""
+    """Return the function that torch makes groups with."""
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> LateNCCLGroup:
         return LateNCCLGroup(device, store, rank, size)

@@ -31,8 +31,8 @@ class Waits(TorchDispatchMode):
 
 
 def install() -> None:
-    """Play it in the main thread of this process, from now to its end."""
-    for module in list(sys.modules.values()):  # Lightning's, and those that have imported it
+    """Play it in this thread, and in every other that starts from now on."""
+    for module in list(sys.modules.values()):  # Lightning's has it, and so has each that imported it
         if _CHOICE in vars(module):
             setattr(module, _CHOICE, lambda device: BACKEND)
     dist.Backend.register_backend(BACKEND, create(device), devices=["cpu"])
@@ -43,7 +43,7 @@ def install() -> None:
     cuda.reset_peak_memory_stats = lambda *_: None
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         setattr(cuda, name, lambda *_: 0)
-    for name in ("numpy", "tolist", "__repr__"):  # which read memory without an operation
+    for name in ("numpy", "tolist", "__repr__"):  # these read memory without an operation
         setattr(torch.Tensor, name, _after_waiting(getattr(torch.Tensor, name)))
     dist.is_nccl_available = lambda: True
     torch.cuda.nccl.version = lambda: (2, 27, 3)

@@ -1,4 +1,4 @@
-"""A user's run, ``tests/ranks/users/training.py``, on the test device."""
+"""Run a user's training, ``tests/ranks/users/training.py``, on the test device."""
 
 if __name__ == "__main__":
     from tests.device import played

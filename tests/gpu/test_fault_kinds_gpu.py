@@ -1,4 +1,4 @@
-"""Kinds of fault that need a GPU: what torch reports of them, and that the process is found unfit or goes on."""
+"""Test the kinds of fault that need a GPU: what torch reports, and that the process is found unfit or goes on."""
 
 import json
 import os

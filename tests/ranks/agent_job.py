@@ -1,4 +1,4 @@
-"""Jobs under a real agent, for the tests: started, watched, and searched for residue."""
+"""Start jobs under a real agent, watch them, and look for what they leave behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKER = "CHECKPOINTLESS_TEST_JOB"
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that is over."""
+    """Describes a job that is over."""
 
     code: int
     out: str
@@ -32,7 +32,7 @@ class Ended:
 
 
 class Job:
-    """A job that runs under an agent of its own.
+    """Runs a job under an agent of its own.
 
     Args:
         run_dir: for the agent.
@@ -60,7 +60,7 @@ class Job:
         return Ended(code, out, err)
 
     def left(self) -> list[psutil.Process]:
-        """Every living process of the job, found by what it inherited: the tree may be broken."""
+        """Return every living process of the job, found by what it inherited: the tree may be broken."""
         found = [psutil.Process(self.process.pid)] if is_alive(self.process.pid) else []
         for process in psutil.process_iter():
             try:
@@ -71,7 +71,7 @@ class Job:
         return found
 
     def notes(self, kind: str, rank: int | None = None) -> list[dict[str, Any]]:
-        """What the ranks noted so far."""
+        """Return what the ranks have noted of ``kind`` so far."""
         lines = [
             json.loads(line)
             for path in sorted(self.run_dir.glob("notes-*.jsonl"))
@@ -80,22 +80,22 @@ class Job:
         return [n for n in lines if n["kind"] == kind and rank in (None, n["rank"])]
 
     def log(self, rank: int) -> str:
-        """The log of a rank."""
+        """Return the log of a rank, empty while there is none."""
         path = self.run_dir / "logs" / f"rank-{rank}.log"
         return path.read_text() if path.exists() else ""
 
     def events(self, stage: str) -> list[Any]:
-        """The job's events of one stage."""
+        """Return the job's events of one stage."""
         return [event for event in read_events(self.run_dir) if event.stage == stage]
 
     def zygote(self) -> psutil.Process:
-        """The process that ranks are forked from."""
+        """Return the process that ranks are forked from."""
         (zygote,) = psutil.Process(self.process.pid).children()
         return zygote
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process that is not a zombie."""
+    """Return whether there is such a process that is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Agents in about a tenth of a second: a fork server imports torch once, where each would do so for two seconds.
+"""Start agents in a tenth of a second: a fork server imports torch once, where each would take two seconds.
 
 What an agent starts is started as ever: the zygote is an interpreter of its own.
 """
@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-import checkpointless.agent.node_run  # noqa: F401 - what takes so long
+import checkpointless.agent.node_run  # noqa: F401 - this takes so long
 from checkpointless.agent.launch import launch
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.coordinator.hangs import policy
@@ -27,7 +27,7 @@ _nursery.set_forkserver_preload([__name__])
 
 
 class ForkedAgent:
-    """An agent in a process of its own, handled like a ``subprocess.Popen`` with pipes and text.
+    """Runs an agent in a process of its own, and is handled like a ``subprocess.Popen`` with pipes and text.
 
     Args:
         options: fields of ``LaunchConfig``; and ``floor_s``, the least limit of a rank in a step, or None.
@@ -91,10 +91,10 @@ class ForkedAgent:
 
 
 def _be_agent(options: dict[str, Any], env: dict[str, str], *outputs: Connection) -> None:
-    """In the forked process: launch the job, as the command line would."""
+    """Launch the job in the forked process, as the command line would."""
     os.environ.clear()
     os.environ.update(env)
-    tempfile.tempdir = None  # that of the environment
+    tempfile.tempdir = None  # take that of the environment
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), descriptor)
         output.close()

@@ -13,7 +13,7 @@ from tests.ranks.nemo_zygote import Zygote
 
 @pytest.fixture(scope="session")
 def nemo_zygote() -> Iterator[Zygote]:
-    """A process that has imported NeMo on the CPU platform and forks ranks in milliseconds."""
+    """Yield a process that has imported NeMo on the CPU platform and forks ranks in milliseconds."""
     pytest.importorskip("nemo.lightning", reason="needs NeMo")
     zygote = Zygote()
     yield zygote
@@ -22,7 +22,7 @@ def nemo_zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="session")
 def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
-    """The steps of a run without faults; each kind of run is made once."""
+    """Return a function for the steps of a run without faults; it makes each kind of run once."""
     known: dict[tuple[int, tuple[str, ...]], Steps] = {}
 
     def steps(nproc: int, args: tuple[str, ...]) -> Steps:
@@ -37,14 +37,14 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A folder with so short a path that Unix sockets can be made below it; those of pytest are too long."""
+    """Yield a folder whose path is short enough for Unix sockets below it; those of pytest are too long."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Disturb:
-    """Run with faults, and require that every one happened and that nothing is different at the end."""
+    """Return a function that runs with faults, and requires that each happened and nothing differs at the end."""
 
     def run(nproc: int, steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
         args = (f"trainer.max_steps={steps}", *args)

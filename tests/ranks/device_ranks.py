@@ -1,4 +1,4 @@
-"""What ranks on the test device do, for ``test_device.py``."""
+"""Provide what the ranks of ``test_device.py`` do on the test device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _begin(run_dir: str) -> Any:
 
 
 def collectives(run_dir: str) -> dict[str, Any]:
-    """The results of every collective and message, as gloo has them."""
+    """Return the results of every collective and message, as gloo has them."""
     _begin(run_dir)
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = torch.arange(2.0) + rank
@@ -60,7 +60,7 @@ def collectives(run_dir: str) -> dict[str, Any]:
 
 
 def properties(run_dir: str) -> dict[str, Any]:
-    """What bites: rank 0 waits for rank 1, which comes late or never."""
+    """Return what bites a recovery: rank 0 waits for rank 1, which comes late or never."""
     device = _begin(run_dir)
     pair, other = dist.new_group([0, 1]), dist.new_group([0, 1])
     groups: list[Any] = [pair, other]

@@ -1,4 +1,4 @@
-"""A command of the documentation, in a process that has imported NeMo already."""
+"""Carry out commands of the documentation, and look up its names, in a process that has imported NeMo already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def command_here(argv: list[str], folder: str) -> dict[str, Any]:
-    """In the forked process: carry out a command in ``folder``; a job's ranks are forked from here.
+    """Carry out a command in ``folder``, in the forked process; a job's ranks are forked from here.
 
     Args:
         argv: what follows `checkpointless`.
@@ -39,7 +39,7 @@ def command_here(argv: list[str], folder: str) -> dict[str, Any]:
 
 
 def unknown_names(names: list[str]) -> list[str]:
-    """In the forked process: those of ``names`` that nothing of ours has.
+    """Return those of ``names`` that nothing of ours has, in the forked process.
 
     Args:
         names: `Name`, `Name.attribute` or `Name(parameter=)` each.

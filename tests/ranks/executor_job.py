@@ -1,4 +1,4 @@
-"""A recipe for NeMo-Run's local executor, which launches it with torchrun: ``DIR NPROC STEPS KEY=VALUE...``."""
+"""Run a recipe with NeMo-Run's local executor, which uses torchrun: ``DIR NPROC STEPS KEY=VALUE...``."""
 
 import runpy
 import sys

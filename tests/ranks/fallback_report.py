@@ -1,4 +1,4 @@
-"""The report of a job that lost a step: all holders of a shard died, and storage brought back an older one."""
+"""Check the report of a job that lost a step: all holders of a shard died, and storage gave back an older one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.report import test_page, test_trace
 
 
 def check(job: Job) -> None:
-    """That it is right about a job of 7 steps that went back from step 4 to step 3."""
+    """Check that the report is right about a job of 7 steps that went back from step 4 to step 3."""
     events = read_events(job.run_dir)
     report = build_report("runs/1", events)
 

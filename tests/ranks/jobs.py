@@ -1,4 +1,4 @@
-"""Whole jobs under the agent, with the ranks' zygote forked from a process that has imported NeMo."""
+"""Run whole jobs under the agent, with the ranks' zygote forked from a process that has imported NeMo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKEN = "a secret of the tests that is long enough"
 
 @dataclass(frozen=True)
 class Job:
-    """How a job ended.
+    """Describes how a job ended.
 
     Attributes:
         code: its exit code.
@@ -52,7 +52,7 @@ class Job:
         return (self.run_dir / "logs" / f"rank-{rank}.log").read_text(errors="replace")
 
     def story(self) -> str:
-        """What to show when a test fails."""
+        """Return what to show when a test fails."""
         logs = "\n".join(
             f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-25:])
             for path in sorted((self.run_dir / "logs").iterdir())
@@ -60,7 +60,7 @@ class Job:
         return "\n".join([f"exit code {self.code}", *self.said, logs])
 
 
-Disturb = Callable[..., Job]  # the fixture that runs a job with faults and compares it with one without
+Disturb = Callable[..., Job]  # the fixture runs a job with faults and compares it with one without
 
 
 def run_job(
@@ -153,7 +153,7 @@ def run_nodes(
 def _arguments(
     run_dir: Path, nproc: int, script: str, args: tuple[str, ...], faults: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The fields of ``LaunchConfig`` that every job of a test has."""
+    """Return the fields of ``LaunchConfig`` that every job of a test has."""
     return {
         "nproc_per_node": nproc,
         "script": script,
@@ -167,7 +167,7 @@ def _arguments(
 
 
 class OutsideCoordinator:
-    """A coordinator in a process of its own, which can be killed and started again.
+    """Runs a coordinator in a process of its own, which can be killed and started again.
 
     Args:
         settings: those of the agents.
@@ -208,7 +208,7 @@ class OutsideCoordinator:
 
 @dataclass(frozen=True)
 class Scene:
-    """A job of several nodes while it runs.
+    """Represents a job of several nodes while it runs.
 
     Attributes:
         coordinator: where it has a process of its own.
@@ -232,12 +232,12 @@ class Scene:
             time.sleep(0.01)
 
     def stages(self, stage: str) -> list[Any]:
-        """The events of a stage so far."""
+        """Return the events of a stage so far."""
         return [event for event in read_events(self.run_dir) if event.stage == stage]
 
 
 class _Meanwhile(threading.Thread):
-    """What the test does to a job while it runs."""
+    """Carries out what the test does to a job while it runs."""
 
     def __init__(self, act: Callable[[Scene], None], scene: Scene) -> None:
         super().__init__(daemon=True)
@@ -276,7 +276,7 @@ def _accompanied(scene: Scene, act: Callable[[Scene], None] | None) -> Iterator[
 
 
 def launch_here(settings: dict[str, Any], late: float | None, hosts: list[str]) -> dict[str, Any]:
-    """In the forked process: be the agent of the node that this process was given the number of."""
+    """Be the agent of the node whose number this forked process was given."""
     from checkpointless.agent.launch import launch
     from checkpointless.agent.launch_config import LaunchConfig
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_local_checkpoint.py do: a list of calls of the manager, on simulated nodes."""
+"""Provide what the ranks of test_local_checkpoint.py do: a list of calls of the manager, on simulated nodes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from checkpointless.recovery import (
     ReplicationStrategy,
 )
 
-TOO_SMALL = 16 * 1024  # for a part of anybody's
+TOO_SMALL = 16 * 1024  # no rank's part fits
 EVERY_DTYPE = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64)
 
 
 def state(rank: int, iteration: int) -> dict[Any, Any]:
-    """A state of all dtypes, shapes and keys, another one for each rank and iteration."""
+    """Return a state of all dtypes, shapes and keys, another one for each rank and iteration."""
     generator = torch.Generator().manual_seed(1000 * iteration + rank)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def state(rank: int, iteration: int) -> dict[Any, Any]:
 
 
 def bits(tree: Any) -> Any:
-    """``tree`` as something that is equal only to a tree of the same types, keys and bits."""
+    """Turn ``tree`` into something that is equal only to a tree of the same types, keys and bits."""
     if isinstance(tree, torch.Tensor):
         return str(tree.dtype), tuple(tree.shape), tree.contiguous().reshape(-1).view(torch.uint8).tolist()
     if isinstance(tree, dict):
@@ -87,7 +87,7 @@ def play(
 
 
 class Player:
-    """The calls.
+    """Makes the calls.
 
     Args:
         root: where the nodes' directories are.
@@ -111,7 +111,7 @@ class Player:
         self.manager.save({}, 10 + self.rank)
 
     def save_unsafe(self, iteration: int, rank: int) -> None:
-        """With something in the state of one rank that cannot be saved."""
+        """Save, with something in the state of one rank that cannot be saved."""
         self.manager.save({"callbacks": [object() if self.rank == rank else 0]}, iteration)
 
     def save_async(self, iteration: int) -> None:
@@ -139,7 +139,7 @@ class Player:
         }
 
     def delete(self, pattern: str) -> int:
-        """Rank 0 deletes files of any node. Returns how many."""
+        """Let rank 0 delete files of any node, and return how many this rank deleted."""
         dist.barrier()
         paths = list(self.root.glob(pattern)) if self.rank == 0 else []
         for path in paths:
@@ -162,7 +162,7 @@ class Player:
             self.manager = LocalCheckpointManager(self.folder, self.strategy)
 
     def regroup(self) -> None:
-        """All process groups are made anew, as after a fault."""
+        """Make all process groups again, as after a fault."""
         store, world_size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
         dist.barrier()
         dist.destroy_process_group()
@@ -204,7 +204,7 @@ def strategy_alone(jump: int, factor: int) -> dict[str, Any]:
 
 
 def one_cannot_replicate(jump: int, factor: int) -> str:
-    """Rank 1 has a state that cannot travel. Returns the words of what each rank raised."""
+    """Replicate while rank 1's state cannot travel, and return the words of what this rank raised."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     strategy = CliqueReplicationStrategy.from_replication_params(jump, factor)
     tree: dict[str, Any] = {"hook": print} if dist.get_rank() == 1 else {}
@@ -216,7 +216,7 @@ def one_cannot_replicate(jump: int, factor: int) -> str:
 
 
 def cliques_asked_for(jumps: Sequence[int]) -> str:
-    """Each rank asks for cliques of its own. Returns the words of what it raised."""
+    """Ask for cliques that differ by rank, and return the words of what this rank raised."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     try:
         CliqueReplicationStrategy.from_replication_params(jumps[dist.get_rank()], 2)

@@ -1,4 +1,4 @@
-"""What ``--record-steps`` records of real jobs, and that ``verify`` sees in it what it must."""
+"""Test what ``--record-steps`` records of real jobs, and that ``verify`` sees in it what it must."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 6
 
 
 def train(zygote: Zygote, run_dir: Path, *changes: str, saves: bool = True) -> Job:
-    """A job with a validation every two steps, a callback with a state and checkpoints of NeMo's."""
+    """Run a job that validates every two steps and, with ``saves``, writes NeMo's checkpoints."""
     checkpoints = (
         "trainer.enable_checkpointing=true",
         "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, "
@@ -86,7 +86,7 @@ def test_parameters_are_whole_where_their_gather_is_left_to_the_next_step(distur
 
 
 def test_recording_does_not_change_what_is_computed(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    """The same losses with the gather finished for the recorder as with one that never was put off."""
+    """The losses are the same whether the gather is finished for the recorder or never was put off."""
     plain, overlapped = (
         run_job(nemo_zygote, tmp_path / name, 4, args=("trainer.max_steps=4", *args))
         for name, args in (("plain", ()), ("overlapped", OVERLAP))

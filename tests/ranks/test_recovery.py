@@ -1,4 +1,4 @@
-"""Faults at every phase of a real NeMo job, and the bits of every step compared with an undisturbed run."""
+"""Test faults at every phase of a real NeMo job: the bits of every step are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PHASES = ("data", "forward", "backward", "sync", "before_optimizer", "optimizer"
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_every_phase(disturb: Disturb, kind: str) -> None:
-    """One fault in each phase of a step, in one job: every second step has one."""
+    """Every second step of one job has a fault, each in another phase."""
     steps = range(2, 2 * len(PHASES) + 1, 2)
     faults = [f"{kind}@{phase}:rank={step // 2 % 4},step={step}" for step, phase in zip(steps, PHASES, strict=True)]
     job = disturb(4, steps[-1] + 2, *faults, args=(*TP2, *DROPOUT))
@@ -73,7 +73,7 @@ def test_a_hanging_rank_is_replaced_and_its_victims_are_not(disturb: Disturb) ->
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_first_step(disturb: Disturb, kind: str) -> None:
     job = disturb(4, 3, f"{kind}@forward:rank=3,step=1")
-    assert job.incidents[0].resumed_after == 0  # whether or not all ranks had their state when it came
+    assert job.incidents[0].resumed_after == 0  # this holds whether or not all ranks had their state by then
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
@@ -102,7 +102,8 @@ def test_a_users_own_bug_ends_the_job(nemo_zygote: Zygote, tmp_path: Path) -> No
 
 
 def test_both_holders_gone_and_no_checkpoint_fails_with_the_reason(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")  # before it can give what it holds
+    # Rank 2 dies before it can give what it holds.
+    faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=4",), faults=faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 0, 2" in job.said[-1]
@@ -111,7 +112,7 @@ def test_both_holders_gone_and_no_checkpoint_fails_with_the_reason(nemo_zygote: 
 
 
 def with_checkpoints(directory: Path) -> tuple[str, ...]:
-    """Overrides: NeMo's own checkpoint every 3 steps, and its auto-resume."""
+    """Return overrides for NeMo's own checkpoint every 3 steps and for its auto-resume."""
     return (
         "trainer.enable_checkpointing=true",
         "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, every_n_train_steps: 3, "
@@ -124,7 +125,8 @@ def with_checkpoints(directory: Path) -> tuple[str, ...]:
 def test_both_holders_gone_falls_back_to_the_checkpoint(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
 ) -> None:
-    faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")  # before it can give what it holds
+    # Rank 2 dies before it can give what it holds.
+    faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
     args = ("trainer.max_steps=7", *with_checkpoints(tmp_path / "nemo"))
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
     assert job.code == 0, job.story()

@@ -1,4 +1,4 @@
-"""State of every kind, and damage to it, in real NeMo jobs: precisions, optimizers, replicas, transfers."""
+"""Test state of every kind, and damage to it, in real NeMo jobs: precisions, optimizers, replicas, transfers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_megatron_optimizer(disturb: Disturb, args: tuple[str, ...]) -> No
 
 
 def transfers(job: Job, rank: int) -> list[dict[str, object]]:
-    """What ``rank`` was filled with."""
+    """Return the fields of every transfer that filled ``rank``."""
     return [
         dict(event.fields)
         for event in read_events(job.run_dir)

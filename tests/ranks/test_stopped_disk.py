@@ -1,4 +1,4 @@
-"""The disk of the run directory stops while a job of two nodes trains and while a fault is handled."""
+"""Test that a job of two nodes trains on and handles a fault while the disk of the run directory stops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANKS = range(4)
 
 
 class StoppedPaths:
-    """Files that nobody can open from now on: whoever tries waits.
+    """Lets nobody open the files from now on: whoever tries waits.
 
     Args:
         paths: the files; what is there is kept.
@@ -42,7 +42,7 @@ class StoppedPaths:
             os.rename(path.with_name(f"{path.name}.fifo"), path)
 
     def go_on(self) -> None:
-        """Let them be written again; what those who waited at the door then write is put into the file, too."""
+        """Let the files be written again, and add to them what those who waited then write."""
         for path in self._paths:
             kept, fifo = path.with_name(f"{path.name}.kept"), path.with_name(f"{path.name}.fifo")
             if not kept.exists():
@@ -65,7 +65,7 @@ class StoppedPaths:
 
 
 class TwoNodes:
-    """A job of two nodes of two ranks each.
+    """Runs a job of two nodes of two ranks each.
 
     Args:
         run_dir: of both.
@@ -129,7 +129,7 @@ class TwoNodes:
 def stop_and_fail(
     job: TwoNodes, how: str, stop: Callable[[], object], go_on: Callable[[], object], for_s: float
 ) -> None:
-    """Stop the disk, cause a fault meanwhile, and require that the job recovers and ends before and after."""
+    """Stop the disk, cause a fault, and require that the job recovers meanwhile and ends well afterwards."""
     job.train(0, 0.0)
     began_ns = time.time_ns()
     began_s = time.monotonic()
@@ -208,7 +208,7 @@ def test_a_job_ends_while_its_events_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, which can be frozen: whoever writes then waits in the kernel."""
+    """Mount a file system that can be frozen: whoever writes then waits in the kernel."""
     image, disk = tmp_path / "image", tmp_path / "disk"
     disk.mkdir()
     with image.open("wb") as file:

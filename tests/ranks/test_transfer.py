@@ -1,4 +1,4 @@
-"""State moved between real processes over gloo: every dtype, several holders, several ranks to fill, damage."""
+"""Test that state moves between processes over gloo: all dtypes, several holders, several ranks to fill, damage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.ranks
 FILL = "tests.ranks.transfer_ranks:fill"
 FILL_OBJECTS = "tests.ranks.transfer_ranks:fill_objects"
 MB = 1024 * 1024
-SLACK_MB = 60  # the skeleton with 9 MB of bytes, several times over, and what gloo and torch take for themselves
+# This covers several copies of the skeleton with its 9 MB of bytes, and what gloo and torch take for themselves.
+SLACK_MB = 60
 
 
 def whole(outcome: dict[str, Any]) -> bool:
@@ -43,7 +44,7 @@ def test_a_damaged_bucket_is_fetched_again_from_another_holder(nemo_zygote: Zygo
     outcomes = nemo_zygote.run(3, FILL, {"destinations": [0], "damaged": [1]})
     assert whole(outcomes[0])
     assert outcomes[0]["report"]["fetched_again"] == 1
-    assert outcomes[2]["sent"] - outcomes[1]["sent"] in (0, 1, 2)  # about half of all, and one of the other's
+    assert outcomes[2]["sent"] - outcomes[1]["sent"] in (0, 1, 2)  # each sends about half, rank 2 one more
 
 
 def test_the_only_holder_sends_a_damaged_bucket_again(nemo_zygote: Zygote) -> None:

@@ -1,4 +1,4 @@
-"""Runs as users have them, with faults, against the same runs without: everything that they end in is equal."""
+"""Test that everything that users' runs end in is the same with faults as without."""
 
 from __future__ import annotations
 

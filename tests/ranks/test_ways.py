@@ -1,4 +1,4 @@
-"""The ways in which a user's run goes on: Megatron's options, NeMo's data modules, loggers and callbacks.
+"""Test the ways in which a user's run goes on: Megatron's options, NeMo's data modules, loggers and callbacks.
 
 Each job runs undisturbed, and with an exception in a backward pass and the death of a process in an optimizer step.
 """
@@ -30,7 +30,7 @@ NEMO = "nemo.lightning.pytorch.callbacks"
 
 
 def layers(name: str) -> str:
-    """The override for layers of :mod:`tests.ranks.users_ways.layers`."""
+    """Return the override for layers of :mod:`tests.ranks.users_ways.layers`."""
     get = "{_target_: hydra.utils.get_method, path: "
     return f"model.config.transformer_layer_spec={get}{WAYS}.layers.{name}}}"
 
@@ -113,7 +113,7 @@ def _behind_scaler(name: str, **settings: object) -> str:
 
 
 def _overflows(job: Job) -> dict[int, bool]:
-    """In which of the disturbed steps the gradients overflowed."""
+    """Return for each disturbed step whether the gradients overflowed."""
     notes = sorted(job.run_dir.glob("scaler-*.json"))
     return {int(note.stem.partition("-")[2]): json.loads(note.read_text())["found_inf"] for note in notes}
 
@@ -121,7 +121,7 @@ def _overflows(job: Job) -> dict[int, bool]:
 def test_faults_behind_the_loss_scaler(
     nemo_zygote: Zygote, undisturbed: Callable[[int, tuple[str, ...]], Steps], tmp_path: Path
 ) -> None:
-    """In steps that are skipped, where ranks could stand on both sides, and in one that makes the scale grow."""
+    """Faults come in skipped steps, where ranks could stand on both sides, and in one that makes the scale grow."""
     args = ("trainer.max_steps=8", *SMALL, *FP16)
     faults = (
         _behind_scaler("raises", rank=1, step=1),
@@ -143,13 +143,13 @@ MOCK = f"_target_: {WAYS}.data.Mock, {HERE}, {BYTES}, num_train_samples: 2000"
 
 
 def data(kind: str, more: str = BATCH) -> str:
-    """The override for a data module."""
+    """Return the override for a data module."""
     return f"data={{{kind}, {more}}}"
 
 
 @pytest.fixture(scope="module")
 def written(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data of all kinds."""
+    """Write data of all kinds into a folder, and return it."""
     folder = tmp_path_factory.mktemp("data")
     nemo_zygote.run(1, f"{WAYS}.data:write", {"folder": str(folder)})
     return folder
@@ -202,7 +202,7 @@ def test_a_fault_after_the_last_step_on_data_that_just_suffices(disturb: Disturb
 
 
 def callbacks(**targets: str) -> list[str]:
-    """The overrides for callbacks."""
+    """Return the overrides for callbacks."""
     return [f"callbacks.{name}={{_target_: {target}}}" for name, target in targets.items()]
 
 
@@ -241,7 +241,7 @@ def test_two_validation_sets_a_part_of_each(disturb: Disturb) -> None:
 
 @pytest.mark.long
 def test_weights_and_biases_offline(disturb: Disturb, tmp_path: Path) -> None:
-    """The real client, which needs ten seconds to start and to end; nothing leaves the machine."""
+    """The real client runs, which needs ten seconds to start and to end; nothing leaves the machine."""
     pytest.importorskip("wandb")
     folder = tmp_path / "wandb"
     folder.mkdir()

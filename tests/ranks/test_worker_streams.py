@@ -1,4 +1,4 @@
-"""Random numbers drawn in data-loader workers are, after a recovery, those of an undisturbed run."""
+"""Test that random numbers drawn in data-loader workers are, after a recovery, those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_augmentation_in_workers_is_repeated(disturb: Disturb, short_folder: Pat
             time.sleep(0.02)
 
     disturb(4, STEPS, *faults, args=NOISY, tmp=short_folder, meanwhile=count)
-    assert max(counts) == 4 * 2  # sockets, one for each worker of each rank: those of killed ones are gone
+    assert max(counts) == 4 * 2  # each worker of each rank has one socket, and those of killed ones are gone
     assert list(short_folder.iterdir()) == []
 
 
@@ -133,7 +133,7 @@ class Drawing:
 
 
 class DrawingLines(IterableDataset[Draws]):
-    """The same from ``first`` on, dealt out to the workers batch by batch."""
+    """Gives the same items from ``first`` on, dealt out to the workers batch by batch."""
 
     def __init__(self, first: int = 0, batch: int = 2, length: int = 12) -> None:
         self.first, self.batch, self.length = first, batch, length
@@ -147,7 +147,7 @@ class DrawingLines(IterableDataset[Draws]):
 
 
 def draw_init(worker_id: int) -> None:
-    """A user's ``worker_init_fn``: what it drew is seen at every later batch."""
+    """Stand in for a user's ``worker_init_fn``: every later batch shows what it drew."""
     global drawn_by_init
     drawn_by_init = draw(worker_id)
 

@@ -1,4 +1,4 @@
-"""What a rank of the tests does: train the tiny recipe and tell what came out of it."""
+"""Train the tiny recipe on a rank of the tests, and tell what came out of it."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from checkpointless.recipes import runner
 
 
 def train(overrides: list[str], times: int = 1) -> list[dict[str, Any]]:
-    """Train the tiny recipe `times` times over in this process; what each run ended in."""
+    """Train the tiny recipe `times` times in this process, and return what each run ended in."""
     return [_train_once(overrides, attempt) for attempt in range(times)]
 
 
@@ -74,7 +74,7 @@ class Recorder(Callback):
 
 
 def rng_digests() -> dict[str, str]:
-    """A digest of every random stream of this rank."""
+    """Return a digest of every random stream of this rank."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     streams = {

@@ -1,4 +1,4 @@
-"""What the ranks of test_transfer.py do: some are filled, the others hold the state."""
+"""Provide the ranks of test_transfer.py: some are filled, the others hold the state."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from checkpointless.transfer.exchange import all_gather_json, receive_bytes
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
 
-BUDGET = 64 * 1024  # buckets of 16 KiB
+BUDGET = 64 * 1024  # this makes buckets of 16 KiB
 
 
 def state() -> dict[Key, torch.Tensor]:
-    """Tensors of all dtypes and shapes, and keys of all kinds; the same on every rank."""
+    """Return tensors of many dtypes and shapes under keys of all kinds, the same on every rank."""
     generator = torch.Generator().manual_seed(7)
     tensors: dict[Key, torch.Tensor] = {
         ("large",): torch.randn(100_003, generator=generator),
@@ -44,14 +44,14 @@ def state() -> dict[Key, torch.Tensor]:
 
 
 def empty_like(entries: Sequence[TensorEntry]) -> dict[Key, torch.Tensor]:
-    """Room for ``entries``, with gaps where the original has some."""
+    """Return room for ``entries``, with gaps where the original has some."""
     room = {entry.key: torch.zeros(entry.shape, dtype=entry.dtype) for entry in entries}
     room["strided",] = torch.zeros(64, 96).t()
     return room
 
 
 def held_before(known: str, original: Mapping[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
-    """What a destination has already: ``nothing``, ``large`` (right) or ``stale`` (all of it wrong)."""
+    """Return what a destination has already: ``nothing``, ``large`` (right) or ``stale`` (nearly all is wrong)."""
     if known == "large":
         return {("large",): original["large",].clone()}
     if known != "stale":
@@ -120,7 +120,7 @@ def fill(
 
 
 def total_bytes() -> int:
-    """Bytes of the whole state."""
+    """Return the size of the whole state in bytes."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in state().values())
 
 
@@ -132,7 +132,7 @@ _OBJECTS_BUDGET = 4 * _MB
 
 
 def averages(count: int, seed: int = 3) -> dict[str, Any]:
-    """The state of a callback that averages weights: ``count`` large tensors, one of them twice, and more."""
+    """Return the state of a callback that averages weights: ``count`` large tensors, one of them twice, etc."""
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(TENSOR_MB * _MB // 4, generator=generator) for _ in range(count)]
     weights[0] = weights[0].reshape(2, -1).t()
@@ -206,7 +206,7 @@ def fill_objects(count: int, apart: bool = False, killed: bool = False, meeting:
 
 
 def gather(length: int) -> list[int]:
-    """Messages of different lengths, the largest of ``length`` letters. Returns the lengths that came."""
+    """Gather messages of different lengths, the largest of ``length`` letters, and return the lengths that came."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()
     texts = all_gather_json("abc"[rank] * (length // (rank + 1)))
@@ -215,7 +215,7 @@ def gather(length: int) -> list[int]:
 
 
 def announce() -> str:
-    """Rank 0 announces more than it may send; what rank 1 says."""
+    """Let rank 0 announce more than it may send, and return what rank 1 says."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     said = ""
     if dist.get_rank() == 0:
@@ -230,7 +230,7 @@ def announce() -> str:
 
 
 def _peak_kb(reset: bool = False) -> int:
-    """The largest resident size of this process so far, or what it is now if that is ``reset``, in KiB."""
+    """Return the peak resident size of this process in KiB; ``reset`` makes the peak begin at the present size."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]

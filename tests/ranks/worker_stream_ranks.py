@@ -1,4 +1,4 @@
-"""What ranks do in ``test_worker_streams.py``."""
+"""Provide what ranks do in ``test_worker_streams.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_wor
 
 
 class Lines(IterableDataset[int]):
-    """Iterable."""
+    """Stands in for a dataset that can only be iterated over."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(4))
@@ -36,7 +36,7 @@ def agree(keeps: list[int | None]) -> int | None:
 
 
 def loaders_of_a_trainer() -> dict[str, Any]:
-    """How loaders are prepared in the middle of an epoch, and what is said about those that cannot be."""
+    """Return how loaders are prepared in the middle of an epoch, and what is said about those that cannot be."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     said: list[str] = []

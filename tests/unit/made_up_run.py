@@ -1,4 +1,4 @@
-"""Events of runs that never were, for tests of what is made of them."""
+"""Make up the events of runs, for tests of what is made of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MadeUpRun:
         self.add(at_s + STAGE_S, stage, "end", rank, **fields)
 
     def start(self, at_s: float = 10.0, samples: int | None = 16) -> None:
-        """The job begins at 0, trains from ``at_s`` on, and has made its first step a second later."""
+        """Begin the job at 0, have it train from ``at_s`` on and make its first step a second later."""
         self.add(0.0, "job", "begin", nproc=self.ranks, nnodes=1, script="train.py")
         for rank in range(self.ranks):
             said = {} if samples is None else {"samples_per_step": samples}
@@ -54,7 +54,7 @@ class MadeUpRun:
     def incident(
         self, at_s: float, name: str, committed: int, resumed: int | None = None, cause: str = "", **about: Any
     ) -> float:
-        """A fault at ``at_s`` and the recovery from it; when its last rank has made its step.
+        """Add a fault at ``at_s`` and the recovery from it, and return when that is over.
 
         Args:
             committed: the newest step that was committed.
@@ -101,7 +101,7 @@ class MadeUpRun:
         return at_s
 
     def end(self, at_s: float, code: int = 0, step: int | None = None, reason: str = "") -> None:
-        """The job ends at ``at_s``; a second before, its ranks have made the last step."""
+        """End the job at ``at_s``; if ``step`` is given, its ranks made that last step a second before."""
         if step is not None:
             for rank in range(self.ranks):
                 self.add(at_s - 1, "trained", "point", rank, step=step)

@@ -1,4 +1,4 @@
-"""Megatron's process groups at the real world size of a layout, made in one process."""
+"""Make Megatron's process groups at the real world size of a layout, in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkpointless.layout import Layout
 
 @contextmanager
 def megatron(layout: Layout, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> Iterator[dict[str, list[Any]]]:
-    """Megatron's process groups at the real world size; gives the ranks of all, other ranks' too, by name."""
+    """Make the groups at the real world size; yield, by name, the ranks of all groups, also of other ranks'."""
     pytest.importorskip("megatron.core")
     pytest.importorskip("hydra", reason="recipes need hydra-core")
     from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""A coordinator, driven by messages alone: no processes, no sockets, no store."""
+"""Drive a coordinator by messages alone, without processes, sockets or a store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AnyCommand = TypeVar("AnyCommand")
 
 
 class Job:
-    """A coordinator and what it says to whom.
+    """Drives a coordinator and notes what it says to whom.
 
     Args:
         nnodes: how many nodes the job has; :meth:`begin` admits them.
@@ -81,12 +81,12 @@ class Job:
         return place[0]
 
     def hear(self, node: Node, message: NodeMessage) -> None:
-        """A node says something."""
+        """Give the coordinator a message of a node."""
         self.coordinator.hear(node, message)
         self.open_stores()
 
     def lose(self, node: Node, reason: str) -> None:
-        """A node is lost."""
+        """Tell the coordinator that a node is lost."""
         self.coordinator.lose(node, reason)
         self.open_stores()
 
@@ -103,7 +103,7 @@ class Job:
         return node
 
     def tell(self, rank: int, message: NodeMessage) -> None:
-        """The node of ``rank`` says something."""
+        """Give the coordinator a message of the node of ``rank``."""
         self.hear(self.coordinator.ranks[rank].node, message)
 
     def ready(self, *ranks: int, committed: int = -1, making: int = -1) -> None:
@@ -119,7 +119,7 @@ class Job:
         self.tell(rank, RankEnded(rank, now, code, forgiven, 3, 4, f"rank-{rank}.log", ["its last line"]))
 
     def begin(self) -> Job:
-        """All join and get to the barrier; what was sent until then is forgotten."""
+        """Have all nodes join and all ranks get to the barrier, and forget what was sent until then."""
         for node in self.coordinator.nodes:
             self.join(node.index)
         self.ready(*self.ranks)
@@ -127,7 +127,7 @@ class Job:
         return self
 
     def take(self, kind: type[AnyCommand]) -> list[tuple[int, AnyCommand]]:
-        """The commands of one kind since the last call for any, and the node that each went to."""
+        """Return the commands of one kind that were sent since they were last forgotten, and the node of each."""
         return [
             (-1 if node is None else node.index, command)
             for node, command in self.sent

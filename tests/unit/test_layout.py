@@ -1,4 +1,4 @@
-"""Layouts by arithmetic: the same groups as Megatron's own, and one line for what cannot work."""
+"""Test calculated layouts: groups are the same as Megatron's own, and what cannot work is said in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.megatron_groups import megatron
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Layouts that can work."""
+    """Draw a layout that can work."""
     size = st.sampled_from([1, 2, 3, 4])
     tensor, pipeline, context, expert, expert_tensor, times = (draw(size) for _ in range(6))
     instances = draw(st.sampled_from([1, 2, 2, 3]))

@@ -1,4 +1,4 @@
-"""Replacements of attributes: made in order, undone in the reverse one, whole or not at all."""
+"""Check that replacements of attributes are made in order and undone in reverse, whole or not at all."""
 
 from types import SimpleNamespace
 

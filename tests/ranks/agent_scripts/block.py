@@ -1,4 +1,4 @@
-"""A re-executable block of counted steps, without a framework: what a rank does that talks to the agent."""
+"""Run a re-executable block of counted steps, without a framework, as a rank that talks to the agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUT = Path(os.environ["CHECKPOINTLESS_RUN_DIR"])
 
 
 class Restart(Exception):
-    """The generation is over."""
+    """Says that the generation is over."""
 
 
 def note(kind: str, **fields: object) -> None:
@@ -30,7 +30,7 @@ def note(kind: str, **fields: object) -> None:
 
 
 def connect() -> tuple[AgentClient, Board]:
-    """The agent and the board of this rank."""
+    """Return the client of the agent and the board of this rank."""
     client, board = AgentClient.from_environment(), Board.from_environment()
     assert client is not None
     assert board is not None

@@ -1,4 +1,4 @@
-"""Steps with an all-reduce over gloo; rank 1 sleeps before its own in step 4 of generation 0."""
+"""Make steps with an all-reduce over gloo; rank 1 sleeps before its own in step 4 of generation 0."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ RANK = int(os.environ["RANK"])
 
 
 class LastWords(dist.Store):
-    """A store whose rank is lost when it asks for the first address, having told its own.
+    """Stands in for a store: its rank is lost when it asks for the first address, after it told its own.
 
     Args:
         store: the one that is asked in truth.
@@ -29,11 +29,11 @@ class LastWords(dist.Store):
         self._store = store
 
     def set(self, key: str, value: str) -> None:
-        """Tell."""
+        """Set the key in the real store."""
         self._store.set(key, value)
 
     def wait(self, *_: object) -> None:
-        """Be lost, when the peers have come to wait for this rank's connection."""
+        """Lose this rank when its peers have come to wait for its connection."""
         time.sleep(1)
         if HOW == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""``wrapped.py``'s all-reduces as a rank of the stand-in for SageMaker HyperPod's agent.
+"""Make the all-reduces of ``wrapped.py`` as a rank of the stand-in for SageMaker HyperPod's agent.
 
 In step 3 of generation 0 rank 1 does what the argument says: ``raise``, ``die``, or ``wait`` for the test.
 """

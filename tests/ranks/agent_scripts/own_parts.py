@@ -1,7 +1,7 @@
-"""All-reduces under an ``HPWrapper`` with parts of one's own; rank 1 raises in step 3 of generation 0.
+"""Make all-reduces under an ``HPWrapper`` with parts of one's own; rank 1 raises in step 3 of generation 0.
 
-``finalize``: a clean-up that does nothing; ``abort``, ``clean-up``, ``health``: one that hangs on rank 0, once;
-``device``: there seems to be a GPU, which hangs so.
+The argument names the part: ``finalize`` is a clean-up that does nothing; ``abort``, ``clean-up`` and ``health``
+hang on rank 0, once; with ``device`` there seems to be a GPU, which hangs so.
 """
 
 import os
@@ -56,7 +56,7 @@ def main(cfg: str, caller: HPCallWrapper | None = None) -> None:
     pair = dist.new_group([0, 1])
     for step in range(1, 6):
         caller.begin_step(step)
-        if WHAT == "device" and step == 3 and caller.generation == 0:  # until the health check
+        if WHAT == "device" and step == 3 and caller.generation == 0:  # the health check undoes it
             cuda.is_initialized = lambda: True
         if RANK == 1 and step == 3 and caller.generation == 0:
             raise ValueError("the loss is not a number")

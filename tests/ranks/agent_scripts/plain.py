@@ -1,4 +1,4 @@
-"""A script that knows nothing of the agent; ``RANK:WHAT`` arguments say how its ranks end."""
+"""Run without knowing of the agent; ``RANK:WHAT`` arguments say how the ranks end."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A Megatron-core GPT trained by a loop of one's own with ``torch.optim.AdamW``: ``STEPS [TENSOR_PARALLEL]``."""
+"""Train a Megatron-core GPT in a loop of one's own with ``torch.optim.AdamW``: ``STEPS [TENSOR_PARALLEL]``."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A network with batch normalisation, trained by a loop of one's own: ``STEPS``."""
+"""Train a network with batch normalisation in a loop of one's own: ``STEPS``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""An ordinary Lightning trainer, which knows nothing of checkpointless."""
+"""Train with an ordinary Lightning trainer, which knows nothing of checkpointless."""
 
 import lightning.pytorch as pl
 import torch

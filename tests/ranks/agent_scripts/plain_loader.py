@@ -1,4 +1,4 @@
-"""A training loop of one's own whose data-loader workers draw random numbers."""
+"""Train in a loop of one's own whose data-loader workers draw random numbers."""
 
 import sys
 
@@ -13,7 +13,7 @@ STEPS, FEATURES = int(sys.argv[1]), 8
 
 
 class Noise(Dataset[torch.Tensor]):
-    """One batch per step, drawn in a worker."""
+    """Draws one batch per step, in a worker."""
 
     def __len__(self) -> int:
         return STEPS

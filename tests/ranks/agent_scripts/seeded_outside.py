@@ -1,4 +1,4 @@
-"""A loop of one's own, seeded at the top of the script, that shuffles and initialises in the block: ``STEPS``."""
+"""Seed at the top of the script, and shuffle, initialise and train in a loop in the block: ``STEPS``."""
 
 import os
 import random

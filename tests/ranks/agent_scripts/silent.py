@@ -1,4 +1,4 @@
-"""All-reduces under ``@HPWrapper()`` with pauses of ``SECONDS``: a block that never shows progress."""
+"""Make all-reduces, about ``SECONDS`` apart, in a block under ``@HPWrapper()`` that never shows progress."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""Steps with an all-reduce under ``@HPWrapper()``, in which ranks stall: ``STEPS [RANKS@WHERE:SECONDS ...]``.
+"""Make steps with an all-reduce under ``@HPWrapper()``, in which ranks stall: ``STEPS [RANKS@WHERE:SECONDS ...]``.
 
 ``WHERE`` is the number of a step, ``import`` (before the block), ``set-up`` (before process groups) or ``start``
 (after them, before the first step). Each happens in the first process of a rank and in generation 0 only.

@@ -1,4 +1,4 @@
-"""Ten steps; ``RANK:STEP:GENERATION:WHAT`` arguments say what goes wrong (``*`` for every generation)."""
+"""Make ten steps; ``RANK:STEP:GENERATION:WHAT`` arguments say what goes wrong (``*`` for every generation)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wait_for_the_end_of(generation: int) -> None:
 
 
 def wait_for_the_test() -> None:
-    """Wait until it has made a file."""
+    """Wait until the test has made the file ``gate``."""
     _, board = connect()
     deadline = time.monotonic() + 60
     while not (OUT / "gate").exists():

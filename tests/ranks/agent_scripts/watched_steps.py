@@ -1,4 +1,4 @@
-"""All-reduces under ``@HPWrapper()`` until the file ``end`` is in the folder that is the argument.
+"""Make all-reduces under ``@HPWrapper()`` until the file ``end`` is in the folder that is the argument.
 
 Rank 1 fails in generation 0 as soon as the file ``fault`` is there, in the way that it names. What the ranks do is
 noted in that folder, so that nothing here but our own code needs the disk of the run directory.

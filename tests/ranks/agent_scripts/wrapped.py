@@ -1,4 +1,4 @@
-"""All-reduces under ``@HPWrapper()``, whichever launcher; rank 1 raises in step 3 of generation 0, or of each."""
+"""Make all-reduces under ``@HPWrapper()`` and any launcher; rank 1 raises in step 3 of generation 0, or of each."""
 
 import os
 import sys

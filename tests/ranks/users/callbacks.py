@@ -1,4 +1,4 @@
-"""Callbacks that users add to a training, and those that watch or break it."""
+"""Provide callbacks that users add to a training, and those that watch or break it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks.users.end import broken, note, run_dir
 
 
 class Averaging(pl.Callback):
-    """An average of the parameters over the steps, as users keep it: tensors and an array in its state."""
+    """Averages the parameters over the steps, as users do, with tensors and an array in its state."""
 
     def __init__(self, decay: float = 0.9) -> None:
         self.decay = decay
@@ -24,7 +24,7 @@ class Averaging(pl.Callback):
         self.history = np.zeros(0)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """One update."""
+        """Update the average."""
         for name, parameter in trainer.strategy.megatron_parallel.named_parameters():
             if name not in self.average:
                 self.average[name] = parameter.detach().clone()
@@ -34,7 +34,7 @@ class Averaging(pl.Callback):
         self.history = np.append(self.history, float(next(iter(self.average.values())).sum()))
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the average, the number of its updates and its history."""
         return {"updates": self.updates, "average": dict(self.average), "history": self.history}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -51,15 +51,15 @@ class KeepsByHooks(pl.Callback):
         self.batches = 0
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """One more."""
+        """Count one more batch."""
         self.batches += 1
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Into the checkpoint."""
+        """Write the count into the checkpoint."""
         checkpoint["keeps_by_hooks"] = {"batches": self.batches}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Out of it."""
+        """Read the count out of the checkpoint."""
         self.batches = checkpoint["keeps_by_hooks"]["batches"]
 
 
@@ -108,12 +108,12 @@ class Breaks(pl.Callback):
         self.active = fit == int(number) and os.environ["RANK"] == "1" and not broken(run_dir())
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """The strategy has been set up, and nothing is loaded."""
+        """Fail, if asked to, when the strategy has been set up and nothing is loaded."""
         if self.where == "setup":
             self._fail()
 
     def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
-        """In the middle of a validation that belongs to no fit."""
+        """Fail, if asked to, in the middle of a validation that belongs to no fit."""
         if self.where == "validate" and trainer.state.fn == "validate":
             self._fail()
 
@@ -141,11 +141,11 @@ class Probe(pl.Callback):
         note("hook", name=f"{name} at step {trainer.global_step}", fit=self.fit)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A batch of that number is over."""
+        """Note the number of the batch that is over."""
         note("batch", fit=self.fit, step=trainer.global_step, index=batch_idx)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """The metrics are there."""
+        """Note the call, and the losses that the validation found."""
         if trainer.sanity_checking:
             return
         self._hook("on_validation_end", trainer)
@@ -154,13 +154,13 @@ class Probe(pl.Callback):
                 note("validation", fit=self.fit, step=trainer.global_step, loader=name, loss=float(value).hex())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Training is over."""
+        """Note that training is over."""
         self._hook("on_train_end", trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """An epoch is over."""
+        """Note that an epoch is over."""
         self._hook("on_train_epoch_end", trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """All is over."""
+        """Note that the fit is over."""
         self._hook("on_fit_end", trainer)

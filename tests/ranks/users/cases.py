@@ -1,4 +1,4 @@
-"""Which faults users' runs are disturbed by, and what of their end may then differ."""
+"""Define which faults disturb users' runs, and what of their end may then differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONCE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class Case:
-    """Faults in a run.
+    """Describes faults in a run.
 
     Attributes:
         name: of the test.
@@ -350,7 +350,7 @@ CASES = (
 )
 
 
-#: Of these there is another one that goes the same way.
+#: Each of these has another case that goes the same way.
 LONG = frozenset(
     {
         "average, exception before the update",

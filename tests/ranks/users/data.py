@@ -1,4 +1,4 @@
-"""Data modules as users write them; every sample knows its number."""
+"""Provide data modules as users write them; every training sample knows its number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH = 32, 2, 16  # two micro-batches of four r
 
 
 class Numbered(Dataset[dict[str, torch.Tensor]]):
-    """Windows of text that know their number."""
+    """Adds to every window of text its number."""
 
     def __init__(self, windows: Dataset[dict[str, torch.Tensor]]) -> None:
         self._windows = windows
@@ -28,7 +28,7 @@ class Numbered(Dataset[dict[str, torch.Tensor]]):
 
 
 class NumberedTextData(TextDataModule):
-    """The demo's data module, with its ``state_dict``; the samples are numbered.
+    """Numbers the samples of the demo's data module, which has a ``state_dict``.
 
     Args:
         loaders: how many for validation.
@@ -45,7 +45,7 @@ class NumberedTextData(TextDataModule):
         self._train: Any = Numbered(self._train)
 
     def val_dataloader(self) -> Any:
-        """One, or several."""
+        """Return one loader, or several in a list."""
         made = [super(NumberedTextData, self).val_dataloader() for _ in range(self.loaders)]
         return made[0] if len(made) == 1 else made
 
@@ -54,12 +54,12 @@ class TakesAllAsItComes(MegatronDataSampler):
     """Leaves the samples to the loader's own sampler."""
 
     def transform_dataloader(self, dataloader: DataLoader[Any], consumed_samples: int = 0) -> DataLoader[Any]:
-        """As it is."""
+        """Return the loader as it is."""
         return dataloader
 
 
 class Shuffled(pl.LightningDataModule):
-    """Torch's own sampler, which shuffles.
+    """Loads samples in the order of torch's own sampler, which shuffles.
 
     Args:
         samples: of each rank in an epoch.
@@ -77,7 +77,7 @@ class Shuffled(pl.LightningDataModule):
         self._train = Numbered(TextWindows(english(), SEQ_LENGTH, self.samples, seed=3))
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """To train on."""
+        """Return the loader to train on."""
         own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         return DataLoader(
             self._train, MICRO_BATCH, shuffle=True, generator=own, drop_last=True, collate_fn=default_collate
@@ -85,7 +85,7 @@ class Shuffled(pl.LightningDataModule):
 
 
 class OwnData(pl.LightningDataModule):
-    """As in the first script of a user: a dataset, a sampler of NeMo's, and no state.
+    """Has what the first script of a user has: a dataset, a sampler of NeMo's, and no state.
 
     Args:
         samples: of the training set; the sampler ends an epoch with them.
@@ -114,16 +114,16 @@ class OwnData(pl.LightningDataModule):
         self._validation = TextWindows(english(), SEQ_LENGTH, self.val_samples, seed=4)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """To train on."""
+        """Return the loader to train on."""
         return DataLoader(self._train, num_workers=self.workers, collate_fn=default_collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """To look at."""
+        """Return the loader to validate on."""
         return DataLoader(self._validation, collate_fn=default_collate)
 
 
 class CountingData(OwnData):
-    """Counts, in a state of its own, how often training or an epoch of it began.
+    """Keeps in a state of its own at which steps a training loader was made.
 
     Args:
         *args: as for ``OwnData``.
@@ -135,17 +135,17 @@ class CountingData(OwnData):
         self.starts: list[int] = []
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """A loader is made."""
+        """Note the step, and return the loader."""
         assert self.trainer is not None
         self.starts.append(self.trainer.global_step)
         return super().train_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
-        """Its count."""
+        """Return the noted steps."""
         return {"starts": self.starts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the count."""
+        """Go on from ``state_dict``."""
         self.starts = state_dict["starts"]
 
 
@@ -153,5 +153,5 @@ class TwoLoaders(OwnData):
     """Trains on two loaders at once."""
 
     def train_dataloader(self) -> Any:
-        """Both."""
+        """Return both loaders."""
         return {name: super(TwoLoaders, self).train_dataloader() for name in ("one", "other")}

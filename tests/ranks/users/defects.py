@@ -1,4 +1,4 @@
-"""Defects of the recovery that a user's run must show: each is what a guarantee forbids."""
+"""Provide defects of the recovery that a user's run must show; a guarantee forbids each of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFECT_ENV = "CHECKPOINTLESS_TEST_DEFECT"
 
 
 def buffers_are_not_taken_back() -> None:
-    """What a step has done to buffers before its commit stays."""
+    """Keep what a step has done to buffers before its commit."""
     from checkpointless.recovery.held_state import HeldState
 
     original = HeldState.go_back_to
@@ -24,14 +24,14 @@ def buffers_are_not_taken_back() -> None:
 
 
 def buffers_are_a_peers() -> None:
-    """A rank that was filled keeps the buffers that it was sent."""
+    """Let a rank that was filled keep the buffers that it was sent."""
     from checkpointless.recovery.own.state import OwnState
 
     OwnState.put_buffers = lambda *args: None  # type: ignore[method-assign]
 
 
 def callbacks_are_a_step_ahead() -> None:
-    """The state of callbacks is that which the fault found."""
+    """Keep the state of callbacks that the fault found."""
     from lightning.pytorch.trainer import call
 
     from checkpointless.strategies.boundary.live_state import TrainerLiveState
@@ -48,7 +48,7 @@ def callbacks_are_a_step_ahead() -> None:
 
 
 def validations_are_repeated() -> None:
-    """A validation that was over is due again."""
+    """Make a validation that was over due again."""
     from checkpointless.recovery.moment import Stage
     from checkpointless.strategies.boundary.loops import ResumableEpochLoop
 
@@ -63,14 +63,14 @@ def validations_are_repeated() -> None:
 
 
 def entry_streams_are_stale() -> None:
-    """The block is entered again with random streams that it has drawn from before."""
+    """Enter the block again with random streams that it has drawn from before."""
     from checkpointless.inprocess.block.entry_streams import EntryStreams
 
     EntryStreams.restore = lambda streams: None  # type: ignore[method-assign, assignment]
 
 
 def accumulated_metrics_begin_anew() -> None:
-    """What was accumulated over an epoch is gone."""
+    """Drop what was accumulated over an epoch."""
     from checkpointless.strategies.boundary import kinds, restoration
 
     others = tuple(kind for kind in kinds.KINDS if kind.name != kinds.ACCUMULATED)
@@ -80,28 +80,28 @@ def accumulated_metrics_begin_anew() -> None:
 
 
 def accumulated_metrics_are_a_peers() -> None:
-    """A new process goes on with what a peer has accumulated."""
+    """Let a new process go on with what a peer has accumulated."""
     from checkpointless.strategies.boundary import restoration
 
     restoration.with_own = lambda kept, own: kept
 
 
 def what_a_step_has_logged_is_lost() -> None:
-    """A step that is gone through again logs only what follows its update."""
+    """Let a step that is gone through again log only what follows its update."""
     from checkpointless.strategies.boundary import restoration
 
     restoration.put_accumulated = lambda trainer, kept: None
 
 
 def batches_are_counted_anew() -> None:
-    """The first batch after a recovery has number 0."""
+    """Give number 0 to the first batch after a recovery."""
     from checkpointless.strategies.data import training
 
     training.go_on_counting = lambda fetcher, position: None
 
 
 def hooks_at_the_start_are_not_taken_back() -> None:
-    """What they have done to the state of module and data module stays."""
+    """Keep what the hooks have done to the state of module and data module."""
     from checkpointless.strategies.boundary import restoration
 
     restoration.load_again = lambda trainer, checkpoint: None
@@ -125,7 +125,7 @@ DEFECTS: Mapping[str, Callable[[], None]] = {
 
 
 def install() -> None:
-    """Have the defect that the environment names, if any. Once for a process."""
+    """Install the defect that the environment names, if any, once for a process."""
     name = os.environ.pop(DEFECT_ENV, "")
     if name:
         DEFECTS[name]()

@@ -1,7 +1,7 @@
-"""Chaos of users' runs: features in pairs, a layout and one to three faults, all drawn by a seed.
+"""Draw chaos for users' runs from a seed: two features, a layout and one to three faults.
 
-A pure function of seed and number. In every case each shard keeps a living holder, so that the run must end as
-without faults, or be refused before it starts.
+A case is a pure function of seed and number. In each, every shard keeps a living holder, so that the run must end
+as without faults, or be refused before it starts.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from checkpointless.faults.chaos import DEADLY, HANGING, IN_PROCESS, NODES
 from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase, parse
 from checkpointless.layout import Layout
 
-#: What a NeMo script can have; ``resume``, ``two-fits`` and ``fits-two`` are no features of the script itself.
+#: A NeMo script can have these; ``resume``, ``two-fits`` and ``fits-two`` are no features of the script itself.
 FEATURES = (
     *("ema", "earlystop", "validation", "val-loaders", "modelckpt", "monitored", "async-save", "dated"),
     *("moe-bias", "global-aux-loss", "fp16", "module-state", "callback-hooks", "own-data", "epochs", "uneven"),
     *("cyclic", "workers", "plateau", "csv", "tensorboard", "max-time", "resume", "two-fits", "fits-two"),
 )
 PLAIN_FEATURES = ("batchnorm", "randperm")
-#: What a feature means nothing without.
+#: The first feature of each pair means nothing without the second.
 _NEEDS = {"async-save": "modelckpt", "dated": "modelckpt", "uneven": "epochs"}
-#: What looks at the loss of one validation, which several loaders do not have.
+#: These look at the loss of one validation, which several loaders do not have.
 _ONE_LOSS = frozenset({"earlystop", "monitored", "plateau"})
 _EXPERTS = frozenset({"moe-bias", "global-aux-loss"})
 _FITS = {"two-fits": (3, 6), "fits-two": (6, 3)}
@@ -40,7 +40,7 @@ _OFTEN = (1, 4, 3, 2, 2)
 _WORDS = {"tp": "--tensor-parallel", "pp": "--pipeline-parallel", "ep": "--expert-parallel"}
 
 _GROUPS = {IN_PROCESS: 6, DEADLY: 6, HANGING: 2, NODES: 1, (FaultKind.SLOW,): 1, (FaultKind.BITFLIP,): 1}
-#: Phases that a loop without Lightning announces.
+#: A loop without Lightning announces only these phases.
 _PLAIN_PHASES = (
     FaultPhase.BEFORE_OPTIMIZER,
     FaultPhase.OPTIMIZER,
@@ -53,7 +53,7 @@ _PARTITION_S, _LINGER_S = 5, 4
 
 @dataclass(frozen=True)
 class UsersCase:
-    """One run with faults.
+    """Describes one run with faults.
 
     Attributes:
         seed: that it was drawn from.
@@ -83,26 +83,26 @@ class UsersCase:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The script's arguments."""
+        """Return the script's arguments."""
         sizes = [word for key, size in self.layout.sizes.items() for word in (_WORDS[key], str(size))]
         return ("--steps", *map(str, self.steps), "--features", ",".join(self.features), *sizes)
 
     @property
     def shown_features(self) -> tuple[str, ...]:
-        """For tables: those of the script, and what else the run is."""
+        """Return for tables the script's features, and what else the run is."""
         fits = next((name for name, steps in _FITS.items() if steps == self.steps), None)
         return (*self.features, *(["resume"] if self.resumed else []), *([fits] if fits else []))
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Describe the case for people."""
         where = self.layout.text + (f", {self.nodes} nodes" if self.nodes > 1 else "")
         what = ",".join(self.shown_features) or "nothing more"
         return f"{self.script}: {what}; {where}{'; busy' if self.busy else ''}: {' '.join(self.faults)}"
 
 
 def draw(seed: int, number: int) -> UsersCase:
-    """The case of that number; the others do not matter to it."""
+    """Draw the case of that number; the others do not matter to it."""
     dice = random.Random(f"users/{seed}/{number}")
     if dice.random() < 0.1:
         return _draw_plain(dice, seed, number)
@@ -141,7 +141,7 @@ def _draw_plain(dice: random.Random, seed: int, number: int) -> UsersCase:
 
 
 class _Faults:
-    """What the dice say of the faults.
+    """Rolls the dice for the faults.
 
     Args:
         dice: are rolled.
@@ -163,14 +163,14 @@ class _Faults:
         self._missing = missing
 
     def draw(self) -> tuple[tuple[str, ...], int, int]:
-        """Specs, nodes and spares."""
+        """Return specs, nodes and spares."""
         count = self._dice.choices((1, 2, 3), (4, 3, 2))[0]
         (group,) = self._dice.choices(list(_GROUPS), list(_GROUPS.values()))
         kind = self._dice.choice(group)
         if kind in NODES and not self._plain and self._layout.world_size == 4 and not self._layout.sizes:
             return self._node(kind)
         specs: list[str] = []
-        # Two steps between two of them: who was filled in one has committed one before the next.
+        # Faults are two steps apart: who was filled after one has committed a step before the next.
         usable = [
             step
             for step in range(self._first + self._dice.randrange(2), self._last + 1, 2)
@@ -183,7 +183,7 @@ class _Faults:
         return tuple(specs), 1, 0
 
     def _of(self, kind: FaultKind, step: int) -> list[str]:
-        """One fault, or one and another that comes while it is handled."""
+        """Return one fault, or one and another that comes while it is handled."""
         dice, rank = self._dice, self._dice.randrange(self._layout.world_size)
         if kind in NODES or (self._plain and kind is FaultKind.DATALOADER):
             kind = FaultKind.EXCEPTION
@@ -202,7 +202,7 @@ class _Faults:
         return [first, self._second(kind in (*DEADLY, *HANGING), rank, step - 1)]
 
     def _second(self, lethal: bool, rank: int, committed: int) -> str:
-        """What comes in the recovery from the first, and never costs the last holder of a shard."""
+        """Return a fault in the recovery from the first that never costs the last holder of a shard."""
         dice, everybody = self._dice, set(range(self._layout.world_size))
         others = sorted(everybody - self._layout.replicas(rank)) if lethal else sorted(everybody)
         kinds = (FaultKind.EXCEPTION, FaultKind.OOM, *(DEADLY[:-1] if others else ()))
@@ -211,7 +211,7 @@ class _Faults:
         return _spec(second, dice.choice((FaultPhase.INIT, FaultPhase.RECOVERY)), other, committed)
 
     def _bitflip(self, rank: int, step: int) -> list[str]:
-        """A bit of a bucket on its way."""
+        """Return a kill and, where one can follow, a bit flip of a bucket on its way."""
         partners = sorted(self._layout.replicas(rank) - {rank})
         phase = FaultPhase.BEFORE_OPTIMIZER if self._plain else FaultPhase.FORWARD
         kill = _spec(FaultKind.SIGKILL, phase, rank, step)
@@ -220,7 +220,7 @@ class _Faults:
         return [kill, _spec(FaultKind.BITFLIP, FaultPhase.TRANSFER, partners[0], step - 1)]
 
     def _node(self, kind: FaultKind) -> tuple[tuple[str, ...], int, int]:
-        """The second of two nodes is lost."""
+        """Return faults that lose the second of two nodes."""
         step = self._dice.randrange(self._first + 1, self._last)
         faults = [_spec(kind, self._dice.choice(_BEFORE_UPDATE), 2 + self._dice.randrange(2), step)]
         if kind is FaultKind.PARTITION:

@@ -1,4 +1,4 @@
-"""What a run ends in, on each rank, and what is different between two ends."""
+"""Write down what a run ends in on each rank, and compare two ends."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 
 from checkpointless.environment import RUN_DIR_ENV
 
-BREAKS_ENV = "CHECKPOINTLESS_TEST_BREAKS"  # where ``parts.Breaks`` fails
-#: Parts of an end that follow from the time of day, or from how often something was begun.
+BREAKS_ENV = "CHECKPOINTLESS_TEST_BREAKS"  # it says where ``callbacks.Breaks`` fails
+#: These parts of an end follow from the time of day, or from how often something was begun.
 _SKIPPED = frozenset({"pids"})
 
-#: What was done in all: ranks that had done what follows a step do it again if another rank had not come as far.
+#: These parts hold all that was done: ranks do again what follows a step if another rank had not come as far.
 IN_ALL = frozenset({"hooks in all", "validations in all"})
 
 
 def run_dir() -> Path:
-    """The directory of the job that this rank is of."""
+    """Return the directory of the job that this rank is of."""
     return Path(os.environ[RUN_DIR_ENV])
 
 
@@ -42,7 +42,7 @@ def note(what: str, **fields: Any) -> None:
 
 
 def notes(directory: Path, rank: int, what: str) -> list[dict[str, Any]]:
-    """All that a rank wrote down under that name, by all its processes; a torn last line is left out."""
+    """Return all that a rank's processes wrote down under that name, but for a torn last line."""
     path = directory / "users" / f"notes-{rank}.jsonl"
     if not path.exists():
         return []
@@ -51,12 +51,12 @@ def notes(directory: Path, rank: int, what: str) -> list[dict[str, Any]]:
 
 
 def broken(directory: Path) -> int:
-    """How often ``parts.Breaks`` has failed in the job that wrote to ``directory``."""
+    """Return how often ``callbacks.Breaks`` has failed in the job that wrote to ``directory``."""
     return len(notes(directory, 1, "broken"))
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Of all their bytes together."""
+    """Return a digest of all their bytes together."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -64,7 +64,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON that is equal only where every bit is: floats as hex, tensors and arrays as digests."""
+    """Return ``value`` as JSON that is equal only if every bit is: floats as hex, tensors and arrays as digests."""
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
             return plain(value.item())
@@ -133,7 +133,7 @@ def _from_notes(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def _by_generation(lines: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[int, list[dict[str, Any]]]]:
-    """Lines by their key and then by the generation that they were written in."""
+    """Group lines by their key and then by the generation that they were written in."""
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for key, line in lines:
         found.setdefault(key, {}).setdefault(line["generation"], []).append(line)
@@ -141,7 +141,7 @@ def _by_generation(lines: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dic
 
 
 def read_ends(directory: Path, nproc: int) -> list[dict[str, Any]]:
-    """The ends of all ranks of a job.
+    """Return the ends of all ranks of a job.
 
     Raises:
         FileNotFoundError: a rank has not come to its end.
@@ -152,7 +152,7 @@ def read_ends(directory: Path, nproc: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing in which two ends differ.
+    """Describes one thing in which two ends differ.
 
     Attributes:
         rank: whose.
@@ -174,7 +174,7 @@ class Difference:
 def compare_ends(
     expected: list[dict[str, Any]], found: list[dict[str, Any]], *, parts: Iterable[str] | None = None
 ) -> list[Difference]:
-    """All that is different, rank by rank, in the order of the ends' parts.
+    """Return all that is different, rank by rank, in the order of the ends' parts.
 
     Args:
         expected: of the undisturbed run.

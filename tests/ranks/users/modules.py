@@ -1,4 +1,4 @@
-"""Modules that users train: a GPT that counts and accumulates, and a rate that follows the validations."""
+"""Provide modules that users train: a GPT that counts and accumulates, and a rate that follows the validations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks.users.end import note
 
 
 def noting_data_step(fit: int, count_from: list[int], iterator: Iterator[Any]) -> dict[str, Any]:
-    """NeMo's data step, which writes down which samples are trained on."""
+    """Run NeMo's data step, and write down which samples are trained on."""
     batch = next(iterator)
     inner = batch[0] if isinstance(batch, tuple) else batch
     if torch.is_grad_enabled() and "sample" in inner:
@@ -27,7 +27,7 @@ def noting_data_step(fit: int, count_from: list[int], iterator: Iterator[Any]) -
 
 
 class CountingGPT(llm.GPTModel):
-    """A GPT whose Lightning module counts its batches in a checkpoint of its own making, if asked to.
+    """Counts its batches, and keeps the count by its own checkpoint hooks if asked to.
 
     Args:
         *args: as for ``GPTModel``.
@@ -57,19 +57,19 @@ class CountingGPT(llm.GPTModel):
         self.starts: list[int] = []
         self.fit_number = fit
         self.metrics: Any = torch.nn.ModuleDict()
-        if metrics:  # of this rank alone; one of them is logged, and so is reduced over all ranks
+        if metrics:  # each is of this rank alone; one of them is logged, and so is reduced over all ranks
             self.metrics = torch.nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric(), "quiet": SumMetric()})
         self._steps = [0]
         self.config.data_step_fn = partial(noting_data_step, fit, self._steps)
 
     def configure_model(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's model, with what users add to it."""
+        """Build Megatron's model with what users add to it."""
         super().configure_model(*args, **kwargs)
         if self._counts and not hasattr(self.module.decoder.layers[0], "seen"):
             count_own_tokens(self.module)
 
     def training_step(self, batch: Any, batch_idx: Any = None) -> Any:
-        """One micro-batch."""
+        """Train on one micro-batch, and update the metrics."""
         found = super().training_step(batch, batch_idx)
         if self.metrics:
             mine = batch["tokens"].float().mean()
@@ -83,40 +83,40 @@ class CountingGPT(llm.GPTModel):
         return found
 
     def on_train_start(self) -> None:
-        """Training begins."""
+        """Note the step at which training begins."""
         if self.counts_starts:
             self.starts.append(self.trainer.global_step)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A step begins."""
+        """Tell the data step which step begins."""
         self._steps[0] = self.trainer.global_step
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """One more."""
+        """Count one more batch."""
         self.batches_seen += 1
         if self.metrics:
             self.log("ends", float(self.batches_seen), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
 
     def on_train_epoch_start(self) -> None:
-        """What the last epoch came to."""
+        """Note what the last epoch came to."""
         if self.metrics:
             found = {name: float(value).hex() for name, value in self.trainer.callback_metrics.items()}
             note("epoch", fit=self.fit_number, number=self.trainer.current_epoch, metrics=found)
             self.log("begun_at", float(self.trainer.global_step), on_epoch=True)
 
     def accumulated(self) -> dict[str, Any]:
-        """What is not logged, and is kept over the epochs."""
+        """Return what is not logged and is kept over the epochs."""
         return {"quiet": self.metrics["quiet"].compute()} if self.metrics else {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Into the checkpoint."""
+        """Write the counts into the checkpoint."""
         if self.counts_starts:
             checkpoint["starts"] = self.starts
         if self.keeps:
             checkpoint["batches_seen"] = self.batches_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Out of it."""
+        """Read the counts out of the checkpoint."""
         if self.counts_starts:
             self.starts = checkpoint.pop("starts")
         if self.keeps:
@@ -137,7 +137,7 @@ def count_own_tokens(model: Any) -> None:
 
 
 class PlateauScheduler(nl.lr_scheduler.LRSchedulerModule):
-    """A rate that is halved whenever a validation was no better than the one before.
+    """Halves the rate after every validation whose loss is not far below the best before.
 
     Args:
         every: steps between two validations.
@@ -148,7 +148,7 @@ class PlateauScheduler(nl.lr_scheduler.LRSchedulerModule):
         self.every = every
 
     def scheduler(self, model: Any, optimizer: Any) -> dict[str, Any]:
-        """For Lightning."""
+        """Return the scheduler in the form that Lightning takes."""
         found = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs")
         return {
             "optimizer": optimizer,

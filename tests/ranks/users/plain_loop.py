@@ -1,4 +1,4 @@
-"""A training loop of one's own, as users write it: batch normalisation, an order drawn where the block begins.
+"""Train in a loop as users write it: with batch normalisation and an order drawn where the block begins.
 
 checkpointless run --nproc-per-node 3 tests/ranks/users/plain_loop.py --steps 6 --features batchnorm,randperm
 """
@@ -17,16 +17,16 @@ from tests.ranks.users import defects, end
 
 SAMPLES, BATCH, WIDTH = 64, 4, 8
 LARGE = 2 << 20  # floats
-#: What ``--features`` takes.
+#: ``--features`` takes these.
 FEATURES = (
-    "batchnorm",  # running statistics in buffers
-    "own-buffers",  # no broadcast of them: those of every rank are of its own samples
-    "large-buffers",  # and of more of them than are kept
-    "equal-buffers",  # likewise large, but the same on all ranks: an average of the parameters
+    "batchnorm",  # keeps running statistics in buffers
+    "own-buffers",  # does not broadcast them: those of every rank are of its own samples
+    "large-buffers",  # adds one that differs from rank to rank and is too large to be kept
+    "equal-buffers",  # adds one as large that is the same on all ranks: an average of the parameters
     "randperm",  # the order of the samples is drawn in the block, from the streams that the script has seeded
 )
 
-torch.manual_seed(7)  # where many scripts do it: once, when the module is loaded
+torch.manual_seed(7)  # many scripts do it here: once, when the module is loaded
 
 
 @HPWrapper()

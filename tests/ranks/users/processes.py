@@ -1,4 +1,4 @@
-"""Which processes of a run were replaced, and whether a fault had come in them, by their ids."""
+"""Find by their ids which processes of a run were replaced, and whether a fault had come in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks.users.end import notes
 
 
 def replaced_healthy(run_dir: Path, ranks: Collection[int]) -> tuple[str, ...]:
-    """The processes that were replaced although no deadly or hanging fault had been caused in them.
+    """Return the processes that were replaced although no deadly or hanging fault had been caused in them.
 
     A process writes its id down when it enters the block, a fault when it comes. Where a rank was started more
     often than ids are known, the unknown ones count too.
@@ -43,6 +43,6 @@ def replaced_healthy(run_dir: Path, ranks: Collection[int]) -> tuple[str, ...]:
 
 
 def _hit(run_dir: Path) -> set[int]:
-    """Ids of the processes in which a deadly or hanging fault was caused."""
+    """Return the ids of the processes in which a deadly or hanging fault was caused."""
     claims = [json.loads(path.read_bytes()) for path in (run_dir / FAULTS_DIR).glob("*.json")]
     return {claim["pid"] for claim in claims if parse(claim["spec"]).kind in (*DEADLY, *HANGING)}

@@ -1,4 +1,4 @@
-"""Jobs of users, and those among them that no fault disturbs."""
+"""Run jobs of users, and keep those that no fault disturbs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Run:
-    """A job of a user's.
+    """Describes a job of a user's.
 
     Attributes:
         features: of the script, with commas between them.
@@ -34,7 +34,7 @@ class Run:
     resumed: int = 0
 
     def words(self, checkpoint: Path | None) -> tuple[str, ...]:
-        """The script's arguments."""
+        """Return the script's arguments."""
         resume = () if checkpoint is None else ("--resume-from", str(checkpoint))
         steps = (self.steps,) if isinstance(self.steps, int) else self.steps
         return ("--steps", *map(str, steps), "--features", self.features, *self.layout, *resume)
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass
 class Calm:
-    """Undisturbed runs; each is made once.
+    """Makes users' runs, each undisturbed one only once.
 
     Args:
         zygote: to fork from.
@@ -54,13 +54,13 @@ class Calm:
     _known: dict[Run, Job] = field(default_factory=dict)
 
     def job(self, run: Run) -> Job:
-        """The job, which has ended well."""
+        """Return the undisturbed job, which has ended well."""
         if run not in self._known:
             self._known[run] = self.make(run, self.folder("calm") / "run")
         return self._known[run]
 
     def make(self, run: Run, run_dir: Path, *faults: str, code: int = 0, **settings: Any) -> Job:
-        """Run it, and require that it ends so."""
+        """Make ``run``, and require that it ends with ``code``."""
         job = run_job(
             self.zygote,
             run_dir,
@@ -68,14 +68,14 @@ class Calm:
             script=str(SCRIPTS / run.script),
             args=run.words(self.checkpoint(run)),
             faults=faults,
-            # Megatron's first checkpoint imports torch anew on every rank, 20 s on a busy machine.
+            # Megatron's first checkpoint imports torch again on every rank, 20 s on a busy machine.
             **{"heartbeat_timeout_s": 60.0, "limit_s": 200.0, **settings},
         )
         assert job.code == code, job.story()
         return job
 
     def checkpoint(self, run: Run) -> Path | None:
-        """What ``run`` begins at."""
+        """Return the checkpoint that ``run`` begins at, if any."""
         if not run.resumed:
             return None
         before = Run(f"{run.features},modelckpt", run.resumed + 2, run.layout)

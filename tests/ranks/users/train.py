@@ -1,4 +1,4 @@
-"""``training.py`` as a script.
+"""Run ``training.py`` as a script.
 
     checkpointless run --cpu --nproc-per-node 4 tests/ranks/users/train.py --steps 6 --features ema,earlystop
 

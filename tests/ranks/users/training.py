@@ -1,4 +1,4 @@
-"""A NeMo training as users write it: three lines of checkpointless, and the features that are asked for.
+"""Run a NeMo training as users write it: three lines of checkpointless, and the features that are asked for.
 
 Features go together in any number. At the end each rank writes down what must be equal to an undisturbed run.
 """
@@ -41,36 +41,36 @@ from tests.ranks.users.data import (
 )
 from tests.ranks.users.modules import CountingGPT, PlateauScheduler
 
-#: What ``--features`` takes.
+#: ``--features`` takes these words.
 FEATURES = (
     "ema",  # an averaging callback
     "earlystop",  # stops when two validations in a row were no better
-    "validation",  # every second step
+    "validation",  # validation every second step
     "val-loaders",  # two loaders for validation
     "modelckpt",  # a checkpoint every second step and one at the end
     "monitored",  # the best checkpoints by the validation's loss
-    "async-save",  # written in the background
-    "dated",  # in NeMo's folder of the day
+    "async-save",  # checkpoints that are written in the background
+    "dated",  # checkpoints in NeMo's folder of the day
     "moe-bias",  # experts with a bias in their router
     "global-aux-loss",  # experts with counters in their router
-    "fp16",  # with a loss scale that grows every third step
+    "fp16",  # half precision, with a loss scale that grows every third step
     "module-state",  # a module with a pair of checkpoint hooks
     "callback-hooks",  # a callback with a pair of checkpoint hooks
-    "own-buffers",  # of each rank's own samples
-    "shuffled",  # by torch's own sampler
-    "own-generator",  # with a generator of its own
-    "then-validate",  # after the fit, by the same trainer
+    "own-buffers",  # buffers of each rank's own samples
+    "shuffled",  # samples that torch's own sampler shuffles
+    "own-generator",  # a sampler with a generator of its own
+    "then-validate",  # validation after the fit, by the same trainer
     "own-data",  # a data module without a state
     "epochs",  # two epochs
-    "uneven",  # whose last batch is not whole
+    "uneven",  # data whose last batch is not whole
     "cyclic",  # NeMo's shuffling sampler
     "workers",  # data-loader workers
     "plateau",  # a rate that follows the validation's loss
     "csv",  # a logger
-    "tensorboard",  # another
-    "max-time",  # a limit that is far away
+    "tensorboard",  # another logger
+    "max-time",  # a time limit that is far away
     "epoch-metrics",  # what is logged and accumulated over an epoch
-    "two-loaders",  # to train on
+    "two-loaders",  # two loaders to train on
     "start-hooks",  # a module and a data module whose state the hooks at the start change
 )
 _STEPS_OF_EPOCH = 4
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, nargs="+", default=[6], help="of each fit")
     parser.add_argument("--features", type=lambda text: [word for word in text.split(",") if word], default=[])
@@ -107,7 +107,7 @@ def parse() -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
-    """One fit, and what it ended in."""
+    """Train one fit, and return what it ended in."""
     features = frozenset(options.features)
     defects.install()
     end.note("process", fit=fit)
@@ -141,10 +141,10 @@ def train(options: argparse.Namespace, fit: int, steps: int) -> dict[str, Any]:
 
 
 def config_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
-    """A GPT of two layers, with dropout."""
+    """Return the configuration of a GPT of two layers, with dropout."""
     more: dict[str, Any] = {}
     if {"moe-bias", "global-aux-loss"} & features or options.expert_parallel > 1:
-        # Megatron-core 0.15 leaves the bias of a router's linear layer uninitialised memory.
+        # Megatron-core 0.15 leaves the bias of a router's linear layer as uninitialised memory.
         more |= {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": False, "add_bias_linear": False}
     if "moe-bias" in features:
         more |= {
@@ -181,7 +181,7 @@ def config_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
 
 
 def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.MegatronOptimizerModule:
-    """Adam, with a rate that falls."""
+    """Return Adam with a learning rate that falls."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
@@ -200,7 +200,7 @@ def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.Me
 
 
 def callbacks_of(options: argparse.Namespace, features: frozenset[str], fit: int) -> list[Any]:
-    """Ours, and those that were asked for."""
+    """Return our callbacks and those that were asked for."""
     callbacks: list[Any] = [CheckpointlessCallback()]
     if "ema" in features:
         callbacks.append(Averaging())
@@ -231,7 +231,7 @@ def callbacks_of(options: argparse.Namespace, features: frozenset[str], fit: int
 
 
 def loggers_of(features: frozenset[str], fit: int) -> list[Any]:
-    """Those that were asked for."""
+    """Return the loggers that were asked for."""
     loggers: list[Any] = []
     if "csv" in features:
         loggers.append(CSVLogger(str(end.run_dir() / "csv"), name=f"fit-{fit}", flush_logs_every_n_steps=1))
@@ -241,7 +241,7 @@ def loggers_of(features: frozenset[str], fit: int) -> list[Any]:
 
 
 def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, steps: int) -> nl.Trainer:
-    """A trainer with the callbacks, loggers and validations that were asked for."""
+    """Return a trainer with the callbacks, loggers and validations that were asked for."""
     validates = {"validation", "earlystop", "monitored", "plateau", "val-loaders"} & features
     more: dict[str, Any] = {}
     if "fp16" in features:
@@ -286,7 +286,7 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
 
 
 def data_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
-    """Text, by the demo's data module or by one of the user's own."""
+    """Return the demo's data module or one of the user's own, as the features ask."""
     workers = 1 if "workers" in features else 0
     if "shuffled" in features:
         ranks = int(os.environ["WORLD_SIZE"])
@@ -313,7 +313,7 @@ def data_of(options: argparse.Namespace, features: frozenset[str]) -> Any:
 
 
 def ended(trainer: Any, model: Any) -> dict[str, Any]:
-    """What a fit ended in, on this rank."""
+    """Return what a fit ended in, on this rank."""
     strategy = trainer.strategy
     megatron = strategy.megatron_parallel
     optimizer = strategy.optimizers[0]
@@ -343,12 +343,12 @@ def ended(trainer: Any, model: Any) -> dict[str, Any]:
 
 
 def str_key(item: tuple[Any, Any]) -> str:
-    """To sort keys of several kinds."""
+    """Return the key as text, to sort keys of several kinds."""
     return str(item[0])
 
 
 def loops(trainer: Any) -> dict[str, int]:
-    """Where Lightning's loops stand."""
+    """Return where Lightning's loops stand."""
     epoch = trainer.fit_loop.epoch_loop
     return {
         "batches": epoch.batch_progress.total.completed,
@@ -359,7 +359,7 @@ def loops(trainer: Any) -> dict[str, int]:
 
 
 def state_of(callback: Any) -> dict[str, Any]:
-    """What a callback keeps, without what follows from folders."""
+    """Return what a callback keeps, without what follows from folders."""
     if isinstance(callback, KeepsByHooks):
         return {"batches": callback.batches}
     if isinstance(callback, ModelCheckpoint):
@@ -374,7 +374,7 @@ def state_of(callback: Any) -> dict[str, Any]:
 
 
 def streams() -> dict[str, str]:
-    """A digest of every random stream of this rank."""
+    """Return a digest of every random stream of this rank."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     found = {"torch": end.digest([torch.get_rng_state()])}
@@ -386,7 +386,7 @@ def streams() -> dict[str, str]:
 
 
 def folders() -> dict[str, list[str]]:
-    """What was written: checkpoints, and the loggers' folders; they are looked at on rank 0, when all are done."""
+    """Return which checkpoints, loggers' folders and losses were written; rank 0 looks when all are done."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     if os.environ["RANK"] != "0":
@@ -405,7 +405,7 @@ def folders() -> dict[str, list[str]]:
 
 
 def logged(path: Path) -> list[str]:
-    """Which losses of which steps are in a file of the CSV logger."""
+    """Return which losses of which steps are in a file of the CSV logger."""
     if not path.exists():
         return []
     with path.open() as file:
@@ -418,5 +418,5 @@ def logged(path: Path) -> list[str]:
 
 
 def undated(name: str) -> str:
-    """A checkpoint's path without the day."""
+    """Return a checkpoint's path with ``dated`` in place of the day."""
     return "/".join("dated" if part[:2] == "20" and part.count("-") == 4 else part for part in name.split("/"))

@@ -1,4 +1,7 @@
-"""Data modules as users have them: NeMo's own, on data that the test writes, and other ways to deal out samples."""
+"""Provide data modules as users have them.
+
+They are NeMo's own, on data that the test writes, and some that deal out samples in other ways.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ from checkpointless.demo.text import ByteTokenizer, TextDataModule, english
 
 
 class Mock(MockDataModule):
-    """NeMo's, with the attention mask that it means to give where TransformerEngine is not installed.
+    """Gives the attention mask that NeMo's module means to give where TransformerEngine is not installed.
 
-    It hands ``create_attention_mask`` to its dataset at the place of the seed.
+    NeMo's hands ``create_attention_mask`` to its dataset at the place of the seed.
     """
 
     def setup(self, stage: str = "") -> None:
@@ -36,7 +39,7 @@ class Mock(MockDataModule):
 
 
 class CyclicText(TextDataModule):
-    """The demo's text, dealt out by Megatron's cyclic sampler: in an order of its own for every pass.
+    """Deals out the demo's text by Megatron's cyclic sampler: in an order of its own for every pass.
 
     Args:
         **kwargs: those of the demo's module.
@@ -48,15 +51,15 @@ class CyclicText(TextDataModule):
 
 
 class TwoValidations(TextDataModule):
-    """The demo's text with two validation sets."""
+    """Provides the demo's text with two validation sets."""
 
     def val_dataloader(self) -> Any:
-        """Both."""
+        """Return the loaders of both sets."""
         return [self._dataloader(self._validation, "validation"), self._dataloader(self._train, "validation")]
 
 
 class Conversations(FineTuningDataModule):
-    """NeMo's fine-tuning module on pairs of input and output that are cut from English."""
+    """Has NeMo's fine-tuning module read pairs of input and output that are cut from English."""
 
     def __init__(self, dataset_root: str, **kwargs: Any) -> None:
         super().__init__(dataset_root, tokenizer=ByteTokenizer(), **kwargs)
@@ -99,7 +102,7 @@ def _write_indexed_dataset(prefix: Path, documents: int = 200) -> None:
 
 
 class EndlessText(IterableDataset):
-    """English, sample after sample, from where its state says; each data-parallel rank has its own."""
+    """Gives English, sample after sample, from where its state says; each data-parallel rank has its own."""
 
     def __init__(self, rank: int, ranks: int, seq_length: int) -> None:
         self._rank, self._ranks, self._seq_length = rank, ranks, seq_length
@@ -122,30 +125,30 @@ class EndlessText(IterableDataset):
             }
 
     def state_dict(self) -> dict[str, int]:
-        """How many samples it gave."""
+        """Return how many samples it gave."""
         return {"given": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on there."""
+        """Go on behind the samples that ``state`` counts."""
         self._given = state["given"]
 
 
 class ResumableLoader(WrappedDataLoader):
-    """A loader that says where its dataset stands, by Lightning's protocol of resumable loaders."""
+    """Says where its dataset stands, by Lightning's protocol of resumable loaders."""
 
     def state_dict(self) -> dict[str, int]:
-        """That of the dataset."""
+        """Return the state of the dataset."""
         dataset: Any = self.dataset
         return dataset.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Likewise."""
+        """Hand the state to the dataset."""
         dataset: Any = self.dataset
         dataset.load_state_dict(state)
 
 
 class IterableText(pl.LightningDataModule):
-    """A data module whose dataset has no indices, but a state.
+    """Provides text from a dataset that has no indices, but a state.
 
     Args:
         seq_length: tokens per sample.
@@ -160,7 +163,7 @@ class IterableText(pl.LightningDataModule):
         self.data_sampler = _AsItComes(seq_length, micro_batch_size, global_batch_size)
 
     def train_dataloader(self) -> ResumableLoader:
-        """Samples of this data-parallel rank, without an end."""
+        """Return a loader of this data-parallel rank's samples, which never end."""
         from megatron.core import parallel_state
 
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -173,5 +176,5 @@ class _AsItComes(MegatronDataSampler):
     """Leaves the loader as it is."""
 
     def transform_dataloader(self, dataloader: Any, consumed_samples: int = 0) -> Any:
-        """As it came."""
+        """Return the loader as it came."""
         return dataloader

@@ -1,4 +1,4 @@
-"""Layers on the CPU for what Megatron-core leaves to TransformerEngine or CUDA kernels.
+"""Provide layers on the CPU for what Megatron-core leaves to TransformerEngine or CUDA kernels.
 
 Megatron's own layers refuse sequence parallelism ("not supported by torch LayerNorm"), context parallelism ("only
 supported by TEDotProductAttention!") and the grouped GEMM. All the rest needs neither: the groups, the split of
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 def parallel_layers(config: Any) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, which may be sequence or context parallel.
+    """Return the layers of this pipeline stage, which may be sequence or context parallel.
 
     Args:
         config: of the model, as NeMo gives it to ``transformer_layer_spec``.
@@ -34,7 +34,7 @@ def parallel_layers(config: Any) -> TransformerBlockSubmodules:
 
 
 class Norm(torch.nn.LayerNorm):
-    """A layer norm whose gradients Megatron sums over the ranks that each see a part of the sequence."""
+    """Implements a layer norm whose gradients Megatron sums over the ranks that each see a part of the sequence."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -43,15 +43,15 @@ class Norm(torch.nn.LayerNorm):
 
 
 class ContextParallelAttention(DotProductAttention):
-    """Attention of this rank's queries to the keys and values of all context-parallel ranks."""
+    """Computes the attention of this rank's queries to the keys and values of all context-parallel ranks."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         alone = copy.copy(config)
-        alone.context_parallel_size = 1  # what the base class insists on
+        alone.context_parallel_size = 1  # the base class insists on it
         super().__init__(alone, *args, **{**kwargs, "cp_comm_type": None})
 
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the base class's."""
+        """Gather the keys and values of all ranks, and attend as the base class does."""
         ranks = parallel_state.get_context_parallel_world_size()
         if ranks > 1:
             key, value = (_Gather.apply(each) for each in (key, value))
@@ -65,13 +65,13 @@ class ContextParallelAttention(DotProductAttention):
 
 
 def _places_of(rank: int, ranks: int, length: int) -> torch.Tensor:
-    """Which tokens of a sequence Megatron gives to a rank: a piece of its beginning and one of its end."""
+    """Return which tokens of a sequence Megatron gives to a rank: a piece of its beginning and one of its end."""
     piece = length // (2 * ranks)
     return torch.cat([torch.arange(start * piece, (start + 1) * piece) for start in (rank, 2 * ranks - rank - 1)])
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' parts, one after the other; the gradients of each rank's part are summed."""
+    """Concatenates the parts of all ranks, and sums the gradients of each rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
@@ -90,9 +90,9 @@ class _Gather(torch.autograd.Function):
 
 
 def grouped_layers(config: Any) -> ModuleSpec:
-    """Layers whose experts are one grouped matrix product, with a product in place of the CUDA kernel.
+    """Return layers whose experts are one grouped matrix product, with a product in place of the CUDA kernel.
 
-    How Megatron keeps, shards and reduces the weights of all experts as one is its own; the kernel is not.
+    Megatron still keeps, shards and reduces the weights of all experts as one; only its kernel is replaced.
 
     Args:
         config: of the model, as NeMo gives it to ``transformer_layer_spec``.
@@ -106,6 +106,6 @@ class _GroupedProduct:
     def gmm(
         tokens: torch.Tensor, weights: torch.Tensor, tokens_of: torch.Tensor, trans_b: bool = False
     ) -> torch.Tensor:
-        """Each expert's tokens times its weights."""
+        """Multiply each expert's tokens by its weights."""
         parts = tokens.split(tokens_of.tolist())
         return torch.cat([part @ (weight.t() if trans_b else weight) for part, weight in zip(parts, weights)])

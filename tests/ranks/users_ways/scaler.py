@@ -1,4 +1,4 @@
-"""Faults right behind the update of the loss scaler, where no fault spec reaches."""
+"""Cause faults right behind the update of the loss scaler, where no fault spec reaches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from checkpointless.inprocess import active_call_wrapper
 
 
 class ScaledLoss(Callback):
-    """Has Megatron scale the loss, which NeMo 2.7 forgets to ask for although it has the gradients unscaled."""
+    """Makes Megatron scale the loss: NeMo 2.7 forgets to ask for it although it has the gradients unscaled."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Ask for it."""
+        """Ask Megatron to scale the loss."""
         strategy = trainer.strategy
         get_model_config(strategy.megatron_parallel[0]).grad_scale_func = strategy.optimizers[
             0
@@ -28,12 +28,12 @@ class ScaledLoss(Callback):
 
 
 class FaultBehindScaler(Callback):
-    """Has a rank raise, or die, when the loss scaler has seen the gradients of a step, and notes what it saw.
+    """Makes a rank raise, or die, when the loss scaler has seen the gradients of a step, and notes what it saw.
 
     Args:
         rank: that it happens to.
         step: in which it happens.
-        generation: likewise; any later one leaves the step alone.
+        generation: in which it happens; any later one leaves the step alone.
         after_s: how long the rank waits before it happens.
         kill: whether it dies.
         late: ranks that are still there, behind the scaler, when it happens.

@@ -1,4 +1,4 @@
-"""A rank that is late with what is recorded of a step."""
+"""Provide a rank that is late with what is recorded of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpointless.inprocess import active_call_wrapper
 
 
 class SlowToRecord(Callback):
-    """Has a rank wait while the state of its callbacks is recorded, when the step's parameters are whole already.
+    """Makes a rank wait while the state of its callbacks is recorded, when the step's parameters are whole already.
 
     Args:
         rank: that waits.
@@ -29,7 +29,7 @@ class SlowToRecord(Callback):
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing; slowly, if the recorder asks for it."""
+        """Return no state; take long if the recorder asks for it."""
         call = active_call_wrapper()
         is_first = call is not None and call.generation == 0
         trainer = self._trainer

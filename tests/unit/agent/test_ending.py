@@ -1,4 +1,4 @@
-"""What is written and said last."""
+"""Test what is written and said last."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from checkpointless.wire.node_messages import End
 
 
 def conclude(outcome: End, run_dir: Path, generation: int = 3) -> tuple[int, list[str]]:
-    """The exit code, and what was said."""
+    """Conclude a job, and return the exit code and what was said."""
     said: list[str] = []
     events = EventLog(run_dir / EVENTS_FILE, node=0)
     code = ending.conclude(outcome, generation, node=0, run_dir=run_dir, events=events, say=said.append)

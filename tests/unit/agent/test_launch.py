@@ -1,4 +1,4 @@
-"""What ends a run before it begins."""
+"""Test what ends a run before it begins."""
 
 from importlib.metadata import EntryPoint
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a node refuses to run, and what its configuration becomes."""
+"""Test what a node refuses to run, and what its configuration becomes."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""An agent's link to a coordinator elsewhere that is lost: what is kept, said again, and given up."""
+"""Test what an agent keeps, says again and gives up when its link to a coordinator elsewhere is lost."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Coordinators:
             self.heard.append(message)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; nothing is open."""
 
 
 class Agent(SimpleNamespace):
-    """As much of an agent as a link needs."""
+    """Stands in for an agent, with as much of it as a link needs."""
 
     def __init__(self, *ranks: int) -> None:
         super().__init__(ranks=dict.fromkeys(ranks), outcome=None, joined=True, has_ended_well=False, grace_s=None)

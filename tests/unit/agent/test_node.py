@@ -1,4 +1,4 @@
-"""A node's agent by commands alone: what it does when they cross with what happens to its processes."""
+"""Test a node's agent by commands alone: what it does when they cross with what happens to its processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NoProcesses(Starter):
         self.signals: list[tuple[int, int]] = []
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
-        os.close(os.dup(descriptors.agent))  # it is open
+        os.close(os.dup(descriptors.agent))  # this raises unless it is open
         self.coming.append(Started(order.rank, order.incarnation, 1000 + order.rank))
 
     def signal(self, pid: int, number: int) -> None:
@@ -64,11 +64,11 @@ class NoProcesses(Starter):
         return found
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing; nothing is left."""
 
 
 class Node:
-    """An agent of two ranks, 0 and 1, whose processes have been started."""
+    """Represents an agent of two ranks, 0 and 1, whose processes have been started."""
 
     def __init__(self, folder: Path, heartbeat_timeout_s: float | None = 10.0) -> None:
         self.starter = NoProcesses()
@@ -115,7 +115,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node: Node) -> None:
     node.ends(0)
     assert isinstance(node.said[-1], RankEnded)
-    node.agent.obey(AllDone())  # was under way when the process ended
+    node.agent.obey(AllDone())  # it was under way when the process ended
     node.ends(1, 0)
     assert node.agent.alive() == []
     node.agent.obey(End(1, ["rank 0 killed by SIGKILL"]))
@@ -149,7 +149,7 @@ def test_the_end_kills_who_does_not_go_in_time(node: Node, grace_s: float) -> No
 
 
 class Training(Node):
-    """An agent of two ranks that train, by a clock of the test's own."""
+    """Represents an agent of two ranks that train, by a clock of the test's own."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, heartbeat_timeout_s=None)
@@ -159,7 +159,7 @@ class Training(Node):
         self.now_s = time.monotonic()
 
     def step(self, number: int, seconds: float, then_s: float = 0.0) -> None:
-        """Both make a step of ``seconds``, and something else for ``then_s`` before the next."""
+        """Have both ranks make a step of ``seconds``, and do something else for ``then_s`` before the next."""
         boards = [rank.board for rank in self.agent.ranks.values()]
         for board in boards:
             board.set_making(number)

@@ -1,4 +1,4 @@
-"""What the ranks of a node find in their environment."""
+"""Test what the ranks of a node find in their environment."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def environment(run_dir: Path, nproc: int = 1, **more: Any) -> dict[str, str]:
-    """What is set besides what every rank gets."""
+    """Return what is set besides what every rank gets."""
     found = rank_environment(LaunchConfig(nproc, __file__, run_dir, **more))
     assert found.pop("CHECKPOINTLESS_RUN_DIR") == str(run_dir)
     assert found.pop("PYTHONUNBUFFERED") == "1"

@@ -1,4 +1,4 @@
-"""Faults of a script's own, beside those that the job was launched with, and without a wrapper."""
+"""Test faults of a script's own, beside those that the job was launched with, and without a wrapper."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ JOBS = "exception@forward:rank=0,step=1"
 
 
 class NoAgent(RankClient):
-    """Nobody hears what is said, and nobody answers."""
+    """Stands in for a client whose agent hears nothing and answers nothing."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing; nothing is open."""
 
     def _send(self, message: RankMessage) -> None:
-        """Not heard."""
+        """Drop the message."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def call() -> Iterator[HPCallWrapper]:
-    """A wrapper whose block seems to run."""
+    """Yield a wrapper whose block seems to run."""
     call = HPCallWrapper(HPWrapper(hp_api_factory=NoAgent))
     try:
         yield call

@@ -1,4 +1,4 @@
-"""What rank 0 tells the trainer's loggers of an incident, and that no logger ends the training for it."""
+"""Test what rank 0 tells the trainer's loggers of an incident, and that no logger ends the training for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpointless.recovery import CheckpointManager  # noqa: E402
 
 
 class Notebook(Logger):
-    """A logger that keeps what it is told, or raises."""
+    """Stands in for a logger that keeps what it is told, or raises."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class Notebook(Logger):
         return 0
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:  # type: ignore[override]
-        """Keep or raise."""
+        """Keep the metrics, or raise."""
         if self.error is not None:
             raise self.error
         self.rows.append((metrics, step))

@@ -1,4 +1,4 @@
-"""What is noted of a trainer: the checkpoints that are there when nothing removes any more."""
+"""Test what is noted of a trainer: the checkpoints that are there when nothing removes any more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_checkpoint_that_is_being_removed_is_not_there(tmp_path: Path) -> None
     for name in ("step=3.ckpt", "step=4.ckpt"):
         (tmp_path / name).touch()
 
-    def _remove_checkpoint(path: Path) -> None:  # as NeMo's, which gives a thread this function
+    def _remove_checkpoint(path: Path) -> None:  # NeMo gives a thread its function of this name
         time.sleep(0.3)
         path.unlink()
 

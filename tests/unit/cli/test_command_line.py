@@ -1,4 +1,4 @@
-"""The command line: what each command makes of its words, and what it says of wrong ones."""
+"""Test the command line: what each command makes of its words, and what it says of wrong ones."""
 
 import importlib
 import os
@@ -23,7 +23,7 @@ from checkpointless.telemetry.steps import StepLog
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchConfig]:
-    """What would have been launched; the working directory is an empty one with ``train.py`` in it."""
+    """Return what would have been launched, from a working directory that holds only ``train.py``."""
     configs: list[LaunchConfig] = []
 
     def record(config: LaunchConfig, *_more: Any) -> int:
@@ -38,7 +38,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchConf
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line with which ``argv`` is refused."""
+    """Run ``argv``, and return the one line with which it is refused."""
     try:
         status = main(argv)
     except SystemExit as left:
@@ -124,7 +124,7 @@ def test_a_node_can_be_lost_in_a_job_of_several(
     several = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", "1", "--rdzv-endpoint", "node0:4000"]
     shared = tmp_path / "run"
     shared.mkdir()
-    (shared / "events.jsonl").write_text("{}\n")  # of another node, which was quicker
+    (shared / "events.jsonl").write_text("{}\n")  # another node was quicker
     assert main([command, *several, *fault, "--run-dir", str(shared), *rest]) == 7
     capsys.readouterr()
     (config,) = launched
@@ -179,7 +179,7 @@ def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
 
 
 def test_a_module_of_an_editable_install_or_beside_the_script_can_be_preloaded(tmp_path: Path) -> None:
-    """In a process of its own, with a finder as of an editable install: no path entry leads to the package."""
+    """Run in a process of its own, with an editable install's finder: no path entry leads to the package."""
     source = tmp_path / "source" / "made_up_package"
     source.mkdir(parents=True)
     (source / "__init__.py").write_text("")
@@ -377,7 +377,7 @@ def test_a_recipe_for_the_cpu_needs_no_option(launched: list[LaunchConfig]) -> N
 
 @pytest.fixture
 def _nemo(capsys: pytest.CaptureFixture[str]) -> None:
-    """NeMo's logger warns while NeMo is imported, perhaps into what an earlier test had captured."""
+    """Import NeMo uncaptured: its logger warns then, perhaps into what an earlier test had captured."""
     with capsys.disabled():
         importlib.import_module("nemo.collections.llm")
 

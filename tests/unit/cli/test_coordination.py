@@ -1,4 +1,4 @@
-"""The options of what coordinates a job."""
+"""Test the options of what coordinates a job."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""What the command line prints itself."""
+"""Test what the command line prints itself."""
 
 import pytest
 

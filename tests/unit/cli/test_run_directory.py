@@ -1,4 +1,4 @@
-"""The directory of a run: a new one is empty or shared, and its name is taken by nobody."""
+"""Test the directory of a run: a new one is empty or shared, and its name is taken by nobody."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the terminal shows of an incident, from the events of real runs' shape."""
+"""Test what the terminal shows of an incident, from events of the shape that real runs have."""
 
 import os
 import time
@@ -37,7 +37,7 @@ def ranks_end(log: EventLog, generation: int, *stages: str, ranks: tuple[int, ..
 
 
 def incident(log: EventLog, number: int = 1) -> None:
-    """From the fault of generation ``number - 1`` until all ranks enter the next one."""
+    """Log an incident from the fault of generation ``number - 1`` until all ranks may enter the next one."""
     generation, name = number - 1, str(number)
     log.emit(
         EventName.DETECT, "point", generation=generation, incident=name, cause=CAUSE, culprit=1, how="exception"
@@ -49,7 +49,7 @@ def incident(log: EventLog, number: int = 1) -> None:
 
 
 def recovery(log: EventLog, number: int = 1) -> None:
-    """The rest of it."""
+    """Log the rest of an incident, up to the first step."""
     ranks_end(log, number, "init", "rebuild")
     ranks_end(log, number, "decide", target=2)
     ranks_end(log, number, "transfer", ranks=(0,), bytes=0, sources=[])
@@ -202,7 +202,7 @@ def test_the_terminal_shows_each_line_once_and_in_order(tmp_path: Path, log: Eve
         terminal.say("bye")
     assert shown[:3] == ["hello", "hello", detected_line("1", CAUSE)]
     assert shown[-2:] == [recovered_line("1", 1.25, "process", 0), "bye"]
-    assert len(shown) == len({*shown}) + 1  # but for the greeting
+    assert len(shown) == len({*shown}) + 1  # the greeting came twice
 
 
 def test_the_last_line_waits_for_the_ranks_but_not_for_ever(tmp_path: Path, log: EventLog) -> None:

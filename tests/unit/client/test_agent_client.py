@@ -1,4 +1,4 @@
-"""The rank's client against an agent played by the test."""
+"""Test the rank's client against an agent that the test plays."""
 
 import multiprocessing
 import socket
@@ -33,7 +33,7 @@ from checkpointless.wire.messages import (
 
 
 class Agent:
-    """The other end of a client's connection."""
+    """Plays the other end of a client's connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -168,7 +168,7 @@ def test_an_agent_that_does_not_keep_to_the_protocol_is_left(pair: tuple[AgentCl
 
 
 class Advice(Message, frozen=True, tag="advice"):
-    """A message that a newer agent might have."""
+    """Stands in for a message that a newer agent might have."""
 
     generation: int
 

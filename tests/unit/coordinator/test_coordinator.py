@@ -1,4 +1,4 @@
-"""What the coordinator makes of what ranks do, and of time."""
+"""Test what the coordinator makes of what ranks do, and of time."""
 
 from __future__ import annotations
 

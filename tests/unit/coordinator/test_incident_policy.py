@@ -1,4 +1,4 @@
-"""The policy of incidents: who is to blame, and when it is enough."""
+"""Test the policy of incidents: who is to blame, and when it is enough."""
 
 import pytest
 from hypothesis import given
@@ -49,7 +49,7 @@ def test_what_is_said_of_a_cause() -> None:
 
 
 def decisions(*incidents: tuple[Cause, int], max_incidents: int | None = None) -> list[bool]:
-    """Whether each incident, given with the high water at its time, ends the job."""
+    """Return whether each incident, given with the high water at its time, ends the job."""
     history, ends = History(max_incidents), []
     for cause, high_water in incidents:
         history, give_up = history.after(cause, high_water)

@@ -1,4 +1,4 @@
-"""The nodes' reports on how far their ranks have come."""
+"""Test the nodes' reports on how far their ranks have come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator makes of faults, until the next generation begins."""
+"""Test what the coordinator makes of faults, until the next generation begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo writes down of its drawn cases."""
+"""Test what the demo writes down of its drawn cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn faults: the same from the same seed, always possible, and each with what must come of it."""
+"""Test that a seed always draws the same faults, which are possible and say what must come of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_replica_groups_of_a_layout_divide_its_ranks(layout: Layout) -> None
 
 @pytest.mark.parametrize(
     ("layout", "rank", "group"),
-    [  # as Megatron-core's own groups were seen to be
+    [  # Megatron-core's own groups were seen to be these
         (Layout.on_one_node(4), 1, {1, 3}),
         (Layout.on_one_node(4, tensor=2), 0, {0, 2}),
         (Layout.on_one_node(4, pipeline=2), 3, {2, 3}),

@@ -1,4 +1,4 @@
-"""A flipped bit is one bit, in any tensor."""
+"""Test that a flipped bit is one bit, in any tensor."""
 
 import pytest
 import torch

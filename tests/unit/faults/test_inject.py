@@ -1,4 +1,4 @@
-"""When a fault is due, and that it is caused no more often than asked for."""
+"""Test when a fault is due, and that it is caused no more often than asked for."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The grammar of fault specs."""
+"""Test the grammar of fault specs."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Which device is checked, and what is said of one that does not answer. CUDA is played."""
+"""Test, with a stand-in for CUDA, which device is checked and what is said of one that does not answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
 
 
 class Cuda:
-    """Plays CUDA with a number of devices, of which the second is the current one.
+    """Stands in for CUDA with a number of devices, of which the second is the current one.
 
     Args:
         monkeypatch: replaces torch's functions.
@@ -31,7 +31,7 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        """Wait for the work."""
+        """Note the device and do the work."""
         self.asked.append(device)
         self.work()
 

@@ -1,4 +1,4 @@
-"""Compositions, aborts and the wrapper's settings, without processes."""
+"""Test compositions, aborts and the wrapper's settings, without processes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_custom_abort_needs_one() -> None:
 
 
 def order_of(wrapper: HPWrapper) -> list[type]:
-    """What the wrapper's abort runs, in the order in which it does."""
+    """Return what the wrapper's abort runs, in that order."""
     ran: list[type] = []
 
     class Note:
@@ -123,7 +123,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> Any:
 def test_what_transformer_engine_keeps_is_dropped_once_the_block_is_left(
     monkeypatch: pytest.MonkeyPatch, fp8_module: str
 ) -> None:
-    """A stand-in with the globals of TransformerEngine 1.x and 2.x; there is none without a GPU."""
+    """Stand-ins have the globals of TransformerEngine 1.x and 2.x, which is not there without a GPU."""
     resets: list[str] = []
 
     class Manager:
@@ -254,7 +254,7 @@ def test_the_main_thread_is_interrupted_until_it_has_left_and_not_after() -> Non
 
     def block() -> None:
         ready.set()
-        for _ in range(3):  # user code that swallows what it should not
+        for _ in range(3):  # user code may swallow what it should not
             try:
                 while True:
                     time.sleep(0.005)
@@ -323,7 +323,7 @@ def test_torch_hears_of_dead_workers_also_after_its_handler_was_taken_back() -> 
         torch_workers._SIGCHLD_handler_set = False
         handlers = SignalHandlers()
         torch_workers._set_SIGCHLD_handler()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as Lightning does when `fit` is over
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # Lightning does so when `fit` is over
         handlers.restore()
         torch_workers._set_SIGCHLD_handler()
         assert callable(signal.getsignal(signal.SIGCHLD))

@@ -1,4 +1,4 @@
-"""What an interruption of the main thread must not keep from being closed."""
+"""Check that an interruption of the main thread does not keep pipes and files from being closed."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from checkpointless.telemetry.events import append_line
 
 
 class Owner:
-    """Something that can be referred to weakly."""
+    """Can be referred to weakly."""
 
 
 def leave_while(body: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> None:
@@ -42,7 +42,7 @@ def leave_while(body: Callable[[], object], meanwhile: Callable[[], object] = la
 
 
 def slow_to_close() -> tuple[int, socket.socket]:
-    """A connection whose ``close`` takes a second, since nobody reads what was sent; and its other end."""
+    """Return a connection and its other end; nobody reads what was sent, so its ``close`` takes a second."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()
@@ -63,7 +63,7 @@ def test_both_pipes_of_a_worker_are_closed() -> None:
     first, receiver = slow_to_close()
     second, writer = os.pipe()
     owners = [Owner()]
-    Finalize(owners[0], close_fds, (first, second))  # as a process of multiprocessing does
+    Finalize(owners[0], close_fds, (first, second))  # a process of multiprocessing does the same
     with receiver:
         leave_while(owners.clear)
     os.close(writer)

@@ -30,21 +30,21 @@ OURS = Path(checkpointless.__file__)
 
 
 class NoAgent(RankClient):
-    """Nobody hears what is said, and nobody answers."""
+    """Stands in for an agent: nobody hears what is said, and nobody answers."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def _send(self, message: RankMessage) -> None:
-        """Not heard."""
+        """Drop the message."""
 
 
 @contextmanager
 def a_call() -> Iterator[HPCallWrapper]:
-    """A wrapper's call in this thread, without an agent."""
+    """Yield a wrapper's call in this thread, without an agent."""
     call = HPCallWrapper(HPWrapper(hp_api_factory=NoAgent))
     try:
         yield call
@@ -56,7 +56,7 @@ ZEROS = os.open("/dev/zero", os.O_RDONLY)
 
 
 class Yields:
-    """Gives up the interpreter's lock when it goes, in Python; as files do it in C."""
+    """Gives up the interpreter's lock in Python when it goes, as files do in C."""
 
     def __del__(self) -> None:
         time.sleep(0)
@@ -106,7 +106,7 @@ def leave_blocks_under_fire(blocks: int) -> tuple[int, int]:
         def interrupt() -> None:
             while not over.is_set():
                 call._main.interrupt(60)
-                time.sleep(0)  # the main thread has to come to something, too
+                time.sleep(0)  # the main thread has to get something done, too
 
         shooter = threading.Thread(target=interrupt)
         sys.setswitchinterval(5e-6)
@@ -138,7 +138,7 @@ def leave_blocks_under_fire(blocks: int) -> tuple[int, int]:
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is raised in a destructor is swallowed, thousands of times here; nobody is to write that down."""
+    """Report no error of a destructor: thousands are raised and swallowed here."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
 
@@ -160,7 +160,7 @@ def test_no_interruption_comes_after_a_hundred_thousand_blocks() -> None:
 
 
 class QuickAgent(NoAgent):
-    """An agent with one rank: whatever fails, the next generation begins at once."""
+    """Stands in for an agent with one rank: whatever fails, the next generation begins at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class QuickAgent(NoAgent):
 
 @pytest.fixture
 def frozen() -> Iterator[None]:
-    """A restart collects garbage, in tests of hundreds of restarts not that of the whole test process."""
+    """Keep the garbage collections of hundreds of restarts from going through all objects of the test process."""
     gc.collect()
     gc.freeze()
     yield
@@ -191,7 +191,7 @@ def deliver(at: Callable[[int, FrameType], bool], block: Callable[[], str]) -> t
     """Run ``block``, which fails once, to its end, and have an interruption that was asked for earlier come late.
 
     Args:
-        at: told the number of the instruction of ours that comes next, and its frame; whether it comes there.
+        at: told the number and the frame of our next instruction; says whether the interruption comes there.
 
     Returns:
         What was returned, what the agent heard, and how many instructions there were.
@@ -251,7 +251,7 @@ def is_outside(frame: FrameType | None) -> bool:
 
 @pytest.mark.usefixtures("frozen")
 def test_an_interruption_at_every_instruction_outside_of_the_block_changes_nothing() -> None:
-    """From the block's end to the barrier and to the wrapper's: clean-up, groups, health, shutdown."""
+    """They go from the block's end to the barrier and to the wrapper's end: clean-up, groups, health, shutdown."""
     functions: set[str] = set()
 
     def everywhere(_: int, frame: FrameType) -> bool:
@@ -294,7 +294,7 @@ def test_whichever_instruction_of_the_block_is_interrupted_it_is_entered_again()
 
 @pytest.fixture
 def heard_keyboard() -> Iterator[None]:
-    """Python's own handler: a shell has what it starts in the background ignore the keyboard, tests included."""
+    """Set Python's own handler: what a shell starts in the background, tests included, ignores the keyboard."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

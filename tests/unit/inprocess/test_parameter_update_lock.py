@@ -1,4 +1,4 @@
-"""The lock: what a fault may interrupt, what it waits for, and what the rank knows afterwards."""
+"""Test the lock: what a fault may interrupt, what it waits for, and what the rank knows afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aborts of what a trainer runs: they find its parts, whatever the script has imported."""
+"""Check that aborts find the parts of a trainer, whatever the script has imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wrapper's two threads, without an agent: what is said to it comes from the test."""
+"""Test the wrapper's two threads without an agent: the test says what the agent would."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ LATE_S = 0.5
 
 
 class SlowAgent(RankClient):
-    """An agent with one rank, which is slow to say more of a fault that is handled already."""
+    """Stands in for an agent with one rank that is slow to say more of a fault that is handled already."""
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.slow = threading.Event()  # the fault thread is in the midst of it
-        self.quick = threading.Event()  # and goes on
+        self.slow = threading.Event()  # set: the fault thread is in ``pending_fault``
+        self.quick = threading.Event()  # set: it goes on
         self.generation = 0
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def pending_fault(self, generation: int) -> FaultNotice | None:
-        """As ever, but late in the fault thread."""
+        """Return what the client does, but late in the fault thread."""
         if threading.current_thread() is not threading.main_thread():
             self.slow.set()
             self.quick.wait(30)
@@ -107,7 +107,7 @@ def test_every_generation_has_its_own_injector_of_the_jobs_faults(
         for step in range(1, 4):
             call.enter_phase("between", step)
         if not asks and call.generation == 0:
-            call.faults = FaultInjector([], 0, FaultLedger(None))  # a script's own
+            call.faults = FaultInjector([], 0, FaultLedger(None))  # a script may set its own
             raise ValueError("the fault")
         return "done"
 

@@ -36,7 +36,7 @@ def test_views_and_parameters_come_back_as_plain_tensors() -> None:
 
 
 class Sharded(torch.Tensor):
-    """A tensor that is more than its memory, as a DTensor is."""
+    """Represents a tensor that is more than its memory, as a DTensor is."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Local checkpoints of a job of one process: saves, asynchronous saves, another storage, what is refused."""
+"""Test local checkpoints of a job of one process: saves, asynchronous saves, another storage, what is refused."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_what_cannot_be_deleted_does_not_fail_the_save(
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Files are written only when it is set."""
+    """Keep files from being written until the event is set."""
     opened = threading.Event()
     write = disk_storage.write_part
 
@@ -272,7 +272,7 @@ def test_a_part_is_missing_if_neither_its_rank_nor_a_peer_has_it(ranks: list[tup
 
 
 class Remembered:
-    """A part in memory."""
+    """Represents a part in memory."""
 
     def __init__(self, content: Content) -> None:
         self.content = content
@@ -288,7 +288,7 @@ class Remembered:
 
 
 class Memory:
-    """A storage that is no disk."""
+    """Stores parts in memory instead of on a disk."""
 
     def __init__(self, root: Path) -> None:
         self.parts: dict[PartId, Remembered] = {}

@@ -1,4 +1,4 @@
-"""One file of a local checkpoint: every bit comes back, and every damage is found."""
+"""Check that every bit of a local checkpoint's file comes back, and that every damage is found."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_tree_comes_back_with_all_its_bits(tmp_path: Path, tree: Any) -> N
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A part file as it should be."""
+    """Return the bytes of an undamaged part file."""
     tree = {"weight": torch.arange(30.0), "step": torch.tensor(3), "lr": 0.1}
     return write_part(tmp_path_factory.mktemp("good"), NAME, 4, Content.of(tree)).read_bytes()
 

@@ -27,7 +27,7 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> CudaRNGStatesTracker:
 
 
 def draw(state: torch.Tensor | torch.Generator) -> list[float]:
-    """The next numbers of a stream."""
+    """Draw the next numbers of a stream."""
     if isinstance(state, torch.Tensor):
         generator = torch.Generator()
         generator.set_state(state)

@@ -1,4 +1,4 @@
-"""The CPU platform: what it replaces it puts back, and its random streams are separate."""
+"""Check that the CPU platform puts back what it replaces, and that its random streams are separate."""
 
 from collections.abc import Iterator
 
@@ -187,7 +187,7 @@ def test_draws_in_a_trackers_fork_are_the_trackers(platform: None, caplog: pytes
     assert not torch.equal(tracker.get_states()["stream"], tracked)
     assert "CPU RNG state changed" not in caplog.text
     assert torch.equal(inside, torch.rand(3, generator=torch.Generator().manual_seed(99)))
-    # The states are ours to save and to give back.
+    # A state that was saved can be set again.
     tracker.set_states({"stream": tracked})
     with tracker.fork("stream"):
         assert torch.equal(torch.rand(3), inside)

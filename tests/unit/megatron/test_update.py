@@ -1,4 +1,4 @@
-"""The guarded update of Megatron's optimizers: overflows, loss scalers, and what is refused."""
+"""Test the guarded update of Megatron's optimizers: overflows, loss scalers, and what is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scaler:
 
 
 class Optimizer:
-    """As much of Megatron's as is guarded."""
+    """Stands in for Megatron's optimizer, with only what is guarded."""
 
     is_stub_optimizer = True
     optimizer = None
@@ -54,12 +54,12 @@ class Optimizer:
 
 
 class Fault(Exception):
-    """In a vote."""
+    """Stands in for an error that a vote raises."""
 
 
 @pytest.fixture
 def votes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is done in the votes: an entry that is an exception is raised."""
+    """Return the list of what the next votes do: an entry that is an exception is raised."""
     coming: list[Any] = []
 
     def vote() -> None:

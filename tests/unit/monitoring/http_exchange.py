@@ -1,4 +1,4 @@
-"""One request and its reply, without a network, and a snapshot to ask about."""
+"""Exchange one request and its reply without a network, and provide a snapshot to ask about."""
 
 import socket
 import threading
@@ -45,7 +45,7 @@ def pages_of(snapshot: Snapshot) -> Pages:
 
 
 def answer(head: bytes, pages: Pages) -> bytes:
-    """The reply to a request that is complete."""
+    """Send a whole request and return the reply."""
     client, accepted = socket.socketpair()
     turn = threading.Lock()
     limits: dict[str, Any] = {"timeout_s": 20.0, "max_bytes": MAX_REQUEST_BYTES, "pause_s": 0.0}
@@ -59,7 +59,7 @@ def answer(head: bytes, pages: Pages) -> bytes:
 
 
 def get(pages: Pages, path: str) -> tuple[int, str]:
-    """Status and body."""
+    """Return the status and the body."""
     head, _, body = answer(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode(), pages).partition(b"\r\n\r\n")
     assert f"Content-Length: {len(body)}".encode() in head
     return int(head.split()[1]), body.decode()

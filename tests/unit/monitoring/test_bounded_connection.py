@@ -1,4 +1,4 @@
-"""A connection's limits: on bytes, on time, on turns; and its end from another thread."""
+"""Test a connection's limits on bytes, time and turns, and its end from another thread."""
 
 import socket
 import threading
@@ -14,7 +14,7 @@ from checkpointless.monitoring.bounded_connection import BoundedConnection, Requ
 
 @contextmanager
 def pair(**limits: Any) -> Iterator[tuple[socket.socket, BoundedConnection, threading.Lock]]:
-    """A client, the connection that was accepted from it, and the connection's turn, which is held."""
+    """Yield a client, the connection that was accepted from it, and the connection's turn, which is held."""
     client, accepted = socket.socketpair()
     turn = threading.Lock()
     settings = {"timeout_s": 20.0, "max_bytes": 100, "pause_s": 0.0} | limits

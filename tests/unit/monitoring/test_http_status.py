@@ -1,4 +1,4 @@
-"""Health, status and metrics over HTTP: how the server takes what it is sent."""
+"""Test how the server of health, status and metrics takes what it is sent."""
 
 import socket
 import threading
@@ -68,7 +68,7 @@ def test_no_request_is_too_strange(garbage: bytes, begin: bytes) -> None:
 
 @contextmanager
 def serving() -> Iterator[tuple[str, int]]:
-    """A server, of which nothing may be left afterwards."""
+    """Yield the address of a server, and check that nothing of it is left afterwards."""
     threads, descriptors = threading.active_count(), psutil.Process().num_fds()
     watch, said = Watch(0), list[str]()
     with HttpStatus("127.0.0.1", 0, watch) as http:
@@ -131,7 +131,7 @@ def test_who_asks_and_does_not_listen_is_dropped(monkeypatch: pytest.MonkeyPatch
 
 
 def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the loop shares the interpreter with one thread, however many clients there are."""
+    """The loop thus shares the interpreter with one thread, however many clients there are."""
     within: set[int] = set()
     most: list[int] = []
 
@@ -154,7 +154,7 @@ def test_a_flood_has_no_more_threads_than_connections() -> None:
     with serving() as where:
         before = threading.active_count()
         flood = [socket.create_connection(where, timeout=20) for _ in range(4 * MAX_CONNECTIONS)]
-        assert b"high_water" in ask(where)  # which comes last, so all others were accepted
+        assert b"high_water" in ask(where)  # this came last, so all others were accepted
         assert threading.active_count() - before <= MAX_CONNECTIONS
         assert sum(is_open(client) for client in flood) <= MAX_CONNECTIONS
         for client in flood:
@@ -162,7 +162,7 @@ def test_a_flood_has_no_more_threads_than_connections() -> None:
 
 
 def is_open(client: socket.socket) -> bool:
-    """Whether the server still has the connection."""
+    """Return whether the server still has the connection."""
     client.settimeout(0.05)
     try:
         return client.recv(1) != b""

@@ -1,4 +1,4 @@
-"""What ranks measured, read from the event log: as it grows, breaks and is replaced, and what is counted of it."""
+"""Test what is read from the event log as it grows, breaks and is replaced, and what is counted of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STARTING = ("init", "rebuild", "decide", "transfer", "verify", "data", "first_st
 
 
 class Lines:
-    """Lines of an event log, as the processes of a job write them."""
+    """Writes lines of an event log, as the processes of a job do."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / EVENTS_FILE
@@ -46,7 +46,7 @@ class Lines:
         EventLog(self.path, node=1, rank=rank).emit(EventName(stage), "begin", generation=generation, incident="1")
 
     def recovery(self, ended: int, *ranks: int, seconds: float = 1.0) -> None:
-        """What living ranks write of an incident; each takes so much longer than the one before."""
+        """Write what living ranks write of an incident; each takes ``seconds`` longer than the one before."""
         for number, rank in enumerate(ranks, start=1):
             self.end("abort", rank, ended, number * seconds, incident=None)
             self.end("finalize", rank, ended, number * seconds)
@@ -67,7 +67,7 @@ def lines(tmp_path: Path) -> Lines:
 
 
 def counted(tally: MeasuredTally) -> dict[str, tuple[int, float]]:
-    """How many and how long, of the stages that there were."""
+    """Return how many there were of each stage, and how long they took; leave out stages without any."""
     found = tally.measured().stages
     return {stage: (each.counts[-1], each.seconds) for stage, each in found.items() if each.counts[-1]}
 
@@ -75,20 +75,20 @@ def counted(tally: MeasuredTally) -> dict[str, tuple[int, float]]:
 def test_of_an_incident_the_slowest_rank_of_the_node_counts_once(lines: Lines) -> None:
     tally = MeasuredTally()
     lines.end("notify", None, 0, 0.5)
-    lines.recovery(0, 0, 1, seconds=7.0)  # another node's
+    lines.recovery(0, 0, 1, seconds=7.0)  # ranks of another node
     lines.recovery(0, 2)
     tally.take(lines.all(), 1, OWN, 0.0)
     tally.close(OWN, 0.0)
     assert counted(tally) == {}, "rank 3 has not made a step again"
     lines.end("data", 3, 1, 4.0)
-    lines.end("data", 3, 1, 4.5)  # several of a rank add up
+    lines.end("data", 3, 1, 4.5)  # several ends of a rank add up
     lines.end("first_step", 3, 1, 0.25)
     tally.take(lines.all(), 1, OWN, 1.0)
     tally.close(OWN, 1.0)
     ones = dict.fromkeys(("abort", "finalize", *STARTING), (1, 1.0))
     assert counted(tally) == {**ones, "notify": (1, 0.5), "data": (1, 8.5)}
     assert tally.measured().transfer_bytes == 100
-    lines.end("first_step", 2, 1, 99.0)  # too late to be counted again
+    lines.end("first_step", 2, 1, 99.0)  # this is too late to be counted again
     tally.take(lines.all(), 1, OWN, 2.0)
     tally.close(OWN, 2.0, over=True)
     assert counted(tally)["first_step"] == (1, 1.0)

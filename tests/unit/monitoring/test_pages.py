@@ -1,4 +1,4 @@
-"""Health, status and metrics: what is said of a snapshot."""
+"""Test what health, status and metrics say of a snapshot."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def test_the_status_is_the_snapshot() -> None:
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Every sample by its name and its label's value, as Prometheus's own parser reads them."""
+    """Return every sample by its name and its label's value, as Prometheus's own parser reads them."""
     parser = pytest.importorskip("prometheus_client.parser")
     return {
         (sample.name.removeprefix("checkpointless_"), *sample.labels.values(), "")[:2]: sample.value

@@ -1,4 +1,4 @@
-"""The clock that does not count the pauses of its own process."""
+"""Test the clock that does not count the pauses of its own process."""
 
 from __future__ import annotations
 

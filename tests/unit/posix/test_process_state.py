@@ -1,4 +1,4 @@
-"""What the kernel says of a process."""
+"""Test what is made of the kernel's words on a process."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 from checkpointless.posix import shared_memory
 from checkpointless.posix.process_tree import ProcessTree
 
-NOBODY = 4194305 + os.getpid()  # above the largest pid there can be, and this test's alone
+NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
 
 LEADER_AND_CHILD = """
 import os, sys, time
@@ -29,7 +29,7 @@ time.sleep(60)
 
 @pytest.fixture
 def file_of() -> Iterator[Callable[[int], Path]]:
-    """Makes a file with the name that torch gives to one of a process."""
+    """Return a function that makes a file with the name that torch gives to one of a process."""
     made: list[Path] = []
 
     def make(pid: int) -> Path:

@@ -26,7 +26,7 @@ from checkpointless.posix.temp_folder import private_temp_folder
 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files, with a short path."""
+    """Provide a folder for temporary files with a short path."""
     path = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     yield path
@@ -54,7 +54,7 @@ def test_that_of_a_killed_agent_goes_with_the_next_one_and_no_other_does(tempora
     env = {**os.environ, "TMPDIR": str(temporary)}
     agents = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) for _ in range(2)]
     killed, living = (Path(agent.stdout.readline().strip()) for agent in agents if agent.stdout is not None)
-    elsewhere = temporary / "ckpl-OthersKernel12"  # the lock of which may not be known here
+    elsewhere = temporary / "ckpl-OthersKernel12"  # its lock may not be known here
     elsewhere.mkdir()
     never_locked = Path(tempfile.mkdtemp(prefix=killed.name[:-8]))  # its agent was killed before it could do it
     try:

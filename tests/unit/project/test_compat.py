@@ -1,4 +1,4 @@
-"""What ``make compat`` makes of the words of pip and pytest."""
+"""Test what ``make compat`` makes of the words of pip and pytest."""
 
 from __future__ import annotations
 

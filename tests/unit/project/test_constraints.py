@@ -1,4 +1,4 @@
-"""The pinned packages: whoever has Python 3.11 can install them, not only who has its newest release."""
+"""Check that every release of Python 3.11 can install the pinned packages, not only the newest one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PINNED = re.findall(
 )
 
 
-@pytest.mark.nemo  # which brings most of them
+@pytest.mark.nemo  # NeMo brings most of them
 def test_the_pinned_packages_install_with_the_first_python_3_11() -> None:
     looked_at = 0
     for name, version in PINNED:

@@ -1,4 +1,4 @@
-"""What the documentation says of the code is so: tables, variables, messages; and its Python compiles."""
+"""Check that what the documents say of the code is so: tables, variables, messages; and compile their Python."""
 
 import ast
 import importlib.util
@@ -54,7 +54,7 @@ def test_a_table_that_is_missing_is_noticed() -> None:
 
 
 def _variables() -> set[str]:
-    """The environment variables that the code reads, by name."""
+    """Return the names of the environment variables that the code reads."""
     names: set[str] = set()
     for source in SOURCES:
         text = source.read_text()
@@ -102,7 +102,7 @@ def _check_import(node: ast.ImportFrom) -> None:
 
 
 def _texts() -> Iterator[str]:
-    """Every string of the code; an f-string as one, with a blank for each value in it."""
+    """Yield every string of the code; an f-string also comes as one, with ``{}`` for each value in it."""
     for source in SOURCES:
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

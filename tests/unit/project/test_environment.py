@@ -1,4 +1,4 @@
-"""Environment variables have one place where their names are: ``checkpointless/environment.py``."""
+"""Check that environment variables have their names in one place: ``checkpointless/environment.py``."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ SOURCES = [
 
 
 def literals(source: str) -> Iterator[str]:
-    """Every string in a file that is no documentation, with the parts of f-strings."""
+    """Yield every string in a file that is not documentation, with the parts of f-strings."""
     tree = ast.parse((ROOT / source).read_text())
     alone = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
     documentation = {id(value) for value in alone if isinstance(value, ast.Constant)}

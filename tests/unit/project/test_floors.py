@@ -81,24 +81,25 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 MODULES = dict(modules())
 
-LOADED_LATER = {f"{PACKAGE}.cli.tables", f"{PACKAGE}.cli.terminal"}  # by commands that have something to show
+# Commands load these only when they have something to show.
+LOADED_LATER = {f"{PACKAGE}.cli.tables", f"{PACKAGE}.cli.terminal"}
 LIGHT = [module for module in MODULES if module.startswith(f"{PACKAGE}.cli.") and module not in LOADED_LATER]
 
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """The syntax tree of a file; tests of many kinds look at each."""
+    """Return the syntax tree of a file, which is kept since many tests look at it."""
     return ast.parse(path.read_text())
 
 
 def part_of(module: str) -> str:
-    """The part of the package that a module belongs to; ``__init__`` for the package itself."""
+    """Return the part of the package that a module belongs to; ``__init__`` for the package itself."""
     _, _, rest = module.partition(".")
     return rest.partition(".")[0] or "__init__"
 
 
 def imports(module: str) -> Iterator[str]:
-    """Every name that a module imports, wherever in the file, as an absolute dotted name."""
+    """Yield every name that a module imports, wherever in the file, as an absolute dotted name."""
     package = module.rpartition(".")[0]
     for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.Import):
@@ -117,7 +118,7 @@ def imports(module: str) -> Iterator[str]:
 
 
 def own_parts(module: str) -> set[str]:
-    """The parts of this package that a module imports."""
+    """Return the parts of this package that a module imports."""
     return {
         part_of(name) if part_of(name) in FLOORS else "__init__"
         for name in imports(module)
@@ -143,7 +144,7 @@ def test_no_parts_import_each_other_in_a_circle() -> None:
     edges: dict[str, set[str]] = {part: set() for part in FLOORS}
     for module in MODULES:
         edges[part_of(module)] |= own_parts(module) - {part_of(module)}
-    TopologicalSorter(edges).prepare()  # raises CycleError, with the circle
+    TopologicalSorter(edges).prepare()  # this raises CycleError, with the circle
 
 
 def test_no_rooms_of_the_strategies_import_each_other_in_a_circle() -> None:
@@ -159,7 +160,7 @@ def test_no_rooms_of_the_strategies_import_each_other_in_a_circle() -> None:
     for module in inside:
         theirs = {room_of(name) for name in imports(module) if name.startswith(house)}
         edges[room_of(module)] |= (theirs & rooms) - {room_of(module)}
-    TopologicalSorter(edges).prepare()  # raises CycleError, with the circle
+    TopologicalSorter(edges).prepare()  # this raises CycleError, with the circle
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) in NO_FRAMEWORK])
@@ -185,7 +186,7 @@ def test_the_command_that_starts_a_coordinator_loads_no_torch() -> None:
 
 
 def strings(module: str) -> Iterator[str]:
-    """Every string in a module that is no documentation."""
+    """Yield every string in a module that is on one line, which leaves out most documentation."""
     for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
             yield node.value

@@ -1,4 +1,4 @@
-"""The marks of tests: what is left out is not imported, and NeMo is imported only where the mark says so."""
+"""Check that tests whose marks leave them out are not imported, and that only tests with its mark import NeMo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README and the documents name is there: commands parse, files, modules, names and tests exist."""
+"""Check what the README and the documents name: commands parse; files, modules, names and tests exist."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ FILES_OF_THE_READER = {"train.py", "my_recipe.yaml"}
 
 
 def commands_of(document: Path) -> Iterator[str]:
-    """Every ``checkpointless ...`` command of a document's console blocks, also in a shell's loop or pipe."""
+    """Yield every ``checkpointless ...`` command of a document's console blocks, also in a shell's loop or pipe."""
     for block in re.findall(r"^```(?:console|bash|sh)\n(.*?)^```", document.read_text(), re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
             found = re.match(r"(?:\$ |for .*; do )?\s*(checkpointless [^|;]*)", line)
@@ -30,19 +30,19 @@ def commands_of(document: Path) -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """Those of all documents."""
+    """Yield the commands of all documents."""
     for document in DOCUMENTS:
         yield from commands_of(document)
 
 
 def quoted(document: Path) -> list[str]:
-    """What stands between backticks, outside of code blocks."""
+    """Return what stands between backticks, outside of code blocks."""
     prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
     return re.findall(r"`([^`\n]+)`", prose)
 
 
 def source_of(module: str) -> Path | None:
-    """The file of a module of this package, found without importing it."""
+    """Return the file of a module of this package, found without importing it."""
     parts = module.split(".")[1:]
     base = ROOT if parts and parts[0] in TOP_FOLDERS else ROOT / "checkpointless"
     path = base.joinpath(*parts)
@@ -53,7 +53,7 @@ def source_of(module: str) -> Path | None:
 
 
 def names_in(source: Path) -> set[str]:
-    """The names that a module defines or imports at its top."""
+    """Return the names that a module defines or imports at its top."""
     names: set[str] = set()
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

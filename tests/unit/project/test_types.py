@@ -19,7 +19,7 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
-# How many seams may be annotated with Any, with a reason or without.
+# No more seams than this may be annotated with Any, with a reason or without.
 MOST = 5
 
 CALLED_BY_OTHERS = {"__init__", "__call__", "__enter__", "__exit__"}
@@ -28,7 +28,7 @@ REASON = re.compile(r"# Any: \w")
 
 @dataclass(frozen=True)
 class Seam:
-    """A seam that is annotated with the bare ``Any``.
+    """Represents a seam that is annotated with the bare ``Any``.
 
     Attributes:
         name: the name of the function or the attribute.

@@ -1,4 +1,4 @@
-"""`train --dry-run`: what it says of a layout, and that the command line takes its launch commands."""
+"""Test what `train --dry-run` says of a layout, and that the command line takes its launch commands."""
 
 from __future__ import annotations
 

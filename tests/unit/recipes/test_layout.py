@@ -1,4 +1,4 @@
-"""The layouts of published recipes: Megatron's own groups, and one line for what is refused."""
+"""Test the layouts of published recipes: groups are Megatron's own, and a refusal is one line."""
 
 from __future__ import annotations
 

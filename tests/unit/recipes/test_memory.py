@@ -1,4 +1,4 @@
-"""The memory of a job's state by arithmetic: bytes per parameter as Megatron documents them."""
+"""Test the calculated memory of a job's state: bytes per parameter are those that Megatron documents."""
 
 from __future__ import annotations
 

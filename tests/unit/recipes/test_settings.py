@@ -1,4 +1,4 @@
-"""Recipes and overrides: what is wrong with them is said in one line that helps."""
+"""Check that what is wrong with recipes and overrides is said in one line that helps."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A training state without a training: a parameter, its momentum and a buffer, in this process alone."""
+"""Provide a training state without a training: a parameter, its momentum and a buffer, in this process alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOMENTUM: Key = ("optimizer", 0, 0, 0, "momentum")
 
 
 class MadeUpState:
-    """A :class:`checkpointless.recovery.live_state.LiveState`.
+    """Stands in for a :class:`checkpointless.recovery.live_state.LiveState`.
 
     Args:
         step: the step that it is at.

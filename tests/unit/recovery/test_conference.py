@@ -1,4 +1,4 @@
-"""Names of parts that are not the same everywhere; and no loss where nobody is refilled."""
+"""Test which names of parts differ from rank to rank, and what of a rank is lost with its process."""
 
 from __future__ import annotations
 

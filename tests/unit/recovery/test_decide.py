@@ -1,4 +1,4 @@
-"""The decision against a brute-force oracle, and its named cases."""
+"""Test the decision against a brute-force oracle, and in named cases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def worlds(draw: st.DrawFn) -> list[RankReport]:
 
 
 def reachable_by_anybody(reports: list[RankReport]) -> set[int]:
-    """Brute force: every step for which each group has a rank that is there or can get there."""
+    """Return by brute force every step for which each group has a rank that is there or can get there."""
     found = set()
     for step in range(6):
         if all(

@@ -1,4 +1,4 @@
-"""The vote before an update: it is won only if every rank has come."""
+"""Test the vote before an update, which is won only if every rank has come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to an adapter, and what the base model is."""
+"""Test what belongs to an adapter, and what the base model is."""
 
 from __future__ import annotations
 

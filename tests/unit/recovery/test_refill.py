@@ -19,7 +19,7 @@ HELD = {key: torch.full((1,), 5.0) for key in (WEIGHT, BUFFER, MOMENTUM)}
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Key], Any, list[Fill]]]:
-    """What this rank, number 1, has sent."""
+    """Record and return what this rank, number 1, sends."""
     calls: list[tuple[list[Key], Any, list[Fill]]] = []
 
     def send(tensors: Mapping[Key, torch.Tensor], objects: Any, fills: Sequence[Fill], on_bucket: Any) -> None:
@@ -33,7 +33,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Key], Any, list[Fil
 def receiver(
     arrives: Mapping[Key, float], fails: bool = False
 ) -> Callable[..., tuple[dict[str, int], TransferReport]]:
-    """What stands for the transfer: tensors of these values, of which all are asked for."""
+    """Return a stand-in for the transfer, which brings tensors of all these keys with their values."""
 
     def receive(
         sources: Sequence[int], room: Any, known: Mapping[Key, torch.Tensor], memory_budget_bytes: int

@@ -23,7 +23,7 @@ def draw() -> tuple[float, float, float]:
 
 
 def test_streams_come_back() -> None:
-    random.gauss(0, 1)  # leaves a second value pending inside the generator
+    random.gauss(0, 1)  # this leaves a second value pending inside the generator
     np.random.standard_normal()
     states = RngStates.capture(loss=1.25, stage=Stage.ENDED)
     first = draw()
@@ -80,7 +80,7 @@ def test_a_source_may_change_what_it_gave() -> None:
 
 
 class Interrupted(BaseException):
-    """As the fault of another rank raises one in the main thread."""
+    """Stands in for what the fault of another rank raises in the main thread."""
 
 
 def interrupt(run: Callable[[], object], at: int) -> bool:
@@ -110,7 +110,7 @@ def interrupt(run: Callable[[], object], at: int) -> bool:
 
 
 def test_no_instruction_at_which_a_fault_interrupts_leaves_a_stale_stream() -> None:
-    """Neither when the streams are taken next, nor when they come back to where they were before."""
+    """Streams are right when they are taken next, and when they come back to where they were before."""
     own = {"state": b"first"}
     register_rng_source("own", RngSource(lambda: dict(own), own.update))
     usual = np.random.get_bit_generator()
@@ -159,7 +159,7 @@ def move_gauss() -> None:
     ],
 )
 def test_what_was_taken_before_is_never_taken_for_what_is(move: Callable[[], object]) -> None:
-    np.random.standard_normal()  # leaves a second one pending
+    np.random.standard_normal()  # this leaves a second one pending
     before = RngStates.capture()
     move()
     states = RngStates.capture()
@@ -227,7 +227,7 @@ def test_numpys_stream_is_looked_at_anew_after_it_was_put_back() -> None:
     np.random.seed(3)
     np.random.standard_normal()
     before = RngStates.capture()
-    np.random.standard_normal()  # uses the pending one up: no word changes
+    np.random.standard_normal()  # this uses the pending one up: no word changes
     RngStates.capture()
     before.restore()
     assert RngStates.capture().same_streams(before)

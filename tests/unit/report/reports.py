@@ -1,4 +1,4 @@
-"""Runs that never were and any log at all, for tests of what is reported of them."""
+"""Provide made-up runs and arbitrary logs, for tests of what is reported of them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.unit.made_up_run import MadeUpRun
 
 
 def simple_run() -> tuple[MadeUpRun, float]:
-    """Ten seconds of start-up, a fault at 31 s after step 21 (a step takes a second), and the end at 100 s."""
+    """Make up 100 s of a run: 10 s of start-up, and a fault at 31 s after step 21, where a step takes a second."""
     run = MadeUpRun()
     run.start(at_s=10)
     done_s = run.incident(31.0, "1", committed=21, spec="sigkill@optimizer:rank=1,step=22", how="SIGKILL")

@@ -1,4 +1,4 @@
-"""What the time of a run was spent on: every second is accounted for."""
+"""Test what the time of a run was spent on: every second is accounted for."""
 
 import pytest
 from hypothesis import given

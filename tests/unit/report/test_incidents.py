@@ -1,4 +1,4 @@
-"""Summing up incidents from events."""
+"""Test how incidents are summed up from events."""
 
 import random
 from dataclasses import replace
@@ -45,7 +45,7 @@ class Script:
         self.add(ms + long_ms, stage, "end", rank, generation, incident, **fields)
 
     def detect(self, ms: float, generation: int, incident: str, culprit: int | None) -> None:
-        """As the agent does it: everybody is told at once, and the cause is known a little later."""
+        """Detect as the agent does: tell everybody at once, and name the cause a little later."""
         self.add(ms, "notify", "begin", None, generation, incident)
         self.add(ms + 1, "notify", "end", None, generation, incident)
         self.add(
@@ -63,7 +63,7 @@ class Script:
     def recovery(
         self, ms: float, generation: int, incident: str, ranks: int, lengths: dict[tuple[str, int], float]
     ) -> float:
-        """All stages of every rank one after the other; the milliseconds at which the last rank is done."""
+        """Write all stages of each rank one after the other; return the millisecond at which the last is done."""
         done = ms
         for rank in range(ranks):
             at = ms
@@ -121,7 +121,7 @@ def test_one_rank_without_a_first_step_is_not_resumed() -> None:
     script = Script()
     script.detect(0, 0, "i1", culprit=1)
     script.recovery(10, 0, "i1", ranks=3, lengths={})
-    script.events.pop()  # the last rank's end of first_step
+    script.events.pop()  # this is the last rank's end of first_step
     summary = one(script)
     assert summary.outcome is Outcome.FAILED
     assert summary.headline_s is None

@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else, in which nothing of a run is taken for markup."""
+"""Check that the page is one file that needs nothing else, in which nothing of a run is taken for markup."""
 
 import re
 from html.parser import HTMLParser
@@ -42,7 +42,7 @@ KNOWN = {
 
 
 class Page(HTMLParser):
-    """What is in a page: its elements, attributes and text; that every element is closed where it should be."""
+    """Collects the elements, attributes and text of a page, and checks that each element is closed in its place."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What restarts from a checkpoint would have cost instead."""
+"""Test what restarts from a checkpoint would have cost instead."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_a_restart_costs_what_the_formula_says() -> None:
     assert comparison is not None
     (restart,) = comparison.restarts
     assert (restart.detect_s, restart.requeue_s, restart.startup_s, restart.load_s) == (0.1, 0.0, 10.0, 0.0)
-    assert restart.redo_s == pytest.approx(21.0)  # all that was trained: less than half of 15 minutes
+    assert restart.redo_s == pytest.approx(21.0)  # it is all that was trained, less than half of 15 minutes
     assert comparison.recovered_s == pytest.approx(done_s - 31)
     assert comparison.factor == pytest.approx(31.1 / (done_s - 31))
     sources = {each.name: each.source for each in comparison.assumptions}

@@ -1,4 +1,4 @@
-"""A run summed up: what is known of it, what is not, and how that is said in JSON."""
+"""Test the summary of a run: what is known of it, what is not, and how that is said in JSON."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ def test_what_no_event_says_is_unknown() -> None:
     report = report_of(run)
     assert (report.steps_lost, report.samples_lost) == (6, None)
     assert report.run.state is RunState.OPEN
-    plain = MadeUpRun()  # a block that is no training loop we know
+    plain = MadeUpRun()  # its block is no training loop that we know
     plain.add(0, "job", "begin")
     plain.add(2, "go", "point", high_water=-1)
     plain.add(5, "detect", "point", incident="1", cause="x", culprit=0, how="exit")

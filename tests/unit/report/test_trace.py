@@ -23,7 +23,7 @@ def trace_of(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def check(document: dict[str, Any]) -> None:
-    """Metadata first and complete; times sorted, from 0; spans nested; asynchronous ones matched."""
+    """Check that metadata is first and complete, times are sorted, spans nest, and asynchronous ones match."""
     assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert document["displayTimeUnit"] in ("ms", "ns")
     events = document["traceEvents"]

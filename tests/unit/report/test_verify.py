@@ -1,4 +1,4 @@
-"""Comparing two runs."""
+"""Test the comparison of two runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -141,7 +141,7 @@ def recording(
     checkpoints: tuple[tuple[str, ...], ...] | None = (("step=2", "step=4"),),
     extras: StepExtras = EXTRAS,
 ) -> Recording:
-    """A run of two ranks in which all there is was recorded."""
+    """Make up a recording of two ranks with all that can be recorded."""
     records = {rank: [replace(record, extras=extras) for record in run] for rank, run in run_of(2, steps).items()}
     metrics = {"val_loss": (1.5).hex()}
     validations = {

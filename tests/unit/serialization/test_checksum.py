@@ -1,4 +1,4 @@
-"""Digests: the same bytes give the same, and whatever damage a tensor can take gives another."""
+"""Test digests: the same bytes give the same one, and any damage to a tensor gives another."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ DTYPES = [
     torch.complex128,
 ]
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 5), (2, 3, 4)]
-SIGN_OF_BOTH = -(2**63) + 2**31  # the signs of the two fp32 (or of the second and fourth bf16) of a lane
+SIGN_OF_BOTH = -(2**63) + 2**31  # these are the signs of the two fp32 (or second and fourth bf16) of a lane
 each_digest = pytest.mark.parametrize("digest", [digest_bytes, digest_on_device])
 lanes = st.integers(-(2**63), 2**63 - 1)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_chunks() -> Iterator[None]:
-    """Chunks of 4 lanes, so that tensors of a few hundred bytes have several of them."""
+    """Make chunks 4 lanes long, so that tensors of a few hundred bytes have several of them."""
     with mock.patch.multiple(checksum, _CHUNK_LANES=4, _weights={}):
         yield
 
 
 def flat(data: bytes) -> torch.Tensor:
-    """A flat uint8 tensor of its own."""
+    """Return the bytes as a flat uint8 tensor with its own memory."""
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Of random bytes, or of random truth."""
+    """Return a tensor of random bytes, or of random truth values."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -101,7 +101,7 @@ def test_another_order_of_lanes_changes_it(digest: Digest, values: list[int], ra
 
 @each_digest
 def test_an_exchange_of_any_two_lanes_changes_it(digest: Digest) -> None:
-    tensor = torch.arange(13)  # as alike as lanes can be
+    tensor = torch.arange(13)  # its lanes are as alike as they can be
     found = [digest(tensor_bytes(tensor))]
     for one, other in itertools.combinations(range(13), 2):
         exchanged = tensor.clone()

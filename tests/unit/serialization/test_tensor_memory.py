@@ -1,4 +1,4 @@
-"""Tensors in plain form: which storage stands for a tensor."""
+"""Test which storage stands for a tensor in its plain form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkpointless.transfer.module_tensors import TrainingTensors
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of this process."""
+    """Set up a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Digests of states that are no tensors alone."""
+"""Test digests of states that do not consist of tensors alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ plain = st.recursive(
 
 @dataclass
 class Thing:
-    """A value with parts of its own."""
+    """Represents a value with parts of its own."""
 
     name: str
     parts: list[Any] = field(default_factory=list)

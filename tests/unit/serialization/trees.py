@@ -1,4 +1,4 @@
-"""Drawn states of all plain types, and what it means that two of them are the same."""
+"""Draw states of all plain types, and tell whether two of them are the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from checkpointless.serialization import state_tree
 
-any_text = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)  # halves of characters, too
+any_text = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)  # it draws lone surrogates, too
 leaves = (
     st.none()
     | st.booleans()
@@ -59,7 +59,7 @@ def back(tree: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal in values and in all types."""
+    """Return whether two states are equal in values and in all types."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

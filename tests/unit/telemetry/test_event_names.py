@@ -25,7 +25,7 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def emitted(tree: ast.AST) -> Iterator[ast.expr]:
-    """What is given to the log as an event's name."""
+    """Yield what is given to the log as an event's name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).rpartition(".")[2] in EMITTERS:
             yield node.args[0]
@@ -36,7 +36,7 @@ def emitted(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def compared(tree: ast.AST) -> Iterator[ast.expr]:
-    """What an event's name is compared with."""
+    """Yield what an event's name is compared with."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and ast.unparse(node.left).rpartition(".")[2] == "stage":
             yield from node.comparators

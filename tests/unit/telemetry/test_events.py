@@ -1,4 +1,4 @@
-"""The event log and the step log, written and read back."""
+"""Test the event log and the step log, written and read back."""
 
 import enum
 import logging

@@ -1,4 +1,4 @@
-"""What a process writes without waiting for the disk: in order, bounded, over forks and interruptions."""
+"""Test what a process writes without waiting for the disk: in order, bounded, over forks and interruptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OWN = {module.__file__ for module in (events, log_relay, scribe)}
 
 @pytest.fixture
 def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scribe]:
-    """A scribe of this test alone, which may be left standing before a disk."""
+    """Yield a scribe of this test alone, which may be left waiting for a disk."""
     own = Scribe()
     for module in (events, steps, tracebacks):
         monkeypatch.setattr(module, "scribe", own)
@@ -57,7 +57,7 @@ def stopped_disk(path: Path) -> Iterator[None]:
             deadline_s = time.monotonic() + 10
             data = b""
             os.set_blocking(reader, False)
-            while time.monotonic() < deadline_s and not data:  # the one that waited at the door
+            while time.monotonic() < deadline_s and not data:  # the one that waited writes now
                 try:
                     data = os.read(reader, 1 << 16)
                 except BlockingIOError:
@@ -234,7 +234,7 @@ def test_many_threads_start_one_writer(tmp_path: Path, mine: Scribe) -> None:
 
 
 class Interrupted(BaseException):
-    """As the fault of another rank raises one in the main thread."""
+    """Stands in for what the fault of another rank raises in the main thread."""
 
 
 def interrupt(run: Callable[[], object], at: int) -> bool:

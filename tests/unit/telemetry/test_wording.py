@@ -1,4 +1,4 @@
-"""Figures and foreign text in words for people."""
+"""Test figures and foreign text in words for people."""
 
 import pytest
 from hypothesis import given

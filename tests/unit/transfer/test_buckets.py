@@ -70,7 +70,7 @@ def test_objects_come_only_from_holders_that_have_the_same_ones(
         able = len(alike) if of_objects else places
         assert (shares.sender(index, attempt) != shares.sender(index, attempt + 1)) is (able > 1)
     first = [stripe(shares.first, place, places) for place in range(places)]
-    for number, place in enumerate(alike):  # as each holder plans it for itself
+    for number, place in enumerate(alike):  # each holder plans it so for itself
         first[place] += [
             shares.first + each for each in stripe(len(shares.buckets) - shares.first, number, len(alike))
         ]

@@ -23,7 +23,7 @@ def test_every_fault_can_happen(seed: int, number: int) -> None:
 @given(SEEDS, st.integers(0, 300))
 def test_a_shard_never_loses_all_its_holders(seed: int, number: int) -> None:
     case = draw(seed, number)
-    lost: dict[int, set[int]] = {}  # by the step that is being made
+    lost: dict[int, set[int]] = {}  # its keys are the steps that are being made
     for spec in map(parse, case.faults):
         assert spec.rank is not None
         assert spec.step is not None

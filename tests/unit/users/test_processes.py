@@ -23,7 +23,7 @@ def entered(monkeypatch: pytest.MonkeyPatch, run_dir: Path, rank: int, *pids: in
 
 @pytest.fixture
 def run_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Ranks 0 and 1 were replaced; rank 1, and rank 2's only process, had a fault."""
+    """Make up a run in which ranks 0 and 1 were replaced; rank 1, and rank 2's only process, had a fault."""
     entered(monkeypatch, tmp_path, 0, 10, 10, 20)
     entered(monkeypatch, tmp_path, 1, 11, 21)
     entered(monkeypatch, tmp_path, 2, 12, 12)

@@ -1,4 +1,4 @@
-"""A rank's board: what the rank writes, a reader of the same memory sees, torn writes excepted."""
+"""Check that a reader of a rank's board sees what the rank writes, torn writes excepted."""
 
 import os
 

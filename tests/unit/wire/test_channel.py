@@ -1,4 +1,4 @@
-"""A connection in a loop: whoever sends is never called back, and a dead peer is noticed once."""
+"""Test a connection in a loop: whoever sends is never called back, and a dead peer is noticed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkpointless.wire.node_messages import FROM_NODE, Alive, JobOver
 
 
 class End:
-    """One end of a pair as a channel; the other is a plain socket."""
+    """Holds one end of a pair as a channel; the other is a plain socket."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         ours, self.peer = socket.socketpair()
@@ -34,7 +34,7 @@ def selector() -> Iterator[selectors.BaseSelector]:
 
 
 def turn(selector: selectors.BaseSelector) -> None:
-    """One turn of the loop: every event of one ``select``, as in ``serve``."""
+    """Make one turn of the loop: handle every event of one ``select``, as ``serve`` does."""
     for key, _ in selector.select(0.2):
         key.data()
 
@@ -79,7 +79,7 @@ def test_a_peer_that_dies_while_another_is_heard_does_no_harm(
             second.channel.close()
 
     first.channel.on_message = hear
-    while not second.channel._waiting:  # more than the peer takes
+    while not second.channel._waiting:  # it sends more than the peer takes
         second.channel.send(JobOver("x" * 50_000))
     first.peer.sendall(encode(Alive()))
     second.peer.close()

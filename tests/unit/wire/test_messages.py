@@ -1,4 +1,4 @@
-"""Messages between rank and agent: what one side says the other reads, and nothing else gets through."""
+"""Test messages between rank and agent: what one side says the other reads, and nothing else gets through."""
 
 import json
 from typing import Any, get_args, get_type_hints
@@ -44,7 +44,7 @@ st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
 
 
 def made_up(cls: type[Any]) -> st.SearchStrategy[Any]:
-    """Any message of a class, or any part of one."""
+    """Return a strategy for any message of a class, or for any part of one."""
     known = get_type_hints(cls)
     return st.builds(cls, **{name: value_of(known[name]) for name in cls.__struct_fields__ if name != "v"})
 
@@ -165,7 +165,7 @@ def test_bytes_that_are_no_text_are_refused(line: bytes) -> None:
 
 def test_a_text_of_a_class_of_its_own_is_a_text() -> None:
     class Text(str):
-        """As what a user's exception may return for its text."""
+        """Stands in for what a user's exception may return for its text."""
 
     report = FaultReport(1, exception_cause(2, "ValueError", Text("no"), Text("Traceback"), 4, victim=False))
     assert decode(encode(report), Sender.RANK) == report

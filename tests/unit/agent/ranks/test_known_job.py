@@ -1,4 +1,4 @@
-"""What a node knows of its job, and the events that say so."""
+"""Test what a node knows of its job, and the events that say so."""
 
 from pathlib import Path
 

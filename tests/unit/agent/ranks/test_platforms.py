@@ -1,4 +1,4 @@
-"""Platforms are found by their names; one that is not installed is said in one line."""
+"""Test that platforms are found by their names, and that a missing one is said in one line."""
 
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,7 +14,7 @@ called: list[str] = []
 
 
 def note_the_call() -> None:
-    """What a platform's entry point may name."""
+    """Note the call; a platform's entry point may name this function."""
     called.append("here")
 
 

@@ -1,4 +1,4 @@
-"""What the zygote has imported before it forks."""
+"""Test what the zygote has imported before it forks."""
 
 from pathlib import Path
 

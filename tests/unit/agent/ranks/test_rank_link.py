@@ -1,4 +1,4 @@
-"""The agent's connection to a rank: it reads what is there, and never waits."""
+"""Test the agent's connection to a rank: it reads what is there, and never waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from checkpointless.wire.messages import Barrier, Finish, Hello, ProtocolError, 
 
 
 class Pair:
-    """A link, and the rank's end of its connection."""
+    """Represents a link and the rank's end of its connection."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -25,7 +25,7 @@ class Pair:
         self.heard += 1
 
     def turn(self) -> None:
-        """One turn of the loop."""
+        """Make one turn of the loop."""
         for key, _ in self.selector.select(0):
             key.data()
 

@@ -1,4 +1,4 @@
-"""The logs of ranks on a disk that does not answer, or refuses: the agent's loop goes on."""
+"""Test that the agent's loop goes on when the disk of its ranks' logs does not answer, or refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkpointless.posix.errands import Errands
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Iterator[Path]:
-    """A file that nobody can open to write, and nobody to read, until the test is over."""
+    """Yield a file that nobody can open, to write or to read, until the test is over."""
     path = tmp_path / "rank-3.log"
     os.mkfifo(path)
     yield path

@@ -1,4 +1,4 @@
-"""The command `report`: what the terminal shows, and what is written where."""
+"""Test the command `report`: what the terminal shows, and what is written where."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The stand-in for the vendor's package is installed, and its agents end with the test."""
+"""Install the stand-in for the vendor's package, and end its agents with the test."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from tests.unit.client.hyperpod.turns import MakeAgent
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The stand-in is installed; the environment, the factory's client and all clients end with the test."""
+    """Install the stand-in; the environment, the factory's client and all clients end with the test."""
     made: list[HyperPodClient] = []
     original = HyperPodClient.__init__
 

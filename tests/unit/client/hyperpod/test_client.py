@@ -1,4 +1,4 @@
-"""From one generation into the next, and to the end, against a stand-in for the package and its agent."""
+"""Test the way from one generation into the next, and to the end, against a stand-in for the package."""
 
 import os
 import threading
@@ -159,7 +159,7 @@ def test_a_fault_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeA
 
 @pytest.mark.slow
 def test_a_rank_0_that_died_before_all_have_met_leads_back_to_the_barrier(make_agent: MakeAgent) -> None:
-    """Well before its store is given up."""
+    """The other rank is back well before it would give up the store of rank 0."""
     agent = make_agent(automatic=False)
     agent.envs = {"RANK": "1", "WORLD_SIZE": "2"}
     client = HyperPodClient.from_environment()

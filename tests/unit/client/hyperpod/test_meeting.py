@@ -1,4 +1,4 @@
-"""Ranks meet in the store of rank 0, each played by a thread of this process."""
+"""Test how ranks meet in the store of rank 0; a thread of this process plays each rank."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def start(rank: int, world_size: int, port: int, generation: int = 4) -> Start:
 
 
 def at_once(calls: list[Callable[[], object]]) -> list[object]:
-    """What the calls return, each made in a thread."""
+    """Make each call in a thread of its own, and return what the calls return."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(30) for future in [threads.submit(call) for call in calls]]
 

@@ -1,4 +1,4 @@
-"""A vendor's package that is missing, broken or too old is said in one line."""
+"""Test that a vendor's package that is missing, broken or too old is said in one line."""
 
 import importlib
 import sys
@@ -30,7 +30,7 @@ def test_a_package_that_misses_one_of_its_own_is_told_apart(environment: pytest.
 
 
 class OldClient:
-    """What an older package might have."""
+    """Stands in for the client of an older package."""
 
     hyperpod_barrier = hyperpod_wait_fault = hyperpod_send_fault = hyperpod_wait_rank_info = print
 

@@ -1,4 +1,4 @@
-"""What the vendor's client replies is checked."""
+"""Test that what the vendor's client replies is checked."""
 
 import pytest
 

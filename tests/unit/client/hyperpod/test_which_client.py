@@ -1,4 +1,4 @@
-"""Which client a process gets where the vendor's package is installed."""
+"""Test which client a process gets where the vendor's package is installed."""
 
 import logging
 import os

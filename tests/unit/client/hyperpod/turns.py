@@ -1,4 +1,4 @@
-"""What tests do with a client and the stand-in's agent in turns."""
+"""Provide what tests do with a client and the stand-in's agent in turns."""
 
 import os
 import time
@@ -11,7 +11,7 @@ MakeAgent = Callable[..., stand_in.Agent]
 
 
 def enter(client: HyperPodClient, agent: stand_in.Agent) -> None:
-    """Be in the generation that ``agent`` starts next."""
+    """Bring ``client`` into the generation that ``agent`` starts next."""
     client.hello(int(os.environ["JOB_RESTART_COUNT"]))
     agent.wait_for("at_rcb_barrier", 1)
     time.sleep(0.05)

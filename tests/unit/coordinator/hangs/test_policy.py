@@ -1,4 +1,4 @@
-"""What follows from ranks without progress: pure decisions."""
+"""Test the pure decisions that follow from ranks without progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator makes of ranks without progress."""
+"""Test what the coordinator makes of ranks without progress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def silence(job: Job, *ranks: int, beat: int = 7, age_s: float = HEARTBEAT_S + 0
 
 
 def wait_in_silence(job: Job, *ranks: int, seconds: float = 6.0, letter: str = "S") -> None:
-    """Time passes, in which these ranks stay where they are."""
+    """Let time pass, in which these ranks stay where they are."""
     for _ in range(int(seconds)):
         job.later_s += 1.0
         silence(job, *ranks, age_s=HEARTBEAT_S + job.later_s, letter=letter)
@@ -159,7 +159,7 @@ def longest(job: Job, milliseconds: int) -> None:
 
 
 def stall(job: Job, ranks: Sequence[int], age_s: float) -> None:
-    """Ranks in step 4 make no progress, and answer where they are; the others wait for them in a collective."""
+    """Have ``ranks`` make no progress in step 4 and answer so; the others wait for them in a collective."""
     stack = 'File "/a/data.py", line 31, in read\n    file.read()\n'
     if job.coordinator.outcome is not None or job.coordinator.phase is not Phase.RUNNING:
         return

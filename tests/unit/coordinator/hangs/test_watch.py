@@ -1,4 +1,4 @@
-"""The watch over ranks without progress."""
+"""Test the watch over ranks without progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = range(8)
 
 
 class Watched:
-    """Eight ranks on nodes of two, of which the last seven wait for the first."""
+    """Watches eight ranks on nodes of two, by a clock of the test's own."""
 
     def __init__(self, limit_s: float | None = None) -> None:
         self.asked: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Who waits for whom, by what each rank has launched."""
+"""Test who waits for whom, by what each rank has launched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAITS, ELSEWHERE, UNCLEAR = Stance.WAITS, Stance.ELSEWHERE, Stance.UNCLEAR
 
 
 def on_gpus(launched: Mapping[int, Mapping[str, int]], *in_collective: int) -> dict[int, Stance]:
-    """The stances of ranks on GPUs."""
+    """Return the stances of ranks on GPUs."""
     return stances_of({rank: Whereabouts(rank in in_collective, "", True, each) for rank, each in launched.items()})
 
 
@@ -69,7 +69,7 @@ def test_where_calls_return_when_they_are_done_the_stack_is_the_evidence() -> No
 
 
 def pairs(launched: Mapping[int, Mapping[str, int]], rank: int) -> list[tuple[int, int]]:
-    """The counts of a rank, each with that of another rank in the same group."""
+    """Return each count of a rank, paired with that of each rank in the same group."""
     return [
         (count, other[group])
         for group, count in launched[rank].items()

@@ -1,4 +1,4 @@
-"""Nodes come, are lost and are replaced; one of them has the store."""
+"""Test that nodes come, are lost and are replaced, and that one of them has the store."""
 
 from __future__ import annotations
 

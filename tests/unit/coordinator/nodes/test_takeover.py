@@ -1,4 +1,4 @@
-"""A coordinator that finds the ranks of its job running."""
+"""Test a coordinator that finds the ranks of its job running."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def standing(
     before: NodeMessage | None = None,
     run_id: str = "the run",
 ) -> Node:
-    """A node says what its ranks were doing while there was no coordinator."""
+    """Have a node say what its ranks were doing while there was no coordinator."""
     node = job.admit(index)
     if before is not None:
         job.hear(node, before)
@@ -145,7 +145,7 @@ def test_a_finished_rank_that_failed_in_between_is_no_success() -> None:
 
 
 def back(job: Job, index: int, *states: RankState, **more: Any) -> Node:
-    """A node comes back to the coordinator that began generation 0 of a job with it."""
+    """Bring a node back to the coordinator that began generation 0 of a job with it."""
     more = {"generation": 0, "incarnation": 0, "run_id": job.run_id, **more}
     return standing(job, index, *states, **more)
 
@@ -169,7 +169,7 @@ def test_a_node_that_comes_back_from_elsewhere_has_to_end_its_ranks_first(more: 
     job.lose(job.coordinator.nodes[1], "no word from it for 10 s")
     node = back(job, 1, RUNNING, RUNNING, **more)
     assert job.take(Discard) == [(1, Discard())]
-    job.ready(2, 3)  # under way when it was told
+    job.ready(2, 3)  # these were under way when it was told
     job.ready(0, 1)
     assert (job.take(Begin), job.take(Spawn)) == ([], [])
     job.hear(node, Joined())

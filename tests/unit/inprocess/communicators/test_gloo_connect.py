@@ -1,4 +1,4 @@
-"""Groups that are made aside: the main thread can be interrupted, and torch sees the same class."""
+"""Test groups that a helper thread makes: the main thread can be interrupted, and torch sees the same class."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.inprocess.exceptions import RankShouldRestart
 
 ONE_S = 1.0
-c10d: Any = distributed_c10d  # Any: its class is another one here
+c10d: Any = distributed_c10d  # Any: the tests replace its class
 
 
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptibleConnect]:
     made = InterruptibleConnect()
-    monkeypatch.setattr(c10d, "ProcessGroupGloo", dist.ProcessGroupGloo)  # is restored last
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", dist.ProcessGroupGloo)  # this is restored last
     yield made
     made.uninstall()
 

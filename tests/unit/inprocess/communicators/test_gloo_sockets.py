@@ -1,4 +1,4 @@
-"""Which descriptors are taken for connections of process groups."""
+"""Test which descriptors are taken for connections of process groups."""
 
 import contextlib
 import errno
@@ -19,7 +19,7 @@ def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (tmp_path / "file").open("wb") as file:
-        # As they were listed: the socket of that number was closed since.
+        # The socket of that number was closed after the listing.
         monkeypatch.setattr(gloo_sockets, "_sockets", lambda: {file.fileno(): 1})
         before = len(os.listdir("/proc/self/fd"))
         assert GlooSockets().shutdown() == 0
@@ -106,8 +106,8 @@ def test_descriptors_are_looked_at_only_for_groups_that_connect_here(listings: L
     try:
         make: Callable[..., Any] = getattr(c10d, gloo_sockets._FACTORY)
         for _ in range(50):
-            make(4, None, [4, 5, 6, 7], "gloo")  # of others
-            make(1, 0, [0], "gloo")  # of this rank alone
+            make(4, None, [4, 5, 6, 7], "gloo")  # groups of others
+            make(1, 0, [0], "gloo")  # groups of this rank alone
         assert listings.count == 0
         make(4, 2, [0, 1, 2, 3], "gloo")
         make(group_size=8, group_rank=0, global_ranks_in_group=[])
@@ -140,7 +140,7 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
     try:
         before = len(os.listdir("/proc/self/fd"))
         getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
-        # Of each of the two sockets there is one duplicate; the server is closed afterwards.
+        # Each of the two sockets has one duplicate; the server is closed afterwards.
         assert [count - before - 1 for count in counts] == [4, 8, 12]
         noted.release()
         assert len(os.listdir("/proc/self/fd")) == before + len(opened)

@@ -1,4 +1,4 @@
-"""Which variables of torch's and NCCL's a rank is given, and whose value counts."""
+"""Test which variables of torch's and NCCL's a rank is given, and whose value counts."""
 
 from __future__ import annotations
 

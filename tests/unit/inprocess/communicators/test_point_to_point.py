@@ -12,7 +12,7 @@ from checkpointless.inprocess.communicators.point_to_point import PointToPointCo
 
 
 class Group:
-    """As much of a group of torch's as is asked.
+    """Stands in for a group of torch's, with only what is asked of it.
 
     Args:
         rank: this rank's in the group.
@@ -35,7 +35,7 @@ def _names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def torchs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torch's class, whose methods do nothing."""
+    """Return torch's class, whose methods only note their calls."""
     for name in ("send", "recv"):
 
         def method(group: Group, tensors: Any, peer: int, tag: int, name: str = name) -> str:

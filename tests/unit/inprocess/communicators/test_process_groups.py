@@ -1,4 +1,4 @@
-"""Process groups of a generation: what is left of them when they are destroyed."""
+"""Test what is left of a generation's process groups when they are aborted or destroyed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make() -> None:
 def test_the_name_of_a_group_that_was_being_made_is_free_again(
     groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interruption in the middle of ``init_process_group``, after torch has registered the group's name."""
+    """The interruption comes in ``init_process_group``, after torch has registered the group's name."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -55,13 +55,13 @@ class FakeNCCL:
         self.aborts = 0
 
     def abort(self) -> None:
-        """Wait for the device."""
+        """Wait until all aborts have begun, as if for the device."""
         self.aborts += 1
         self._all_begun.wait(10)
 
 
 class FakeGroup:
-    """A group with one backend, for GPUs.
+    """Stands in for a group with one backend, for GPUs.
 
     Args:
         backend: NCCL's.
@@ -77,7 +77,7 @@ class FakeGroup:
 
 
 class Wrapper:
-    """What torch puts around a backend, to look at its collectives.
+    """Stands in for what torch puts around a backend to look at its collectives.
 
     Args:
         wrapped_pg: the backend.

@@ -25,7 +25,7 @@ from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.posix import shared_memory
 
 STATE = HPState(rank=0, world_size=1, local_rank=0, generation=0)
-LONG = 1 << 20  # bytes: more than a pipe takes
+LONG = 1 << 20  # bytes: a pipe takes less
 
 
 def variable_of_a_caller(name: str) -> Any:
@@ -37,7 +37,7 @@ def variable_of_a_caller(name: str) -> Any:
 
 
 class DiesWithTheLock(Dataset[int]):
-    """Its worker is killed while it looks whether it is to end."""
+    """Kills its worker while it holds the lock with which it looks whether it is to end."""
 
     def __len__(self) -> int:
         return 8
@@ -58,7 +58,7 @@ class Long(Dataset[bytes]):
 
 
 class Stubborn(Dataset[int]):
-    """Its worker does not end when it is asked to."""
+    """Keeps its worker from ending when it is asked to."""
 
     def __len__(self) -> int:
         return 8
@@ -77,7 +77,7 @@ class Tensors(Dataset[torch.Tensor]):
 
 
 class DiesBetweenOpenAndUnlink(Dataset[int]):
-    """Its worker leaves what torch makes for each tensor that is handed over."""
+    """Kills its worker, which leaves what torch makes for each tensor that is handed over."""
 
     def __len__(self) -> int:
         return 8
@@ -90,7 +90,7 @@ class DiesBetweenOpenAndUnlink(Dataset[int]):
 
 
 class Object:
-    """Has attributes, and can be referred to weakly."""
+    """Has the given attributes, and can be referred to weakly."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -108,7 +108,7 @@ def iterator_of() -> Iterator[Callable[[Dataset[Any]], Any]]:
     for each in made:
         for worker in each._workers:
             if not connection.wait([worker.sentinel], 0):  # its number may be somebody else's by now
-                if each._worker_pids_set:  # or torch's handler of SIGCHLD raises in the next test
+                if each._worker_pids_set:  # otherwise torch's SIGCHLD handler raises in the next test
                     each._worker_pids_set = False
                     signal_handling._remove_worker_pids(id(each))
                 worker.kill()
@@ -125,7 +125,7 @@ def abort(iterator: Any) -> None:
 
 
 def comes_to_its_end(wait: Callable[[], object]) -> bool:
-    """Whether ``wait`` returns or raises, in a thread that nothing interrupts."""
+    """Return whether ``wait`` returns or raises in time, in a thread that nothing interrupts."""
 
     def run() -> None:
         try:
@@ -171,7 +171,7 @@ def test_a_message_of_which_half_was_written(iterator_of: Callable[[Dataset[Any]
     iterator = iterator_of(Long())
     while not iterator._worker_result_queue._reader.poll(0.1):
         continue
-    time.sleep(0.2)  # it waits for the pipe to be read
+    time.sleep(0.2)  # meanwhile the worker fills the pipe and waits
     abort(iterator)
     assert comes_to_its_end(lambda: next(iterator))
 
@@ -191,7 +191,7 @@ def test_a_worker_whose_end_was_lost(iterator_of: Callable[[Dataset[Any]], Any])
     iterator._worker_pids_set = False
     signal_handling._remove_worker_pids(id(iterator))
     condition = iterator._workers_done_event._cond
-    assert condition.acquire(True, 10)  # as if it had it
+    assert condition.acquire(True, 10)  # this lets it seem that the worker has it
     os.kill(worker.pid, signal.SIGKILL)
     os.waitpid(worker.pid, 0)
     assert worker.is_alive(), "it will always say so"

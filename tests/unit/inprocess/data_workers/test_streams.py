@@ -1,4 +1,4 @@
-"""What is decided about data-loader workers before one is started; what they draw is tested in ``tests/ranks``."""
+"""Test what is decided about data-loader workers before one starts; ``tests/ranks`` tests what they draw."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpointless.recovery import Place, seed_data_workers
 
 
 def ignore(worker_id: int) -> None:
-    """A user's ``worker_init_fn``."""
+    """Stand in for a user's ``worker_init_fn``."""
 
 
 def later() -> Place:
@@ -25,14 +25,14 @@ def later() -> Place:
 
 
 class Lines(IterableDataset[int]):
-    """Iterable, without a length."""
+    """Can be iterated over, but has no length."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(())
 
 
 class OwnWorkers(DataLoader[int]):
-    """A loader that does not start torch's workers."""
+    """Represents a loader that does not start torch's workers."""
 
     def _get_iterator(self) -> Any:
         return iter(())

@@ -1,4 +1,4 @@
-"""The rows of the CPU platform's table, by what they patch."""
+"""Test what the rows of the CPU platform's table patch."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Runs the batch script for Slurm, with stand-ins for what Slurm brings."""
+"""Run the batch script for Slurm with stand-ins for what Slurm brings."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from tests.unit.recipes.launch.pod import put
 
 
 def sbatch_environment(tmp_path: Path, **more: str) -> dict[str, str]:
-    """Stand-ins for what Slurm brings; the step has 3 nodes on this machine, of which the first runs last."""
+    """Make stand-ins for what Slurm brings and return the environment; 3 nodes run here, the first of them last."""
     put(
         tmp_path / "bin",
         "scontrol",
@@ -48,7 +48,7 @@ def run_sbatch(tmp_path: Path, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_changed_sbatch(tmp_path: Path, old: str, new: str, **more: str) -> int:
-    """The exit status of a batch script in which a number is smaller."""
+    """Run the batch script with ``old`` replaced by ``new``, and return its exit status."""
     script = SBATCH.read_text()
     assert script.count(old) == 1
     changed = tmp_path / "changed.sbatch"
@@ -58,5 +58,5 @@ def run_changed_sbatch(tmp_path: Path, old: str, new: str, **more: str) -> int:
 
 
 def coordinated(tmp_path: Path) -> list[str]:
-    """The command lines of every coordinator that was begun."""
+    """Return the command line of every coordinator that was started."""
     return (tmp_path / "coordinated").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""For tests that run the shell scripts of recipes/launch."""
+"""Provide fixtures for tests that run the shell scripts of recipes/launch."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.unit.recipes.launch.pod import FAKE_AGENT, FAKE_COORDINATOR, put
 
 @pytest.fixture
 def bin_dir(tmp_path: Path) -> Path:
-    """A folder for commands of our own, with a `checkpointless` that writes down its arguments."""
+    """Make a folder for commands of our own, with a `checkpointless` that writes down its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     put(folder, "checkpointless", FAKE_AGENT)

@@ -1,4 +1,4 @@
-"""What the files in recipes/launch say, for tests of them."""
+"""Read what the files in recipes/launch say, for tests of them."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ def loaded(name: str) -> Any:
 
 
 def set_of(name: str) -> dict[str, Any]:
-    """What the file says of the JobSet."""
+    """Return what the file says of the JobSet."""
     spec = loaded(name)["spec"]
     return spec if "replicatedJobs" in spec else spec["template"]["spec"]  # type: ignore[no-any-return]
 
 
 def job_of(name: str, job: str = "node") -> dict[str, Any]:
-    """One of the two Jobs that the file has JobSet make."""
+    """Return one of the two Jobs that the file has JobSet make."""
     (replicated,) = (each for each in set_of(name)["replicatedJobs"] if each["name"] == job)
     assert replicated["replicas"] == 1
     return replicated["template"]["spec"]  # type: ignore[no-any-return]
@@ -35,7 +35,7 @@ def container_of(name: str, job: str = "node") -> dict[str, Any]:
 
 
 def script_of(name: str, job: str = "node") -> str:
-    """The shell script of a pod."""
+    """Return the shell script of a pod."""
     container = container_of(name, job)
     words = [*container["command"], *container.get("args", [])]
     assert words[:2] == ["bash", "-c"]

@@ -1,4 +1,4 @@
-"""Runs the shell scripts of the pods, with a `checkpointless` that writes down its arguments."""
+"""Run the shell scripts of the pods, with a `checkpointless` that writes down its arguments."""
 
 import argparse
 import os
@@ -22,8 +22,8 @@ trap 'exit 1' TERM
 if [ -n "$FAKE_WAIT" ]; then echo waiting; for _ in {1..200}; do sleep 0.05; done; fi
 exit "${FAKE_STATUS:-0}"
 """
-# Listens, and does what FAKE_COORDINATOR says: a word for each start, the last for all further ones. `killed`: dies
-# of SIGKILL, once a node has run; `deaf`: stays, whatever happens; a number: ends with it, once all nodes have run.
+# It listens, and does what FAKE_COORDINATOR says: a word for each start, the last for all further ones. `killed`
+# dies of SIGKILL once a node has run, `deaf` stays whatever happens, and a number is its exit status once all have.
 FAKE_COORDINATOR = """\
 import os, pathlib, signal, socket, sys, time
 here = pathlib.Path(os.environ["FAKE_DIR"])
@@ -55,7 +55,7 @@ def put(folder: Path, name: str, text: str) -> None:
 
 
 def options_of(argv: Path) -> argparse.Namespace:
-    """What the command line makes of the words that the fake agent got."""
+    """Return what the command line makes of the words that the fake agent got."""
     options, extra = command_line._parser().parse_known_args(shlex.split(argv.read_text()))
     assert not extra
     return options
@@ -80,14 +80,14 @@ def pod_environment(tmp_path: Path, index: int, **more: str) -> dict[str, str]:
 
 
 def run_pod(tmp_path: Path, index: int, **more: str) -> int:
-    """The exit status of a pod's script."""
+    """Run a pod's script and return its exit status."""
     words = ["bash", "-c", script_of("jobset.yaml"), "node", "train.py", "--lr", "1e-3"]
     return subprocess.run(words, env=pod_environment(tmp_path, index, **more), timeout=30).returncode
 
 
 def run_coordinator(tmp_path: Path, **more: str) -> int:
-    """The exit status of the script of the coordinator's pod."""
+    """Run the script of the coordinator's pod and return its exit status."""
     words = ["bash", "-c", script_of("jobset.yaml", "coordinator")]
     environment = pod_environment(tmp_path, 0, **more)
-    (tmp_path / "argv-0").touch()  # as if all nodes had run
+    (tmp_path / "argv-0").touch()  # it looks as if all nodes had run
     return subprocess.run(words, env=environment, timeout=30, stdout=subprocess.DEVNULL).returncode

@@ -1,4 +1,4 @@
-"""What holds for all of recipes/launch: scripts are clean, options exist, no token is shown, all is packaged."""
+"""Test all of recipes/launch: scripts are clean, options exist, no token is shown, everything is packaged."""
 
 import re
 import subprocess

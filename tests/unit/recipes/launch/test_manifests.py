@@ -23,7 +23,7 @@ KINDS = {
     "trainingruntime.yaml": models.TrainerV1alpha1ClusterTrainingRuntime,
     "trainjob.yaml": models.TrainerV1alpha1TrainJob,
 }
-NODE_MONITOR_GRACE_S = 50  # --node-monitor-grace-period of Kubernetes 1.32 and newer
+NODE_MONITOR_GRACE_S = 50  # Kubernetes 1.32 and newer have this --node-monitor-grace-period
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -36,7 +36,7 @@ def test_a_manifest_fits_its_published_model(name: str) -> None:
 
 
 def unknown_in(said: Any, understood: Any, where: str = "") -> list[str]:
-    """Paths in ``said`` that the model did not take over: fields that it does not know."""
+    """Name every path in ``said`` that the model did not take over as it is."""
     if isinstance(said, dict) and isinstance(understood, dict):
         lost = [f"{where}.{key}" for key in said if key not in understood]
         return lost + [
@@ -148,7 +148,7 @@ def test_the_coordinator_is_begun_again_in_its_place_and_the_nodes_say_how_it_en
     assert job["podReplacementPolicy"] == "TerminatingOrFailed"
     assert (
         not {"podFailurePolicy", "backoffLimitPerIndex", "successPolicy"} & job.keys()
-    )  # go with Never, or ends early
+    )  # the first two need Never, and the last ends the Job early
     assert (job["completionMode"], job["parallelism"], job["completions"]) == ("Indexed", 1, 1)
     assert set_of(name)["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["node"]}
     assert job_of(name)["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [42, 43]
@@ -169,7 +169,7 @@ def test_the_coordinator_may_be_away_for_as_long_as_all_agree(tmp_path: Path, bi
 
 @pytest.fixture
 def greeting_coordinator() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A real coordinator that listens on loopback, and its port."""
+    """Yield a real coordinator that listens on loopback, and its port."""
     port = free_port()
     words = ["coordinator", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     with subprocess.Popen(
@@ -196,7 +196,7 @@ def test_the_liveness_probe_finds_a_coordinator_that_hangs(
     words = [word.replace(str(DEFAULT_PORT), str(port)) for word in command]
     environment = {**os.environ, "POD_IP": "127.0.0.1"}
     greeted = (subprocess.run(words, env=environment, timeout=30).returncode == 0 for _ in range(3))
-    assert any(greeted)  # as often as kubelet tries: this machine may be busy
+    assert any(greeted)  # it tries as often as kubelet, because this machine may be busy
     process.send_signal(signal.SIGSTOP)
     assert subprocess.run(words, env=environment, timeout=30).returncode != 0
     process.kill()

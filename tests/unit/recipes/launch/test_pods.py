@@ -1,4 +1,4 @@
-"""The shell scripts of the pods: which node each one is, and how it ends."""
+"""Test the shell scripts of the pods: which node each one runs, and how it ends."""
 
 import signal
 import subprocess
@@ -45,7 +45,7 @@ def test_the_coordinator_listens_on_its_own_address_for_the_same_job(tmp_path: P
 
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_pod_that_replaces_one_comes_as_a_spare(index: int, tmp_path: Path, bin_dir: Path) -> None:
-    took_part(tmp_path, 10 + index)  # and not 0, 1 or 2
+    took_part(tmp_path, 10 + index)  # this must not count as node 0, 1 or 2
     assert run_pod(tmp_path, index) == 0
     assert options_of(tmp_path / f"argv-{index}").node_rank == index
     took_part(tmp_path, index)
@@ -69,7 +69,7 @@ def test_the_coordinators_verdict_is_the_exit_code_of_the_nodes(tmp_path: Path, 
         assert run_coordinator(tmp_path, FAKE_COORDINATOR="1", **more) == 0
         assert int(verdict.read_text()) == said
         (tmp_path / "argv-1").unlink(missing_ok=True)
-        assert run_pod(tmp_path, 1) == said  # a pod that comes only now
+        assert run_pod(tmp_path, 1) == said  # this pod comes only now
         assert not (tmp_path / "argv-1").exists()
     verdict.unlink()
     assert run_coordinator(tmp_path, FAKE_COORDINATOR="0") == 0
@@ -108,15 +108,13 @@ def test_a_node_that_is_stopped_ends_its_agent_and_asks_nobody(tmp_path: Path, b
 
 def test_a_coordinator_that_is_killed_or_moved_says_nothing(tmp_path: Path, bin_dir: Path) -> None:
     (tmp_path / "argv-2").touch()
-    assert (
-        run_coordinator(tmp_path, FAKE_COORDINATOR="killed") == 128 + signal.SIGKILL
-    )  # and kubelet begins it again
+    assert run_coordinator(tmp_path, FAKE_COORDINATOR="killed") == 128 + signal.SIGKILL  # kubelet begins it again
     words = ["bash", "-c", script_of("jobset.yaml", "coordinator")]
     environment = pod_environment(tmp_path, 0, FAKE_COORDINATOR="deaf")
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as pod:
         assert pod.stdout is not None
         assert pod.stdout.readline() == "listening\n"
         pod.terminate()
-        assert pod.wait(10) in (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # whichever the shell saw first
+        assert pod.wait(10) in (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # the shell may see either first
     assert not (tmp_path / "stopped").exists()  # SIGTERM would have ended the job
     assert not (tmp_path / "run" / "verdict").exists()

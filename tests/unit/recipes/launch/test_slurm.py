@@ -1,4 +1,4 @@
-"""The batch script for Slurm: every node runs, and the job ends as its coordinator does."""
+"""Test the batch script for Slurm: every node runs, and the job ends as its coordinator does."""
 
 import re
 import subprocess

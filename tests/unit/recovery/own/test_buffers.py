@@ -1,4 +1,4 @@
-"""Buffers that are a rank's own: when they are kept, and what says that there is nothing to keep."""
+"""Test when a rank's own buffers are kept, and what says that there is nothing to keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Answers = Callable[[list[object]], None]
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Answers:
-    """Two ranks; says what the other one answers from now on (default: the same)."""
+    """Return what sets the answer of the other of two ranks from now on (by default the same as ours)."""
     others: list[object] = []
 
     def gather(mine: object) -> list[object]:
@@ -63,7 +63,7 @@ def test_what_differs_in_the_beginning_is_kept(group: Answers) -> None:
 
 
 def test_a_new_process_without_a_beginning_takes_what_it_keeps_first_for_it() -> None:
-    """So whose buffers had not changed must be told what they were: the first that it keeps are of a later step."""
+    """A rank whose buffers had not changed must be told what they were: the first that it keeps are later ones."""
     told, untold = OwnBuffers(), OwnBuffers()
     told.begun_with(buffers(1.0))
     for own in (told, untold):

@@ -1,4 +1,4 @@
-"""Where a rank's random streams are kept, and when they are kept nowhere."""
+"""Test where a rank's random streams are kept, and when they are kept nowhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callbacks that a fit needs: added once, whatever the trainer was given."""
+"""Check that the callbacks that a fit needs are added once, whatever the trainer was given."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_callback_with_settings_stays_the_only_one() -> None:
 
 @pytest.fixture
 def asking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """``--record-steps`` and ``--fault``."""
+    """Set the environment as ``--record-steps`` and ``--fault`` do."""
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
     monkeypatch.setenv(RECORD_STEPS_ENV, YES)
     monkeypatch.setenv(FAULTS_ENV, json.dumps(["exception@data:rank=0,step=1"]))

@@ -1,4 +1,4 @@
-"""What Lightning and torchmetrics accumulate over an epoch: taken, kept as a rank's own, and put back."""
+"""Test how values that accumulate over an epoch are taken, kept as a rank's own, and put back."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.nemo
 
 
 class Strategy:
-    """As far as results ask it."""
+    """Stands in for a strategy, as far as results ask it."""
 
     root_device = torch.device("cpu")
 
     def reduce(self, value: Any, group: Any = None, reduce_op: Any = None) -> Any:
-        """Over one rank."""
+        """Reduce over one rank, which changes nothing."""
         return value
 
 
 class Module(torch.nn.Module):
-    """With two metrics."""
+    """Has a metric, one in a container, and two that wrap others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Module(torch.nn.Module):
 
 
 def trainer_of() -> Any:
-    """One with results and metrics of its own."""
+    """Make a stand-in for a trainer, with results and metrics of its own."""
     trainer = SimpleNamespace(
         lightning_module=Module(),
         strategy=Strategy(),
@@ -60,7 +60,7 @@ def trainer_of() -> Any:
 
 
 def log(trainer: Any, value: float, group: Any = None) -> None:
-    """As a training step does."""
+    """Log a value as a training step does."""
     module, connector = trainer.lightning_module, trainer._logger_connector
     connector._first_loop_iter = connector._first_loop_iter is None
     connector._current_fx = "training_step"
@@ -80,7 +80,7 @@ def log(trainer: Any, value: float, group: Any = None) -> None:
 
 
 def ended(trainer: Any) -> dict[str, Any]:
-    """What the epoch came to."""
+    """Return what the epoch came to."""
     found = trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
     module = trainer.lightning_module
     return {

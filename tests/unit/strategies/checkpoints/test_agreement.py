@@ -1,4 +1,4 @@
-"""What the ranks conclude of their saves, from made-up words of every rank."""
+"""Test what the ranks conclude of their saves, from made-up words of every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.nemo
 def says(
     *again: list[Any], pending: tuple[int, ...] = (), failed: tuple[int, ...] = (), newest: int = 0
 ) -> dict[str, Any]:
-    """What one rank says; every pending or failed save has a path."""
+    """Return what one rank says; every pending or failed save has a path."""
     paths = [[number, f"/c/{number}"] for number in (*pending, *failed)]
     said = {"again": list(again), "pending": list(pending), "newest": newest}
     return {**said, "failed": list(failed), "paths": paths}

@@ -1,4 +1,4 @@
-"""The reports of the writers of background saves: whose they are after a fault."""
+"""Test whose the reports of the writers of background saves are after a fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_an_answer_that_nobody_has_read_is_not_taken_for_the_next() -> None:
 
     before = filesystem_async._get_write_results_queue()
     before.put("of a save that was interrupted")
-    before._tls.connection.send((before._id, "empty", (), {}))  # and interrupted before the answer came
+    before._tls.connection.send((before._id, "empty", (), {}))  # it is interrupted before the answer comes
     reset_reports()
     after = filesystem_async._get_write_results_queue()
     assert after.empty() is True

@@ -1,4 +1,4 @@
-"""Saves after a fault: what is made again, what goes on, and whose the writers' reports are."""
+"""Test saves after a fault: what is made again, what goes on, and whose the writers' reports are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_save_has_its_own_reports(tmp_path: Path) -> None:
     assert [first.get_nowait(), second.get_nowait()] == ["of the first", "of the second"]
 
 
-# ---- what the ranks agree on; two that are in the same place
+# ---- what two ranks that are in the same place agree on
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Job:
-    """A rank with Megatron's queue of saves in the background, which does nothing of itself.
+    """Represents a rank with Megatron's queue of saves in the background, which does nothing of itself.
 
     Args:
         at_once: nothing is saved in the background.
@@ -57,7 +57,7 @@ class Job:
         self.begin()
 
     def begin(self) -> None:
-        """A new trainer, with a queue that is empty."""
+        """Make a new trainer, with a queue that is empty."""
         self.queue = SimpleNamespace(async_calls=deque(), call_idx=-1)
         self.strategy: Any = SimpleNamespace(
             checkpoint_io=SimpleNamespace(async_calls_queue=self.queue),
@@ -81,18 +81,18 @@ class Job:
         self.saves.save(path, (step, Stage.COMMITTED), None if self.at_once else self.queue, end, make)
 
     def finish(self) -> None:
-        """What Megatron does when the writers are done."""
+        """Do what Megatron does when the writers are done."""
         while self.queue.async_calls:
             for each in self.queue.async_calls.popleft().async_request.finalize_fns:
                 each()
 
     def fault(self, step: int | None, stage: Stage = Stage.COMMITTED) -> None:
-        """The block is left, and entered again after ``step``; None: from storage."""
+        """Leave the block, and enter it again after ``step``, or from storage if it is None."""
         self.leave()
         self.saves.agree(None if step is None else (step, stage), self.strategy)
 
     def leave(self) -> None:
-        """The block is left."""
+        """Leave the block."""
         from checkpointless.strategies.checkpoints.background import PendingSaves
 
         pending = PendingSaves.of(self.strategy.checkpoint_io)
@@ -134,7 +134,7 @@ def test_a_fault_while_the_ranks_agree_forgets_no_save(monkeypatch: pytest.Monke
 def test_a_save_whose_end_was_interrupted_is_made_again() -> None:
     job = Job()
     job.save("/c/a", 10, "before")
-    job.queue.async_calls.popleft()  # Megatron's first act, and then the fault comes
+    job.queue.async_calls.popleft()  # this is Megatron's first act, and then the fault comes
     job.fault(10)
     job.save("/c/a", 10, "again")
     job.finish()
@@ -214,7 +214,7 @@ def test_a_save_whose_end_failed_is_made_again_or_said_to_be_lost(caplog: pytest
     again.queue.async_calls.popleft()
     again.fault(10)
     assert not again.saves.has_lost
-    again.fault(10)  # another fault before it is made again
+    again.fault(10)  # another fault comes before it is made again
     again.save("/c/a", 10)
     assert again.did == ["made", "made"]
 
@@ -297,7 +297,7 @@ def test_the_end_of_one_that_goes_on_is_noticed_by_a_rank_that_was_interrupted_b
     job = Job()
     job.save("/c/a", 10)
     (call,) = job.queue.async_calls
-    call.async_request.finalize_fns.pop()  # interrupted before that
+    call.async_request.finalize_fns.pop()  # the rank was interrupted before that
     job.fault(10, Stage.TURNED)
     job.finish()
     job.leave()

@@ -1,4 +1,4 @@
-"""Samplers that count what is fetched ahead: the lengths that Lightning is told, and where validations go on."""
+"""Test which lengths samplers tell Lightning when batches are fetched ahead, and where validations go on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SAMPLES, PER_ITEM = 64, 8
 
 
 class Trainer:
-    """Can be referred to weakly."""
+    """Stands in for a trainer, and can be referred to weakly."""
 
 
 def sampler_at(consumed: int = 0) -> Any:
-    """NeMo's that shuffles, for one of four ranks."""
+    """Return NeMo's sampler that shuffles, for one of four ranks."""
     from nemo.lightning.data import MegatronPretrainingRandomSampler
 
     return MegatronPretrainingRandomSampler(
@@ -31,7 +31,7 @@ def sampler_at(consumed: int = 0) -> Any:
 
 
 def set_up(tracked: Any) -> tuple[int, int]:
-    """What Lightning asks at set-up: before the iterator is made, and when workers have fetched two ahead."""
+    """Return the lengths that Lightning asks for at set-up: without an iterator, and with two fetched ahead."""
     before = len(tracked)
     items = iter(tracked)
     next(items), next(items)

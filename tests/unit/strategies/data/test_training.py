@@ -1,4 +1,4 @@
-"""Where a training stands in its data, by what Lightning's fetcher counts and a tracked sampler knows."""
+"""Test where a training stands in its data, by what Lightning's fetcher counts and a tracked sampler knows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loop(loader: Any, fetched: int, not_delivered: int) -> Any:
 
 
 class Batches:
-    """Lightning's iterator over a combined loader."""
+    """Stands in for Lightning's iterator over a combined loader."""
 
     def __init__(self, batches: Any, inner: Any) -> None:
         self._batches = batches

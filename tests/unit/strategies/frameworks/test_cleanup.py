@@ -1,4 +1,4 @@
-"""What NeMo keeps in modules, and is dropped over a restart."""
+"""Check that what NeMo keeps in modules is dropped over a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of loggers: where a trainer's successor writes on, and which rows it drops."""
+"""Test facts of loggers: where a trainer's successor writes on, and which rows it drops."""
 
 from __future__ import annotations
 

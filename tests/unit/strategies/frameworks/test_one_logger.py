@@ -32,7 +32,7 @@ def on_rank_0(run: Callable[[], None]) -> None:
     """Run it in a process whose OneLogger is switched on, as NeMo does on rank 0."""
 
     def process(folder: str) -> None:
-        os.chdir(folder)  # where OneLogger writes what it logs
+        os.chdir(folder)  # OneLogger writes there what it logs
         SingletonMeta._instances.clear()
         config = OneLoggerConfig(
             application_name="nemo", session_tag_or_fn="test", enable_for_current_rank=True, world_size_or_fn=1

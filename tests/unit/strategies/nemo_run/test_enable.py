@@ -1,4 +1,4 @@
-"""Recipes of NeMo's collection, switched on: what is kept, what is changed, what is refused. Nothing is trained."""
+"""Test which parts of NeMo's recipes are kept, changed or refused when they are switched on. Nothing is trained."""
 
 import copy
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.nemo
 
 @dataclass(frozen=True)
 class Published:
-    """A recipe of the collection, as its documentation has it made.
+    """Represents a recipe of the collection, as its documentation has it made.
 
     Attributes:
         module: in ``nemo.collections.llm``.
@@ -72,7 +72,7 @@ PUBLISHED = [
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """The arguments that a configuration was given, those of configurations inside it as text."""
+    """Return the arguments that a configuration was given, each as text."""
     return {name: repr(value) for name, value in config.__arguments__.items()}
 
 
@@ -175,8 +175,8 @@ def test_it_survives_the_way_that_nemo_run_sends_it() -> None:
     arrived = serializer.deserialize(serializer.serialize(recipe))
     assert isinstance(arrived, CheckpointlessRecipe)
     assert arrived == recipe
-    diffing.build_diff(arrived, recipe)  # which NeMo-Run does before it gives a recipe to an executor
-    call = fdl.build(fdl.cast(run.Partial, arrived))  # what nemo_run.core.runners.fdl_runner does
+    diffing.build_diff(arrived, recipe)  # NeMo-Run does this before it gives a recipe to an executor
+    call = fdl.build(fdl.cast(run.Partial, arrived))  # nemo_run.core.runners.fdl_runner does this
     assert call.func is train
     assert call.keywords["recipe"].recipe == recipe.plain()
     assert call.keywords["wrapper"].abort_timeout.total_seconds() == 30
@@ -185,7 +185,7 @@ def test_it_survives_the_way_that_nemo_run_sends_it() -> None:
 
 @dataclass
 class Counted:
-    """Something that a recipe has made.
+    """Represents something that a recipe has made.
 
     Attributes:
         made: how often in this process.
@@ -199,14 +199,14 @@ class Counted:
 
 
 class Seen(Callback):
-    """A callback that is an object in the recipe, no configuration."""
+    """Represents a callback that is an object in the recipe, not a configuration."""
 
     def __init__(self) -> None:
         self.calls = 0
 
 
 def count_calls(trainer: Any, model: Any = None, data: Any = None) -> tuple[int, bool, int]:
-    """What a recipe trains in these tests: how much was made, whether two places share an object, its callback."""
+    """Stand in for a training: return how much was made, whether model and data are one object, and the calls."""
     seen = next(each for each in trainer.callbacks if isinstance(each, Seen))
     seen.calls += 1
     return Counted.made, model is data, seen.calls
@@ -274,7 +274,7 @@ def test_nvrx_callbacks_are_taken_out(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class OwnStrategy(nl.MegatronStrategy):
-    """A user's."""
+    """Stands in for a user's own strategy."""
 
 
 def change(recipe: Any, path: str, value: Any) -> None:

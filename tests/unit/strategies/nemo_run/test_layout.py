@@ -1,4 +1,4 @@
-"""Layouts that cannot hold the replicas of a recipe: one line says how many nodes it takes."""
+"""Test layouts that cannot hold the replicas of a recipe: one line says how many nodes it takes."""
 
 from dataclasses import replace
 
