@@ -1,4 +1,4 @@
-"""A callback that makes a rank's board forget its random streams, as if the board were lost with its node."""
+"""Make a rank's board forget its random streams, as if the board were lost with its node."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Seeded defects of the recovery: a recipe takes one as a callback, and a test shows that somebody notices.
+"""Provide seeded defects of the recovery: a recipe takes one as a callback, and a test shows that somebody notices.
 
-A callback is made anew whenever a rank enters the block, in a respawned process too, and puts the defect in before
+A callback is made again whenever a rank enters the block, in a respawned process too, and puts the defect in before
 trainer and strategy exist. ``tests/ranks/test_mutants.py`` gives them to disturbed runs only.
 """
 
@@ -33,7 +33,7 @@ from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 UPDATE_HELD_UP = "update_held_up"
 _NOTICE_LIMIT_S = 10.0
-_HELD_S = 1.0  # for which a fault thread that waits for nobody has its chance
+_HELD_S = 1.0  # a fault thread that waits for nobody acts within this time
 
 _originals: dict[tuple[Any, str], Any] = {}
 
@@ -48,7 +48,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 class HeldUpUpdate(Callback):
-    """No defect, but the moment at which the lock is needed: an update that is half made when a fault comes.
+    """Makes no defect, but the moment at which the lock is needed: an update is half made when a fault comes.
 
     In ``step`` of the first generation the optimizer changes half of the parameters on ``ranks``, waits until the
     fault is known, and a second more, and then changes the others.
@@ -88,7 +88,7 @@ class HeldUpUpdate(Callback):
     @staticmethod
     def _wait_for_notice(call: Any) -> bool:
         deadline = time.monotonic() + _NOTICE_LIMIT_S
-        while call._departure.noticed < call.generation:  # without a lock that an interruption could leave taken
+        while call._departure.noticed < call.generation:  # takes no lock that an interruption could keep
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
@@ -317,7 +317,7 @@ class TensorLeftOut(Callback):
 
 
 def _make_definite(key: Key, tensor: torch.Tensor) -> None:
-    """Optimizer state that was just made is memory that anybody may have written to."""
+    """Zero optimizer state that was just made, because its memory may hold anything."""
     if key[0] == "optimizer":
         with torch.no_grad():
             tensor.zero_()

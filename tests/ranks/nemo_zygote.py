@@ -1,4 +1,4 @@
-"""Ranks with NeMo in about a second: one helper process imports it once and forks every rank.
+"""Provide ranks with NeMo in about a second: one helper process imports it once and forks every rank.
 
     zygote = Zygote()                 # 10 to 40 s, once per session
     results = zygote.run(4, "tests.ranks.some_module:function", {"steps": 3})
@@ -34,7 +34,7 @@ class RankFailure(AssertionError):
 
 
 class Zygote:
-    """A process that has imported NeMo on the CPU platform, and forks ranks on demand."""
+    """Runs a process that has imported NeMo on the CPU platform, and forks ranks on demand."""
 
     def __init__(self) -> None:
         environment = {
@@ -191,7 +191,7 @@ def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, st
 
 
 def _wait(pids: dict[int, int], deadline: float, expendable: list[int]) -> dict[int, str]:
-    """Reap the ranks; those that failed, and why. The first failure ends the others a second later."""
+    """Reap the ranks, and return the reason of each failure. The first failure ends the others a second later."""
     failed: dict[int, str] = {}
     waiting = dict(pids)
     while waiting and time.monotonic() < deadline:

@@ -1,6 +1,7 @@
-"""Nodes on one machine with a network between them: namespaces of the kernel, joined by a bridge.
+"""Provide hosts on one machine with a network between them: namespaces of the kernel, joined by a bridge.
 
-Needs the right to make them (root, or a container with CAP_NET_ADMIN and CAP_SYS_ADMIN); :func:`is_possible` says.
+This needs the right to make namespaces (root, or a container with CAP_NET_ADMIN and CAP_SYS_ADMIN).
+:func:`is_possible` tells whether a process has it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ INTERFACE = "eth0"
 
 
 def is_possible() -> bool:
-    """Whether this process may make network namespaces, and the tools for it are here."""
+    """Return whether this process may make network namespaces, and the tools for it are here."""
     name = f"cp-probe-{uuid.uuid4().hex[:6]}"
     try:
         made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
@@ -34,7 +35,7 @@ def is_possible() -> bool:
 
 
 class Network:
-    """Some hosts, each with an address of its own that the others reach.
+    """Provides some hosts, each with an address of its own that the others reach.
 
     Args:
         hosts: how many.
@@ -58,11 +59,11 @@ class Network:
                 _ip("-n", name, "link", "set", interface, "up")
 
     def name(self, host: int) -> str:
-        """The namespace of a host."""
+        """Return the name of a host's namespace."""
         return f"cp-{self._id}-{host}"
 
     def address(self, host: int) -> str:
-        """The address of a host."""
+        """Return the address of a host."""
         return f"10.213.0.{host + 1}"
 
     def cut_off(self, host: int) -> None:
@@ -84,7 +85,7 @@ class Network:
 
 @contextmanager
 def network(hosts: int) -> Iterator[Network]:
-    """A network for as long as it is needed."""
+    """Provide a network, and take it down at the end."""
     made = Network(hosts)
     try:
         yield made

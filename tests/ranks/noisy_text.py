@@ -1,4 +1,4 @@
-"""The tests' text with random numbers in it, drawn where a user's augmentation draws them."""
+"""Provide the tests' text with random numbers in it, drawn where a user's augmentation draws them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sample = dict[str, torch.Tensor]
 
 
 class NoisyWindows(Dataset[Sample]):
-    """Items of ``windows`` with one token, one label and one weight changed: by torch, by NumPy and by Python."""
+    """Changes one token, one label and one weight of every item: by torch, by NumPy and by Python."""
 
     def __init__(self, windows: Dataset[Sample]) -> None:
         self._windows = windows
@@ -37,14 +37,14 @@ class NoisyWindows(Dataset[Sample]):
 
 
 def noisy_collate(samples: list[Sample]) -> Sample:
-    """One token more of the whole batch changed, by torch, NumPy and Python together."""
+    """Change one token more of the whole batch, by torch, NumPy and Python together."""
     batch: Sample = default_collate(samples)
     batch["tokens"][int(torch.randint(len(samples), ())), np.random.randint(8)] = random.randrange(256)
     return batch
 
 
 class NoisyTextDataModule(TextDataModule):
-    """``TextDataModule`` with noise from the data-loader workers in every training sample and batch."""
+    """Adds noise from the data-loader workers to every training sample and batch of ``TextDataModule``."""
 
     def train_dataloader(self) -> WrappedDataLoader:
         loader = self._dataloader(NoisyWindows(self._train), "train")  # type: ignore[arg-type]

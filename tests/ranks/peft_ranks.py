@@ -1,4 +1,4 @@
-"""What the ranks of test_peft_manager.py do: fine-tuning in torch alone, and recoveries of it."""
+"""Fine-tune in torch alone, and recover, in the ranks of test_peft_manager.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpointless.transfer.tensor_entry import Key
 
 
 class FineTuning(TrainingTensors):
-    """A frozen layer and a trained one, the same on every rank: the whole job is one replica group.
+    """Holds a frozen layer and a trained one, the same on every rank: the whole job is one replica group.
 
     Args:
         seed: what the weights are made from.
@@ -31,7 +31,7 @@ class FineTuning(TrainingTensors):
         super().__init__([torch.nn.ModuleDict({"base": self.base, "trained": self.trained})], [self.optimizer])
 
     def train(self) -> None:
-        """One optimizer step."""
+        """Make one optimizer step."""
         self.trained(self.base(torch.ones(64))).sum().backward()
         self.optimizer.step()
 
@@ -60,7 +60,7 @@ class FineTuning(TrainingTensors):
 
 @dataclass
 class Strategy:
-    """What the manager asks of a strategy."""
+    """Stands in for a strategy, with what the manager asks of it."""
 
     state: FineTuning
 
@@ -70,7 +70,7 @@ class Strategy:
 
 @dataclass
 class Trainer:
-    """What the manager asks of a trainer."""
+    """Stands in for a trainer, with what the manager asks of it."""
 
     strategy: Strategy
 
@@ -128,7 +128,7 @@ def recover(
 
 
 def _names(manager: PEFTCheckpointManager) -> set[str]:
-    """What a manager holds beside the base model."""
+    """Return the names of the tensors that a manager holds."""
     held = manager._held
     keys: list[Key] = [] if held is None else list(held.tensors)
     return {".".join(str(part) for part in key) for key in keys}

@@ -1,4 +1,4 @@
-"""What a rank of the tests of recipes does: count parameters, look at a recipe, measure what state takes."""
+"""Count parameters, look at a recipe and measure what state takes, in a rank of the tests of recipes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkpointless.recipes.settings import RecipeError, load, parameters
 
 
 def count(recipe: str, overrides: list[str] | None = None) -> Any:
-    """The parameters on each GPU of every pipeline stage at the published size, or what is wrong."""
+    """Return the parameters on each GPU of every pipeline stage at the published size, or what is wrong."""
     for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         os.environ.pop(name, None)
     config = load(recipe, overrides or ())
@@ -27,7 +27,7 @@ def count(recipe: str, overrides: list[str] | None = None) -> Any:
 
 
 def unknown_names(recipe: str) -> list[str]:
-    """The `_target_`s of a recipe that do not exist, and the keys that theirs does not take."""
+    """Return the `_target_`s of a recipe that do not exist, and the keys that theirs does not take."""
     wrong: list[str] = []
 
     def visit(node: Any, path: str) -> None:
@@ -52,7 +52,7 @@ def unknown_names(recipe: str) -> list[str]:
 
 
 def plain(recipe: str) -> dict[str, str]:
-    """What the objects are that a tiny recipe stands for when its `checkpointless:` block is deleted."""
+    """Build a tiny recipe without its `checkpointless:` block, and name its strategy and the callbacks' modules."""
     config = load(recipe)
     del config.checkpointless
     runner.prepare_process()
@@ -64,7 +64,7 @@ def plain(recipe: str) -> dict[str, str]:
 
 
 def measure(overrides: list[str]) -> dict[str, int]:
-    """Train a step of the tiny GPT; the bytes of parameters, gradient buffers and optimizer state on this rank."""
+    """Train a step of the tiny GPT; return the bytes of parameters, gradients and optimizer state on this rank."""
     from megatron.core import parallel_state
 
     config = load("tiny_gpt_cpu", ["checkpointless.enabled=false", "trainer.max_steps=1", *overrides])

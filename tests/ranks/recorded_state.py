@@ -1,4 +1,4 @@
-"""Callbacks with a state, for jobs whose recorded steps are compared."""
+"""Provide a callback with a state, for jobs whose recorded steps are compared."""
 
 from __future__ import annotations
 

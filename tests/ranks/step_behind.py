@@ -1,4 +1,4 @@
-"""A callback that puts a rank one optimizer step back, as if it had missed the last update."""
+"""Put a rank one optimizer step back, as if it had missed the last update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkpointless.transfer.tensor_entry import Key
 
 
 class StepBehind(Callback):
-    """When ``rank`` leaves a run with faults after ``step``, gives it the bits and the commit of the step before.
+    """Gives ``rank`` the bits and the commit of the step before when it leaves a run with faults after ``step``.
 
     (The vote before the update keeps ranks from drifting apart, so no fault brings this about.)
 

@@ -1,4 +1,4 @@
-"""How a job under a real agent ends, with which code and last words, and that it leaves nothing."""
+"""Test how a job under a real agent ends, with which code and last words, and that it leaves nothing."""
 
 import signal
 import time
@@ -138,7 +138,7 @@ def test_only_the_run_dir_is_written_and_for_a_time_a_folder_for_sockets(
 def test_what_is_imported_before_there_are_ranks_is_not_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though a pod or a batch script may have given the agent a rank."""
+    """The agent's environment has a rank, as a pod or a batch script may give it one."""
     (tmp_path / "asks_for_its_rank.py").write_text("import os; print('RANK' in os.environ, os.environ['ROLE'])")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RANK", "0")

@@ -1,4 +1,4 @@
-"""Health, status and metrics of a real agent: in a run, through incidents, and under a flood."""
+"""Test health, status and metrics of a real agent: in a run, through incidents, and under a flood."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 
 class Http:
-    """What the agent of a job serves.
+    """Asks the agent of a job for what it serves.
 
     Args:
         process: one that was told to; its standard error is read until it has said where.
@@ -43,7 +43,7 @@ class Http:
         self.port = int(found[1])
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and body."""
+        """Return status and body."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=20) as reply:
                 return reply.status, reply.read().decode()
@@ -56,7 +56,7 @@ class Http:
         return json.loads(body)
 
     def until(self, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        """The first status that something holds of."""
+        """Wait for a status of which ``holds`` is true, and return it."""
         found: list[dict[str, Any]] = []
 
         def looked() -> object:
@@ -143,7 +143,7 @@ def test_only_the_coordinators_node_tells_of_the_whole_job(tmp_path: Path) -> No
 
 
 class WatchedNodes(Nodes):
-    """A job of several nodes whose coordinator, in a process of its own, serves what it knows."""
+    """Runs a job of several nodes whose coordinator, in a process of its own, serves what it knows."""
 
     def coordinate(self) -> subprocess.Popen[str]:
         """Start it, and wait until it listens."""
@@ -160,7 +160,7 @@ class WatchedNodes(Nodes):
 
 
 def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job(tmp_path: Path) -> None:
-    """Without a run directory, too."""
+    """It does so without a run directory, too."""
     nodes = WatchedNodes(tmp_path, 2, "3:4:0:SIGKILL", "0:5:0:wait", "0:9:1:sleep", outside=True)
     during = nodes.http.until(lambda now: now["job"] and now["job"]["nodes"][1]["state"] == "joined")
     assert (during["node"], during["ranks"], during["exit_code"]) == (-1, [], None)
@@ -206,7 +206,7 @@ def test_two_hundred_slow_and_strange_connections_change_nothing(tmp_path: Path)
     assert 0 < most <= MAX_CONNECTIONS + 1
     ended = job.end()
     assert ended.code == 0, ended.err
-    assert ended.err.count("; recovering") == 1  # from the hang, and nothing else
+    assert ended.err.count("; recovering") == 1  # nothing but the hang caused one
     assert "rank 2 made no progress for 5 s at step 7" in ended.err
     for client in crowd:
         with client:

@@ -1,4 +1,4 @@
-"""Ranks that fail, die or hang under a real agent, and come together again."""
+"""Test how ranks that fail, die or hang under a real agent come together again."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Several agents as several nodes of one job, on one machine, each with processes and a port of its own."""
+"""Test agents on one machine as the nodes of one job, each with processes of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NPROC = 2
 
 
 class Nodes:
-    """A job of several nodes, node 0 first, then those of spares.
+    """Runs a job of several nodes: node 0 is the first, and the spares are the last.
 
     Args:
         run_dir: shared by all.
@@ -100,7 +100,7 @@ class Nodes:
         self.coordinator.communicate()
 
     def kill(self, node: int) -> None:
-        """SIGKILL an agent; its ranks die with it."""
+        """Kill an agent with SIGKILL; its ranks die with it."""
         self.agents[node].process.send_signal(signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that torchrun, srun or nobody started: exceptions are recovered from in place, the rest ends the job."""
+"""Test ranks of torchrun, srun or no launcher: exceptions are recovered from in place, the rest ends the job."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Stalls and pauses that are nobody's fault, and hangs in the first generation: no healthy process is replaced."""
+"""Test stalls, pauses, and hangs in the first generation: no healthy process is replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 
 def processes(nodes: Nodes | Job) -> dict[int, set[int]]:
-    """The processes that each rank ever was."""
+    """Return the processes that each rank has had."""
     found: dict[int, set[int]] = {}
     for note in nodes.notes("go"):
         found.setdefault(note["rank"], set()).add(note["pid"])
@@ -37,7 +37,7 @@ def counts(nodes: Nodes | Job) -> dict[int, int]:
     ids=["short", "default-limits"],
 )
 def test_a_stall_that_ranks_share_is_waited_for(tmp_path: Path, floor_s: float | None, seconds: int) -> None:
-    """All ranks, then half of them, then those of one node."""
+    """All ranks stall, then half of them, then those of one node."""
     stalls = (f"0,1,2,3@8:{seconds}", f"0,2@14:{seconds}", f"2,3@20:{seconds}")
     nodes = Nodes(tmp_path, 2, "26", *stalls, script="stalls.py", floor_s=floor_s)
     first, second = [agent.end(60 + 4 * seconds) for agent in nodes.agents]

@@ -1,4 +1,4 @@
-"""Strangers at the coordinator's port while a job trains: nothing is let in, and nobody else notices."""
+"""Test strangers at the coordinator's port while a job trains: nothing is let in, and nobody else notices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Visit = Callable[[socket.socket, random.Random], None]
 
 
 def says_nothing(connection: socket.socket, draws: random.Random) -> None:
-    """Connects and goes."""
+    """Send nothing."""
 
 
 def noise(connection: socket.socket, draws: random.Random) -> None:
@@ -45,7 +45,7 @@ def wrong_messages(connection: socket.socket, draws: random.Random) -> None:
 
 
 def commands(connection: socket.socket, draws: random.Random) -> None:
-    """Speaks as a node or as the coordinator, without having proved anything."""
+    """Speak as a node or as the coordinator, without having proved anything."""
     over = {"v": 1, "type": "over", "reason": "because I say so"}
     end = {"v": 1, "type": "end", "code": 0, "last_words": []}
     connection.sendall("".join(json.dumps(each) + "\n" for each in (over, end)).encode())
@@ -80,9 +80,9 @@ def test_a_thousand_strangers_while_training(tmp_path: Path) -> None:
         try:
             KINDS[number % len(KINDS)](connection, draws)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # turned away already
+            pass  # the coordinator has turned it away already
         if number % 10 == 0:
-            held.append(connection)  # and says no more
+            held.append(connection)  # this one says no more
         else:
             connection.close()
     nodes.open_gate()

@@ -1,4 +1,4 @@
-"""``--fault`` and ``--record-steps`` with a Lightning trainer that knows nothing of checkpointless."""
+"""Test ``--fault`` and ``--record-steps`` with a Lightning trainer that knows nothing of checkpointless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import checkpointless` does to a process that only wanted a name from it."""
+"""Test what `import checkpointless` does to a process that only wanted a name from it."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What the engine owes a block, whatever parts of one's own it is given and however it ends."""
+"""Test what the engine owes a block, whatever parts of one's own it is given and however it ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from checkpointless.telemetry.steps import read_steps
 from tests.ranks.agent_job import Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
-END_S = 150  # on a busy machine
+END_S = 150  # a busy machine may take this long
 
 
 def done(job: Job) -> list[str]:
-    """In which generation, and in which process of it, each rank got through."""
+    """Return in which generation and incarnation each rank got through."""
     return [
         (re.findall(r"done in (generation \d+, incarnation \d+)", job.log(rank)) or [""])[-1] for rank in range(3)
     ]
@@ -53,7 +53,7 @@ def test_who_waits_for_a_rank_that_was_lost_while_a_group_was_made_is_not_replac
 def test_what_hangs_on_the_way_to_the_barrier_is_replaced_after_the_abort_timeout(
     tmp_path: Path, what: str, said: str
 ) -> None:
-    """Long before the limit for regrouping, which is longer than this test may take."""
+    """It is replaced long before the limit for regrouping, which is longer than this test may take."""
     job = Job(tmp_path, "own_parts.py", what, regroup_timeout_s=600.0)
     ended = job.end(END_S)
     assert ended.code == 0, ended.err

@@ -1,4 +1,4 @@
-"""Real NeMo jobs on a device that behaves like a GPU: equal bits through faults, and nobody healthy replaced."""
+"""Test real NeMo jobs on a device that behaves like a GPU: faults change no bit and replace nobody healthy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANKS = {DP4: 4, TP2_PP2: 8}
 
 @pytest.fixture(scope="module")
 def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
-    """A job; each undisturbed one is made once."""
+    """Return a function that runs a job; it runs each undisturbed one once."""
     known: dict[tuple[str, ...], Job] = {}
 
     def make(layout: tuple[str, ...], *faults: str) -> Job:

@@ -1,4 +1,4 @@
-"""What the documentation tells a reader to run is run: its scripts through their faults, and its commands."""
+"""Run what the documentation tells a reader to run: its scripts through their faults, and its commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRIPTS = [
     for number, (ranks, faults, script) in enumerate(RUN.findall(document.read_text()), start=1)
 ]
 
-# Commands that are parsed only (tests/unit/project/test_readme.py), by the pattern that they match.
+# Commands that match one of these patterns are parsed only (tests/unit/project/test_readme.py).
 NOT_RUN = {
     r" --nnodes ": "several nodes; tests/ranks/test_nodes.py runs such jobs",
     r" run (?!.*--cpu).*train\.py": "a script of the reader's, on GPUs",
@@ -37,7 +37,7 @@ NOT_RUN = {
     r" llama3\w+ --dry-run$": "half a minute; tests/ranks/test_recipes.py compares its output",
     r"six-faults": "a run of a minute; tests/unit/cli/commands/test_report.py has one like it",
 }
-# In a folder of their own, because they name the same run directories.
+# Their commands run in a folder of their own, because they name the same run directories.
 ALONE = {"your-own-job.md"}
 WORKPLACES = {
     "all": [document for document in DOCUMENTS if document.name not in ALONE],
@@ -115,7 +115,7 @@ def test_every_name_of_ours_exists(nemo_zygote: Zygote, page: str) -> None:
 
 
 def _logs(folder: Path) -> str:
-    """The end of what each rank of the newest run has printed."""
+    """Return the end of what each rank of the newest run has printed."""
     runs = sorted(folder.glob("runs/*"), key=lambda run_dir: run_dir.stat().st_mtime)
     logs = sorted((runs[-1] / "logs").glob("rank-*")) if runs else []
     return "\n".join(path.read_text(errors="replace")[-1500:] for path in logs)

@@ -52,7 +52,7 @@ def test_every_object_is_made_anew_and_every_bit_is_the_same(
 def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
-    """With torchrun, whose ranks import NeMo themselves, with its telemetry switched on in rank 0."""
+    """The executor uses torchrun, whose ranks import NeMo themselves. Rank 0 has NeMo's telemetry switched on."""
     fault = "exception@backward:rank=1,step=3"
     run_dir = tmp_path / "executor"
     environment = {
@@ -78,7 +78,7 @@ def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
             output, _ = process.communicate(timeout=240)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the launcher and its ranks, if they are still there
+                os.killpg(process.pid, signal.SIGKILL)  # ends the launcher and ranks that are still there
     assert process.returncode == 0, output
     assert "finished: SUCCEEDED" in output
     assert fired(run_dir) == {fault: 1}

@@ -1,4 +1,4 @@
-"""Kinds of fault that a process reports, survives or leaves with, and what follows each in a real NeMo job."""
+"""Test kinds of fault that a process reports, survives or leaves with, and what follows each in a real NeMo job."""
 
 from __future__ import annotations
 

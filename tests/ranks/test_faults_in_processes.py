@@ -1,4 +1,4 @@
-"""The kinds of fault that end or stop a process, in processes that they end or stop."""
+"""Test the kinds of fault that end or stop a process, in processes that they end or stop."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Ranks of SageMaker HyperPod's agent, as far as a stand-in for its package and its agent can show."""
+"""Test ranks of SageMaker HyperPod's agent, as far as a stand-in for its package and its agent can show."""
 
 import os
 import re
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Job:
-    """Two ranks, and the agent that starts a rank again when its process has died."""
+    """Runs two ranks and a stand-in for their agent; a test spawns a new process for a rank that has died."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         self.agent = Agent(folder / "agent", world_size=2)

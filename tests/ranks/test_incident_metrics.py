@@ -1,4 +1,4 @@
-"""What a trainer's own logger, and Prometheus, have of an incident: the files of a real NeMo job, read."""
+"""Test what a trainer's own logger and Prometheus have of the incidents of a real NeMo job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 
 def rows(folder: Path) -> Iterator[dict[str, float]]:
-    """What every version of the file says, the oldest first."""
+    """Yield the rows of every version of the file, the oldest first."""
     for path in sorted(folder.rglob("metrics.csv")):
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
@@ -40,7 +40,7 @@ class Scraper:
         scene.wait_for(lambda: self.ask() and self.value('stage_seconds_count{stage="first_step"}') > 0)
 
     def ask(self) -> bool:
-        """Whether it answers."""
+        """Ask for the metrics, and return whether the agent answers."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=5) as reply:
                 self.text = reply.read().decode()
@@ -49,22 +49,22 @@ class Scraper:
         return True
 
     def value(self, sample: str) -> float:
-        """The value of a sample, by its name and labels."""
+        """Return the value of a sample, by its name and labels."""
         (found,) = re.findall(rf"^checkpointless_{re.escape(sample)} (\S+)$", self.text, re.M)
         return float(found)
 
 
 def test_each_incident_is_logged_once_where_the_loss_goes_on(disturb: Disturb, tmp_path: Path) -> None:
-    """The first is another rank's; of the second rank 0, which logs, dies: its next process knows when."""
+    """The first is another rank's. In the second, rank 0, which logs, dies: its next process knows when."""
     pytest.importorskip("prometheus_client")
     scraper = Scraper(free_port())
     logger = f"trainer.logger={{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: {tmp_path}}}"
-    # Before the vote of step 2, and not earlier: rank 0 has logged step 1 by then.
+    # The first fault comes before the vote of step 2, and not earlier: rank 0 has logged step 1 by then.
     faults = ["exception@before_optimizer:rank=1,step=2", "sigkill@forward:rank=0,step=4"]
     faults.append("slow@forward:rank=1,step=5,seconds=4")  # events are read once per second, and this job takes two
     job = disturb(2, 5, *faults, args=(logger,), http_port=scraper.port, meanwhile=scraper)
 
-    calm = list(rows(tmp_path / "lightning_logs" / "version_0"))  # the run without faults
+    calm = list(rows(tmp_path / "lightning_logs" / "version_0"))  # this run had no faults
     assert not any(key.startswith("checkpointless/") for row in calm for key in row)
     found = list(rows(tmp_path / "lightning_logs"))[len(calm) :]
     assert [row["step"] for row in found if "reduced_train_loss" in row] == [0, 1, 2, 3, 4]

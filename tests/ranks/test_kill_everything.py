@@ -27,7 +27,7 @@ GONE_WITHIN_S = 10.0
 
 
 def kill_all(processes: list[psutil.Process], seed: int) -> None:
-    """SIGKILL them one after the other, in an order and at a pace that ``seed`` tells."""
+    """Kill them one after the other, in an order and at a pace that ``seed`` tells."""
     order = random.Random(seed)
     order.shuffle(processes)
     for process in processes:
@@ -58,7 +58,7 @@ def listening(processes: list[psutil.Process]) -> set[int]:
 def leaves_nothing(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[list[psutil.Process], int], None]:
-    """Kills the processes, and looks for what is left of them and of what comes of them.
+    """Return a function that kills processes, and waits until their ports and files are gone, too.
 
     An agent that is killed leaves the folder of its ranks' sockets; the next one on its node removes it.
     """
@@ -132,4 +132,4 @@ def test_ranks_of_real_training_with_workers_of_their_data_loaders(
         meanwhile=kill,
         tmp=short_folder,
     )
-    assert all(job is None or job.code == 1 for job in jobs)  # killed, or ended since its zygote was
+    assert all(job is None or job.code == 1 for job in jobs)  # it was killed, or ended since its zygote was

@@ -27,7 +27,7 @@ LAYOUTS = {
 
 
 def _train(zygote: Zygote, ranks: int, overrides: list[str], times: int = 1) -> list[list[dict[str, Any]]]:
-    """What each run ended in on each rank: one list of ranks per run in the same processes."""
+    """Return one list per run in the same processes, with what the run ended in on each rank."""
     arguments = {"overrides": [f"trainer.max_steps={STEPS}", *overrides], "times": times}
     by_rank = zygote.run(ranks, "tests.ranks.tiny_gpt:train", arguments)
     return [list(run) for run in zip(*by_rank)]
@@ -62,7 +62,7 @@ def test_layout_trains_and_repeats_bit_for_bit(nemo_zygote: Zygote, layout: str)
 
 
 def _data_owners(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One rank of each data-parallel index: the first data-parallel group's."""
+    """Return the results of one rank of each data-parallel index: those of the first data-parallel group."""
     return [results[rank] for rank in results[0]["data_group"]]
 
 

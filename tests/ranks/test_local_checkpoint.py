@@ -1,4 +1,4 @@
-"""Local checkpoints between real processes: lost nodes, damaged files, full disks; no mixture and no hang."""
+"""Test local checkpoints: lost nodes, damaged files and full disks lead to no mixture and no hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Outcomes = list[list[dict[str, Any]]]
 
 
 class Job:
-    """Ranks that are started afresh for each list of calls, with directories that stay.
+    """Starts ranks afresh for each list of calls, with directories that stay.
 
     Args:
         zygote: forks them.
@@ -31,7 +31,7 @@ class Job:
         self.zygote, self.root, self.world, self.settings = zygote, root, world, settings
 
     def run(self, *calls: Sequence[Any]) -> Outcomes:
-        """Each rank's outcomes of the calls."""
+        """Make the calls on every rank, and return each rank's outcomes."""
         arguments = {"root": str(self.root), "calls": calls, **self.settings}
         return self.zygote.run(self.world, f"{RANKS}:play", arguments, env=NODES_OF_TWO)
 
@@ -53,18 +53,18 @@ class Job:
 
 @pytest.fixture
 def job(nemo_zygote: Zygote, tmp_path: Path) -> Job:
-    """Two nodes of two ranks each; copies on the other node."""
+    """Return a job of two nodes of two ranks each, with copies on the other node."""
     return Job(nemo_zygote, tmp_path)
 
 
 def returned(outcomes: Outcomes, call: int) -> list[Any]:
-    """What a call returned on each rank."""
+    """Return what a call returned on each rank."""
     assert all("returned" in rank[call] for rank in outcomes), [rank[call] for rank in outcomes]
     return [rank[call]["returned"] for rank in outcomes]
 
 
 def raised(outcomes: Outcomes, call: int, kind: str) -> list[str]:
-    """The words of what a call raised on each rank: the same kind on all."""
+    """Require that a call raised ``kind`` on every rank, and return the words of each."""
     assert [rank[call].get("raised") for rank in outcomes] == [kind] * len(outcomes), [
         rank[call] for rank in outcomes
     ]
@@ -72,7 +72,7 @@ def raised(outcomes: Outcomes, call: int, kind: str) -> list[str]:
 
 
 def whole(iteration: int, world: int = 4) -> list[dict[str, Any]]:
-    """What loading an iteration gives on every rank if nothing is wrong."""
+    """Return what loading an iteration gives on every rank if nothing is wrong."""
     return [{"iteration": iteration, "equal": True, "own": True}] * world
 
 

@@ -1,4 +1,4 @@
-"""NeMo's LoRA through faults: the bits of every step compared with an undisturbed run, and what is moved for it."""
+"""Compare the steps of NeMo's LoRA through faults with an undisturbed run, and check what is moved for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_lora(zygote: Zygote, run_dir: Path, args: tuple[str, ...], **settings: A
 
 @pytest.fixture(scope="module")
 def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
-    """The steps of a run without faults; each kind of run is made once."""
+    """Return a function that gives the steps of a run without faults; it makes each kind of run once."""
     known: dict[tuple[str, ...], Steps] = {}
 
     def steps(args: tuple[str, ...]) -> Steps:
@@ -68,7 +68,7 @@ def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Pa
 
 
 def moved(job: Job, rank: int) -> list[tuple[int, int]]:
-    """Bytes that ``rank`` was given, recovery by recovery: of the base model, and of all else."""
+    """Return the bytes that ``rank`` was given, recovery by recovery: of the base model, and of all else."""
     parts = [
         (event.fields.get("part"), int(event.fields["bytes"]))
         for event in read_events(job.run_dir)
@@ -102,7 +102,7 @@ def test_faults(disturb: Disturb) -> None:
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_first_step(disturb: Disturb, kind: str) -> None:
     job = disturb(3, f"{kind}@forward:rank=3,step=1", args=DROPOUT)
-    assert job.incidents[0].resumed_after == 0  # whether or not all ranks had their state when it came
+    assert job.incidents[0].resumed_after == 0  # all ranks may have had their state by then, or not
 
 
 def test_pipeline_stages_and_two_faults(disturb: Disturb) -> None:
@@ -116,7 +116,7 @@ def test_a_new_process_is_given_the_base_model_once(disturb: Disturb) -> None:
     assert base > 4 * adapters > 0, "the base model is the larger part"
     assert base_again == 0, "its process lived through the second fault"
     assert adapters_again <= adapters, "what no update has changed yet is not sent again"
-    if job.incidents[1].target == 4:  # as a rule; on a busy machine the others may hear of it before their updates
+    if job.incidents[1].target == 4:  # on a busy machine the others may hear of it before their updates
         assert adapters_again > 0, "its update failed"
     for rank in (0, 2, 3):
         assert moved(job, rank) == [(0, 0), (0, 0)]
@@ -143,7 +143,7 @@ def test_checksums_and_offload(disturb: Disturb) -> None:
 
 
 def with_checkpoints(directory: Path, name: str) -> tuple[str, ...]:
-    """Overrides: NeMo's own checkpoint every 3 steps."""
+    """Return overrides for NeMo's own checkpoint every 3 steps."""
     return (
         "trainer.enable_checkpointing=true",
         "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, every_n_train_steps: 3, "
@@ -154,7 +154,7 @@ def with_checkpoints(directory: Path, name: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def pretrained(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """NeMo's checkpoint of the model without adapters, after 3 steps."""
+    """Return NeMo's checkpoint of the model without adapters, after 3 steps."""
     folder = tmp_path_factory.mktemp("pretrained")
     args = ("trainer.max_steps=3", *with_checkpoints(folder / "nemo", "tiny_gpt"))
     job = run_job(nemo_zygote, folder / "run", 4, args=args)
@@ -164,7 +164,7 @@ def pretrained(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def resume(restore: Path | None = None, **more: Any) -> str:
-    """An override: NeMo's auto-resume, with the weights of ``restore`` where it finds nothing newer."""
+    """Return an override for NeMo's auto-resume, with the weights of ``restore`` where it finds nothing newer."""
     fields = {"_target_": "nemo.lightning.AutoResume", **more}
     if restore is not None:
         fields["restore_config"] = {"_target_": "nemo.lightning.RestoreConfig", "path": str(restore)}
@@ -185,7 +185,8 @@ def test_pretrained_weights_are_read_at_the_first_start_only(
 def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], pretrained: Path, tmp_path: Path
 ) -> None:
-    faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")  # before it can give what it holds
+    # Rank 2 dies before it can give what it holds.
+    faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
     length = "trainer.max_steps=7"
     args = (
         length,

@@ -24,30 +24,30 @@ from tests.ranks.nemo_zygote import Zygote
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 STEPS = 4
-# Samples with noise that the ranks themselves draw, so that training needs every one of the streams.
+# The ranks themselves draw noise into the samples, so that training needs every one of the streams.
 ARGS = (f"trainer.max_steps={STEPS}", *DROPOUT, "data._target_=tests.ranks.noisy_text.NoisyTextDataModule")
 CHECKSUM = ("checkpointless.enable_checksum=true",)
 
 
 def callback(name: str, target: str, **settings: object) -> str:
-    """An override that puts a callback of ``tests.ranks.mutants`` into the recipe."""
+    """Return an override that puts a callback of ``tests.ranks.mutants`` into the recipe."""
     given = "".join(f", {key}: {value}" for key, value in settings.items())
     return f"callbacks.{name}={{_target_: tests.ranks.mutants.{target}{given}}}"
 
 
 def mutant(target: str, **settings: object) -> str:
-    """The defect of a job."""
+    """Return the override for the defect of a job."""
     return callback("mutant", target, **settings)
 
 
 def left_out(where: str, tensor: str, rank: int = 1) -> str:
-    """A tensor that is left out of a transfer."""
+    """Return the override for a tensor that is left out of a transfer."""
     return mutant("TensorLeftOut", where=where, tensor=tensor, rank=rank)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a mutant and its control have in common.
+    """Describes what a mutant and its control have in common.
 
     Attributes:
         faults: specs, each of which happens once.
@@ -60,7 +60,7 @@ class Scene:
     target: int = 3
 
 
-# Rank 1 is filled; the others take back what is theirs. Once more with checksums and a fault after that.
+# Rank 1 is filled; the others take back what is theirs. TWICE adds checksums and a fault after that.
 KILLED = Scene(("sigkill@forward:rank=1,step=3",), target=2)
 TWICE = Scene((*KILLED.faults, "exception@backward:rank=0,step=4"), CHECKSUM, target=2)
 # The others are in the middle of an update when rank 1 is lost before its own, or raises after it. (It waits for
@@ -98,7 +98,7 @@ def test_without_a_defect_every_bit_is_the_same(
     scene: Scene,
     harmless: tuple[str, ...],
 ) -> None:
-    """The controls, with what the mutants put into the product, made harmless."""
+    """These are the controls: what the mutants put into the product is made harmless."""
     job = run(nemo_zygote, tmp_path, scene, *harmless)
     assert job.code == 0, job.story()
     verdict = compare(undisturbed(4, ARGS), job.steps)

@@ -1,4 +1,4 @@
-"""Real NeMo jobs on several nodes (agents on one machine), bit-identical to a run on one node without a fault."""
+"""Check that jobs on several nodes (agents on one machine) have the bits of a run on one node without faults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def disturb_nodes(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_pa
 
 @pytest.fixture
 def hosts() -> Iterator[Network | None]:
-    """A network of four hosts; None where the machine allows none, and ports must do."""
+    """Provide a network of four hosts, or None where the machine allows none, and ports must do."""
     if not is_possible():
         yield None
         return
@@ -179,7 +179,7 @@ def test_a_node_that_loses_its_coordinator_on_purpose(disturb_nodes: Run, faults
 
 
 def _pull(scene: Scene, node: int) -> Callable[[], None]:
-    """Cut a node off; where there is no network, its agent falls silent.
+    """Cut a node off; where there is no network, stop its agent.
 
     Returns:
         Undoes it.

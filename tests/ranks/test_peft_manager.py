@@ -1,4 +1,4 @@
-"""The manager for fine-tuning between real processes, in torch alone."""
+"""Test the manager for fine-tuning between real processes, in torch alone."""
 
 from __future__ import annotations
 

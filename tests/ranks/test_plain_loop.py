@@ -1,4 +1,4 @@
-"""A training loop without Lightning or NeMo, with a plain torch optimizer, through faults around its commit."""
+"""Test a loop without Lightning or NeMo, with a plain torch optimizer, through faults around its commit."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_a_plain_adamw_is_protected(nemo_zygote: Zygote, tmp_path: Path, undistu
 def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_replicas(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Tensor parallel over ranks 0 and 1, and over 2 and 3: rank 0 holds what rank 2 does."""
+    """The model is tensor parallel over ranks 0 and 1, and over 2 and 3: rank 0 holds what rank 2 does."""
 
     def train_two_halves(name: str, *faults: str) -> Job:
         script = str(SCRIPTS / "plain_adamw.py")

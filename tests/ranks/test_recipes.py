@@ -1,4 +1,4 @@
-"""The recipes on real NeMo and Megatron: their names, their parameters at the real size, and that they train."""
+"""Test the recipes on real NeMo and Megatron: names, parameters at the real size, and that they train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ranks.test_state import BF16
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
 
-# Published: Hugging Face's model pages (8.03 B, 70.6 B), OpenAI's model card of gpt-oss (116.83 B).
+# Hugging Face's model pages (8.03 B, 70.6 B) and OpenAI's model card of gpt-oss (116.83 B) publish these.
 PUBLISHED = {
     "llama3_8b_pretrain": 8_030_261_248,
     "llama3_70b_pretrain": 70_553_706_496,
@@ -35,7 +35,7 @@ TINY = [recipe for recipe in available() if recipe.startswith("tiny_")]
 
 @pytest.fixture(scope="module")
 def stages(nemo_zygote: Zygote) -> Callable[[str], list[Stage]]:
-    """The parameters on each GPU of every pipeline stage of a recipe, each counted once."""
+    """Return a function that counts the parameters on each GPU of every stage of a recipe, each recipe once."""
     known: dict[str, list[Stage]] = {}
 
     def count(recipe: str) -> list[Stage]:
@@ -97,7 +97,7 @@ def test_a_model_that_cannot_be_built_is_one_line(nemo_zygote: Zygote, overrides
 def test_the_memory_table_is_what_megatron_allocates(
     nemo_zygote: Zygote, stages: Callable[[str], list[Stage]], overrides: tuple[str, ...]
 ) -> None:
-    """But for padding, which Megatron adds to each parameter and bucket, and which a small model feels."""
+    """They differ by padding, which Megatron adds to each parameter and bucket, and which a small model feels."""
     config = load("tiny_gpt_cpu", overrides)
     expected = memory(stages("tiny_gpt_cpu")[0], layout_of(config), precision_of(config))
     for instances in (1, 2):
