@@ -67,7 +67,6 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
         self._communicator = Communicator(device, store, rank, size)
         self._launched = 0  # collectives
         self._sent: Counter[tuple[int, int]] = Counter()
-        self._options = dist.ProcessGroup.Options(BACKEND) if hasattr(dist.ProcessGroup, "Options") else None
 
     # ---- what torch asks
 

@@ -245,7 +245,7 @@ class HangWatch:
             self._begin_inquiry(silent, everybody, now_s)
             return []
         inquiry = self._inquiry
-        evidence = self._evidence(inquiry, silent, now_s)
+        evidence = self._evidence(inquiry, silent, now_s, everybody)
         mute = [rank for rank, each in evidence.items() if each.stance is Stance.MUTE]
         if mute and now_s - inquiry.began_at_s < ASK_EVERY_S:
             return []
@@ -278,10 +278,12 @@ class HangWatch:
             self._inquiry = Inquiry(self._questions, self._questions, now_s, now_s, beats)
             self._ask(self._questions, list(suspects))
 
-    def _evidence(self, inquiry: Inquiry, silent: Mapping[int, Silence], now_s: float) -> dict[int, Evidence]:
+    def _evidence(
+        self, inquiry: Inquiry, silent: Mapping[int, Silence], now_s: float, running: Iterable[int]
+    ) -> dict[int, Evidence]:
         """Return the evidence about the ranks that were asked and have not moved since."""
         found = {}
-        stances = stances_of(inquiry.answers)
+        stances = stances_of(inquiry.answers, inquiry.answers.keys() >= set(running))
         for rank, beat in inquiry.beats.items():
             each = silent.get(rank)
             if each is None or each.beat != beat:

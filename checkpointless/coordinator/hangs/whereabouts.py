@@ -54,11 +54,16 @@ def behind(launched: Launched) -> frozenset[int]:
     return frozenset(late - ahead(launched))
 
 
-def stances_of(answers: Mapping[int, Whereabouts]) -> dict[int, Stance]:
+def stances_of(answers: Mapping[int, Whereabouts], is_complete: bool) -> dict[int, Stance]:
     """Return where each rank stands that has answered.
 
     The stack of a rank whose launches return at once tells nothing. It waits if it is ahead of a peer; it holds the
-    others up if it alone is behind. If several are, they may wait for each other in a way that nobody counts.
+    others up if it alone is behind. If several are, they may wait for each other in a way that nobody counts. If
+    not all have answered, whoever is behind may be ahead of one that has not.
+
+    Args:
+        answers: by rank.
+        is_complete: whether every rank that is in its block has answered.
     """
     launched = {rank: answer.launched for rank, answer in answers.items()}
     waiting, late = ahead(launched), behind(launched)
@@ -66,7 +71,7 @@ def stances_of(answers: Mapping[int, Whereabouts]) -> dict[int, Stance]:
     for rank, answer in answers.items():
         if answer.in_collective or (answer.is_async and rank in waiting):
             found[rank] = Stance.WAITS
-        elif answer.is_async and late != {rank}:
+        elif answer.is_async and not (is_complete and late == {rank}):
             found[rank] = Stance.UNCLEAR
         else:
             found[rank] = Stance.ELSEWHERE

@@ -17,6 +17,8 @@ from checkpointless.inprocess.communicators.group_graveyard import bury, reap
 from checkpointless.inprocess.communicators.point_to_point import PointToPointCounts
 from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
 
+MOST_COUNTS = 2_000  # of which each takes about 20 bytes of a message
+
 
 class ProcessGroups:
     """Owns the process groups of this process, from the first block to the end of the last.
@@ -86,7 +88,9 @@ class ProcessGroups:
         """Return how many collectives this rank has launched in each of its groups, and messages with each peer.
 
         Every rank of a group launches the same collectives in the same order, and all ranks know a group by the
-        same name. Whoever has launched more than a peer waits for it, wherever its main thread stands.
+        same name. Whoever has launched more than a peer waits for it, wherever its main thread stands. Nothing is
+        returned if there are more than :data:`MOST_COUNTS`, which would not fit into a message: half of them could
+        accuse the wrong rank.
         """
         counts = dict(self.messages.counts)
         for group, name in list(c10d._world.pg_names.items()):
@@ -96,7 +100,7 @@ class ProcessGroups:
                     counts[f"{name}/{kind}"] = int(backend._get_sequence_number_for_group())
                 except (AttributeError, RuntimeError):  # there is none for this device, or one that does not count
                     continue
-        return counts
+        return counts if len(counts) <= MOST_COUNTS else {}
 
     def hold(self) -> None:
         """Hold every group, so that no thread has to wait in its destructor."""

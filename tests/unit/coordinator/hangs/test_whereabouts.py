@@ -16,7 +16,8 @@ WAITS, ELSEWHERE, UNCLEAR = Stance.WAITS, Stance.ELSEWHERE, Stance.UNCLEAR
 
 def on_gpus(launched: Mapping[int, Mapping[str, int]], *in_collective: int) -> dict[int, Stance]:
     """Return the stances of ranks on GPUs."""
-    return stances_of({rank: Whereabouts(rank in in_collective, "", True, each) for rank, each in launched.items()})
+    answers = {rank: Whereabouts(rank in in_collective, "", True, each) for rank, each in launched.items()}
+    return stances_of(answers, is_complete=True)
 
 
 def test_the_one_that_has_not_come_is_told_from_those_who_wait_wherever_they_stand() -> None:
@@ -59,13 +60,20 @@ def test_without_evidence_nobody_is_accused(launched: Mapping[int, Mapping[str, 
     assert ELSEWHERE not in on_gpus(launched).values()
 
 
+def test_who_is_behind_may_wait_for_one_that_has_not_answered() -> None:
+    """Rank 1 waits for rank 2, which still beats and was not asked, and rank 0 waits for rank 1."""
+    launched = {0: {"a": 5}, 1: {"a": 4, "b": 3}}
+    answers = {rank: Whereabouts(False, "", True, each) for rank, each in launched.items()}
+    assert stances_of(answers, is_complete=False) == {0: WAITS, 1: UNCLEAR}
+
+
 def test_a_stack_in_a_collective_counts_on_gpus_too() -> None:
     assert on_gpus({0: {"0": 4}, 1: {"0": 4}}, 1) == {0: UNCLEAR, 1: WAITS}
 
 
 def test_where_calls_return_when_they_are_done_the_stack_is_the_evidence() -> None:
     answers = {0: Whereabouts(True, "", False, {"0": 5}), 1: Whereabouts(False, "", False, {"0": 5})}
-    assert stances_of(answers) == {0: WAITS, 1: ELSEWHERE}
+    assert stances_of(answers, is_complete=False) == {0: WAITS, 1: ELSEWHERE}
 
 
 def pairs(launched: Mapping[int, Mapping[str, int]], rank: int) -> list[tuple[int, int]]:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.inprocess.communicators.process_groups import ProcessGroups
+from checkpointless.inprocess.communicators.process_groups import MOST_COUNTS, ProcessGroups
+from checkpointless.wire.messages import Answer, Sender, decode, encode
 
 
 @pytest.fixture
@@ -109,3 +110,15 @@ def test_an_abort_that_fails_keeps_no_other_from_being_aborted(monkeypatch: pyte
     with pytest.raises(threading.BrokenBarrierError):
         ProcessGroups().abort()
     assert [each.aborts for each in backends] == [1, 1]
+
+
+def test_counts_that_fit_into_no_message_are_left_out_altogether() -> None:
+    """A rank whose answer cannot be sent would seem to be mute, and half of the counts accuse the wrong rank."""
+    groups = ProcessGroups()
+    for peer in range(MOST_COUNTS):
+        groups.messages.counts[f"group 123/{1_000_000 + peer}>{2_000_000 + peer}"] = 10**9
+    answer = Answer(1, False, "in step" * 200_000, True, groups.launched())
+    assert len(answer.launched) == MOST_COUNTS
+    assert decode(encode(answer).rstrip(), Sender.RANK) is not None
+    groups.messages.counts["group 123/1>2"] = 1
+    assert groups.launched() == {}
