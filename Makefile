@@ -4,6 +4,7 @@
 #   make test       all tests
 #   make test-fast  those that need no NeMo and are quick
 #   make lint       ruff and mypy
+#   make gpu        on a machine with a GPU: everything that needs one
 #   make docs       the documentation, into build/docs
 #
 # The first of them makes .venv (about 3 minutes, 4 GB); after that it is there.
@@ -14,6 +15,12 @@ PYTHON ?= $(shell for p in python3.11 python3; do $$p -c 'import ensurepip, venv
 TORCH := torch==2.13.0
 CONSTRAINTS := constraints/nemo-cpu.txt
 BIN := .venv/bin
+# On a machine with a GPU there may be no .venv: the Python that has torch runs the suite.
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)
+# Of that machine, for the wheels of make gpu-kit.
+GPU_VERSION ?= 3.12
+ONLY ?=
+RESULTS ?= build/gpu
 STAMP := .venv/.installed
 
 # In one call: callbacks/, strategies/ and recipes/ are installed as subpackages of checkpointless, and mypy, which
@@ -22,7 +29,7 @@ TYPED := checkpointless callbacks strategies recipes tests
 FAST := tests/unit -m "not nemo and not ranks and not gpu and not long and not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long compat lint docs format clean
+.PHONY: help demo test test-fast test-long compat gpu-kit gpu lint docs format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -44,6 +51,12 @@ test-long: $(STAMP) ## run what takes longer: long tests, and users' runs throug
 
 compat: $(STAMP) ## run the fast tests with other Pythons and the newest Lightning too, where they install (half an hour)
 	$(BIN)/python tests/compat.py $(FAST)
+
+gpu-kit: ## collect the wheels that make gpu needs beside torch, for a machine without a network, into build/gpu-kit
+	$(GPU_PYTHON) -m tests.gpu.kit --python $(GPU_VERSION)
+
+gpu: ## run what needs a GPU, with its Python's torch and build/gpu-kit (25 minutes; a part of it: ONLY=part2)
+	$(GPU_PYTHON) -m tests.gpu.run --only "$(ONLY)" --results "$(RESULTS)"
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

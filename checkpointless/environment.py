@@ -8,6 +8,9 @@ from pathlib import Path
 # Set by the user, before a job starts.
 TOKEN_ENV = "CHECKPOINTLESS_TOKEN"  # secret that the agents of a job share, at least 16 characters; not for ranks
 CPU_ENV = "CHECKPOINTLESS_CPU"  # "1": Megatron-core and NeMo train on CPUs; else they do not
+DEVICE_GUARD_ENV = "CHECKPOINTLESS_DEVICE_GUARD"  # "1": agents ask NVML before a rank is started again
+EAGER_INIT_ENV = "CHECKPOINTLESS_EAGER_INIT"  # "1": NCCL's communicators are made with the groups, by splitting
+LAUNCH_AHEAD_ENV = "CHECKPOINTLESS_LAUNCH_AHEAD"  # how many layers launches may run ahead of the GPU; default: 8
 LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"  # "debug", "info", "warning" or "error"; default: messages go nowhere
 
 # Set by the agent for each rank; under another launcher, the user may set the first three.
@@ -49,6 +52,15 @@ TORCH_NCCL_DUMP_ON_TIMEOUT_ENV = "TORCH_NCCL_DUMP_ON_TIMEOUT"  # "1": ranks tell
 PYTORCH_NVML_BASED_CUDA_CHECK_ENV = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "1": torch asks NVML whether there is a GPU
 TORCH_NCCL_USE_COMM_NONBLOCKING_ENV = "TORCH_NCCL_USE_COMM_NONBLOCKING"  # "1": making one can be aborted
 NCCL_NVLS_ENABLE_ENV = "NCCL_NVLS_ENABLE"  # "0": no multicast over NVLink
+TORCH_NCCL_BLOCKING_WAIT_ENV = "TORCH_NCCL_BLOCKING_WAIT"  # "1": the host waits for every collective
+TORCH_DISTRIBUTED_DEBUG_ENV = "TORCH_DISTRIBUTED_DEBUG"  # "DETAIL": every group is wrapped in another
+
+# Read by Python: where temporary files are.
+TMPDIR_ENV = "TMPDIR"  # path of a folder; default: /tmp
+
+# Read by CUDA, when a process uses it first.
+CUDA_VISIBLE_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"  # which devices a process sees, and in which order
+CUDA_DEVICE_ORDER_ENV = "CUDA_DEVICE_ORDER"  # "PCI_BUS_ID": devices are counted as NVML counts them
 
 # Set by SageMaker HyperPod's agent for its ranks.
 HYPERPOD_SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"  # path of the agent's socket

@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,11 @@ def command_table(name: str) -> str:
     """Every option of a command."""
     from checkpointless.agent.launch_config import LaunchConfig
 
-    known = {field.name.removesuffix("_s"): field.default for field in fields(LaunchConfig)}
+    known = {
+        field.name.removesuffix("_s"): field.default
+        for field in fields(LaunchConfig)
+        if field.default is not MISSING
+    }
     rows = []
     for action in commands()[name]._actions:
         if isinstance(action, argparse._HelpAction):

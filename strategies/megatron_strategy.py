@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
+from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.running import manager_of
@@ -169,6 +170,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         trainer._checkpoint_connector = CheckpointlessCompatibleConnector.adopt(trainer._checkpoint_connector)
         if not self._awaits_adapters:
             self._fit.take_hold()
+            self._bound_launches()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -177,6 +179,16 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if self._awaits_adapters and self._fit is not None:
             self._awaits_adapters = False
             self._fit.take_hold()
+            self._bound_launches()
+
+    def _bound_launches(self) -> None:
+        """Keep launches from running far ahead of the GPU, unless layers are captured in graphs."""
+        config = get_model_config(self.megatron_parallel[0])
+        graphs = getattr(config, "cuda_graph_impl", "none") != "none"
+        graphs |= any(getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph"))
+        bound = None if graphs else launch_bound.from_environment()
+        if bound is not None:
+            bound.watch(self.megatron_parallel)
 
     @override
     def selective_restore(self) -> None:

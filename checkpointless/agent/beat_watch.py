@@ -8,7 +8,7 @@ from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.coordinator.hangs.policy import SHARING, Heartbeat
 from checkpointless.posix.process_state import ProcessLook
 from checkpointless.wire.board import NO_STEP, BoardReading
-from checkpointless.wire.node_messages import NodeMessage, Progress, Silent, SilentRank
+from checkpointless.wire.node_messages import Holding, NodeMessage, Progress, Silent, SilentRank
 from checkpointless.wire.rank_state import RankState
 
 _PROGRESS_EVERY_S = 0.25
@@ -34,6 +34,7 @@ class BeatWatch:
         self._target = self._began_after = NO_STEP
         self._told_progress: Progress | None = None
         self._tell_progress_at_s = 0.0
+        self._told_shards: list[int] = []
         self._told_silent = False
         self._tell_silent_at_s = 0.0
 
@@ -50,7 +51,7 @@ class BeatWatch:
 
     def forget_told(self) -> None:
         """Tell the coordinator everything again: it is another one, or the generation is."""
-        self._told_progress, self._told_silent = None, False
+        self._told_progress, self._told_silent, self._told_shards = None, False, []
 
     def look(self, ranks: Collection[LocalRank], generation: int, now_s: float) -> None:
         """Read the boards, and report what is due.
@@ -62,6 +63,7 @@ class BeatWatch:
         """
         readings = {rank.number: rank.board.read() for rank in ranks}
         self._tell_progress(readings, generation, now_s)
+        self._tell_shards(readings)
         self._watch_beats(ranks, readings, now_s)
         self._tell_silent(ranks, readings, now_s)
 
@@ -81,6 +83,12 @@ class BeatWatch:
         if reached or now_s >= self._tell_progress_at_s:
             self._told_progress, self._tell_progress_at_s = progress, now_s + _PROGRESS_EVERY_S
             self._report(progress)
+
+    def _tell_shards(self, readings: dict[int, BoardReading]) -> None:
+        shards = [readings[number].shard for number in sorted(readings)]
+        if shards != self._told_shards and min(shards) >= 0:
+            self._told_shards = shards
+            self._report(Holding(shards))
 
     def _watch_beats(self, ranks: Collection[LocalRank], readings: dict[int, BoardReading], now_s: float) -> None:
         for rank in ranks:

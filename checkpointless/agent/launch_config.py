@@ -98,7 +98,7 @@ class LaunchConfig:
         Raises:
             ValueError: ``rdzv_endpoint`` is not ``HOST[:PORT]``.
         """
-        return _endpoint(self.rdzv_endpoint)
+        return endpoint_of(self.rdzv_endpoint)
 
     @property
     def own_ranks(self) -> range:
@@ -163,12 +163,12 @@ class CoordinatorConfig:
     @property
     def endpoint(self) -> tuple[str, int]:
         """Address and port to listen on."""
-        return _endpoint(self.rdzv_endpoint)
+        return endpoint_of(self.rdzv_endpoint)
 
     def __post_init__(self) -> None:
         _check_http_port(self.http_port)
         check_token(self.token)
-        _endpoint(self.rdzv_endpoint)
+        endpoint_of(self.rdzv_endpoint)
 
 
 def limits_of(config: LaunchConfig | CoordinatorConfig) -> Limits:
@@ -192,7 +192,15 @@ def meeting_of(config: LaunchConfig | CoordinatorConfig) -> Meeting:
     return Meeting(config.nnodes, config.nproc_per_node, address, port, config.token, config.node_timeout_s)
 
 
-def _endpoint(text: str) -> tuple[str, int]:
+def endpoint_of(text: str) -> tuple[str, int]:
+    """Return address and port of a coordinator.
+
+    Args:
+        text: ``HOST[:PORT]``; the default port is torchrun's.
+
+    Raises:
+        ValueError: it is something else.
+    """
     host, colon, port = text.rpartition(":")
     if not colon:
         host, port = port, str(DEFAULT_PORT)

@@ -24,7 +24,6 @@ from checkpointless.wire.node_messages import (
     Command,
     End,
     JobOver,
-    Joined,
     NodeMessage,
     RankEnded,
     Searching,
@@ -252,7 +251,7 @@ class GuestLink(Link):
             if agent.ranks:
                 self._channel.send(agent.standing())
             elif agent.joined:
-                self._channel.send(Joined())
+                self._channel.send(agent.joining())
 
     def _open(self, joining: Joining) -> Channel:
         self._where = joining.where

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from checkpointless.agent.beat_watch import BeatWatch
 from checkpointless.agent.generation_store import GenerationStore
+from checkpointless.agent.ranks.device_guard import DeviceGuard
 from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank
 from checkpointless.agent.ranks.process_keeper import ProcessKeeper
@@ -27,6 +28,7 @@ from checkpointless.wire.node_messages import (
     Discard,
     End,
     JobOver,
+    Joined,
     Kill,
     Leaving,
     NodeMessage,
@@ -59,6 +61,7 @@ class NodeAgent:
         say: called with each line for the terminal.
         clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run, so
             that ranks are not blamed for what the agent did not see.
+        guard: knows which devices of this node must not be used; None if the ranks use none.
 
     Attributes:
         index: the node's number.
@@ -80,6 +83,7 @@ class NodeAgent:
         events: EventLog,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        guard: DeviceGuard | None = None,
     ) -> None:
         self.clock = clock
         self.index = index
@@ -101,6 +105,7 @@ class NodeAgent:
             say=say,
             clock=clock,
             on_lost=self._leave,
+            guard=guard,
         )
 
     # ---- what others may know
@@ -225,6 +230,10 @@ class NodeAgent:
                 rank.send(Finish())
         elif isinstance(command, End):
             self.end(command)
+
+    def joining(self) -> Joined:
+        """Return what says that this node can start processes."""
+        return self._processes.joined()
 
     def standing(self) -> Standing:
         """Return what a coordinator that has just begun needs to know of the ranks that run here."""

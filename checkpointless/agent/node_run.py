@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import selectors
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.links import Link
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.rank_program import RankProgram
+from checkpointless.agent.ranks.device_guard import DeviceGuard
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.platforms import PlatformMissingError
 from checkpointless.agent.ranks.rank_log import LogCopies, LogFolder, RankLog
@@ -23,6 +25,7 @@ from checkpointless.agent.server import serve
 from checkpointless.agent.watch import Watch
 from checkpointless.coordinator.coordinator import FAILED
 from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.environment import DEVICE_GUARD_ENV, YES
 from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.posix.errands import Errands
 from checkpointless.telemetry.event_names import EventName
@@ -98,6 +101,12 @@ class NodeRun:
     def _silent_disk(self) -> str:
         return f"the disk of {self._config.run_dir} does not answer"
 
+    def _guard(self) -> DeviceGuard | None:
+        if self._config.cpu or os.environ.get(DEVICE_GUARD_ENV) != YES:
+            return None
+        environment = {**os.environ, **self._program.environment}
+        return DeviceGuard(environment, self._config.nproc_per_node)
+
     def _agent(self, link: Link) -> NodeAgent:
         return NodeAgent(
             index=self._config.node_rank,
@@ -112,6 +121,7 @@ class NodeRun:
             events=self._events,
             say=self._say,
             clock=self._clock,
+            guard=self._guard(),
         )
 
     def _make_rank(self, number: int) -> LocalRank:

@@ -83,13 +83,7 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
         config: what to run on the node; its ``extra_env`` wins over what is set here.
     """
     env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
-    if config.nproc_per_node > 1 and OMP_NUM_THREADS_ENV not in os.environ:
-        env[OMP_NUM_THREADS_ENV] = "1"
-    if config.cpu:
-        env[CPU_ENV] = YES
-    elif PYTORCH_NVML_BASED_CUDA_CHECK_ENV not in os.environ:
-        # Imports ask whether there is a GPU; the answer must not initialise CUDA, or the zygote could not fork.
-        env[PYTORCH_NVML_BASED_CUDA_CHECK_ENV] = YES
+    env |= import_environment(config.nproc_per_node, config.cpu)
     if config.faults:
         env[FAULTS_ENV] = json.dumps(list(config.faults))
     if not config.is_alone:
@@ -97,3 +91,21 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
     if config.record_steps:
         env[RECORD_STEPS_ENV] = YES
     return {**env, **config.extra_env}
+
+
+def import_environment(nproc_per_node: int, cpu: bool) -> dict[str, str]:
+    """Return the environment variables of every rank that decide what imports do.
+
+    Args:
+        nproc_per_node: number of ranks on the node.
+        cpu: whether the job trains on CPUs.
+    """
+    env = {}
+    if nproc_per_node > 1 and OMP_NUM_THREADS_ENV not in os.environ:
+        env[OMP_NUM_THREADS_ENV] = "1"
+    if cpu:
+        env[CPU_ENV] = YES
+    elif PYTORCH_NVML_BASED_CUDA_CHECK_ENV not in os.environ:
+        # Imports ask whether there is a GPU; the answer must not initialise CUDA, or the zygote could not fork.
+        env[PYTORCH_NVML_BASED_CUDA_CHECK_ENV] = YES
+    return env

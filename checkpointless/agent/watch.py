@@ -74,6 +74,7 @@ class Watch:
             high_water=_known(agent.began_after) if committed is None else committed,
             incident=agent.incident,
             respawns=self._tally.respawns,
+            device_problems=dict(self._tally.device_problems),
             exit_code=None if agent.outcome is None else agent.outcome.code,
             ranks=ranks,
             job=None if coordinator is None else self._job(coordinator),
@@ -122,6 +123,7 @@ class Watch:
             recoveries=self._tally.recoveries,
             rungs=dict(self._tally.rungs),
             steps_lost=self._tally.steps_lost,
+            given_up=self._tally.given_up,
         )
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``checkpointless run | train | coordinator | demo | verify | report | faults``.
+"""The command line: ``checkpointless run | train | coordinator | demo | verify | report | faults | doctor``.
 
 Neither this module nor one of a command imports anything heavy; each command imports what it needs when it runs, so
 that ``--help`` and wrong options are answered at once.
@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from checkpointless.cli.commands import coordinator, demo, faults, report, run, train, verify
+from checkpointless.cli.commands import coordinator, demo, doctor, faults, report, run, train, verify
 from checkpointless.cli.output import PROG, report_error
 from checkpointless.cli.values import UsageError
 
-COMMANDS = tuple(module.COMMAND for module in (run, train, coordinator, demo, verify, report, faults))
+COMMANDS = tuple(module.COMMAND for module in (run, train, coordinator, demo, verify, report, faults, doctor))
+_WITH_OVERRIDES = (train.COMMAND.act, doctor.COMMAND.act)
 USAGE_EXIT_CODE = 2
 BROKEN_PIPE_EXIT_CODE = 128 + 13  # what a shell reports for a process that SIGPIPE ended
 
@@ -28,6 +29,7 @@ examples:
   checkpointless train tiny_gpt_cpu --cpu --nproc-per-node 4 trainer.max_steps=20
   checkpointless report runs/20260101T120000Z-train   what happened, and how long each stage took
   checkpointless verify runs/a runs/b                 the same losses and parameters, to the bit?
+  checkpointless doctor --nproc-per-node 8            what this node lacks for recoveries
   checkpointless faults                               which faults can be caused on purpose
 
 `checkpointless COMMAND --help` explains a command.
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, extra = parser.parse_known_args(argv)
     overrides = [text for text in extra if "=" in text and not text.startswith("-")]
-    if options.command is train.COMMAND.act and len(overrides) == len(extra):
+    if options.command in _WITH_OVERRIDES and len(overrides) == len(extra):
         options.overrides += overrides  # argparse takes only those before the first option
     elif extra:
         parser.error(f"unrecognized arguments: {' '.join(extra)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 from checkpointless.cli.chaos import add_job_chaos_options, draw_into, judge_chaos
 from checkpointless.cli.coordination import add_coordination_options, coordination_settings
 from checkpointless.cli.fault_specs import add_fault_option, fault_specs
-from checkpointless.cli.output import say
+from checkpointless.cli.output import say, say_worst
 from checkpointless.cli.run_directory import new_run_dir
 from checkpointless.cli.values import UsageError, count, positive
 from checkpointless.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
@@ -20,6 +22,7 @@ from checkpointless.telemetry.wording import plural
 if TYPE_CHECKING:
     from checkpointless.agent.launch import LaunchConfig
 
+_WORST = 2  # findings that are said before a job
 _RECORD_HELP = (
     "record for `verify` what each rank computes: per step loss, learning rates, loss scale and digests of "
     "parameters, buffers, callbacks, module and data; validations; checkpoints. Takes a pass over the model's "
@@ -104,7 +107,7 @@ def launch_job(options: argparse.Namespace, program: Program, steps: int | None)
     except OSError as error:
         raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
     _announce(config, program.name)
-    with Terminal(say, run_dir, config.node_rank) as terminal:
+    with _examined(config), Terminal(say, run_dir, config.node_rank) as terminal:
         status = launch(config, terminal.say)
     missing = not_fired(specs, run_dir)
     for text in missing:
@@ -146,6 +149,24 @@ def _configured(options: argparse.Namespace, program: Program) -> LaunchConfig:
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+@contextmanager
+def _examined(config: LaunchConfig) -> Iterator[None]:
+    """Say what is worst on this node, and have its findings left in the run directory while the job goes on."""
+    from checkpointless.doctor.node import Question, quick
+    from checkpointless.doctor.recorder import recording
+
+    question = Question(
+        ranks=config.nproc_per_node,
+        nodes=config.nnodes,
+        endpoint=None if config.is_alone else config.endpoint,
+        run_dir=config.run_dir,
+        cpu=config.cpu,
+    )
+    say_worst(quick(question, os.environ), _WORST)
+    with recording(question, config.node_rank, config.spares):
+        yield
 
 
 def _announce(config: LaunchConfig, name: str) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from checkpointless.doctor.findings import Finding
 
 PROG = "checkpointless"
 
@@ -23,3 +28,16 @@ def out(line: str) -> None:
 def report_error(message: str) -> None:
     """Print a message to standard error, in one line that says which program it comes from."""
     sys.stderr.write(f"{PROG}: error: {' '.join(message.split())}\n")
+
+
+def say_worst(findings: Sequence[Finding], most: int) -> None:
+    """Print the worst findings among other lines of the terminal, one line each.
+
+    Args:
+        findings: what was found.
+        most: the largest number of lines.
+    """
+    from checkpointless.doctor.findings import headline, worst_first
+
+    for each in worst_first(findings)[:most]:
+        say(f"{headline(each)} (all: checkpointless doctor)")

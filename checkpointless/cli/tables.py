@@ -82,6 +82,16 @@ def restart_table(comparison: Comparison) -> Table:
     return table
 
 
+def device_table(report: Report) -> Table:
+    """Return a table of what was wrong with devices, and what was done about it."""
+    table = Table("node", "device", "what was wrong", "done", title="devices", title_justify="left")
+    for each in report.devices:
+        what = wording.printable(each.what, _LONGEST_CAUSE)
+        done = ", ".join(each.remedies) if each.is_fatal else "a warning"
+        table.add_row(str(each.node), wording.printable(each.device, _LONGEST_CAUSE), what, done)
+    return table
+
+
 def incident_table(report: Report) -> Table:
     """Return a table of what each incident was and how it ended; if there are many, only the newest are shown."""
     incidents = report.incidents

@@ -15,6 +15,7 @@ from checkpointless.coordinator.hangs.watch import HangWatch
 from checkpointless.coordinator.job import FAILED, Job, Phase
 from checkpointless.coordinator.limits import Limits
 from checkpointless.coordinator.nodes.adoption import Adoption
+from checkpointless.coordinator.nodes.bad_devices import BadDevices
 from checkpointless.coordinator.nodes.membership import Membership
 from checkpointless.coordinator.nodes.takeover import Takeover
 from checkpointless.coordinator.processes import Processes
@@ -26,7 +27,9 @@ from checkpointless.wire.node_messages import (
     Alive,
     Answered,
     Command,
+    DeviceBad,
     End,
+    Holding,
     JobOver,
     Joined,
     Leaving,
@@ -89,6 +92,7 @@ class Coordinator:
         self._membership = Membership(
             job, self._adoption, self._processes, self._regrouping, self._all_nodes_are_here
         )
+        self._bad_devices = BadDevices(job, self._membership, self._processes)
         self._takeover = Takeover(job, self._adoption, self._membership, self._processes, self._regrouping)
         self._note_progress_at_s = clock() + _NOTE_PROGRESS_EVERY_S
 
@@ -151,7 +155,7 @@ class Coordinator:
             case Alive():
                 pass
             case Joined():
-                self._membership.joined(node)
+                self._membership.joined(node, message.bad_device)
             case Standing():
                 self._takeover.standing(node, message)
             case StoreOpened():
@@ -164,8 +168,12 @@ class Coordinator:
                 self.end(FAILED, message.reason)
             case Leaving():
                 self.lose(node, message.reason)
+            case Holding():
+                self._bad_devices.note_holding(node, message)
             case Progress():
                 self._on_progress(node, message)
+            case DeviceBad():
+                self._bad_devices.hear(self._job.roster.rank_of(message.rank, node), message, self.host)
             case Silent() | Answered():
                 self._hangs.hear(node, message)
             case _:

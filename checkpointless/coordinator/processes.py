@@ -58,6 +58,11 @@ class Processes:
         else:
             self._to_start.append((rank, rank.incarnation))
 
+    def start_anyway(self, rank: Rank) -> None:
+        """Have the process that was asked for last started although the rank's device is bad."""
+        if rank.state is RankState.STARTING and self._job.rendezvous.is_open:
+            self._start(rank, anyway=True)
+
     def kill(self, ranks: Iterable[Rank], beat: int = -1) -> None:
         """Have the processes of ``ranks`` killed.
 
@@ -70,8 +75,8 @@ class Processes:
             if rank.state is not RankState.GONE:
                 rank.node.send(Kill(rank.number, rank.incarnation, self._job.generation, beat))
 
-    def _start(self, rank: Rank) -> None:
+    def _start(self, rank: Rank, anyway: bool = False) -> None:
         env = self._job.rendezvous.rank_env(rank.number, rank.node.index)
         incident = self._job.incidents.open
         incident_id = incident.id if incident is not None else ""
-        rank.node.send(Spawn(rank.number, rank.incarnation, self._job.coming, incident_id, env))
+        rank.node.send(Spawn(rank.number, rank.incarnation, self._job.coming, incident_id, env, anyway))

@@ -46,6 +46,7 @@ class Rank:
         incarnation: incarnation of the process that was asked for last.
         committed: the last committed optimizer step that was read from the rank's board.
         making: the step in the making that was read from the rank's board.
+        shard: the first of the ranks that hold the same state as this one (None: not known).
     """
 
     number: int
@@ -54,6 +55,7 @@ class Rank:
     incarnation: int = -1
     committed: int = NO_STEP
     making: int = NO_STEP
+    shard: int | None = None
 
 
 class Roster:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -83,7 +84,25 @@ class CheckpointlessFinalizeCleanup(Finalize):
 
 
 def collect_garbage() -> None:
-    """Free unreachable memory of this process, including what CUDA's caching allocator keeps of it."""
+    """Free unreachable memory of this process, including what CUDA's caching allocator keeps of it.
+
+    This is for the thread that ran the block.
+    """
+    empty_backward_queue()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def empty_backward_queue() -> None:
+    """Drop what a backward pass that raised has left in autograd's queue of this thread.
+
+    The rest of its graph stays there, with parameters and gradients, until a later pass comes across it. Autograd
+    takes the nodes made last first (``CompareNodeTaskTime`` in torch's ``engine.cpp``), counted per thread. A node
+    of a new thread comes after all that are left; those are dropped on the way, because their pass is over.
+    """
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(torch.ones(1, device="cpu", requires_grad=True) * 1))
+    thread.start()
+    thread.join()
+    made[0].backward()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core import full_cuda_graph, num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
@@ -38,12 +38,24 @@ def drop_globals() -> None:
     destroy_rerun_state_machine()
     if cuda_graphs._CudagraphGlobalRecord.cudagraph_created or cuda_graphs._CudagraphGlobalRecord.cudagraph_record:
         cuda_graphs.delete_cuda_graphs()
+    cuda_graphs._CudagraphGlobalRecord.cudagraph_inference_record = []
+    _forget_whole_iterations()
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         clear = getattr(embedding.forward, "cache_clear", None)
         if clear is not None:
             clear()
     if cpu_platform.installed():
         cpu_platform.install()  # this forgets an interrupted fork of the tracker
+
+
+def _forget_whole_iterations() -> None:
+    """Forget the graphs of whole iterations, which Megatron-core keeps in classes."""
+    wrapper = full_cuda_graph.FullCudaGraphWrapper
+    for name in ("curr_iteration", "cuda_graph", "result"):
+        kept: dict[str, Any] = getattr(wrapper, name)
+        kept.update(dict.fromkeys(kept, 0 if name == "curr_iteration" else None))
+    buffers: dict[str, list[Any]] = full_cuda_graph.StaticBufferLoader.static_buffers
+    buffers.update({stage: [] for stage in buffers})
 
 
 def _weak_hooks(maker: Callable[[Any, torch.nn.Parameter], Callable[..., None]]) -> Any:

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 from typing_extensions import override
 
 from checkpointless.megatron.replicas import replica_group
 from checkpointless.megatron.update import gather_parameters, sub_optimizers, update_locally
 from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.transfer.tensor_entry import Key
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class MegatronTensors(TrainingTensors):
@@ -29,6 +33,21 @@ class MegatronTensors(TrainingTensors):
     def group(self) -> tuple[int, ...]:
         """Return the ranks that hold the same shard."""
         return replica_group(self.optimizers)
+
+    @override
+    def tensors(self) -> dict[Key, torch.Tensor]:
+        """Return model and shard, without the parameters that :meth:`derive` makes of the shards.
+
+        What is left out is neither held through a re-entry, where it would be there twice, nor sent to a peer.
+        """
+        derived = {id(parameter) for parameter in derived_parameters(self.optimizers)}
+        keys = {
+            ("model", index, name)
+            for index, chunk in enumerate(self.modules)
+            for name, parameter in chunk.named_parameters()
+            if id(parameter) in derived
+        }
+        return {key: tensor for key, tensor in super().tensors().items() if key not in keys}
 
     def scalers(self) -> list[dict[str, Any] | None]:
         """Return a copy of every optimizer's loss-scaler state; None for an optimizer without a loss scaler."""
@@ -59,6 +78,28 @@ class MegatronTensors(TrainingTensors):
                 if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:
                     optimizer._copy_main_params_to_model_params()
             gather_parameters(self.optimizers, force=True)
+
+
+def derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
+    """Return the 16-bit parameters that are their main parameters, rounded: Megatron makes them anew at every step.
+
+    Args:
+        optimizers: Megatron's optimizers, none of which chains others. With a precision-aware optimizer the main
+            parameters are torch's own state, and no parameter is derived here.
+    """
+    derived: list[torch.nn.Parameter] = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, MixedPrecisionOptimizer) or optimizer.is_stub_optimizer:
+            continue
+        if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+            continue
+        if isinstance(optimizer, DistributedOptimizer):
+            for buffer in optimizer.buffers:
+                if buffer.param_dtype in _HALF:
+                    derived += buffer.params
+        else:
+            derived += [each for group in getattr(optimizer, "float16_groups", []) for each in group]
+    return derived
 
 
 def _copy(value: Any) -> Any:

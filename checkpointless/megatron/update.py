@@ -72,6 +72,13 @@ def unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str
                     f"checkpointless cannot take along the scales that {name.upper()} training keeps beside the "
                     f"parameters: set {name}=None (NeMo: in MegatronMixedPrecision)"
                 )
+    if any(
+        getattr(getattr(each, "ddp_config", None), "use_megatron_fsdp", False) for each in sub_optimizers(optimizer)
+    ):
+        return (
+            "checkpointless does not know the shards of Megatron's FSDP: set use_megatron_fsdp=False "
+            "(NeMo: leave out fsdp='megatron')"
+        )
     config = optimizer.config
     if getattr(config, "overlap_param_gather_with_optimizer_step", False):
         return (

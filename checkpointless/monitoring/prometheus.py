@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from checkpointless.monitoring.durations import Durations
 from checkpointless.monitoring.measured import Measured
-from checkpointless.monitoring.snapshot import OUTSIDE, JobStatus, Snapshot
+from checkpointless.monitoring.snapshot import FATAL, OUTSIDE, WARNING, JobStatus, Snapshot
 from checkpointless.wire.rank_state import RankState
 
 __all__ = ["CONTENT_TYPE", "render"]
@@ -70,6 +70,12 @@ def _of_node(now: Snapshot) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "checkpointless_respawns", "Processes started on this node in place of dead ones.", now.respawns
     )
+    problems = CounterMetricFamily(
+        "checkpointless_device_problems", "What was wrong with devices of this node.", labels=["severity"]
+    )
+    for severity, count in {FATAL: 0, WARNING: 0, **now.device_problems}.items():
+        problems.add_metric([severity], count)
+    yield problems
 
 
 def _of_ranks(measured: Measured) -> Iterator[Metric]:
@@ -102,6 +108,9 @@ def _of_job(job: JobStatus) -> Iterator[Metric]:
     yield _histogram("recovery_seconds", "From a fault until the lost step was made.", "rung", job.rungs)
     yield CounterMetricFamily(
         "checkpointless_steps_lost", "Committed steps that storage did not bring back.", job.steps_lost
+    )
+    yield CounterMetricFamily(
+        "checkpointless_nodes_given_up", "Nodes that a spare replaced because of a device.", job.given_up
     )
     yield _by_state("job_nodes", "Nodes of the job.", (node.state for node in job.nodes), _NODE_STATES)
     yield _by_state("job_ranks", "Ranks of the job.", (rank.state for rank in job.ranks), _RANK_STATES)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RECOVERY_BUCKETS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 OUTSIDE = -1  # in place of a node's number: a coordinator in a separate process is no node
 STALE_S = 5.0  # a loop that has not turned for this long counts as stuck
+FATAL, WARNING = "fatal", "warning"
 _RUNGS = tuple(rung.label for rung in Rung)
 _NO_RECOVERIES = Durations.none(RECOVERY_BUCKETS_S)
 
@@ -80,6 +81,7 @@ class JobStatus:
         rungs: the times in ``recoveries``, by how far up the recovery went (the labels of
             :class:`~checkpointless.report.incidents.Rung`).
         steps_lost: how many committed steps storage did not bring back.
+        given_up: how many nodes were given up for a spare because of a device.
     """
 
     nodes: tuple[JobNode, ...]
@@ -91,6 +93,7 @@ class JobStatus:
     recoveries: Durations
     rungs: Mapping[str, Durations]
     steps_lost: int = 0
+    given_up: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Snapshot:
         high_water: the highest committed step that this node knows of (None: none yet).
         incident: the incident that the ranks are being brought together for (None: none).
         respawns: how many processes were started in place of dead ones.
+        device_problems: how many fatal problems and how many warnings were found with devices of this node.
         exit_code: the job's exit code (None: the job has not ended).
         job: the whole job; None where the coordinator does not run.
     """
@@ -116,6 +120,7 @@ class Snapshot:
     high_water: int | None = None
     incident: str | None = None
     respawns: int = 0
+    device_problems: Mapping[str, int] = field(default_factory=dict)
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
     job: JobStatus | None = None
@@ -150,6 +155,8 @@ class Tally:
         rungs: see :class:`JobStatus`.
         respawns: see :class:`Snapshot`.
         steps_lost: see :class:`JobStatus`.
+        given_up: see :class:`JobStatus`.
+        device_problems: see :class:`Snapshot`.
     """
 
     incidents: int = 0
@@ -159,11 +166,17 @@ class Tally:
     rungs: dict[str, Durations] = field(default_factory=lambda: dict.fromkeys(_RUNGS, _NO_RECOVERIES))
     respawns: int = 0
     steps_lost: int = 0
+    given_up: int = 0
+    device_problems: Counter[str] = field(default_factory=Counter)
 
     def event(self, stage: EventName, edge: str, incident: str | None, fields: Mapping[str, Any]) -> None:
         """Count an event; of several ``detect`` events of an incident, the last knows best how it came about."""
         if stage == EventName.RESPAWN and edge == "begin":
             self.respawns += 1
+        elif stage == EventName.DEVICE:
+            self.device_problems[FATAL if fields["is_fatal"] else WARNING] += 1
+        elif stage == EventName.BAD_DEVICE:
+            self.given_up += fields["remedy"] == "give_up"
         elif stage == EventName.DETECT and incident is not None:
             self.incidents += incident not in self.open
             self.open[incident] = str(fields.get("how"))

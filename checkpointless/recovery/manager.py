@@ -200,7 +200,10 @@ class CheckpointManager:
 
     def begin_buffers(self, live: LiveState) -> None:
         """Begin a training with the state of ``live``: find out which buffers are a rank's own. Collective."""
-        self._own.buffers.begin(live.copy_buffers(), live.group())
+        group, board = live.group(), own_board()
+        if board is not None:
+            board.set_shard(min(group))
+        self._own.buffers.begin(live.copy_buffers(), group)
 
     def keep_buffers(self, step: int, stage: Stage, buffers: Mapping[Key, torch.Tensor]) -> None:
         """Keep this rank's buffers as those after ``step``, here and on its board, if they may be its own.

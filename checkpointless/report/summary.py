@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
+from checkpointless.report.devices import DeviceTrouble, device_troubles
 from checkpointless.report.ettr import TimeAccount, account, milestones, step_time_s
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.report.restart import Comparison, RestartOptions, compare_with_restart
@@ -105,6 +106,7 @@ class Report:
         stages: times of the stages over all incidents, in the order of the stages.
         spent: what the run's time was spent on; None without events.
         comparison: what restarts from a checkpoint would have cost; None without events.
+        devices: what was wrong with devices.
     """
 
     run: Run
@@ -112,6 +114,7 @@ class Report:
     stages: tuple[StageFigures, ...] = ()
     spent: TimeAccount | None = None
     comparison: Comparison | None = None
+    devices: tuple[DeviceTrouble, ...] = ()
 
     @property
     def outcomes(self) -> Mapping[Outcome, int]:
@@ -190,7 +193,7 @@ def build_report(
         caused=caused,
         lines_left_out=lines_left_out,
     )
-    return Report(run, incidents, _stage_figures(incidents), spent, comparison)
+    return Report(run, incidents, _stage_figures(incidents), spent, comparison, device_troubles(events))
 
 
 def as_json(report: Report) -> str:
@@ -228,6 +231,7 @@ def as_json(report: Report) -> str:
         "outcomes": {outcome.value: count for outcome, count in report.outcomes.items()},
         "kinds": report.kinds,
         "stages": [asdict(each) for each in report.stages],
+        "devices": [asdict(each) for each in report.devices],
         "incidents": [_incident(number, each, report) for number, each in enumerate(report.incidents, start=1)],
         "restart_from_checkpoint": report.comparison and _comparison(report.comparison),
     }

@@ -17,6 +17,8 @@ class EventName(str, enum.Enum):
     STACK = "stack"  # where the main thread of a rank that hangs is
     ADOPT = "adopt"  # a new coordinator has taken over the job in progress
     BACK = "back"  # a node that was not connected is connected again
+    DEVICE = "device"  # something is wrong with a device of a node
+    BAD_DEVICE = "bad_device"  # a rank's device must not be used, and what is done about it
     TRAINED = "trained"  # a rank has made its last step
 
     # The stages of an incident, in their order.

@@ -28,7 +28,8 @@ class StateTensors(Protocol):
     def tensors(self) -> dict[Key, torch.Tensor]:
         """Return every tensor of the state, in the same order on every holder: the live storage, not copies.
 
-        The tensors stay valid when the trainer that they belong to is dropped.
+        Tensors that follow from others (:meth:`~checkpointless.recovery.live_state.LiveState.derive`) may be left
+        out. The tensors stay valid when the trainer that they belong to is dropped.
         """
 
     def shard(self) -> dict[Key, torch.Tensor]:

@@ -18,10 +18,10 @@ from typing import Any
 from checkpointless.environment import BOARD_FD_ENV
 
 _MAGIC = b"CPLBRD01"
-_HEADER = struct.Struct("<8sQqqq")  # magic, beat, step in progress, committed step, generation
+_HEADER = struct.Struct("<8sQqqqq")  # magic, beat, step in progress, committed step, generation, shard
 _BEAT_OFFSET = 8
 _FIELD = struct.Struct("<q")
-_MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET = 16, 24, 32
+_MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET = 16, 24, 32, 40
 _SLOT = struct.Struct("<qII")  # step, length, crc32 of the payload
 _SLOTS_OFFSET = 64
 _FACTS_SERIES = 6
@@ -37,12 +37,14 @@ class BoardReading:
         making: the optimizer step in progress, counted from 1 (-1: none).
         committed: the last optimizer step that this rank has applied (-1: not known yet).
         generation: the generation in which the rank last wrote to the board.
+        shard: the first of the ranks that hold the same state as this one (-1: not known yet).
     """
 
     beat: int
     making: int
     committed: int
     generation: int
+    shard: int = -1
 
 
 class Board:
@@ -73,7 +75,7 @@ class Board:
         """Create an empty board; its descriptor is close-on-exec."""
         fd = os.memfd_create(f"checkpointless-board-{rank}", os.MFD_CLOEXEC)
         os.ftruncate(fd, cls.SIZE)
-        header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0)
+        header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0, -1)
         os.pwrite(fd, header, 0)
         board = cls(fd)
         board.clear_snapshots()
@@ -107,10 +109,14 @@ class Board:
         """Record in which generation the rank runs."""
         _FIELD.pack_into(self._memory, _GENERATION_OFFSET, generation)
 
+    def set_shard(self, first: int) -> None:
+        """Record the first of the ranks that hold the same state as this one."""
+        _FIELD.pack_into(self._memory, _SHARD_OFFSET, first)
+
     def read(self) -> BoardReading:
         """Read the counters."""
-        _, beat, making, committed, generation = _HEADER.unpack_from(self._memory, 0)
-        return BoardReading(beat, making, committed, generation)
+        _, beat, making, committed, generation, shard = _HEADER.unpack_from(self._memory, 0)
+        return BoardReading(beat, making, committed, generation, shard)
 
     def put_snapshot(self, step: int, payload: bytes, series: int = 0) -> None:
         """Store ``payload`` as the black box's snapshot after ``step``, and keep the snapshot before it.

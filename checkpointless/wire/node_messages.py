@@ -58,7 +58,13 @@ class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """The node can start processes now."""
+    """The node can start processes now.
+
+    Attributes:
+        bad_device: a device of the node's ranks that must not be used, and why, in one line ("": none is known).
+    """
+
+    bad_device: str = ""
 
 
 class Standing(Message, frozen=True, tag="standing"):
@@ -157,6 +163,21 @@ class RankEnded(Message, frozen=True, tag="ended"):
     last_lines: list[str]
 
 
+class DeviceBad(Message, frozen=True, tag="device"):
+    """The process of ``rank`` was not started, because its device must not be used.
+
+    Attributes:
+        incarnation: incarnation of the process that was asked for.
+        device: the device, for people.
+        why: what is wrong with it, in one line.
+    """
+
+    rank: Int
+    incarnation: Int
+    device: str
+    why: str
+
+
 class RankDone(Message, frozen=True, tag="rank-done"):
     """The block of a rank has returned in ``generation``."""
 
@@ -207,6 +228,16 @@ class Progress(Message, frozen=True, tag="progress"):
     shows: bool = True
 
 
+class Holding(Message, frozen=True, tag="holding"):
+    """Says which shards the ranks of the node hold.
+
+    Attributes:
+        shards: for each rank of the node, in their order, the first of the ranks that hold the same state.
+    """
+
+    shards: list[Int]
+
+
 class Alive(Message, frozen=True, tag="alive"):
     """This side of the connection is still alive, and has nothing else to say."""
 
@@ -236,6 +267,7 @@ class Spawn(Message, frozen=True, tag="spawn"):
         generation: the generation that the process will join.
         incident: the incident that the start belongs to ("" at the first start).
         env: environment variables of the process, besides those that all ranks of the node get.
+        anyway: whether to start it although its device is bad.
     """
 
     rank: Int
@@ -243,6 +275,7 @@ class Spawn(Message, frozen=True, tag="spawn"):
     generation: Int
     incident: str
     env: dict[str, str]
+    anyway: bool = False
 
 
 class OpenStore(Message, frozen=True, tag="open-store"):
@@ -315,10 +348,12 @@ NodeMessage = (
     | RankReady
     | Trouble
     | RankEnded
+    | DeviceBad
     | RankDone
     | Answered
     | Silent
     | Progress
+    | Holding
     | JobOver
     | Searching
     | Leaving

@@ -45,7 +45,7 @@ class TrainerLiveState:
         return self._tensors.group()
 
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """Return every tensor of model and optimizer."""
+        """Return the tensors of model and optimizer that do not follow from others."""
         return self._tensors.tensors()
 
     def shard(self) -> dict[Key, torch.Tensor]:

@@ -32,6 +32,9 @@ class Communicator:
         store: the ranks of this communicator meet at it.
         rank: this rank's in the communicator.
         size: how many ranks it has.
+
+    Attributes:
+        graphs: how many captured collectives refer to it.
     """
 
     of_process: ClassVar[list[Communicator]] = []
@@ -39,6 +42,7 @@ class Communicator:
     def __init__(self, device: Device, store: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.aborted = False
+        self.graphs = 0
         self._device, self._store = device, store
         # If communicators are made with blocking, torch does not know of one that is being made.
         self._aborts_while_connecting = os.environ.get("TORCH_NCCL_USE_COMM_NONBLOCKING") == "1"
@@ -99,7 +103,7 @@ class Communicator:
         return data
 
     def abort(self) -> None:
-        """End what the communicator waits for, and wait for the device.
+        """End what the communicator waits for, and wait for the device and for graphs to be gone.
 
         One that is still connecting is not known to torch yet, so that no abort reaches it.
         """
@@ -107,6 +111,8 @@ class Communicator:
             return
         self.aborted = True
         while any(each.occupies_the_device and not each.aborted for each in list(self.of_process)):
+            time.sleep(_POLL_S)
+        while self.graphs:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -126,7 +132,10 @@ class Communicator:
         while (call := self._calls.get()) is not None:
             operation, work = call
             if not self.aborted:
-                work()
+                try:
+                    work()
+                except Exception as error:  # else whoever waits would wait forever
+                    self._device.fail(f"{type(error).__name__}: {error}")
             self._busy -= 1
             if self._device.error is None:
                 self._device.finish(operation)

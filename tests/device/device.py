@@ -6,12 +6,15 @@ used, in a wait that no interruption reaches, and launches block when the queue 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 QUEUE = 64
+_LIBC_WITH_LOCK = ctypes.PyDLL(None)  # its calls keep the interpreter lock
 
 
 class Operation:
@@ -25,20 +28,34 @@ class Operation:
         self.storages = frozenset(each.untyped_storage().data_ptr() for each in outputs)
         self.is_done = False
 
+    @classmethod
+    def done(cls) -> Operation:
+        """Return one that has nothing to do."""
+        operation = cls()
+        operation.is_done = True
+        return operation
+
 
 class Device:
     """Knows what is queued on one device, and who waits for it.
 
     Args:
         queue: how many operations may be launched and not done; whoever launches more waits.
+        holds_lock_s: for how many seconds a launch that finds no room keeps the interpreter lock, as bindings do
+            that do not give it back; 0: it gives the lock back.
 
     Attributes:
         error: the error that every call ends with from now on, once there is one.
+        capture: takes what is launched while a graph is captured; None: it is done.
+        held_lock: whether a launch has kept the interpreter lock.
     """
 
-    def __init__(self, queue: int = QUEUE) -> None:
+    def __init__(self, queue: int = QUEUE, holds_lock_s: float = 0.0) -> None:
         self.error: str | None = None
         self._queue = queue
+        self._holds_lock_s = holds_lock_s
+        self.held_lock = False
+        self.capture: Callable[[Any, Callable[[], object]], None] | None = None
         self._mutex = threading.Lock()
         self._pending: list[Operation] = []
         self._waiters: list[tuple[Callable[[], bool], threading.Lock]] = []
@@ -48,9 +65,17 @@ class Device:
         """Return whether nothing is queued."""
         return not self._pending
 
+    def queued(self) -> list[Operation]:
+        """Return what is queued."""
+        with self._mutex:
+            return list(self._pending)
+
     def launch(self, operation: Operation) -> None:
         """Queue ``operation``, when there is room."""
         self._check()
+        if self._holds_lock_s and len(self._pending) >= self._queue:
+            _LIBC_WITH_LOCK.usleep(int(self._holds_lock_s * 1e6))
+            self.held_lock = True
         self._wait(lambda: len(self._pending) < self._queue)
         self._check()
         with self._mutex:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -97,6 +97,9 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- collectives
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
+        if self._device.capture is not None:
+            self._device.capture(self._communicator, lambda: self.allreduce(tensors, opts))
+            return LateWork(self._device, Operation.done())
         return self._all_to_all_ranks(tensors, tensors, _reducing(opts, tensors))
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> LateWork:
@@ -277,7 +280,7 @@ class LateNCCLGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._launch(outputs, work)
 
-    def _launch(self, outputs: Sequence[torch.Tensor], work: Callable[[], None]) -> LateWork:
+    def _launch(self, outputs: Iterable[torch.Tensor], work: Callable[[], None]) -> LateWork:
         operation = Operation(outputs)
         self._communicator.launch(operation, work)
         return LateWork(self._device, operation)
@@ -305,7 +308,7 @@ def _split(data: bytes) -> list[bytes]:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _tensor(data: bytes, like: torch.Tensor) -> torch.Tensor:

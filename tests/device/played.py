@@ -12,11 +12,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+import checkpointless.faults.device
 from tests.device.communicator import THREAD
 from tests.device.device import Device
+from tests.device.events import event_class
+from tests.device.graphs import graph_class
 from tests.device.groups import BACKEND, create
+from tests.device.memory import Memory
 
 device = Device()
+memory = Memory()
 _CHOICE = "_get_default_process_group_backend_for_device"
 
 
@@ -27,7 +32,11 @@ class Waits(TorchDispatchMode):
         kwargs = kwargs or {}
         if not device.is_idle or device.error is not None:
             device.wait_for(each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor))
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        for each in tree_iter(found):
+            if isinstance(each, torch.Tensor):
+                memory.count(each)
+        return found
 
 
 def install() -> None:
@@ -40,11 +49,15 @@ def install() -> None:
     cuda.is_initialized = lambda: True
     cuda.device_count = lambda: 8
     cuda.synchronize = lambda *_: device.synchronize()
-    cuda.reset_peak_memory_stats = lambda *_: None
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
-        setattr(cuda, name, lambda *_: 0)
+    cuda.Event = event_class(device)
+    cuda.CUDAGraph = graph_class(device)
+    cuda.reset_peak_memory_stats = lambda *_: memory.reset_peak()
+    cuda.memory_allocated = cuda.memory_reserved = lambda *_: memory.held
+    cuda.max_memory_allocated = lambda *_: memory.most
     for name in ("numpy", "tolist", "__repr__"):  # these read memory without an operation
         setattr(torch.Tensor, name, _after_waiting(getattr(torch.Tensor, name)))
+    faults: Any = checkpointless.faults.device
+    faults.has_cuda, faults.fail_device_assert = lambda: True, _fail
     dist.is_nccl_available = lambda: True
     torch.cuda.nccl.version = lambda: (2, 27, 3)
     any_thread: Any = threading.Thread
@@ -59,6 +72,12 @@ def install() -> None:
 
     any_thread.run = run_and_wait
     Waits().__enter__()
+
+
+def _fail() -> None:
+    """Fail as in a kernel, and notice it where the device is waited for."""
+    device.fail("device-side assert triggered")
+    device.synchronize()
 
 
 def _after_waiting(method: Any) -> Any:

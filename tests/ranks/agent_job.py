@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,24 @@ class Job:
         run_dir: for the agent.
         script: one of ``agent_scripts``.
         args: its arguments.
+        env: environment variables of the agent, beside this process's.
         options: fields of ``LaunchConfig``.
     """
 
-    def __init__(self, run_dir: Path, script: str, *args: str, nproc: int = 3, **options: Any) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        script: str,
+        *args: str,
+        nproc: int = 3,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         self.run_dir = run_dir
         self.marker = uuid.uuid4().hex
         options |= {"run_dir": str(run_dir), "nproc_per_node": nproc, "script_args": args}
         options["script"] = str(SCRIPTS / script)
-        self.process = ForkedAgent(options, {**os.environ, _MARKER: self.marker})
+        self.process = ForkedAgent(options, {**os.environ, **(env or {}), _MARKER: self.marker})
 
     def end(self, timeout_s: float = 90) -> Ended:
         """Wait for the end; nothing may be left then."""

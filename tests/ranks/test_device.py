@@ -17,8 +17,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 SCRIPT = str(ROOT / "tests" / "device" / "train.py")
 STEPS = 6
 DP4: tuple[str, ...] = ()
+DP4_GRAPHS = ("--graphs",)
 TP2_PP2 = ("--tensor-parallel", "2", "--pipeline-parallel", "2")
-RANKS = {DP4: 4, TP2_PP2: 8}
+RANKS = {DP4: 4, DP4_GRAPHS: 4, TP2_PP2: 8}
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,17 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call
         (DP4, ("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"), [(3,), ()]),
         (DP4, ("sigkill@backward:rank=1,step=4", "exception@recovery:rank=2,step=3"), [(1,), ()]),
         (DP4, ("hang@forward:rank=1,step=4",), [(1,)]),
+        (DP4_GRAPHS, ("sigkill@backward:rank=1,step=3", "exception@data:rank=2,step=5"), [(1,), ()]),
         (TP2_PP2, ("sigkill@backward:rank=3,step=3", "hang@forward:rank=1,step=5"), [(3,), (1,)]),
     ],
-    ids=["exception-and-kill", "in-the-update", "while-communicators-are-made", "hang", "tensors-and-pipelines"],
+    ids=[
+        "exception-and-kill",
+        "in-the-update",
+        "while-communicators-are-made",
+        "hang",
+        "graphs",
+        "tensors-and-pipelines",
+    ],
 )
 def test_faults_change_no_bit_and_take_nobody_with_them(
     train: Callable[..., Job], layout: tuple[str, ...], faults: tuple[str, ...], replaced: list[tuple[int, ...]]
@@ -67,6 +76,24 @@ def test_faults_change_no_bit_and_take_nobody_with_them(
     verdict = compare(train(layout).steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == STEPS
+
+
+def test_a_reentry_fits_into_the_memory_that_training_takes_and_a_fifth_more(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    """Training in bf16 holds 12.2 bytes per parameter here; the device has 15."""
+    job = run_job(
+        nemo_zygote,
+        tmp_path / "run",
+        4,
+        script=str(ROOT / "tests" / "device" / "wide.py"),
+        args=("--bytes", str(15 * 3_294_720)),
+        faults=("exception@forward:rank=2,step=3",),
+        heartbeat_timeout_s=30.0,
+        limit_s=200.0,
+    )
+    assert job.code == 0, job.story()
+    assert [incident.respawned for incident in job.incidents] == [()]
 
 
 # ---- the device itself

@@ -45,6 +45,8 @@ class LocalRank:
         forgiven: whether the end of the process is a consequence of what is known already, and no fault by itself.
         beats: the beats of the generation.
         started_at_s: when the living process was started, on the monotonic clock.
+        local: the rank within this node.
+        last_words: the reason or message that the living process gave last for leaving its block.
         kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
     """
 
@@ -59,6 +61,8 @@ class LocalRank:
     forgiven: bool = False
     beats: Beats = field(default_factory=Beats)
     started_at_s: float = 0.0
+    local: int = 0
+    last_words: str = ""
     kill_at_s: float | None = None
 
     def send(self, message: AgentMessage) -> bool:

@@ -9,6 +9,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from checkpointless.agent.ranks.device_guard import DeviceGuard
+from checkpointless.agent.ranks.held_spawns import HeldSpawns
 from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.rank_link import RankLink
@@ -22,7 +24,8 @@ from checkpointless.agent.ranks.starters import (
     Starter,
     StarterLostError,
 )
-from checkpointless.environment import FAULT_AT_ENV, INCARNATION_ENV, TORCHELASTIC_RUN_ID_ENV
+from checkpointless.devices.evidence import blames_device
+from checkpointless.environment import FAULT_AT_ENV, INCARNATION_ENV, LOCAL_RANK_ENV, TORCHELASTIC_RUN_ID_ENV
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.messages import ProtocolError
 from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, Spawn
@@ -43,6 +46,7 @@ class ProcessKeeper:
         say: called with each line for the terminal.
         clock: clock of the times after which a process is killed.
         on_lost: called with the reason when no process can be started any more.
+        guard: knows which devices must not be used; None if the ranks use none.
 
     Attributes:
         ranks: every rank that this node has started a process of, by number.
@@ -63,6 +67,7 @@ class ProcessKeeper:
         say: Callable[[str], None],
         clock: Callable[[], float],
         on_lost: Callable[[str], None],
+        guard: DeviceGuard | None = None,
     ) -> None:
         self.ranks: dict[int, LocalRank] = {}
         self.can_start = False
@@ -79,7 +84,9 @@ class ProcessKeeper:
         self._say = say
         self._clock = clock
         self._on_lost = on_lost
-        self._discarding = False
+        self._guard = guard
+        self._held = HeldSpawns(job, guard, report, say)
+        self._discarding = self._is_ready = False
         if starter.readable is not None:
             selector.register(starter.readable, selectors.EVENT_READ, self.hear)
 
@@ -88,9 +95,12 @@ class ProcessKeeper:
         return [rank for rank in self.ranks.values() if rank.state is not RankState.GONE]
 
     def hear(self) -> None:
-        """Take what has happened to processes since the last call."""
+        """Take what has happened to processes and devices since the last call."""
         if self._starter_lost:
             return
+        self._join_when_ready()
+        for spawn in self._held.released():
+            self._start(self.ranks[spawn.rank], spawn)
         try:
             news = self._starter.news()
         except StarterLostError as error:
@@ -116,7 +126,7 @@ class ProcessKeeper:
                 self._on_exit(rank, item.code)
 
     def spawn(self, spawn: Spawn) -> None:
-        """Start a process of a rank.
+        """Start a process of a rank, once its device has been looked at if it had a process before.
 
         Raises:
             ValueError: the rank's last process has not ended.
@@ -124,12 +134,20 @@ class ProcessKeeper:
         if spawn.rank not in self.ranks:
             self.ranks[spawn.rank] = self._make_rank(spawn.rank)
         rank, job = self.ranks[spawn.rank], self._job
-        if rank.state is not RankState.GONE:
+        if rank.state is not RankState.GONE and not self._held.has(rank.number):
             raise ValueError(f"rank {rank.number} is to be started, but its process has not ended")
         rank.incarnation = spawn.incarnation
         job.generation = max(job.generation, spawn.generation - 1)  # a spare's agent has seen no generation yet
         job.incident = spawn.incident or None
         job.run_id = spawn.env.get(TORCHELASTIC_RUN_ID_ENV, "")
+        rank.local = int(spawn.env.get(LOCAL_RANK_ENV, "0"))
+        rank.state, rank.pid, rank.kill_at_s = RankState.STARTING, None, None
+        rank.said_hello = rank.forgiven = False
+        if not self._held.hold(spawn, rank.local):
+            self._start(rank, spawn)
+
+    def _start(self, rank: LocalRank, spawn: Spawn) -> None:
+        job = self._job
         ours, theirs = socket.socketpair()
         log = rank.log.open()
         env = {**self._rank_env, **spawn.env, INCARNATION_ENV: str(rank.incarnation)}
@@ -142,15 +160,14 @@ class ProcessKeeper:
         theirs.close()
         os.close(log)
         rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
-        rank.state = RankState.STARTING
-        rank.started_at_s = time.monotonic()
-        rank.pid = rank.kill_at_s = None
-        rank.said_hello = rank.forgiven = False
+        rank.started_at_s, rank.last_words = time.monotonic(), ""
 
     def terminate(self) -> None:
         """Ask every process to end."""
         for rank in self.alive():
-            if rank.pid is not None:
+            if self._held.drop(rank.number):
+                rank.state = RankState.GONE
+            elif rank.pid is not None:
                 self._starter.signal(rank.pid, signal.SIGTERM)
 
     def kill(self, rank: LocalRank) -> None:
@@ -158,7 +175,9 @@ class ProcessKeeper:
         rank.kill_at_s = None
         if rank.state is RankState.GONE:
             return
-        if rank.pid is None:
+        if self._held.drop(rank.number):  # there is no process, and it does not come
+            self._ended(rank, -signal.SIGKILL)
+        elif rank.pid is None:
             rank.kill_at_s = self._clock()  # try again when its pid is known
         else:
             self._starter.signal(rank.pid, signal.SIGKILL)
@@ -183,6 +202,8 @@ class ProcessKeeper:
 
     def close(self) -> None:
         """Kill and reap the remaining processes, and release all resources."""
+        if self._guard is not None:
+            self._guard.close()
         self._starter.close()
         for rank in self.ranks.values():
             rank.close()
@@ -202,14 +223,35 @@ class ProcessKeeper:
             self._unwatch_starter()
             self._starter.close()
             self._starter = self._fresh_starter()
+        self._is_ready = True
+        self._join_when_ready()
+
+    def _join_when_ready(self) -> None:
+        """Report that processes can be started, as soon as it is known which devices there are."""
+        if not self._is_ready or self.can_start or (self._guard is not None and not self._guard.has_begun):
+            return
         self.can_start = True
-        self._report(Joined())
+        self._held.tell_of_begin()
+        self._report(self.joined())
+
+    def joined(self) -> Joined:
+        """Return what says that this node can start processes."""
+        return Joined(self._held.bad_at_begin)
 
     def _on_exit(self, rank: LocalRank, code: int) -> None:
         self._hear_rank(rank)  # take what it said before it ended
         rank.disconnect()
         rank.state, rank.kill_at_s = RankState.GONE, None
         self.failures += code != 0
+        lines = rank.log.last_lines() if code != 0 else []
+        if self._guard is not None and not self._job.finished and self._job.outcome is None:
+            self._guard.note_end(rank.local, code != 0 and blames_device("\n".join([rank.last_words, *lines])))
+            self._guard.begin_look(rank.local)  # meanwhile the others abort
+        self._ended(rank, code, lines)
+
+    def _ended(self, rank: LocalRank, code: int, lines: list[str] | None = None) -> None:
+        """Report that a rank has no process any more."""
+        rank.state = RankState.GONE
         if self._discarding:
             self._join_when_empty()
             return
@@ -223,14 +265,14 @@ class ProcessKeeper:
                 reading.committed,
                 reading.making,
                 str(rank.log.path),
-                rank.log.last_lines() if code != 0 else [],
+                lines or [],
             )
         )
 
     def _join_when_empty(self) -> None:
         if self._discarding and not self.alive():
             self._discarding = False
-            self._report(Joined())
+            self._report(self.joined())
 
     def _hear_rank(self, rank: LocalRank) -> None:
         try:

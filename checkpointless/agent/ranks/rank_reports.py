@@ -83,6 +83,7 @@ class RankReports:
         elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)
         elif isinstance(message, FaultReport):
+            rank.last_words = message.cause.message
             self._trouble(rank, msgspec.structs.replace(message.cause, rank=rank.number))
         elif isinstance(message, Barrier):
             self._is_ready(rank)
@@ -103,7 +104,7 @@ class RankReports:
         self._is_ready(rank)
 
     def _on_replace(self, rank: LocalRank, message: Replace) -> None:
-        rank.forgiven = True
+        rank.forgiven, rank.last_words = True, message.reason
         rank.kill_at_s = self._clock() + EXIT_GRACE_S
         if rank.state in IN_BLOCK:
             step = rank.board.read().making

@@ -158,7 +158,7 @@ class ZygoteStarter(Starter):
             else:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "checkpointless.agent.ranks.zygote", *arguments],
-                    env=_zygote_env(env),
+                    env=zygote_env(env),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -244,7 +244,7 @@ def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> 
     """Run the zygote in this process, which was forked for it."""
     from checkpointless.agent.ranks import zygote
 
-    wanted = _zygote_env(env)
+    wanted = zygote_env(env)
     os.environ.clear()
     os.environ.update(wanted)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -252,7 +252,7 @@ def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> 
     zygote.main(arguments)
 
 
-def _zygote_env(env: Mapping[str, str]) -> dict[str, str]:
+def zygote_env(env: Mapping[str, str]) -> dict[str, str]:
     """Return the zygote's environment, without the rank that a pod may have given to the agent.
 
     Libraries check whether that rank is 0 when they are imported.

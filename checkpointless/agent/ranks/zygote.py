@@ -168,7 +168,7 @@ def _tell_rank(rank: int) -> None:
         module.rank_zero_only.rank = rank
 
 
-def _can_fork() -> bool:
+def can_fork() -> bool:
     """Return whether forked children can use CUDA, as far as torch is concerned."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -205,8 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it
     zygote = Zygote(connection, options.script, options.temp_folder)
-    can_fork = _can_fork()
-    zygote.say(type="ready", can_fork=can_fork, failed=failed, seconds=time.monotonic() - started_s)
+    zygote.say(type="ready", can_fork=can_fork(), failed=failed, seconds=time.monotonic() - started_s)
     zygote.serve()
 
 

@@ -110,7 +110,15 @@ def report_command(options: argparse.Namespace) -> int:
 
 
 def _show(report: Report) -> None:
-    from checkpointless.cli.tables import bar_table, console, incident_table, restart_table, stage_table, time_table
+    from checkpointless.cli.tables import (
+        bar_table,
+        console,
+        device_table,
+        incident_table,
+        restart_table,
+        stage_table,
+        time_table,
+    )
     from checkpointless.report.summary import RunState
     from checkpointless.telemetry import wording
     from checkpointless.telemetry.tracebacks import TRACEBACKS_DIR
@@ -132,6 +140,8 @@ def _show(report: Report) -> None:
         page.print(incident_table(report))
         page.print(bar_table(report))
         page.print(stage_table(report))
+    if report.devices:
+        page.print(device_table(report))
     page.print(time_table(report))
     if report.comparison is not None and report.comparison.restarts:
         page.print(restart_table(report.comparison))

@@ -71,8 +71,20 @@ class Membership:
             roster.put_in_place(node, index)
         return node
 
-    def joined(self, node: Node) -> None:
-        """Note that the agent of ``node`` can start processes."""
+    def joined(self, node: Node, bad_device: str = "") -> None:
+        """Note that the agent of ``node`` can start processes.
+
+        Args:
+            bad_device: what is wrong with a device of the node ("": nothing is known to be). A node that comes into
+                a job that has begun, or waits as a spare, is sent away with it, so that a node that was given up
+                does not come back as if it were in order. At the begin of the job it is not: nobody else is there,
+                and the device may work yet.
+        """
+        if bad_device and (self._job.phase is not Phase.JOINING or not self._roster.is_in_place(node)):
+            self._job.say(f"a node is sent away: {bad_device}")
+            node.send(End(FAILED, [f"this node is not taken into the job: {bad_device}"]))
+            self.lose(node, bad_device)
+            return
         if node.is_back and not self.begin_anew(node, "its agent was started anew"):
             return
         node.joined = True
@@ -105,6 +117,12 @@ class Membership:
         job.progress.drop(node.index)
         self._adoption.drop(node)
         self._lose_ranks(node, reason)
+
+    def give_up(self, node: Node, reason: str) -> None:
+        """Have a node end its part of the job, and treat it as lost: a device of it must not be used."""
+        node.send(End(FAILED, [reason]))
+        node.searching = False  # it does not come back
+        self.lose(node, reason)
 
     def lose_those_that_stay_away(self, now_s: float) -> None:
         """Treat nodes as lost that looked for this coordinator and have not come back in time."""

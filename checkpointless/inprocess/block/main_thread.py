@@ -23,6 +23,7 @@ T = TypeVar("T")
 _RAISE_AGAIN_S = 0.05
 _SLOW_S = 1.0
 _CLEANING_S = 10.0  # a data loader waits 5 s for each worker that does not end
+_IMPORTING_S = 30.0  # torch's compiler takes seconds, on a busy machine many
 _INNERMOST = 10  # number of innermost frames that are inspected
 _COLLECTIVE_FILES = (
     "torch/distributed/",
@@ -74,6 +75,7 @@ class MainThread:
         self._entered = 0  # number of times that the block was entered
         self._to_leave = 0  # the entry that is to be left
         self._waited_s = 0.0
+        self._spared_at_most_s = _CLEANING_S
         self._left = threading.Event()
         self._left.set()
         self._signal = _unused_signal()
@@ -111,7 +113,9 @@ class MainThread:
 
     def _hear(self, _: int, frame: FrameType | None) -> None:
         """Raise in the main thread, if it is in the entry that is to be left and not in code to be spared."""
-        if self._to_leave == self._entered and _is_in_block(frame) and self._waited_s >= _spared_s(frame):
+        if self._to_leave != self._entered or not _is_in_block(frame):
+            return
+        if self._waited_s >= _spared_s(frame, self._spared_at_most_s):
             raise RankShouldRestart
 
     def interrupt_until_left(self, timeout_s: float, free: Callable[[], object]) -> bool:
@@ -126,6 +130,7 @@ class MainThread:
         """
         began = time.monotonic()
         told = False
+        self._spared_at_most_s = timeout_s / 2
         while not self._left.wait(_RAISE_AGAIN_S) and (waited := time.monotonic() - began) < timeout_s:
             free()
             self.interrupt(waited)
@@ -162,27 +167,42 @@ def _is_in_block(frame: FrameType | None) -> bool:
     return False
 
 
-def _spared_s(frame: FrameType | None) -> float:
+def _spared_s(frame: FrameType | None, importing_s: float) -> float:
     """Return for how many seconds the thread must not be interrupted in ``frame``; 0 almost everywhere.
 
     ``logging`` and the import system can be interrupted, like any other code, between taking a lock and the ``try``
     that releases it; every thread of the process would then wait for that lock. Code that is interrupted while it
     closes descriptors or joins a child process does not do so later. Most of that code runs in destructors, from
-    which an exception does not even propagate.
+    which an exception does not even propagate. A module that is imported in the block and interrupted is half
+    imported: what it registered stays, and it cannot register that again (torch's operators, for example). A module
+    that trains while it is imported is interrupted where it waits for its peers.
+
+    Args:
+        frame: the innermost frame.
+        importing_s: for how many seconds imports are spared, if they take as long.
     """
-    spared_s = 0.0
+    spared_s = min(_IMPORTING_S, importing_s) if _is_importing(frame) else 0.0
     for _ in range(_INNERMOST):
         if frame is None:
             break
         name, function = frame.f_code.co_filename, frame.f_code.co_name
         if function == "__del__" or _is_ownerless(name, function):
             return _CLEANING_S
-        if name.endswith("logging/__init__.py") or name.startswith("<frozen importlib"):
-            spared_s = _SLOW_S
-        if name.endswith("/threading.py") and function != "wait":
-            spared_s = _SLOW_S
+        if name.endswith("logging/__init__.py") or (name.endswith("/threading.py") and function != "wait"):
+            spared_s = max(spared_s, _SLOW_S)
         frame = frame.f_back
     return spared_s
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported in the block, and waits for no other rank."""
+    if frame is not None and _is_in_collective(frame):
+        return False
+    while frame is not None and frame.f_code is not _the_block.__code__:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _unused_signal() -> int:

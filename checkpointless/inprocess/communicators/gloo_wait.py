@@ -29,9 +29,10 @@ _IN_TURNS = frozenset({0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15})
 
 
 class InterruptibleWait:
-    """Replacement for ``torch.distributed.Work.wait`` in a process without CUDA.
+    """Replacement for ``torch.distributed.Work.wait`` where the work is gloo's.
 
-    (With CUDA, waits are for NCCL, whose ``wait`` only orders streams and whose ``abort`` frees blocked threads.)
+    NCCL's ``wait`` stays as it is: it orders streams and returns, and a wait of it that times out aborts the
+    communicator. Both kinds are met in one process: on GPUs, Megatron-core makes gloo's groups for checkpoints.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class InterruptibleWait:
 
     def install(self) -> None:
         """Replace torch's method (idempotent)."""
-        if not self.is_installed and not torch.cuda.is_available():
+        if not self.is_installed:
             self._patches.make([Patch(c10d.Work, "wait", self._interruptible, "no interruption reaches it")])
 
     def uninstall(self) -> None:
@@ -61,11 +62,35 @@ class InterruptibleWait:
                 return bool(original(work, timeout))
             if threading.current_thread() is not threading.main_thread():
                 return bool(original(work))  # no other thread is interrupted
+            if torch.cuda.is_initialized() and _is_of_nccl(work):
+                return bool(original(work))
             if work._get_op_type() in _IN_TURNS:
                 return _wait_in_turns(original, work)
-            return self._helper.run(lambda: bool(original(work)))
+            return self._helper.run(_on_the_same_stream(lambda: bool(original(work))))
 
         return wait
+
+
+def _on_the_same_stream(wait: Callable[[], bool]) -> Callable[[], bool]:
+    """Return ``wait`` for another thread, in which it orders this thread's stream."""
+    if not torch.cuda.is_initialized():
+        return wait
+    stream: Any = torch.cuda.current_stream()
+
+    def wait_there() -> bool:
+        with torch.cuda.stream(stream):
+            return wait()
+
+    return wait_there
+
+
+def _is_of_nccl(work: Any) -> bool:
+    """Return whether ``work`` is NCCL's, which alone has a future for its result (``Work::getFutureResult``)."""
+    try:
+        work.get_future_result()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _wait_in_turns(original: Callable[..., Any], work: Any) -> bool:

@@ -1,65 +1,21 @@
-"""What torch and NCCL are told through the environment, so that the loss of one rank does not end its peers.
+"""Tells torch and NCCL through the environment what keeps the loss of one rank from ending its peers.
 
 torch reads its variables when it makes a group, NCCL when it is initialised. Set before the block is entered, they
-count under every launcher.
+count under every launcher. :mod:`checkpointless.nccl` has the variables and their values.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import MutableMapping
 
 import torch
 import torch.distributed as dist
 
-from checkpointless.environment import (
-    NCCL_NVLS_ENABLE_ENV,
-    TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV,
-    TORCH_NCCL_DUMP_ON_TIMEOUT_ENV,
-    TORCH_NCCL_ENABLE_MONITORING_ENV,
-    TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV,
-    TORCH_NCCL_USE_COMM_NONBLOCKING_ENV,
-    TORCHELASTIC_RUN_ID_ENV,
-)
+from checkpointless.nccl import SETTINGS, is_torchruns, problem_of_version
 
 logger = logging.getLogger(__name__)
-
-#: Earlier versions may deadlock while several communicators of a process are aborted
-#: (https://github.com/pytorch/pytorch/issues/149153).
-OLDEST_NCCL = (2, 26, 2)
-_OFF, _ON = "0", "1"
-_OF_TORCHRUN = "1"  # torchrun gives this to every rank whose user has not said otherwise
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One variable.
-
-    Attributes:
-        value: the one with which a recovery works.
-        otherwise: what happens with another one.
-    """
-
-    value: str
-    otherwise: str
-
-
-SETTINGS: Mapping[str, Setting] = {
-    TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV: Setting(
-        _OFF, "torch ends a healthy rank that sees the connection to a lost peer break"
-    ),
-    TORCH_NCCL_RETHROW_CUDA_ERRORS_ENV: Setting(
-        _OFF, "torch's watchdog ends a rank for errors of an aborted group"
-    ),
-    TORCH_NCCL_ENABLE_MONITORING_ENV: Setting(_OFF, "torch ends a rank whose watchdog is held up by an abort"),
-    TORCH_NCCL_DUMP_ON_TIMEOUT_ENV: Setting(_OFF, "a timeout of one rank ends the others"),
-    TORCH_NCCL_USE_COMM_NONBLOCKING_ENV: Setting(
-        _ON, "a rank that makes a communicator with a lost peer cannot be freed, and its state is lost"
-    ),
-    NCCL_NVLS_ENABLE_ENV: Setting(_OFF, "multicast over NVLink cannot be set up again after an abort"),
-}
 
 
 def apply(environ: MutableMapping[str, str] | None = None) -> tuple[str, ...]:
@@ -74,7 +30,7 @@ def apply(environ: MutableMapping[str, str] | None = None) -> tuple[str, ...]:
     environ = os.environ if environ is None else environ
     others = []
     for name, setting in SETTINGS.items():
-        if name not in environ or _is_torchruns(name, environ):
+        if name not in environ or is_torchruns(name, environ):
             environ[name] = setting.value
         elif environ[name] != setting.value:
             others.append(name)
@@ -90,24 +46,3 @@ def apply_where_there_is_nccl() -> None:
     problem = problem_of_version(torch.cuda.nccl.version())
     if problem is not None:
         logger.warning("%s", problem)
-
-
-def problem_of_version(version: tuple[int, ...]) -> str | None:
-    """Return what is wrong with a version of NCCL, in one line, or None.
-
-    Args:
-        version: major, minor and patch.
-    """
-    if version >= OLDEST_NCCL:
-        return None
-    found, least = (".".join(map(str, each)) for each in (version, OLDEST_NCCL))
-    return f"NCCL {found}: aborting several communicators may deadlock; install a torch with NCCL {least} or newer"
-
-
-def _is_torchruns(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether the launcher, and probably nobody else, has set the variable."""
-    return (
-        name == TORCH_NCCL_ASYNC_ERROR_HANDLING_ENV
-        and environ[name] == _OF_TORCHRUN
-        and TORCHELASTIC_RUN_ID_ENV in environ
-    )

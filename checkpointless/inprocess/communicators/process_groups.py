@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import nccl_settings
+from checkpointless.inprocess.communicators.captured_graphs import CapturedGraphs
+from checkpointless.inprocess.communicators.eager_init import EagerInit
 from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
@@ -34,7 +37,15 @@ class ProcessGroups:
     def __init__(self) -> None:
         self._sockets = GlooSockets()
         self.messages = PointToPointCounts()
-        self._patchers = (InterruptibleConnect(), InterruptibleWait(), InterruptibleStore(), self.messages)
+        self._graphs = CapturedGraphs()
+        self._patchers = (
+            InterruptibleConnect(),
+            InterruptibleWait(),
+            InterruptibleStore(),
+            EagerInit(),
+            self._graphs,
+            self.messages,
+        )
 
     def install(self) -> None:
         """Prepare torch and NCCL for groups that are aborted, and make their waits interruptible (idempotent)."""
@@ -55,22 +66,22 @@ class ProcessGroups:
 
         All groups of NCCL's are aborted at the same time, each in a thread of its own. ``ncclCommAbort`` may wait
         for the device, and so for a kernel that spins until another group is aborted, too
-        (https://github.com/NVIDIA/nccl/issues/1013).
+        (https://github.com/NVIDIA/nccl/issues/1013). It also waits for CUDA graphs, which are given up meanwhile.
 
         Raises:
-            RuntimeError: NCCL could not abort a group.
+            RuntimeError: NCCL could not abort a group, or CUDA could not reset a graph.
         """
         errors: list[Exception] = []
 
-        def abort(backend: Any) -> None:  # Any: a class of C++ that builds without NCCL do not have
+        def attempt(part: Callable[[], None]) -> None:
             try:
-                backend.abort()
+                part()
             except Exception as error:  # noqa: BLE001 - raised in the calling thread
                 errors.append(error)
 
         threads = [
-            threading.Thread(target=abort, args=(backend,), name="checkpointless-abort", daemon=True)
-            for backend in _nccl_backends()
+            threading.Thread(target=attempt, args=(part,), name="checkpointless-abort", daemon=True)
+            for part in [*(backend.abort for backend in _nccl_backends()), self._graphs.give_up]
         ]
         for thread in threads:
             thread.start()
@@ -122,6 +133,7 @@ class ProcessGroups:
             registry.clear()
         world.group_count = 0
         self.messages.counts.clear()
+        self._graphs.begin_anew()
         c10d._unregister_all_process_groups()  # the names of groups that were being made when they were interrupted
 
     def release(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection
+from itertools import groupby
 from pathlib import Path
 
 from checkpointless.faults.chaos import DEADLY, HANGING
@@ -36,7 +37,8 @@ def replaced_healthy(run_dir: Path, ranks: Collection[int]) -> tuple[str, ...]:
     )
     found = []
     for rank in ranks:
-        pids = list(dict.fromkeys(line["pid"] for line in notes(run_dir, rank, "process")))
+        # In a long run a number is given to another process later on.
+        pids = [pid for pid, _ in groupby(line["pid"] for line in notes(run_dir, rank, "process"))]
         found += [f"{rank}:{pid}" for pid in pids[:-1] if pid not in hit]
         found += [f"{rank}:?"] * max(0, started[rank] - (len(pids) - 1))
     return tuple(found)

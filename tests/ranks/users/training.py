@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -72,7 +72,10 @@ FEATURES = (
     "epoch-metrics",  # what is logged and accumulated over an epoch
     "two-loaders",  # two loaders to train on
     "start-hooks",  # a module and a data module whose state the hooks at the start change
+    "overlap",  # reductions of gradients and gathers of parameters that overlap with the passes
 )
+#: Classes of callbacks that every trainer gets besides those of the features.
+more_callbacks: list[type[Callback]] = []
 _STEPS_OF_EPOCH = 4
 _OWN_DATA = frozenset({"own-data", "epochs", "cyclic", "uneven", "start-hooks", "two-loaders"})
 
@@ -201,7 +204,7 @@ def optimizer_of(options: argparse.Namespace, features: frozenset[str]) -> nl.Me
 
 def callbacks_of(options: argparse.Namespace, features: frozenset[str], fit: int) -> list[Any]:
     """Return our callbacks and those that were asked for."""
-    callbacks: list[Any] = [CheckpointlessCallback()]
+    callbacks: list[Any] = [CheckpointlessCallback(), *(each() for each in more_callbacks)]
     if "ema" in features:
         callbacks.append(Averaging())
     if "callback-hooks" in features:
@@ -266,7 +269,11 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
             pipeline_model_parallel_size=options.pipeline_parallel,
             expert_model_parallel_size=options.expert_parallel,
             pipeline_dtype=torch.float16 if "fp16" in features else torch.float32,
-            ddp=DistributedDataParallelConfig(use_distributed_optimizer=True),
+            ddp=DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                overlap_grad_reduce="overlap" in features,
+                overlap_param_gather="overlap" in features,
+            ),
             ckpt_async_save="async-save" in features,
         ),
         callbacks=callbacks_of(options, features, fit),

@@ -52,6 +52,9 @@ class Agent(SimpleNamespace):
     def __init__(self, *ranks: int) -> None:
         super().__init__(ranks=dict.fromkeys(ranks), outcome=None, joined=True, has_ended_well=False, grace_s=None)
 
+    def joining(self) -> Joined:
+        return Joined()
+
     def standing(self) -> Standing:
         return STANDING
 

@@ -100,7 +100,7 @@ def test_what_is_wrong_is_said_in_one_line(
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["train.py"]
 
 
-@pytest.mark.parametrize("command", ["run", "train", "coordinator", "demo", "verify", "report", "faults"])
+@pytest.mark.parametrize("command", ["run", "train", "coordinator", "demo", "verify", "report", "faults", "doctor"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])

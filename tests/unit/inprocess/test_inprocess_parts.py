@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import threading
 import time
 import types
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -276,6 +278,75 @@ def test_the_main_thread_is_interrupted_until_it_has_left_and_not_after() -> Non
     main.close()
     assert left == [True]
     assert outcome == ["swallowed"] * 3 + ["left", "undisturbed"]
+
+
+_SLOW_MODULE = """
+import time
+began = True
+def register(depth):
+    if depth:
+        register(depth - 1)
+    else:
+        time.sleep(0.01)
+for _ in range(100):
+    register(20)
+done = True
+"""
+
+
+def test_a_module_that_the_block_imports_is_imported_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise what it has registered stays, and the next import cannot register it again."""
+    (tmp_path / "slow_to_import.py").write_text(_SLOW_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    main = MainThread()
+    left: list[bool] = []
+
+    def interrupt() -> None:
+        while not hasattr(sys.modules.get("slow_to_import"), "began"):
+            time.sleep(0.005)
+        left.append(main.interrupt_until_left(20, lambda: None))
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+
+    def block() -> None:
+        importlib.import_module("slow_to_import")
+        while True:
+            time.sleep(0.005)
+
+    try:
+        with pytest.raises(RankShouldRestart):
+            main.run(block)
+        thread.join(20)
+        assert left == [True]
+        assert hasattr(sys.modules.get("slow_to_import"), "done")
+    finally:
+        main.close()
+        sys.modules.pop("slow_to_import", None)
+
+
+def test_an_import_that_does_not_end_is_spared_for_half_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "never_imported.py").write_text("import time\nbegan = True\nwhile True:\n    time.sleep(0.005)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    main = MainThread()
+    left: list[bool] = []
+
+    def interrupt() -> None:
+        while not hasattr(sys.modules.get("never_imported"), "began"):
+            time.sleep(0.005)
+        left.append(main.interrupt_until_left(4, lambda: None))
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(RankShouldRestart):
+            main.run(lambda: importlib.import_module("never_imported"))
+        thread.join(20)
+        assert left == [True]
+    finally:
+        main.close()
 
 
 def test_a_signal_that_has_a_use_is_not_taken_and_none_is_kept() -> None:

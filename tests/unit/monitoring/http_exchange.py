@@ -24,6 +24,7 @@ JOB = JobStatus(
     recoveries=NONE.and_one_of(0.75).and_one_of(40.0),
     rungs=RUNGS,
     steps_lost=3,
+    given_up=1,
 )
 SNAPSHOT = Snapshot(
     node=0,
@@ -33,6 +34,7 @@ SNAPSHOT = Snapshot(
     high_water=7,
     incident="4",
     respawns=1,
+    device_problems={"fatal": 1},
     ranks=(RankStatus(0, "leaving", 4242, 1, 7, 8, 0.25), RankStatus(2, "starting", None, 2, None, None, None)),
     job=JOB,
 )

@@ -20,7 +20,9 @@ FOLDERS[PACKAGE] = ROOT / PACKAGE
 # package's own __init__ gathers what has no framework in it.
 FLOORS = {
     "layout": 0,
+    "nccl": 0,
     "patches": 0,
+    "devices": 0,
     "environment": 0,
     "posix": 0,
     "telemetry": 0,
@@ -34,6 +36,7 @@ FLOORS = {
     "transfer": 3,
     "agent": 4,
     "inprocess": 4,
+    "doctor": 5,
     "local_checkpoint": 5,
     "recovery": 6,
     "__init__": 6,
@@ -48,7 +51,9 @@ FLOORS = {
 FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}
 STANDARD_LIBRARY_ONLY = (
     "layout",
+    "nccl",
     "patches",
+    "devices",
     "environment",
     "posix",
     "telemetry",
@@ -56,6 +61,7 @@ STANDARD_LIBRARY_ONLY = (
     "coordinator",
     "faults",
 )
+NVML_ASKER = f"{PACKAGE}.devices.nvml_process"  # it runs in a process of its own, and only where pynvml is
 TYPED_MESSAGES = ("wire", "coordinator")  # msgspec is a few hundred kilobytes, and loads in milliseconds
 NO_FRAMEWORK = (
     *STANDARD_LIBRARY_ONLY,
@@ -66,6 +72,7 @@ NO_FRAMEWORK = (
     "monitoring",
     "agent",
     "inprocess",
+    "doctor",
     "local_checkpoint",
     "recovery",
     "__init__",
@@ -82,7 +89,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 MODULES = dict(modules())
 
 # Commands load these only when they have something to show.
-LOADED_LATER = {f"{PACKAGE}.cli.tables", f"{PACKAGE}.cli.terminal"}
+LOADED_LATER = {f"{PACKAGE}.cli.{name}" for name in ("tables", "terminal", "findings_page")}
 LIGHT = [module for module in MODULES if module.startswith(f"{PACKAGE}.cli.") and module not in LOADED_LATER]
 
 
@@ -172,6 +179,8 @@ def test_the_engine_knows_no_framework(module: str) -> None:
 @pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) in STANDARD_LIBRARY_ONLY])
 def test_what_runs_outside_of_ranks_uses_the_standard_library_only(module: str) -> None:
     allowed = {*sys.stdlib_module_names, PACKAGE, *(("msgspec",) if part_of(module) in TYPED_MESSAGES else ())}
+    if module == NVML_ASKER:
+        allowed.add("pynvml")
     found = {name for name in imports(module) if name.partition(".")[0] not in allowed}
     assert not found, f"{module} imports {', '.join(sorted(found))}"
 
@@ -207,7 +216,7 @@ def test_every_module_of_ours_that_a_string_names_exists(module: str) -> None:
 def test_every_command_is_a_light_module() -> None:
     commands = {module for module in LIGHT if module.startswith(f"{PACKAGE}.cli.commands.")}
     assert {module.rpartition(".")[2] for module in commands} == {
-        *("run", "train", "coordinator", "demo", "verify", "report", "faults"),
+        *("run", "train", "coordinator", "demo", "verify", "report", "faults", "doctor"),
         "__init__",
     }
 

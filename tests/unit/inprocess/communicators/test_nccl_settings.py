@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from checkpointless.inprocess.communicators import nccl_settings
-from checkpointless.inprocess.communicators.nccl_settings import SETTINGS, apply, problem_of_version
+from checkpointless.inprocess.communicators.nccl_settings import apply
 from checkpointless.inprocess.communicators.process_groups import ProcessGroups
+from checkpointless.nccl import SETTINGS, problem_of_version
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 

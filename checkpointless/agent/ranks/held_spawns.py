@@ -1,0 +1,103 @@
+"""The processes that are to be started once the device of their rank has been looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from checkpointless.agent.ranks.device_guard import DeviceGuard, Finding
+from checkpointless.agent.ranks.known_job import KnownJob
+from checkpointless.devices.survey import Problem, ProblemKind
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.wire.node_messages import DeviceBad, NodeMessage, Spawn
+
+
+class HeldSpawns:
+    """Holds the starts of processes while devices are looked at, and reports devices that must not be used.
+
+    The first process of the job for a rank is not held: there is no reason yet to doubt its device.
+
+    Args:
+        job: what this node knows of the job.
+        guard: knows which devices must not be used; None if the ranks use none.
+        report: sends a message to the coordinator.
+        say: called with each line for the terminal.
+
+    Attributes:
+        bad_at_begin: which devices of ranks must not be used, as was known when the agent began, and why.
+    """
+
+    def __init__(
+        self,
+        job: KnownJob,
+        guard: DeviceGuard | None,
+        report: Callable[[NodeMessage], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._job = job
+        self._guard = guard
+        self._report = report
+        self._say = say
+        self._held: dict[int, tuple[Spawn, int]] = {}  # rank -> what is asked for, and its local rank
+        self._refused: set[int] = set()
+        self._told: set[tuple[str, Problem]] = set()
+        self.bad_at_begin = ""
+
+    def has(self, rank: int) -> bool:
+        """Return whether a process of the rank is held."""
+        return rank in self._held
+
+    def hold(self, spawn: Spawn, local_rank: int) -> bool:
+        """Hold the start of a process, unless nothing speaks against it.
+
+        Args:
+            local_rank: the rank within this node.
+        """
+        self.drop(spawn.rank)
+        if self._guard is None or spawn.incarnation == 0 or spawn.anyway:
+            return False
+        self._held[spawn.rank] = spawn, local_rank
+        return not self._is_released(spawn, local_rank)
+
+    def released(self) -> list[Spawn]:
+        """Return the processes that may be started by now, and report those that must not be."""
+        return [spawn for spawn, local in list(self._held.values()) if self._is_released(spawn, local)]
+
+    def drop(self, rank: int) -> bool:
+        """Start no process for the rank; return whether one was held."""
+        self._refused.discard(rank)
+        return self._held.pop(rank, None) is not None
+
+    def tell_of_begin(self) -> None:
+        """Tell of the problems that the devices of this machine had when the agent began."""
+        if self._guard is None:
+            return
+        for device in self._guard.at_begin.devices:
+            self._tell(Finding(str(device), device.problems), None)
+        self.bad_at_begin = self._guard.bad_at_begin()
+
+    def _is_released(self, spawn: Spawn, local_rank: int) -> bool:
+        if self._guard is None or spawn.rank in self._refused:  # the coordinator decides
+            return False
+        finding = self._guard.finding(local_rank)
+        if finding is None:
+            return False
+        self._tell(finding, spawn.rank)
+        if finding.why:
+            self._refused.add(spawn.rank)
+            self._report(DeviceBad(spawn.rank, spawn.incarnation, finding.device, finding.why))
+            return False
+        self.drop(spawn.rank)
+        return True
+
+    def _tell(self, finding: Finding, rank: int | None) -> None:
+        """Write and say each problem of a device once."""
+        for problem in finding.problems:
+            device = "network" if problem.kind is ProblemKind.NETWORK else finding.device
+            if (device, problem) in self._told:
+                continue
+            self._told.add((device, problem))
+            kind, what, is_fatal = problem.kind.name.lower(), problem.what, problem.is_fatal
+            self._job.emit(
+                EventName.DEVICE, "point", rank=rank, device=device, kind=kind, what=what, is_fatal=is_fatal
+            )
+            self._say(f"{device}: {'must not be used' if is_fatal else 'warning'}: {what}")

@@ -1,0 +1,136 @@
+"""Looks at the devices of this machine, in bounded time whatever state they are in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from checkpointless.devices.child import Lines, end
+from checkpointless.devices.judge import judged, port_problems
+from checkpointless.devices.nvml_process import LOOK
+from checkpointless.devices.ports import read_ports
+from checkpointless.devices.survey import NO_DRIVER, Device, DeviceSurvey, Problem, ProblemKind, Reading
+
+__all__ = ["NO_DRIVER", "Device", "DeviceSurvey", "Problem", "ProblemKind", "Reading", "look"]
+
+START_S = 10.0  # a busy machine takes seconds to start an interpreter
+DRIVER_FOLDER = Path("/proc/driver/nvidia")  # exists while NVIDIA's kernel module is loaded
+
+
+def look(
+    timeout_s: float,
+    *,
+    start_s: float = START_S,
+    before: DeviceSurvey | None = None,
+    xids: Collection[tuple[str, int]] = (),
+    first: int = 0,
+) -> DeviceSurvey:
+    """Look at the devices of this machine.
+
+    NVML may hang on a bad device, in a way that no signal ends. So a child process asks it, once, and is killed if
+    it takes too long. The device that was being asked about then has a fatal problem; if NVML did not even begin to
+    answer, each device of ``before`` has, since CUDA needs the same driver. A child that does not even start, on a
+    machine that is too busy, says nothing of devices.
+
+    Args:
+        timeout_s: how many seconds NVML may take to answer.
+        start_s: how many seconds the child may take to start.
+        before: an earlier look, of when the devices were in order.
+        xids: UUID of the device and number of each Xid since then.
+        first: index of the device to ask about first, because a later one may not be reached.
+    """
+    ports = read_ports()
+    network = port_problems(ports, before.ports if before is not None else ())
+    if importlib.util.find_spec("pynvml") is None:
+        missing = "the devices are not looked at: pip install 'checkpointless[gpu]' installs what asks NVML"
+        return DeviceSurvey(error=missing if DRIVER_FOLDER.is_dir() else NO_DRIVER, network=network, ports=ports)
+    said = _Said()
+    said.listen(timeout_s, start_s, first)
+    earlier = before.readings if before is not None else ()
+    devices = judged(said.readings, is_complete=said.is_complete, before=earlier, xids=xids)
+    if said.is_silent:
+        silent = [reading for reading in earlier if said.asking in (None, reading.index)]
+        if said.asking is not None and not silent:
+            silent = [Reading(said.asking)]
+        devices = (*devices, *(_silent(reading, said.error) for reading in silent))
+    return DeviceSurvey(devices, said.driver, said.cuda, said.error, network, tuple(said.readings), ports)
+
+
+def _silent(reading: Reading, why: str) -> Device:
+    problem = Problem(ProblemKind.SILENT, why, True)
+    return Device(reading.index, reading.uuid, reading.name, reading.bus_id, (problem,), reading.mig_uuids)
+
+
+class _Said:
+    """What the process that asks NVML has said.
+
+    Attributes:
+        driver: version of the driver.
+        cuda: newest version of CUDA that it supports.
+        readings: what NVML said of each device.
+        asking: index of the device that was asked about last, and not answered for (None: none).
+        is_complete: whether NVML was asked about all devices.
+        is_silent: whether NVML did not answer in time.
+        error: why not everything could be read.
+    """
+
+    def __init__(self) -> None:
+        self.driver = self.cuda = self.error = ""
+        self.readings: list[Reading] = []
+        self.asking: int | None = None
+        self.is_complete = self.is_silent = False
+        self._has_begun = False
+
+    def listen(self, timeout_s: float, start_s: float, first: int) -> None:
+        """Ask, for ``timeout_s`` seconds at most, once the process has started, which may take ``start_s``."""
+        command = [sys.executable, "-m", "checkpointless.devices.nvml_process", LOOK, "--first", str(first)]
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError as error:
+            self.error = f"the process that asks NVML cannot be started: {error}"
+            return
+        try:
+            lines = Lines(process)
+            for line in lines.until(time.monotonic() + start_s):
+                self._take(json.loads(line))
+                if self._has_begun:
+                    break
+            for line in lines.until(time.monotonic() + timeout_s) if self._has_begun else ():
+                self._take(json.loads(line))
+        finally:
+            end(process)
+        if self.is_complete or self.error:
+            return
+        self.is_silent = self._has_begun and not lines.are_over
+        if self.is_silent:
+            self.error = f"NVML did not answer within {timeout_s:g} s"
+        elif lines.are_over:
+            self.error = "the process that asks NVML ended without an answer"
+        else:
+            self.error = f"the process that asks NVML did not start within {start_s:g} s"
+
+    def _take(self, said: dict[str, Any]) -> None:
+        if "begun" in said:
+            self._has_begun = True
+        elif "driver" in said:
+            self.driver, self.cuda = said["driver"], said["cuda"]
+        elif "asking" in said:
+            self.asking = said["asking"]
+        elif "reading" in said:
+            self.asking = None
+            row = said["reading"]
+            links = tuple((number, is_active) for number, is_active in row["links"])
+            self.readings.append(replace(Reading(**row), mig_uuids=tuple(row["mig_uuids"]), links=links))
+        elif "error" in said:
+            self.error = said["error"]
+        else:
+            self.is_complete = True

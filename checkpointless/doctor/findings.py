@@ -1,0 +1,135 @@
+"""What a check found, and how findings of several checks are put together."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as OutOfTimeError
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from checkpointless.telemetry import wording
+
+JSON_FORMAT = 1  # of what :func:`as_json` gives; raised when a reader of the former cannot read the next
+_LONGEST = 400  # characters of a text from outside
+
+
+class Severity(Enum):
+    """How much a finding matters."""
+
+    ERROR = "error"  # the job does not run, or does not recover
+    WARNING = "warning"  # it runs, and some recovery is lost or takes much longer
+    ADVICE = "advice"  # it could be better
+    OK = "ok"  # nothing has to be changed
+
+
+class Family(Enum):
+    """What a check is about."""
+
+    VERSIONS = "versions"
+    VARIABLES = "variables"
+    FORKING = "forking"
+    DEVICES = "devices"
+    NETWORK = "network"
+    STORAGE = "storage"
+    LIMITS = "limits"
+    CLOCK = "clock"
+    KERNEL = "kernel"
+    MEMORY = "memory"
+    NODES = "nodes"
+
+
+_WORST_FIRST = list(Severity)
+_FAMILIES = list(Family)
+_CHANGE = (Severity.ERROR, Severity.WARNING)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        family: what it is about.
+        severity: how much it matters.
+        seen: what was seen, in one line.
+        source: where that comes from: a file, a variable, a function.
+        todo: what to do, in one line; "" if nothing has to be changed.
+        nodes: numbers of the nodes that it was seen on; empty where only this machine was looked at.
+    """
+
+    family: Family
+    severity: Severity
+    seen: str
+    source: str = ""
+    todo: str = ""
+    nodes: tuple[int, ...] = ()
+
+    @property
+    def is_to_change(self) -> bool:
+        """Whether this is a warning or an error."""
+        return self.severity in _CHANGE
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings in the order in which they are shown: by severity, then by family."""
+    return sorted(
+        findings, key=lambda each: (_WORST_FIRST.index(each.severity), _FAMILIES.index(each.family), each.nodes)
+    )
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """Return the exit code for scripts: 1 if there is a warning or an error, else 0."""
+    return int(any(each.is_to_change for each in findings))
+
+
+def as_json(findings: Iterable[Finding], what: str) -> str:
+    """Return the findings as a JSON document, worst first.
+
+    Args:
+        findings: what was found.
+        what: what was looked at.
+    """
+    rows = [
+        {**asdict(each), "family": each.family.value, "severity": each.severity.value}
+        for each in worst_first(findings)
+    ]
+    worst = rows[0]["severity"] if rows else Severity.OK.value
+    return json.dumps({"format": JSON_FORMAT, "looked_at": what, "worst": worst, "findings": rows}, indent=1)
+
+
+def headline(finding: Finding) -> str:
+    """Return a finding in one line, for a terminal that shows other lines, too."""
+    todo = f": {finding.todo}" if finding.todo else ""
+    return wording.printable(f"{finding.severity.value}: {finding.seen}{todo}", 2 * _LONGEST)
+
+
+def checked(family: Family, check: Callable[[], Sequence[Finding]], timeout_s: float) -> list[Finding]:
+    """Return what a check finds; a check that fails or does not end in time is a finding itself.
+
+    Args:
+        family: what the check is about.
+        check: reads the machine, and judges.
+        timeout_s: how many seconds it may take. A thread that takes longer is left behind.
+    """
+    result: Future[Sequence[Finding]] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(check())
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: it becomes a finding
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=f"doctor-{family.value}", daemon=True).start()
+    try:
+        return list(result.result(timeout_s))
+    except OutOfTimeError:
+        seen, todo = (
+            f"the check did not end within {timeout_s:g} s",
+            "look for a disk or device that does not answer",
+        )
+    except Exception as error:  # noqa: BLE001 - whatever the check ran into is what is to be shown
+        seen = wording.printable(f"the check failed: {type(error).__name__}: {error}", _LONGEST)
+        todo = "report this line as a bug of checkpointless, unless it explains itself"
+    return [Finding(family, Severity.WARNING, seen, f"check of {family.value}", todo)]

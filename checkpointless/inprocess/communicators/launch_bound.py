@@ -1,0 +1,113 @@
+"""Bound how far launches run ahead of the GPU, so that no launch blocks while it holds the interpreter lock.
+
+A launch blocks when the GPU's queue is full (about 1,024 launches), and behind a collective that waits for a lost
+rank the queue fills within milliseconds. Bindings that keep the interpreter lock meanwhile (about half of
+TransformerEngine's) stop every thread of the process, also the one that would abort the collective. So the host
+waits for the GPU a few layers behind, in a wait that gives the lock back, long before the queue is full.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from checkpointless.environment import LAUNCH_AHEAD_ENV
+
+#: With at most about 100 launches per layer and direction, this stays below 1,024.
+DEFAULT_LAYERS = 8
+
+
+class Event(Protocol):
+    """What is used of ``torch.cuda.Event``."""
+
+    def record(self) -> None:
+        """Record everything that was launched so far."""
+
+    def synchronize(self) -> None:
+        """Wait until what was recorded is done, without the interpreter lock."""
+
+
+class LaunchBound:
+    """Keeps the launches of a model's layers at most a number of layers ahead of the GPU.
+
+    Args:
+        layers: how many layers, in the forward or backward direction, may be launched and not done; at least 1.
+        make_event: makes an event.
+
+    Raises:
+        ValueError: ``layers`` is less than 1.
+    """
+
+    def __init__(self, layers: int, make_event: Callable[[], Event] | None = None) -> None:
+        if layers < 1:
+            raise ValueError(f"at least one layer must run ahead, not {layers}")
+        make = make_event or (lambda: torch.cuda.Event(blocking=True))
+        self._free: deque[Event] = deque(make() for _ in range(layers + 1))
+        self._recorded: deque[Event] = deque()
+
+    def watch(self, model: torch.nn.Module) -> int:
+        """Pass at each layer of ``model`` from now on, in both directions.
+
+        A model whose layers are captured in CUDA graphs must not be watched: capturing refuses modules with hooks.
+        A graph is one launch.
+
+        Args:
+            model: the model, whose parameters are in place; those that are frozen later end no backward pass.
+
+        Returns:
+            The number of layers that were found.
+        """
+        found = layers_of(model)
+        for layer in found:
+            layer.register_forward_pre_hook(lambda *_: self.at_layer())
+            parameter = next((each for each in layer.parameters() if each.requires_grad), None)
+            if parameter is not None:
+                parameter.register_hook(lambda _: self.at_layer())
+        return len(found)
+
+    def at_layer(self) -> None:
+        """Record what was launched so far, and wait for the GPU if that is too far ahead.
+
+        Nothing is done while a CUDA graph is captured, in which no wait is allowed.
+
+        Raises:
+            RuntimeError: CUDA reported an error.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
+        event = self._free.popleft()
+        event.record()
+        self._recorded.append(event)
+        if not self._free:
+            oldest = self._recorded.popleft()
+            self._free.append(oldest)
+            oldest.synchronize()
+
+
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers of ``model``: the elements of its lists of modules, the outermost ones where lists nest."""
+    found: list[torch.nn.Module] = []
+    for child in model.children():
+        if isinstance(child, torch.nn.ModuleList):
+            found += child
+        else:
+            found += layers_of(child)
+    return found
+
+
+def from_environment() -> LaunchBound | None:
+    """Return the bound that the environment asks for; None if it asks for none, or this process uses no GPU.
+
+    Raises:
+        ValueError: the variable is not a whole number.
+    """
+    text = os.environ.get(LAUNCH_AHEAD_ENV, str(DEFAULT_LAYERS))
+    try:
+        layers = int(text)
+    except ValueError:
+        raise ValueError(f"{LAUNCH_AHEAD_ENV} is a number of layers (0: no bound), not {text!r}") from None
+    return LaunchBound(layers) if layers > 0 and torch.cuda.is_initialized() else None

@@ -1,0 +1,143 @@
+"""Run a NeMo training in bf16 on the test device, each of whose ranks writes down what it holds.
+
+The model is wide, so that its parameters take more than its activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.device import played
+
+if __name__ == "__main__":
+    played.install()
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from nemo import lightning as nl
+from nemo.collections import llm
+from nemo.collections.llm.gpt.model.base import local_layer_spec
+
+from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.demo.text import ByteTokenizer, TextDataModule
+from checkpointless.environment import own_generation, own_rank, own_run_dir
+from checkpointless.inprocess import HPWrapper
+from checkpointless.strategies import CheckpointlessMegatronStrategy
+
+SEQ_LENGTH, GLOBAL_BATCH = 16, 8
+
+
+class WritesMemory(Callback):
+    """Writes down the most that was held before a generation's first step, and what is held after each step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._has_begun = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Write down the peak of the start or of the re-entry."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._write("entered", trainer)
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
+        """Write down what is held, and the peak of the step."""
+        self._write("stepped", trainer)
+        torch.cuda.reset_peak_memory_stats()
+
+    def _write(self, what: str, trainer: Any) -> None:
+        optimizer = trainer.strategy.optimizers[0].mcore_optimizer
+        line = {
+            "what": what,
+            "rank": own_rank(),
+            "step": trainer.global_step,
+            "generation": own_generation(),
+            "held": torch.cuda.memory_allocated(),
+            "most": torch.cuda.max_memory_allocated(),
+            "parameters": sum(each.numel() for each in trainer.strategy.megatron_parallel.parameters()),
+            "mains": sum(each.numel() for group in optimizer.param_groups for each in group["params"]),
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bytes", type=int, help="that the device has; default: no limit")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train."""
+    options = parse()
+    played.memory.limit = options.bytes
+    train(options)
+
+
+@HPWrapper()
+def train(options: argparse.Namespace) -> None:
+    """Train one generation."""
+    config = llm.GPTConfig(
+        num_layers=options.layers,
+        hidden_size=options.width,
+        ffn_hidden_size=4 * options.width,
+        num_attention_heads=4,
+        seq_length=SEQ_LENGTH,
+        make_vocab_size_divisible_by=256,
+        transformer_layer_spec=local_layer_spec,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        cross_entropy_loss_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    optimizer = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=True)
+    directory = own_run_dir()
+    assert directory is not None
+    trainer = nl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        max_steps=options.steps,
+        plugins=nl.MegatronMixedPrecision(precision="bf16-mixed"),
+        strategy=CheckpointlessMegatronStrategy(
+            num_distributed_optimizer_instances=options.instances,
+            tensor_model_parallel_size=options.tensor_parallel,
+            pipeline_model_parallel_size=options.pipeline_parallel,
+            pipeline_dtype=torch.bfloat16,
+            ddp=DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=options.pipeline_parallel == 1,
+                overlap_param_gather=options.pipeline_parallel == 1,
+            ),
+        ),
+        callbacks=[CheckpointlessCallback(), WritesMemory(directory / f"memory-{own_rank()}.jsonl")],
+        logger=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    data = TextDataModule(seq_length=SEQ_LENGTH, micro_batch_size=1, global_batch_size=GLOBAL_BATCH)
+    model = llm.GPTModel(config, optim=nl.MegatronOptimizerModule(optimizer), tokenizer=ByteTokenizer())
+    trainer.fit(model, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Run whole jobs of the suite under an agent, and compare their steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointless.faults.ledger import fired
+from checkpointless.report.incidents import IncidentSummary, summarize
+from checkpointless.report.verify import compare
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.steps import Recording, read_steps
+from tests.gpu.isolated import ROOT
+from tests.ranks.agent_job import Job
+
+LOOP = ROOT / "tests" / "gpu" / "loop.py"
+MEGATRON_LOOP = ROOT / "tests" / "gpu" / "megatron_loop.py"
+#: For equal bits, and for tensor parallelism without a warning.
+SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+_TAIL = 40  # lines of each log that a failure shows
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Describes a job that is over.
+
+    Attributes:
+        code: its exit code.
+        run_dir: where it wrote.
+        said: the agent's lines.
+    """
+
+    code: int
+    run_dir: Path
+    said: str
+
+    @property
+    def steps(self) -> Recording:
+        """The steps that its ranks recorded."""
+        return read_steps(self.run_dir)
+
+    @property
+    def incidents(self) -> list[IncidentSummary]:
+        """Its incidents, in their order."""
+        return summarize(read_events(self.run_dir))
+
+    def story(self) -> str:
+        """Return what to show when a test fails."""
+        logs = [
+            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL:])
+            for path in sorted((self.run_dir / "logs").iterdir())
+        ]
+        return "\n".join([f"exit code {self.code}", self.said, *logs])
+
+
+def run(
+    run_dir: Path,
+    script: Path,
+    *args: str,
+    ranks: int = 4,
+    faults: tuple[str, ...] = (),
+    limit_s: float = 120.0,
+    cpu: bool = False,
+) -> Finished:
+    """Run a job to its end.
+
+    Args:
+        run_dir: a fresh directory.
+        script: of the ranks.
+        *args: of the script.
+        ranks: how many.
+        faults: specs.
+        limit_s: for the whole job, in seconds.
+        cpu: whether Megatron-core trains on CPUs.
+
+    Raises:
+        AssertionError: it has not ended in time, or has left a process.
+    """
+    before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    job = Job(
+        run_dir,
+        str(script),
+        *args,
+        nproc=ranks,
+        faults=faults,
+        record_steps=True,
+        heartbeat_timeout_s=15.0,
+        stream_logs=False,
+        cpu=cpu,
+        env={"PYTHONPATH": os.pathsep.join([*before, str(ROOT)])},
+        extra_env=SETTINGS,
+    )
+    try:
+        ended = job.end(limit_s)
+    except subprocess.TimeoutExpired as error:
+        story = Finished(-1, run_dir, f"it had not ended after {limit_s:g} s").story()
+        raise AssertionError(story) from error
+    return Finished(ended.code, run_dir, ended.out + ended.err)
+
+
+def check_equal(undisturbed: Finished, disturbed: Finished, faults: tuple[str, ...], steps: int) -> None:
+    """Check that every fault happened and changed no bit.
+
+    Raises:
+        AssertionError: otherwise.
+    """
+    assert disturbed.code == 0, disturbed.story()
+    assert fired(disturbed.run_dir) == dict.fromkeys(faults, 1)
+    verdict = compare(undisturbed.steps, disturbed.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{disturbed.story()}"
+    assert verdict.steps == steps
+
+
+class Undisturbed:
+    """Runs each kind of job once without faults.
+
+    Args:
+        folder: returns a fresh folder for a name.
+        limit_s: for each job, in seconds.
+    """
+
+    def __init__(self, folder: Callable[[str], Path], limit_s: float = 120.0) -> None:
+        self._folder, self._limit_s = folder, limit_s
+        self._known: dict[tuple[Path, tuple[str, ...], int], Finished] = {}
+
+    def __call__(self, script: Path, *args: str, ranks: int = 4, cpu: bool = False) -> Finished:
+        """Return a job without faults, which ended well."""
+        key = script, args, ranks
+        if key not in self._known:
+            run_dir = self._folder("undisturbed") / "run"
+            job = run(run_dir, script, *args, ranks=ranks, cpu=cpu, limit_s=self._limit_s)
+            assert job.code == 0, job.story()
+            assert job.incidents == []
+            self._known[key] = job
+        return self._known[key]

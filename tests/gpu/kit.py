@@ -1,0 +1,239 @@
+"""Collect the wheels that the suite needs beside torch, for a machine without a network: ``make gpu-kit``.
+
+The base install's dependencies and versions come from ``pyproject.toml``. Nothing is resolved, so that torch is
+never pulled in; instead each wheel is asked what it requires, and the kit is refused if nobody brings that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "gpu-kit"
+MOST_BYTES = 60_000_000
+MEGATRON = "megatron-core"
+#: Of the development tools, those that the tests import.
+TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+#: What the wheels above require, without torch and what comes with it.
+BESIDE = (
+    "iniconfig",
+    "lightning-utilities",
+    "markdown-it-py",
+    "mdurl",
+    "numpy<2",  # Megatron-core's limit
+    "packaging",
+    "pluggy",
+    "pygments",
+    "pytorch-lightning",
+    "pyyaml",
+    "sortedcontainers",
+    "torchmetrics",
+    "tqdm",
+)
+WITH_TORCH = frozenset(
+    {"torch", "filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions"}
+)
+#: The folders and files that our wheel is made of.
+SOURCES = ("checkpointless", "callbacks", "strategies", "recipes", "pyproject.toml", "README.md", "LICENSE")
+_PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)), "manylinux2014_x86_64")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class KitError(RuntimeError):
+    """The kit cannot be made, or is not what is needed; the message is one line."""
+
+
+def requirements(pyproject: str) -> list[str]:
+    """Return what the kit has, as pip is told.
+
+    Args:
+        pyproject: the text of ``pyproject.toml``.
+    """
+    base = [each for each in _list(pyproject, "dependencies") if name_of(each) not in WITH_TORCH]
+    megatron = [each for each in _list(pyproject, "nemo") if name_of(each) == MEGATRON]
+    tools = [each for each in _list(pyproject, "dev") if name_of(each) in TOOLS]
+    return [*base, *megatron, *tools, *BESIDE]
+
+
+def name_of(requirement: str) -> str:
+    """Return the normalised name of a requirement or distribution."""
+    found = _NAME.match(requirement.strip())
+    if found is None:
+        raise KitError(f"{requirement!r} names no distribution")
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def lacking(required: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return what wheels require and nobody brings, as ``wheel needs other``.
+
+    Args:
+        required: for each distribution in the kit, the requirements that its metadata names.
+    """
+    present = {name_of(each) for each in required} | WITH_TORCH
+    return [
+        f"{wheel} needs {name_of(each)}"
+        for wheel, needs in required.items()
+        for each in needs
+        if name_of(each) not in present and "extra ==" not in each.partition(";")[2] and _counts(each)
+    ]
+
+
+def required_by(wheel: Path) -> list[str]:
+    """Return the requirements that a wheel's metadata names."""
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = [name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
+        return email.message_from_bytes(archive.read(path)).get_all("Requires-Dist") or []
+
+
+def check_size(sizes: Mapping[str, int]) -> None:
+    """Check that the kit is small enough to be carried.
+
+    Args:
+        sizes: of each wheel, in bytes.
+
+    Raises:
+        KitError: it is not.
+    """
+    total = sum(sizes.values())
+    if total > MOST_BYTES:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise KitError(
+            f"the kit has {total / 1e6:.0f} MB and may have {MOST_BYTES / 1e6:.0f}: "
+            f"the largest wheel is {largest} with {sizes[largest] / 1e6:.0f}"
+        )
+
+
+def differing(wheel: Path, root: Path) -> list[str]:
+    """Return the modules of our wheel that are not those of a working tree, or that it lacks.
+
+    Args:
+        wheel: ours.
+        root: of the working tree.
+    """
+    places = {"checkpointless": "", "callbacks": "checkpointless/", "strategies": "checkpointless/"}
+    places["recipes"] = "checkpointless/"
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name: archive.read(name) for name in archive.namelist() if name.endswith(".py")}
+    there = {
+        prefix + path.relative_to(root).as_posix(): path.read_bytes()
+        for folder, prefix in places.items()
+        for path in (root / folder).rglob("*.py")
+    }
+    return sorted(name for name in packed.keys() | there.keys() if packed.get(name) != there.get(name))
+
+
+def fits(wheel: str, python: tuple[int, int]) -> bool:
+    """Return whether a wheel is for a version of Python, as its name says.
+
+    Args:
+        wheel: the name of its file.
+        python: for example ``(3, 12)``.
+    """
+    interpreter, abi = wheel.removesuffix(".whl").split("-")[-3:-1]
+    return abi in ("none", "abi3") or f"cp{python[0]}{python[1]}" in interpreter.split(".")
+
+
+def unpack(wheel: Path, site: Path) -> None:
+    """Unpack a wheel into ``site``; its scripts are left out, and nothing is compiled.
+
+    Raises:
+        KitError: it has a file that would lie outside of ``site``.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            data = re.fullmatch(r"[^/]+\.data/(\w+)/(.*)", name)
+            if name.endswith("/") or (data is not None and data[1] not in ("purelib", "platlib")):
+                continue
+            target = (site / (data[2] if data is not None else name)).resolve()
+            if not target.is_relative_to(site.resolve()):
+                raise KitError(f"{wheel.name} has a file outside of its folder: {name}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(archive.read(name))
+
+
+def make(folder: Path, python: str) -> list[Path]:
+    """Fill ``folder`` with wheels, and return them.
+
+    Args:
+        folder: is emptied first.
+        python: the version of the interpreter on the machine with the GPU, for example ``3.12``.
+
+    Raises:
+        KitError: a wheel cannot be had, or the kit is not whole, or too large.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    chosen = ["--python-version", python, "--implementation", "cp", "--only-binary=:all:", "--no-deps"]
+    platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
+    wanted = requirements((ROOT / "pyproject.toml").read_text())
+    _run([*pip, "download", *chosen, *platforms, "-d", str(folder), *wanted])
+    with tempfile.TemporaryDirectory() as name:  # a build in the working tree would leave files there
+        for source in SOURCES:
+            path = ROOT / source
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, Path(name) / source)
+        _run([*pip, "wheel", "--no-deps", "-w", str(folder), name])
+    wheels = sorted(folder.glob("*.whl"))
+    missing = lacking({each.name.partition("-")[0]: required_by(each) for each in wheels})
+    if missing:
+        raise KitError(f"the kit is not whole: {'; '.join(missing)}: add it to BESIDE in tests/gpu/kit.py")
+    check_size({each.name: each.stat().st_size for each in wheels})
+    return wheels
+
+
+def _list(pyproject: str, name: str) -> list[str]:
+    """Return a list of strings of ``pyproject.toml``; Python 3.10 has no parser of its own."""
+    found = re.search(rf"^{name} = \[\n(.*?)^\]", pyproject, re.M | re.S)
+    if found is None:
+        raise KitError(f"pyproject.toml has no list {name!r}")
+    return re.findall(r'^\s*"([^"]+)"', found[1], re.M)
+
+
+def _counts(requirement: str) -> bool:
+    """Return whether a requirement holds on Linux with a recent Python, as far as its marker says so simply."""
+    marker = requirement.partition(";")[2]
+    return not re.search(r"python_version\s*<|sys_platform == .(win32|darwin)|platform_system == .Windows", marker)
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "ERROR" in line] or done.stderr.splitlines() or [""]
+        raise KitError(f"pip failed: {errors[-1].strip()}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the kit.
+
+    Args:
+        arguments: of the command line (default: this process's).
+
+    Returns:
+        The exit status.
+    """
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--python", default="3.12", help="of the machine with the GPU (default: 3.12)")
+    options.add_argument("--folder", type=Path, default=FOLDER, help="where the wheels go (default: build/gpu-kit)")
+    chosen = options.parse_args(arguments)
+    try:
+        wheels = make(chosen.folder, chosen.python)
+    except KitError as error:
+        print(f"gpu-kit: {error}", file=sys.stderr)
+        return 1
+    total = sum(each.stat().st_size for each in wheels)
+    print(f"gpu-kit: {len(wheels)} wheels, {total / 1e6:.1f} MB, in {chosen.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""Run the suite on this machine, part by part, each within its time: ``make gpu``.
+
+Only the standard library is needed here. The wheels of ``make gpu-kit`` are installed, without a network, into a
+folder that comes first on the path, so that the environment that has torch stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.gpu import kit, results
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "build" / "gpu"
+SITE = ROOT / "build" / "gpu-site"
+MARKER = "CHECKPOINTLESS_GPU_RUN"  # in the environment of everything that a part starts
+LIMIT_S = 1500.0
+_LOOK_S = 90.0
+_END_S = 10.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Represents a part of the suite.
+
+    Attributes:
+        name: as on the command line.
+        what: it is about, for people.
+        limit_s: for the whole part, in seconds.
+        test_s: for each of its tests, in seconds.
+        paths: its tests; none for the figures.
+        on_cpu: the tests that run in place of ``paths`` where there is no CUDA.
+    """
+
+    name: str
+    what: str
+    limit_s: float
+    test_s: float = 120.0
+    paths: tuple[str, ...] = ()
+    on_cpu: tuple[str, ...] = ()
+
+
+PARTS = (
+    Part(
+        "part1",
+        "one process and a device that stalls",
+        360.0,
+        paths=(
+            "tests/gpu/test_stalled_device.py",
+            "tests/gpu/test_fault_kinds_gpu.py",
+            "tests/gpu/test_random_streams.py",
+            "tests/gpu/test_memory.py",
+            "tests/gpu/test_aborts.py",
+        ),
+    ),
+    Part(
+        "part2",
+        "whole jobs of four ranks on one GPU, over a backend that stages tensors through the host",
+        480.0,
+        180.0,
+        paths=("tests/gpu/test_jobs.py",),
+        on_cpu=("tests/ranks/test_staged.py",),
+    ),
+    Part(
+        "part3", "NCCL itself, with several ranks on one GPU where it can", 240.0, paths=("tests/gpu/test_nccl.py",)
+    ),
+    Part("part4", "figures", 420.0),
+)
+
+
+def chosen(only: str) -> list[Part]:
+    """Return the parts that were asked for.
+
+    Args:
+        only: their names, with commas between them; "": all.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    names = [name for name in only.split(",") if name]
+    unknown = set(names) - {part.name for part in PARTS}
+    if unknown:
+        known = ", ".join(part.name for part in PARTS)
+        raise ValueError(f"there is no {', '.join(sorted(unknown))}: the parts are {known}")
+    return [part for part in PARTS if not names or part.name in names]
+
+
+def command(part: Part, folder: Path, has_cuda: bool) -> list[str]:
+    """Return the command that runs a part; nothing if there is nothing to run without CUDA.
+
+    Args:
+        part: which.
+        folder: where its results go.
+        has_cuda: whether there is a GPU.
+    """
+    if not part.paths:
+        return [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.run",
+            "--results",
+            str(folder),
+            "--limit-s",
+            str(part.limit_s),
+        ]
+    paths = part.paths if has_cuda or not part.on_cpu else part.on_cpu
+    options = [
+        "-q",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.gpu.recording",
+        "--import-mode=append",
+    ]
+    options += [f"--timeout={part.test_s:g}", "--gpu-results", str(folder), "--gpu-part", part.name]
+    return [sys.executable, "-u", "-m", "pytest", *paths, *options]
+
+
+def install(folder: Path, site: Path) -> None:
+    """Install a kit's wheels into ``site``, without a network.
+
+    Raises:
+        kit.KitError: our wheel is of other sources than this tree, or the kit is for another Python.
+    """
+    ours = sorted(folder.glob("checkpointless-*.whl"))
+    if not ours:
+        raise kit.KitError(f"{folder} has no wheel of checkpointless: run `make gpu-kit` where there is a network")
+    other = kit.differing(ours[0], ROOT)
+    if other:
+        raise kit.KitError(f"the kit is of other sources ({other[0]} differs): run `make gpu-kit` again")
+    wheels = sorted(folder.glob("*.whl"))
+    others = [each.name for each in wheels if not kit.fits(each.name, sys.version_info[:2])]
+    if others:
+        raise kit.KitError(f"the kit is for another Python ({others[0]}): run `make gpu-kit GPU_VERSION=X.Y` again")
+    shutil.rmtree(site, ignore_errors=True)
+    for wheel in wheels:
+        kit.unpack(wheel, site)
+
+
+def environment(site: Path | None) -> dict[str, str]:
+    """Return the environment of everything that is started: the kit first, then this tree."""
+    path = [str(each) for each in (site, ROOT) if each is not None]
+    before = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*path, *([before] if before else [])]),
+        "PYTHONSAFEPATH": "1",  # else this tree's checkpointless, which lacks callbacks/, would come first
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def run_part(words: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float) -> int | None:
+    """Run a part to its end, and end everything that it has started.
+
+    Args:
+        words: the command.
+        env: its environment.
+        log: takes what it says, beside the terminal.
+        limit_s: in seconds.
+
+    Returns:
+        The exit status; None if the time was over.
+    """
+    mark = uuid.uuid4().hex
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env={**env, MARKER: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            for pid in [*_marked(mark)]:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            process.wait(_END_S)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Yield the processes that a part has started, also those in sessions of their own."""
+    wanted = f"{MARKER}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
+        except OSError:  # it has ended, or is another user's
+            continue
+
+
+def look(folder: Path, env: Mapping[str, str]) -> bool:
+    """Write down what machine this is, and return whether it has CUDA.
+
+    Raises:
+        kit.KitError: torch cannot be asked.
+    """
+    path = folder / results.MACHINE
+    words = [sys.executable, "-m", "tests.gpu.machine", str(path)]
+    try:
+        done = subprocess.run(
+            words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=_LOOK_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise kit.KitError(f"torch did not say within {_LOOK_S:.0f} s whether there is a GPU") from error
+    if done.returncode != 0:
+        raise kit.KitError(f"torch cannot be asked: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return json.loads(path.read_text())["GPU"] != "none"
+
+
+def run(parts: Sequence[Part], folder: Path, env: Mapping[str, str], has_cuda: bool, limit_s: float) -> None:
+    """Run parts one after the other, within ``limit_s`` seconds, and write down those that were cut off."""
+    ends_s = time.monotonic() + limit_s
+    for part in parts:
+        allowed_s = min(part.limit_s, ends_s - time.monotonic())
+        if allowed_s <= 0:
+            results.add(folder, _cut(part, "the time of the whole suite was over before it began"))
+            continue
+        print(f"gpu: {part.name}: {part.what}; at most {allowed_s:.0f} s", flush=True)
+        log = folder / f"{part.name}.log"
+        before = len(results.read(folder))
+        status = run_part(command(part, folder, has_cuda), env, log, allowed_s)
+        said = log.read_text(errors="replace")
+        if status is None:
+            results.add(folder, _cut(part, f"it was cut off after {allowed_s:.0f} s\n{said[-8000:]}"))
+        elif status != 0 and not results.has_failed(results.read(folder)[before:]):
+            results.add(folder, _cut(part, f"it ended with {status}\n{said[-8000:]}"))
+        print(f"gpu: {part.name}: {results.summary(results.read(folder)[before:])}", flush=True)
+
+
+def _cut(part: Part, why: str) -> results.Result:
+    return results.Result(part.name, "(the whole part)", results.Outcome.CUT, 0.0, why)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suite.
+
+    Args:
+        arguments: of the command line (default: this process's).
+
+    Returns:
+        1 if something failed or was cut off, 2 if it could not begin, else 0.
+    """
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--only", default="", metavar="PART,...", help="part1, part2, part3, part4 (default: all)")
+    options.add_argument("--kit", type=Path, default=kit.FOLDER, help="the wheels (default: build/gpu-kit)")
+    options.add_argument("--results", type=Path, default=RESULTS, help="where results go (default: build/gpu)")
+    options.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"for all (default: {LIMIT_S:g} s)")
+    args = options.parse_args(arguments)
+    folder = args.results.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (results.LINES, results.TABLE, results.JSON, results.MACHINE):
+        (folder / name).unlink(missing_ok=True)
+    try:
+        parts = chosen(args.only)
+        site = SITE if args.kit.is_dir() else None
+        if site is not None:
+            install(args.kit.resolve(), site)
+        else:
+            print("gpu: there is no kit (make gpu-kit): what this Python has installed is used", flush=True)
+        env = environment(site)
+        has_cuda = look(folder, env)
+    except (ValueError, kit.KitError) as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return 2
+    if not has_cuda:
+        print("gpu: there is no CUDA here: what runs on a CPU is run, and the rest is skipped", flush=True)
+    run(parts, folder, env, has_cuda, args.limit_s)
+    found = results.read(folder)
+    results.write(folder)
+    print(f"gpu: {results.summary(found)}; {folder / results.TABLE}", flush=True)
+    return int(results.has_failed(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Test every kind of fault in every phase of a step and of a set-up, in real NeMo jobs on the test device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from checkpointless.faults.chaos import DEADLY, HANGING
+from checkpointless.faults.ledger import fired
+from checkpointless.faults.spec import SETUP_PHASES, SUPPORT, FaultKind, FaultPhase
+from checkpointless.report.verify import compare
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import ROOT, Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(600)]
+
+SCRIPT = str(ROOT / "tests" / "device" / "train.py")
+STEPS = 10
+LAYOUTS = {
+    "dp4": (4, ("--features", "overlap", "--graphs")),
+    "tp2-pp2": (8, ("--tensor-parallel", "2", "--pipeline-parallel", "2")),
+}
+KINDS = (FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY, *HANGING, FaultKind.CUDA)
+REPLACED = {*DEADLY, *HANGING, FaultKind.CUDA}
+STEP_PHASES = tuple(phase for phase in FaultPhase if phase not in SETUP_PHASES)
+#: The case in `make test`; a device assert ends in a wait for the device, whatever the phase.
+FAST = {("dp4", "cuda-before_optimizer")}
+FAULTS_OF_A_JOB = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes one job.
+
+    Attributes:
+        layout: its name.
+        kind: the kind of its faults.
+        phases: where they come, one after the other.
+        name: of the kind and the phases.
+    """
+
+    layout: str
+    kind: FaultKind
+    phases: tuple[FaultPhase, ...]
+    name: str
+
+    def faults(self) -> tuple[list[str], Counter[int]]:
+        """Return the specs, at every other step and in every other rank, and the ranks that are replaced."""
+        specs, replaced = [], Counter[int]()
+        ranks, _ = LAYOUTS[self.layout]
+        for index, phase in enumerate(self.phases):
+            step, rank = 2 + 2 * index, (1 + 2 * index) % ranks
+            if phase is FaultPhase.TRANSFER:  # while its replica is filled
+                specs.append(f"sigkill@forward:rank={rank ^ 2},step={step}")
+                replaced[rank ^ 2] += 1
+            elif phase in SETUP_PHASES:  # in the set-up after another fault
+                specs.append(f"exception@forward:rank={(rank + 1) % ranks},step={step}")
+            step -= phase in SETUP_PHASES
+            specs.append(f"{self.kind.value}@{phase.value}:rank={rank},step={step}")
+            replaced[rank] += self.kind in REPLACED
+        return specs, +replaced
+
+
+def cases() -> list[Case]:
+    """Return all cases."""
+    found = []
+    for layout in LAYOUTS:
+        for kind in KINDS:
+            steps = [phase for phase in STEP_PHASES if phase in SUPPORT[kind]]
+            for first in range(0, len(steps), FAULTS_OF_A_JOB):
+                phases = tuple(steps[first : first + FAULTS_OF_A_JOB])
+                found.append(Case(layout, kind, phases, f"{kind.value}-{phases[0].value}"))
+            setup = tuple(phase for phase in FaultPhase if phase in SETUP_PHASES & SUPPORT[kind])
+            if kind in REPLACED:  # who sends is the last holder, and must not be lost
+                setup = tuple(phase for phase in setup if phase is not FaultPhase.TRANSFER)
+            if setup:
+                found.append(Case(layout, kind, setup, f"{kind.value}-setup"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+    """Return a function that runs the undisturbed job of a layout, once."""
+    known: dict[str, Job] = {}
+
+    def make(layout: str) -> Job:
+        if layout not in known:
+            known[layout] = run(nemo_zygote, tmp_path_factory, layout, [])
+            assert known[layout].code == 0, known[layout].story()
+        return known[layout]
+
+    return make
+
+
+def run(zygote: Zygote, folders: pytest.TempPathFactory, layout: str, faults: list[str]) -> Job:
+    """Run a job."""
+    ranks, args = LAYOUTS[layout]
+    return run_job(
+        zygote,
+        folders.mktemp("device") / "run",
+        ranks,
+        script=SCRIPT,
+        args=("--steps", str(STEPS), *args),
+        faults=tuple(faults),
+        heartbeat_timeout_s=10.0,
+        limit_s=400.0,
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.layout}-{case.name}",
+            marks=[] if (case.layout, case.name) in FAST else [pytest.mark.long],
+        )
+        for case in cases()
+    ],
+)
+def test_no_fault_changes_a_bit_or_replaces_anybody_healthy(
+    nemo_zygote: Zygote,
+    tmp_path_factory: pytest.TempPathFactory,
+    undisturbed: Callable[[str], Job],
+    case: Case,
+) -> None:
+    faults, replaced = case.faults()
+    job = run(nemo_zygote, tmp_path_factory, case.layout, faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    verdict = compare(undisturbed(case.layout).steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == STEPS
+    respawned = Counter(rank for incident in job.incidents for rank in incident.respawned)
+    assert respawned == replaced, job.story()

@@ -1,0 +1,232 @@
+"""Test how an agent looks at devices before it starts a rank again, without waiting for them."""
+
+from __future__ import annotations
+
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.agent.node import NodeAgent
+from checkpointless.agent.ranks import device_guard
+from checkpointless.agent.ranks.device_guard import DeviceGuard
+from checkpointless.agent.ranks.local_rank import LocalRank
+from checkpointless.agent.ranks.rank_log import RankLog
+from checkpointless.agent.ranks.starters import Exited
+from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.devices.health import NO_DRIVER, Device, DeviceSurvey, Problem, ProblemKind
+from checkpointless.posix.errands import Errands
+from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.address import LOOPBACK
+from checkpointless.wire.board import Board
+from checkpointless.wire.node_messages import DeviceBad, Joined, Kill, NodeMessage, RankEnded, Spawn
+from checkpointless.wire.rank_state import RankState
+from tests.unit.agent.test_node import NoProcesses
+
+FATAL = Problem(ProblemKind.RECOVERY, "the driver wants a reset", True)
+WARNING = Problem(ProblemKind.PCIE, "its PCIe link has 8 of 16 lanes", False)
+
+
+def survey(*problems: tuple[Problem, ...]) -> DeviceSurvey:
+    return DeviceSurvey(tuple(Device(n, f"GPU-{n}", "H100", "", found) for n, found in enumerate(problems)))
+
+
+class Looks:
+    """Stands in for looks at devices; a test says what they find, and may hold them up."""
+
+    def __init__(self, found: DeviceSurvey) -> None:
+        self.found = found
+        self.asked: list[int] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def __call__(self, timeout_s: float, *, first: int = -1, **more: Any) -> DeviceSurvey:
+        self.asked.append(first)
+        assert self.go_on.wait(10)
+        return self.found
+
+
+class NoXids:
+    """Stands in for the process that waits for Xids."""
+
+    def found(self) -> frozenset[tuple[str, int]]:
+        return frozenset()
+
+    def close(self) -> None:
+        """Do nothing; nothing is left."""
+
+
+class Node:
+    """Represents an agent of ranks 0 and 1, which use devices 1 and 0."""
+
+    def __init__(self, folder: Path, looks: Looks) -> None:
+        self.starter, self.looks = NoProcesses(), looks
+        self.said: list[NodeMessage] = []
+        self.printed: list[str] = []
+        self.selector = selectors.DefaultSelector()
+        self.agent = NodeAgent(
+            index=0,
+            heartbeat=Heartbeat.of(None),
+            address=lambda: LOOPBACK,
+            report=self.said.append,
+            selector=self.selector,
+            starter=self.starter,
+            fresh_starter=NoProcesses,
+            make_rank=lambda rank: LocalRank(
+                rank, Board.create(rank), RankLog(folder / f"rank-{rank}.log", Errands(), self.printed.append)
+            ),
+            rank_env={},
+            events=EventLog(None),
+            say=self.printed.append,
+            guard=DeviceGuard({"CUDA_VISIBLE_DEVICES": "1,0"}, 2, looks),
+        )
+
+    def begin(self) -> None:
+        self.tick_until(lambda: self.agent.joined)
+        for rank in (0, 1):
+            self.spawn(rank, 0)
+        self.tick_until(lambda: all(rank.pid for rank in self.agent.ranks.values()))
+
+    def spawn(self, rank: int, incarnation: int, anyway: bool = False) -> None:
+        self.agent.obey(Spawn(rank, incarnation, 0, "1", {"LOCAL_RANK": str(rank)}, anyway))
+
+    def ends(self, rank: int, code: int = -9, words: str = "") -> None:
+        self.agent.ranks[rank].last_words = words
+        self.starter.coming.append(Exited(rank, self.agent.ranks[rank].incarnation, 1000 + rank, code))
+        self.agent.tick(time.monotonic())
+        assert isinstance(self.said[-1], RankEnded)
+
+    def is_started(self, rank: int) -> bool:
+        return self.agent.ranks[rank].pid is not None
+
+    def tick_until(self, holds: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 10
+        while not holds():
+            assert time.monotonic() < deadline_s
+            self.agent.tick(time.monotonic())
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceSurvey], Node]]:
+    monkeypatch.setattr(device_guard, "XidCollector", NoXids)
+    made: list[Node] = []
+
+    def make_node(found: DeviceSurvey) -> Node:
+        made.append(Node(tmp_path, Looks(found)))
+        return made[-1]
+
+    yield make_node
+    for node in made:
+        node.looks.go_on.set()
+        node.agent.close()
+        node.selector.close()
+
+
+def test_the_look_begins_with_the_end_of_the_process_and_holds_its_successor_alone(
+    make: Callable[[DeviceSurvey], Node],
+) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    node.looks.go_on.clear()
+    node.ends(0)
+    node.tick_until(lambda: node.looks.asked == [-1, 1])  # device 1 is that of local rank 0
+    node.spawn(0, 1)
+    began_s = time.monotonic()
+    for _ in range(20):
+        node.agent.tick(time.monotonic())
+    assert time.monotonic() - began_s < 5
+    assert not node.is_started(0)
+    assert node.agent.ranks[0].state is RankState.STARTING
+    node.looks.go_on.set()
+    node.tick_until(lambda: node.is_started(0))
+    assert not [message for message in node.said if isinstance(message, DeviceBad)]
+
+
+def test_a_rank_is_not_started_on_a_bad_device_unless_it_is_said_so(make: Callable[[DeviceSurvey], Node]) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    node.looks.found = survey((), (FATAL, WARNING))
+    node.ends(0)
+    node.spawn(0, 1)
+    node.tick_until(lambda: isinstance(node.said[-1], DeviceBad))
+    assert node.said[-1] == DeviceBad(0, 1, "GPU 1 (H100, GPU-1)", FATAL.what)
+    assert "GPU 1 (H100, GPU-1): must not be used: the driver wants a reset" in node.printed
+    for _ in range(5):
+        node.agent.tick(time.monotonic())
+    assert isinstance(node.said[-1], DeviceBad)
+    assert not node.is_started(0)
+    node.spawn(0, 1, anyway=True)
+    node.tick_until(lambda: node.is_started(0))
+
+
+def test_the_device_of_another_rank_does_not_matter_and_a_warning_is_only_said(
+    make: Callable[[DeviceSurvey], Node],
+) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    node.looks.found = survey((FATAL,), (WARNING,))
+    node.ends(0)
+    node.spawn(0, 1)
+    node.tick_until(lambda: node.is_started(0))
+    assert node.printed == ["GPU 1 (H100, GPU-1): warning: its PCIe link has 8 of 16 lanes"]
+
+
+def test_where_there_is_no_driver_nothing_is_looked_at(make: Callable[[DeviceSurvey], Node]) -> None:
+    node = make(DeviceSurvey(error=NO_DRIVER))
+    node.begin()
+    node.ends(0)
+    node.spawn(0, 1)
+    node.agent.tick(time.monotonic())
+    assert node.is_started(0)
+    assert node.looks.asked == [-1]
+    assert node.printed == []
+
+
+def test_a_second_process_in_a_row_that_blames_its_device_is_evidence(make: Callable[[DeviceSurvey], Node]) -> None:
+    node = make(DeviceSurvey(error=NO_DRIVER))
+    node.begin()
+    words = "cuda:0 did not synchronize within 30 s"
+    for incarnation, said in enumerate([words, "something else", words, words]):
+        node.ends(0, 1, said)
+        node.spawn(0, incarnation + 1)
+        if incarnation < 3:
+            node.tick_until(lambda: node.is_started(0))
+    node.tick_until(lambda: isinstance(node.said[-1], DeviceBad))
+    assert node.said[-1] == DeviceBad(
+        0, 4, "the device of local rank 0", "2 processes in a row have ended because of it"
+    )
+
+
+def test_a_held_process_that_is_killed_has_ended(make: Callable[[DeviceSurvey], Node]) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    node.looks.go_on.clear()
+    node.ends(0)
+    node.spawn(0, 1)
+    node.agent.obey(Kill(0, 1, -1))
+    assert isinstance(node.said[-1], RankEnded)
+    assert node.said[-1].forgiven
+    assert node.agent.ranks[0].state is RankState.GONE
+    node.looks.go_on.set()
+    for _ in range(5):
+        node.agent.tick(time.monotonic())
+    assert not node.is_started(0)
+
+
+def test_a_node_joins_with_what_is_wrong_with_the_devices_of_its_ranks(
+    make: Callable[[DeviceSurvey], Node],
+) -> None:
+    node = make(survey((), (FATAL,), (FATAL,)))
+    node.tick_until(lambda: node.agent.joined)
+    assert node.said == [Joined("GPU 1 (H100, GPU-1): the driver wants a reset")]
+
+
+def test_a_node_joins_once_its_devices_are_known(make: Callable[[DeviceSurvey], Node]) -> None:
+    node = make(survey((), ()))
+    node.tick_until(lambda: node.agent.joined)
+    assert node.said == [Joined()]

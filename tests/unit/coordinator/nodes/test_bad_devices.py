@@ -1,0 +1,141 @@
+"""Test what is done about a device that must not be used."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from checkpointless.coordinator.nodes.bad_devices import Remedy, remedy
+from checkpointless.wire.node_messages import Begin, DeviceBad, End, Holding, Joined, Spawn
+from tests.unit.messaged_job import Job
+
+WHY = "the driver wants a reset"
+
+
+def bad(job: Job, rank: int) -> None:
+    """Have the node of the rank refuse to start its next process."""
+    job.tell(rank, DeviceBad(rank, job.coordinator.ranks[rank].incarnation, "GPU 0 (H100, GPU-a)", WHY))
+
+
+def spawns(job: Job) -> list[tuple[int, int, int, bool]]:
+    return [(node, each.rank, each.incarnation, each.anyway) for node, each in job.take(Spawn)]
+
+
+def test_every_case_of_the_decision() -> None:
+    for spare, host, last, tried in itertools.product((False, True), repeat=4):
+        found = remedy(has_spare=spare, hosts_coordinator=host, is_last_holder=last, was_tried=tried)
+        if found is Remedy.GIVE_UP:
+            assert spare
+            assert not host
+            assert tried or not last
+        else:  # nothing is tried twice, and nothing ends untried
+            assert found is (Remedy.END if tried else Remedy.TRY)
+            assert not spare or host or last
+
+
+def test_with_a_spare_the_node_is_given_up() -> None:
+    job = Job().begin()
+    spare = job.join(-1)
+    job.ends(2)
+    assert spawns(job) == [(1, 2, 1, False)]
+    given_up = job.coordinator.nodes[1]
+    bad(job, 2)
+    ends = job.take(End)
+    assert [(node, end.code) for node, end in ends] == [(1, 1)]
+    assert ends[0][1].last_words == [f"GPU 0 (H100, GPU-a) of rank 2 must not be used: {WHY}"]
+    assert job.coordinator.nodes[1] is spare
+    assert {each[1:] for each in spawns(job)} == {(2, 1, False), (2, 2, False), (3, 1, False)}
+    assert "node 1 is given up for a spare: GPU 0 (H100, GPU-a) of rank 2" in job.said[-2]
+    job.ready(*job.ranks)
+    assert [node for node, _ in job.take(Begin)] == [0, 1]
+    with pytest.raises(ValueError, match="which it does not run"):  # it is no part of the job any more
+        job.hear(given_up, DeviceBad(2, 2, "GPU 0", WHY))
+
+
+def test_without_a_spare_the_device_is_tried_once_and_the_job_ends_when_it_fails_again() -> None:
+    job = Job().begin()
+    job.ends(2)
+    job.sent.clear()
+    bad(job, 2)
+    assert spawns(job) == [(1, 2, 1, True)]
+    assert "rank 2 is started on it once more" in job.said[-1]
+    job.ready(*job.ranks)
+    assert [node for node, _ in job.take(Begin)] == [0, 1]
+    job.ends(2)
+    bad(job, 2)
+    expected = f"node 1: GPU 0 (H100, GPU-a) of rank 2 must not be used: {WHY}, and failed again"
+    assert job.last_word.startswith(expected)
+
+
+def test_a_spare_that_came_meanwhile_takes_the_place() -> None:
+    job = Job().begin()
+    job.ends(2)
+    bad(job, 2)
+    job.join(-1)
+    job.ready(*job.ranks)
+    job.ends(2)
+    bad(job, 2)
+    assert job.outcome is None
+    assert "a spare takes the place of node 1" in job.said[-1]
+
+
+def test_the_node_that_hosts_the_coordinator_is_not_given_up() -> None:
+    job = Job().begin()
+    job.coordinator.host = job.coordinator.nodes[0]
+    job.join(-1)
+    job.ends(0)
+    job.sent.clear()
+    bad(job, 0)
+    assert spawns(job) == [(0, 0, 1, True)]
+    assert job.outcome is None
+
+
+@pytest.mark.parametrize(("shards", "is_given_up"), [((0, 1, 0, 1), True), ((0, 0, 2, 2), False)])
+def test_a_node_with_the_only_holders_of_a_shard_is_tried_first(shards: tuple[int, ...], is_given_up: bool) -> None:
+    job = Job().begin()
+    job.join(-1)
+    for index in (0, 1):
+        job.hear(job.coordinator.nodes[index], Holding(list(shards[2 * index : 2 * index + 2])))
+    job.ends(2)
+    job.sent.clear()
+    bad(job, 2)
+    assert bool(job.take(End)) is is_given_up
+    if not is_given_up:
+        assert spawns(job) == [(1, 2, 1, True)]
+
+
+def test_a_report_of_an_earlier_process_is_ignored() -> None:
+    job = Job().begin()
+    job.join(-1)
+    job.ends(2)
+    job.sent.clear()
+    job.tell(2, DeviceBad(2, 0, "GPU 0", WHY))
+    job.tell(3, DeviceBad(3, 0, "GPU 0", WHY))  # its process lives
+    assert job.sent == []
+
+
+def test_a_machine_with_a_bad_device_is_no_spare() -> None:
+    job = Job().begin()
+    spare = job.admit(-1)
+    job.hear(spare, Joined("GPU 0: the driver wants a reset"))
+    assert [end.last_words for _, end in job.take(End)] == [
+        ["this node is not taken into the job: GPU 0: the driver wants a reset"]
+    ]
+    assert job.coordinator.spares == []
+
+
+def test_it_does_not_take_the_place_that_it_lost_but_may_begin_a_job() -> None:
+    job = Job()
+    nodes = [job.admit(index) for index in (0, 1)]
+    for node in nodes:
+        job.hear(node, Joined("GPU 0: a row of memory could not be remapped"))
+    job.ready(*job.ranks)
+    assert [node for node, _ in job.take(Begin)] == [0, 1]
+    job.lose(nodes[1], "it was given up")
+    again = job.admit(1)
+    job.hear(again, Joined("GPU 0: a row of memory could not be remapped"))
+    assert again.lost
+    job.join(1)
+    job.ready(*job.ranks)
+    assert len(job.take(Begin)) == 4

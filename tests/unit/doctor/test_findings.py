@@ -1,0 +1,72 @@
+"""Test how findings are put in order, written and shown, and what becomes of a check that fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from checkpointless.doctor.findings import (
+    Family,
+    Finding,
+    Severity,
+    as_json,
+    checked,
+    exit_code,
+    headline,
+    worst_first,
+)
+
+OK = Finding(Family.KERNEL, Severity.OK, "fine")
+ADVICE = Finding(Family.LIMITS, Severity.ADVICE, "could be better", "ulimit", "do it")
+WARNING = Finding(Family.CLOCK, Severity.WARNING, "slow", "clock", "set it")
+ERROR = Finding(Family.STORAGE, Severity.ERROR, "full", "disk", "free it")
+
+
+@pytest.mark.parametrize(
+    ("found", "code"), [([], 0), ([OK, ADVICE], 0), ([OK, WARNING], 1), ([ERROR], 1), ([ADVICE, ERROR, OK], 1)]
+)
+def test_a_warning_or_an_error_is_for_scripts_to_see(found: list[Finding], code: int) -> None:
+    assert exit_code(found) == code
+
+
+def test_the_worst_comes_first() -> None:
+    assert worst_first([OK, ADVICE, WARNING, ERROR]) == [ERROR, WARNING, ADVICE, OK]
+    earlier = Finding(Family.VERSIONS, Severity.WARNING, "old")
+    assert worst_first([WARNING, earlier]) == [earlier, WARNING]
+
+
+def test_json_says_it_all() -> None:
+    document = json.loads(as_json([OK, ERROR], "this machine"))
+    assert (document["format"], document["worst"], document["looked_at"]) == (1, "error", "this machine")
+    assert document["findings"][0] == {
+        **{"family": "storage", "severity": "error", "seen": "full", "source": "disk"},
+        **{"todo": "free it", "nodes": []},
+    }
+    assert json.loads(as_json([], "x"))["worst"] == "ok"
+
+
+def test_a_finding_is_one_line_of_a_terminal() -> None:
+    assert headline(ERROR) == "error: full: free it"
+    assert headline(Finding(Family.CLOCK, Severity.OK, "a\x1b[2J\nb")) == "ok: a\\x1b[2J b"
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    def fails() -> list[Finding]:
+        raise RuntimeError("no\nsuch thing")
+
+    (found,) = checked(Family.KERNEL, fails, 10.0)
+    assert (found.family, found.severity) == (Family.KERNEL, Severity.WARNING)
+    assert found.seen == "the check failed: RuntimeError: no such thing"
+    assert found.todo
+
+
+def test_a_check_that_does_not_end_is_a_finding() -> None:
+    forever = threading.Event()
+    try:
+        (found,) = checked(Family.STORAGE, lambda: [OK] * forever.wait(60.0), 0.05)
+    finally:
+        forever.set()
+    assert found.seen == "the check did not end within 0.05 s"
+    assert checked(Family.KERNEL, lambda: [OK], 10.0) == [OK]

@@ -1,0 +1,132 @@
+"""Test what is said of imports that stand in the way of a fork, with real processes that import them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpointless.agent.ranks.rank_process import Script
+from checkpointless.doctor.findings import Finding, Severity
+from checkpointless.doctor.forking import Trial, judge, read
+
+pytestmark = pytest.mark.slow
+
+# The functions of CUDA's driver that are asked, and the one that initialises it.
+LIBCUDA = """
+static int initialised = 0;
+int cuInit(unsigned flags) { initialised = 1; return 0; }
+int cuCtxGetCurrent(void **context) { *context = 0; return initialised ? 0 : 3; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *active = device == PRIMARY; return 0; }
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def tried(folder: Path, *names: str, timeout_s: float = 200.0) -> Trial:
+    script = Script(str(folder / "train.py"))
+    return read(names, script, ranks=2, cpu=False, progress=lambda line: None, timeout_s=timeout_s)
+
+
+def fake_driver(folder: Path, primary: int) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    source, library = folder / "cuda.c", folder / "libcuda.so.1"
+    source.write_text(LIBCUDA)
+    command = [compiler, "-shared", "-fPIC", f"-DPRIMARY={primary}", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*command, "-o", str(library), str(source)], check=True, timeout=60)
+    return library
+
+
+def worst(trial: Trial) -> Finding:
+    return judge(trial)[0]
+
+
+def test_harmless_imports_can_be_forked(folder: Path) -> None:
+    (folder / "harmless.py").write_text("import json\n")
+    trial = tried(folder, "harmless", "xml.dom")
+    assert (trial.names, trial.cuda, trial.can_fork, trial.threads, trial.failed) == (
+        ("harmless", "xml.dom"),
+        *("", True, (), ()),
+    )
+    (found,) = judge(trial)
+    assert found.severity is Severity.OK
+    assert found.seen.startswith("2 names imported in ")
+
+
+def test_what_torch_initialised_is_put_down_to_the_module_that_did(folder: Path) -> None:
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text("from torch import cuda\n")
+    (folder / "torch" / "cuda.py").write_text("_initialized = False\ndef _is_in_bad_fork(): return _initialized\n")
+    (folder / "outer.py").write_text("import torch\nimport inner\nimport json.tool\n")
+    (folder / "inner.py").write_text("import torch.cuda\ntorch.cuda._initialized = True\nimport wave\n")
+    trial = tried(folder, "outer")
+    assert (trial.cuda, trial.can_fork) == ("torch.cuda.is_initialized()", False)
+    assert trial.cuda_by == "inner (which outer needs)"
+    found = worst(trial)
+    assert found.severity is Severity.WARNING
+    assert "importing inner (which outer needs) initialised CUDA" in found.seen
+    assert "each replaced rank imports everything anew" in found.seen
+
+
+@pytest.mark.parametrize(("primary", "how"), [(-1, "cuInit"), (1, "a context of the CUDA driver")])
+def test_a_driver_that_torch_does_not_know_of_is_an_error(folder: Path, primary: int, how: str) -> None:
+    library = fake_driver(folder, primary)
+    load = f"import ctypes\ndriver = ctypes.CDLL({str(library)!r})\n"
+    (folder / "loads.py").write_text(load)
+    (folder / "starts.py").write_text(f"{load}driver.cuInit(0)\n")
+    assert tried(folder, "loads").cuda == ""
+    trial = tried(folder, "loads", "starts")
+    assert (trial.cuda, trial.cuda_by) == (how, "starts")
+    found = worst(trial)
+    assert found.severity is Severity.ERROR
+    assert "which torch does not know: forked ranks fail" in found.seen
+
+
+def test_a_thread_that_goes_on_is_named(folder: Path) -> None:
+    thread = "threading.Thread(target=time.sleep, args=({},), name={!r}, daemon=True)"
+    going, ending = thread.format(60, "uploader"), thread.format(0, "brief")
+    source = f"import threading, time\n{going}.start()\nt = {ending}\nt.start(); t.join()\n"
+    (folder / "uploads.py").write_text(source)
+    trial = tried(folder, "uploads")
+    assert trial.threads == (("uploader", "uploads"),)
+    found = worst(trial)
+    assert found.severity is Severity.WARNING
+    assert found.seen.startswith("importing uploads started the thread uploader")
+
+
+def test_what_cannot_be_imported_is_left_to_the_script(folder: Path) -> None:
+    trial = tried(folder, "not_there", "json")
+    (failed, fine) = judge(trial)
+    assert (failed.severity, fine.severity) == (Severity.ADVICE, Severity.OK)
+    assert failed.seen == "preloading not_there failed: ModuleNotFoundError: No module named 'not_there'"
+
+
+def test_an_import_that_ends_the_process_is_told(folder: Path) -> None:
+    source = "import os, sys\nsys.stderr.write('no licence\\n')\nsys.stderr.flush()\nos._exit(7)\n"
+    (folder / "ends.py").write_text(source)
+    found = worst(tried(folder, "ends"))
+    assert found.severity is Severity.WARNING
+    assert found.seen == "the process that imports was ended with code 7 at ends (1 of 1): no licence"
+
+
+def test_an_import_that_does_not_end_is_killed_in_time(folder: Path) -> None:
+    (folder / "hangs.py").write_text("import time\ntime.sleep(100)\n")
+    began_s = time.monotonic()
+    found = worst(tried(folder, "hangs", timeout_s=8.0))
+    assert time.monotonic() - began_s < 60
+    assert found.seen == "the imports did not end within 8 s; they are at hangs (1 of 1)"
+
+
+def test_a_script_says_itself_what_is_imported(folder: Path) -> None:
+    (folder / "train.py").write_text("import msgspec\nimport beside_it\nimport json\n")
+    assert tried(folder).names == ("msgspec",)

@@ -1,0 +1,91 @@
+"""Test what versions mean for a recovery."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpointless.doctor import versions
+from checkpointless.doctor.findings import Severity
+from checkpointless.doctor.versions import Torch, Versions, facts, judge, read
+
+WELL = Versions(
+    python="3.11.7",
+    packages={"torch": "2.7.1+cu128", "lightning": "2.5", "nemo_toolkit": "2.7.3", "megatron-core": "0.15.3"},
+    needed={
+        **{"torch": ">=2.6", "lightning": ">=2.4", "nemo_toolkit": "<2.8,>=2.7"},
+        "megatron-core": "<0.16,>=0.15",
+    },
+    needed_python=">=3.10",
+    torch=Torch("2.7.1", "12.8", (2, 26, 2)),
+    driver="570.86.15",
+    driver_cuda="12.8",
+)
+
+
+def wrong(seen: Versions) -> list[tuple[Severity, str]]:
+    return [(each.severity, each.seen) for each in judge(seen) if each.severity is not Severity.OK]
+
+
+def test_what_is_recent_enough_is_right() -> None:
+    assert wrong(WELL) == []
+    assert wrong(replace(WELL, driver="", driver_cuda="", torch=Torch("2.7.1"))) == []
+    assert wrong(replace(WELL, driver_cuda="13.0")) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "severity", "words"),
+    [
+        (replace(WELL, python="3.9.2"), Severity.ERROR, "Python 3.9.2; checkpointless needs >=3.10"),
+        (replace(WELL, packages={**WELL.packages, "torch": "2.5.1"}), Severity.ERROR, "torch 2.5.1"),
+        (replace(WELL, packages={**WELL.packages, "megatron-core": "0.16.0"}), Severity.ERROR, "needs <0.16"),
+        (replace(WELL, packages={**WELL.packages, "torch": "main-abc"}), Severity.ADVICE, "main-abc"),
+        (replace(WELL, packages={"torch": "2.7"}), Severity.ERROR, "lightning is not installed"),
+        (replace(WELL, torch=Torch("2.7", "12.8", (2, 21, 5))), Severity.WARNING, "NCCL 2.21.5: aborting"),
+        (replace(WELL, torch=Torch("2.7")), Severity.WARNING, "over gloo, though there is a GPU"),
+        (replace(WELL, torch=Torch(error="torch cannot be imported: x")), Severity.ERROR, "cannot be imported"),
+        (replace(WELL, driver_cuda="12.4"), Severity.ADVICE, "driver 570.86.15 for CUDA 12.4; torch is built for"),
+        (replace(WELL, driver_cuda="11.8"), Severity.ERROR, "driver 570.86.15 for CUDA 11.8; torch is built for"),
+    ],
+)
+def test_what_is_wrong_is_said(seen: Versions, severity: Severity, words: str) -> None:
+    ((found, said),) = wrong(seen)
+    assert found is severity
+    assert words in said
+
+
+def test_the_versions_of_this_machine_are_read() -> None:
+    seen = read(ask_torch=False)
+    assert seen.python == platform.python_version()
+    assert seen.packages["torch"]
+    assert seen.needed["torch"] == ">=2.6"
+    assert seen.needed_python == ">=3.10"
+    assert facts(seen)["torch"] == seen.packages["torch"]
+
+
+def test_a_torch_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert read().torch == Torch(
+        error="torch cannot be imported: ImportError: libcudart.so.12: cannot open shared object file"
+    )
+
+
+def test_torch_is_asked_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(versions, "TORCH_TIMEOUT_S", 0.2)
+    assert read().torch == Torch(error="torch was not imported within 0.2 s")
+
+
+def test_the_kernel_says_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version:\n"
+    (tmp_path / "version").write_text(line)
+    monkeypatch.setattr(versions, "_DRIVER", tmp_path / "version")
+    assert read(ask_torch=False).driver == "570.86.15"
+    assert versions.has_driver()
+    assert sys.version_info >= (3, 10)

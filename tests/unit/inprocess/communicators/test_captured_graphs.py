@@ -1,0 +1,117 @@
+"""Test that graphs are given up beside an abort, but never while they are replayed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from checkpointless.inprocess.communicators.captured_graphs import CapturedGraphs, GraphGivenUpError
+
+
+class Graph:
+    """Stands in for ``torch.cuda.CUDAGraph``: it may be reset only while nobody replays it.
+
+    Args:
+        room: a replay waits for it.
+    """
+
+    def __init__(self, room: threading.Event | None = None) -> None:
+        self.replays = self.resets = 0
+        self.began = threading.Event()
+        self._room = room
+        self._is_replayed = False
+
+    def capture_end(self) -> None:
+        """Do nothing."""
+
+    def replay(self) -> None:
+        """Count it, when there is room."""
+        self._is_replayed = True
+        self.began.set()
+        if self._room is not None:
+            self._room.wait(10)
+        self._is_replayed = False
+        self.replays += 1
+
+    def reset(self) -> None:
+        """Count it."""
+        assert not self._is_replayed, "it would be freed under the launch"
+        self.resets += 1
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CapturedGraphs]:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    made = CapturedGraphs()
+    made.install()
+    yield made
+    made.uninstall()
+
+
+def test_a_graph_is_reset_once_and_not_replayed_again(graphs: CapturedGraphs) -> None:
+    graph = Graph()
+    graph.capture_end()
+    graph.replay()
+    graphs.give_up()
+    graphs.give_up()
+    with pytest.raises(GraphGivenUpError):
+        graph.replay()
+    assert (graph.replays, graph.resets) == (1, 1)
+
+
+def test_a_graph_that_was_captured_before_the_block_is_left_alone(graphs: CapturedGraphs) -> None:
+    graph = Graph()
+    graphs.give_up()
+    graph.replay()
+    assert (graph.replays, graph.resets) == (1, 0)
+
+
+def test_a_graph_is_not_reset_while_it_is_replayed(graphs: CapturedGraphs) -> None:
+    aborted = threading.Event()  # the kernels before it, whose end makes room in the queue
+    graph = Graph(aborted)
+    graph.capture_end()
+    replaying = threading.Thread(target=graph.replay)
+    replaying.start()
+    assert graph.began.wait(10)
+    giving_up = threading.Thread(target=graphs.give_up)
+    giving_up.start()
+    giving_up.join(0.2)
+    assert graph.resets == 0
+    aborted.set()
+    giving_up.join(10)
+    replaying.join(10)
+    assert (graph.replays, graph.resets) == (1, 1)
+
+
+def test_a_graph_whose_capture_ends_after_the_abort_began_is_given_up(graphs: CapturedGraphs) -> None:
+    late, next_generations = Graph(), Graph()
+    graphs.give_up()
+    late.capture_end()
+    assert late.resets == 1
+    with pytest.raises(GraphGivenUpError):
+        late.replay()
+    graphs.begin_anew()
+    next_generations.capture_end()
+    next_generations.replay()
+    assert (next_generations.replays, next_generations.resets) == (1, 0)
+
+
+def test_a_graph_is_not_kept_alive(graphs: CapturedGraphs) -> None:
+    graph = Graph()
+    graph.capture_end()
+    del graph
+    gc.collect()
+    assert not graphs._guards
+
+
+def test_torchs_methods_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(vars(torch.cuda.CUDAGraph))
+    graphs = CapturedGraphs()
+    graphs.install()
+    assert dict(vars(torch.cuda.CUDAGraph)) != before
+    graphs.uninstall()
+    assert dict(vars(torch.cuda.CUDAGraph)) == before
