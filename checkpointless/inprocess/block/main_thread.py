@@ -76,6 +76,7 @@ class MainThread:
         self._to_leave = 0  # the entry that is to be left
         self._waited_s = 0.0
         self._spared_at_most_s = _CLEANING_S
+        self._hearing = False
         self._left = threading.Event()
         self._left.set()
         self._signal = _unused_signal()
@@ -112,11 +113,21 @@ class MainThread:
         _thread.interrupt_main(self._signal)  # type: ignore[arg-type]  # typeshed knows none without a name
 
     def _hear(self, _: int, frame: FrameType | None) -> None:
-        """Raise in the main thread, if it is in the entry that is to be left and not in code to be spared."""
-        if self._to_leave != self._entered or not _is_in_block(frame):
+        """Raise in the main thread, if it is in the entry that is to be left and not in code to be spared.
+
+        The handler may itself be interrupted, so it returns at once if it runs already: handlers that come faster
+        than one ends would be nested until the interpreter's limit.
+        """
+        if self._hearing:
             return
-        if self._waited_s >= _spared_s(frame, self._spared_at_most_s):
-            raise RankShouldRestart
+        try:
+            self._hearing = True
+            if self._to_leave != self._entered or not _is_in_block(frame):
+                return
+            if self._waited_s >= _spared_s(frame, self._spared_at_most_s):
+                raise RankShouldRestart
+        finally:
+            self._hearing = False
 
     def interrupt_until_left(self, timeout_s: float, free: Callable[[], object]) -> bool:
         """Interrupt the thread repeatedly until it has left the block.
