@@ -105,4 +105,5 @@ def empty_backward_queue() -> None:
     thread = threading.Thread(target=lambda: made.append(torch.ones(1, device="cpu", requires_grad=True) * 1))
     thread.start()
     thread.join()
-    made[0].backward()
+    for each in made:  # none if the thread has failed, which it has said
+        each.backward()

@@ -22,9 +22,9 @@ class HeldState:
 
     Attributes:
         commit: the step that the state belongs to, and whether the update of the next step can still be applied.
-        tensors: references to the old model's and optimizer's tensors, not copies. Each is replaced by its
-            successor as soon as that is filled, so that at every moment this is the whole state, and little of it
-            exists twice.
+        tensors: references to the old model's and optimizer's tensors, not copies, without their gradients. Each
+            is replaced by its successor as soon as that is filled, so that at every moment this is the whole state,
+            and little of it exists twice.
         moments: the rest of the state, at every moment after the committed step that can be resumed at.
         digest: the digest of the rank's shard, if replicas are to be compared.
         live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
@@ -81,7 +81,7 @@ class HeldState:
             for step in (commit.committed, commit.committed + 1)
             for stage, copies in live.own_buffers(step).items()
         }
-        return cls(commit, live.tensors(), moments, digest, live if commit.ready else None, fit, offset, buffers)
+        return cls(commit, _without_gradients(live), moments, digest, live if commit.ready else None, fit, offset, buffers)
 
     def redo(self, target: int) -> None:
         """Apply the gradients of ``target`` that the old optimizer still holds, unless that was done before.
@@ -97,7 +97,7 @@ class HeldState:
         # If the update is interrupted, the shard belongs to no step and is refilled; afterwards it is the target's.
         self.commit = CommitState(target - 1, ready=False, torn=True)
         live.apply_held_update()
-        self.tensors = live.tensors()
+        self.tensors = _without_gradients(live)
         self.moments = dict(live.moments(target))
         self.digest = None  # it belonged to the step before
         self.commit = CommitState(target, ready=False, torn=False)
@@ -124,3 +124,12 @@ class HeldState:
                 self.tensors[key] = host.copy_(tensor, non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+
+
+def _without_gradients(live: LiveState) -> dict[Key, torch.Tensor]:
+    """Return the tensors of ``live``, of which none holds a gradient.
+
+    Between an update and the next ``zero_grad`` the parameters have gradients, with Megatron's distributed optimizer
+    as views of its whole gradient buffer, which would be held through the re-entry.
+    """
+    return {key: tensor.detach() for key, tensor in live.tensors().items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessMegatronStrategy
 
 SEQ_LENGTH, GLOBAL_BATCH = 16, 8
+LINGERS_AFTER = 2
 
 
 class WritesMemory(Callback):
     """Writes down the most that was held before a generation's first step, and what is held after each step."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lingers: bool = False) -> None:
         self._path = path
+        self._lingers = lingers
         self._has_begun = False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -48,9 +51,12 @@ class WritesMemory(Callback):
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
-        """Write down what is held, and the peak of the step."""
+        """Write down what is held, and the peak of the step; wait while the gradients are still there, if asked to."""
         self._write("stepped", trainer)
         torch.cuda.reset_peak_memory_stats()
+        if self._lingers and trainer.global_step == LINGERS_AFTER and own_generation() == 0:
+            for _ in range(600):  # until it is interrupted
+                time.sleep(0.05)
 
     def _write(self, what: str, trainer: Any) -> None:
         optimizer = trainer.strategy.optimizers[0].mcore_optimizer
@@ -73,6 +79,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, help="that the device has; default: no limit")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--lingers", type=int, help=f"the rank that waits after step {LINGERS_AFTER}; default: none")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--instances", type=int, default=2)
@@ -108,6 +115,7 @@ def train(options: argparse.Namespace) -> None:
     optimizer = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True, bf16=True)
     directory = own_run_dir()
     assert directory is not None
+    memory = WritesMemory(directory / f"memory-{own_rank()}.jsonl", lingers=own_rank() == options.lingers)
     trainer = nl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -125,7 +133,7 @@ def train(options: argparse.Namespace) -> None:
                 overlap_param_gather=options.pipeline_parallel == 1,
             ),
         ),
-        callbacks=[CheckpointlessCallback(), WritesMemory(directory / f"memory-{own_rank()}.jsonl")],
+        callbacks=[CheckpointlessCallback(), memory],
         logger=False,
         limit_val_batches=0,
         num_sanity_val_steps=0,

@@ -81,13 +81,16 @@ def test_faults_change_no_bit_and_take_nobody_with_them(
 def test_a_reentry_fits_into_the_memory_that_training_takes_and_a_fifth_more(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Training in bf16 holds 12.2 bytes per parameter here; the device has 15."""
+    """Training in bf16 holds 12.2 bytes per parameter here; the device has 15.
+
+    Some ranks are interrupted in a backward pass, and one between its update and the next ``zero_grad``.
+    """
     job = run_job(
         nemo_zygote,
         tmp_path / "run",
         4,
         script=str(ROOT / "tests" / "device" / "wide.py"),
-        args=("--bytes", str(15 * 3_294_720)),
+        args=("--bytes", str(15 * 3_294_720), "--lingers", "0"),
         faults=("exception@forward:rank=2,step=3",),
         heartbeat_timeout_s=30.0,
         limit_s=200.0,

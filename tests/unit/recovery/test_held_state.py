@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +28,25 @@ def test_moments_and_digest_are_those_of_a_whole_state(torn: bool) -> None:
     assert (held.digest is None) is torn
     assert list(held.moments) == ([] if torn else [Stage.COMMITTED, Stage.CHECKED])
     assert set(held.buffers) == {(3, Stage.COMMITTED), (4, Stage.COMMITTED)}
-    assert all(held.tensors[key] is tensor for key, tensor in live.tensors().items())
+    assert all(held.tensors[key].data_ptr() == tensor.data_ptr() for key, tensor in live.tensors().items())
     assert (held.live, held.fit, held.offset) == (None, 2, 7)
+
+
+@pytest.mark.parametrize("redone", [True, False])
+def test_no_gradient_is_held(redone: bool) -> None:
+    live = MadeUpState(step=3)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    live.present["model", 0, "trained"] = parameter
+    gradient = weakref.ref(parameter.grad)
+    held = hold(live, CommitState(3, ready=redone, torn=False))
+    if redone:
+        held.redo(4)
+        held.let_trainer_go()
+    del live, parameter
+    gc.collect()
+    assert gradient() is None
+    assert held.tensors["model", 0, "trained"].tolist() == [1, 1]
 
 
 def test_going_back_gives_the_buffers_and_objects_of_that_moment_and_drops_the_others() -> None:
