@@ -81,7 +81,9 @@ class HeldState:
             for step in (commit.committed, commit.committed + 1)
             for stage, copies in live.own_buffers(step).items()
         }
-        return cls(commit, _without_gradients(live), moments, digest, live if commit.ready else None, fit, offset, buffers)
+        return cls(
+            commit, _without_gradients(live), moments, digest, live if commit.ready else None, fit, offset, buffers
+        )
 
     def redo(self, target: int) -> None:
         """Apply the gradients of ``target`` that the old optimizer still holds, unless that was done before.
@@ -129,7 +131,7 @@ class HeldState:
 def _without_gradients(live: LiveState) -> dict[Key, torch.Tensor]:
     """Return the tensors of ``live``, of which none holds a gradient.
 
-    Between an update and the next ``zero_grad`` the parameters have gradients, with Megatron's distributed optimizer
-    as views of its whole gradient buffer, which would be held through the re-entry.
+    Between an update and the next ``zero_grad`` the parameters have gradients, which would be held through the
+    re-entry; with Megatron's distributed optimizer they are views of its whole gradient buffer.
     """
     return {key: tensor.detach() for key, tensor in live.tensors().items()}

@@ -51,7 +51,7 @@ class WritesMemory(Callback):
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
-        """Write down what is held, and the peak of the step; wait while the gradients are still there, if asked to."""
+        """Write down what is held, and the peak of the step; if asked to, wait while there are gradients."""
         self._write("stepped", trainer)
         torch.cuda.reset_peak_memory_stats()
         if self._lingers and trainer.global_step == LINGERS_AFTER and own_generation() == 0:
@@ -79,7 +79,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, help="that the device has; default: no limit")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--lingers", type=int, help=f"the rank that waits after step {LINGERS_AFTER}; default: none")
+    parser.add_argument(
+        "--lingers", type=int, help=f"the rank that waits after step {LINGERS_AFTER}; default: none"
+    )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--instances", type=int, default=2)
