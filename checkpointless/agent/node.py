@@ -238,6 +238,7 @@ class NodeAgent:
     def standing(self) -> Standing:
         """Return what a coordinator that has just begun needs to know of the ranks that run here."""
         self._beats.forget_told()
+        self._processes.report_again()
         job, rows = self._job, []
         for rank in self.ranks.values():
             reading = rank.board.read()

@@ -245,6 +245,7 @@ class Coordinator:
             self._note_progress_at_s = now_s + _NOTE_PROGRESS_EVERY_S
             job.incidents.emit(EventName.PROGRESS, "point", high_water=job.high_water)
         if job.progress.oldest >= job.target:
+            job.roster.fresh.clear()
             job.incidents.recovered(job.target, job.high_water)
 
     def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:

@@ -19,7 +19,8 @@ class Processes:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._to_start: list[tuple[Rank, int]] = []  # ranks that wait for a store, with their incarnations
+        # Ranks that wait for a store, with their incarnations, and whether they are started on a bad device.
+        self._to_start: list[tuple[Rank, int, bool]] = []
 
     def start_missing(self) -> None:
         """Have every rank that has no process started."""
@@ -45,23 +46,28 @@ class Processes:
     def store_opened(self) -> None:
         """Start the ranks that have waited for the store."""
         waiting, self._to_start = self._to_start, []
-        for rank, incarnation in waiting:
+        for rank, incarnation, anyway in waiting:
             if rank.state is RankState.STARTING and rank.incarnation == incarnation:
-                self._start(rank)
+                self._start(rank, anyway)
 
     def spawn(self, rank: Rank) -> None:
         """Have the next process of ``rank`` started, as soon as there is a store for it."""
         rank.incarnation += 1
         self._job.roster.move(rank, RankState.STARTING)
+        self._job.roster.fresh.add(rank.number)
         if self._job.rendezvous.is_open:
             self._start(rank)
         else:
-            self._to_start.append((rank, rank.incarnation))
+            self._to_start.append((rank, rank.incarnation, False))
 
     def start_anyway(self, rank: Rank) -> None:
         """Have the process that was asked for last started although the rank's device is bad."""
-        if rank.state is RankState.STARTING and self._job.rendezvous.is_open:
+        if rank.state is not RankState.STARTING:
+            return
+        if self._job.rendezvous.is_open:
             self._start(rank, anyway=True)
+        else:
+            self._to_start.append((rank, rank.incarnation, True))
 
     def kill(self, ranks: Iterable[Rank], beat: int = -1) -> None:
         """Have the processes of ``ranks`` killed.

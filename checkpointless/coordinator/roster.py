@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.node_messages import Command
@@ -25,6 +25,8 @@ class Node:
         lost: why the node's agent can no longer be reached ("" if it can).
         searching: whether the node said that it lost the coordinator, and has not come back yet.
         is_back: whether the node has come back to its own place, and has not said yet what its ranks do.
+        tried: devices on which a process was started although they are bad, with the rank, its incarnation and the
+            highest committed step of that time.
     """
 
     index: int
@@ -34,6 +36,7 @@ class Node:
     lost: str = ""
     searching: bool = False
     is_back: bool = False
+    tried: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,6 +74,8 @@ class Roster:
         ranks: the job's ranks, by number; the ranks of a lost node are GONE.
         in_state: how many ranks are in each state.
         lost: numbers of the nodes that cannot be reached.
+        fresh: numbers of the ranks whose processes were started since all ranks had committed a step: they may hold
+            no state yet.
         not_joined: numbers of the nodes that cannot start processes, including the lost ones.
         back_by_s: by when the nodes that look for this coordinator have to be back, by number, on the coordinator's
             clock.
@@ -83,6 +88,7 @@ class Roster:
         self.in_state = Counter({RankState.GONE: len(self.ranks)})
         self.lost = set(range(nnodes))
         self.not_joined = set(range(nnodes))
+        self.fresh: set[int] = set()
         self.back_by_s: dict[int, float] = {}
 
     def put_in_place(self, node: Node, index: int) -> None:

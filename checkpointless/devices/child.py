@@ -27,6 +27,8 @@ class Lines:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         self._descriptor = process.stdout.fileno()
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
         self._rest = b""
         self._waiting: list[bytes] = []
         self.are_over = False
@@ -40,8 +42,8 @@ class Lines:
         while True:
             while self._waiting:
                 yield self._waiting.pop(0)
-            left_s = deadline_s - time.monotonic()
-            if self.are_over or not select.select([self._descriptor], [], [], max(left_s, 0))[0]:
+            left_s = max(deadline_s - time.monotonic(), 0)
+            if self.are_over or not self._poll.poll(left_s * 1000):
                 return
             data = os.read(self._descriptor, 64 * 1024)
             self.are_over = not data

@@ -9,15 +9,16 @@ import re
 #: and the program runs on all other devices, too.
 FAILURES_LIMIT = 2
 
+#: What CUDA and NCCL say of hardware. An illegal access or a device assert is the fault of a program, and a device
+#: that does not synchronise may wait for a peer that is lost.
 _BLAME = re.compile(
-    r"CUDA error"  # torch, for every error of the runtime
-    r"|CUDA driver error"
-    r"|cuda:\d+ (?:is not healthy|did not synchronize)"  # our health check
-    r"|uncorrectable (?:NVLink |ECC )error"
-    r"|unhandled cuda error"  # NCCL
+    r"uncorrectable (?:ECC|NVLink) error"  # cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable
+    r"|GPU is lost|fallen off the bus"
+    r"|no CUDA-capable device is detected"  # cudaErrorNoDevice
+    r"|hardware stack error"  # cudaErrorHardwareStackError
 )
 
 
 def blames_device(words: str) -> bool:
-    """Return whether a reason, an exception's message or the end of a log speaks of an error of the device."""
-    return _BLAME.search(words) is not None and "out of memory" not in words
+    """Return whether a reason, an exception's message or the end of a log speaks of an error of the hardware."""
+    return _BLAME.search(words) is not None

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,17 @@ from typing import Any
 from checkpointless.devices.child import Lines, end
 from checkpointless.devices.judge import judged, port_problems
 from checkpointless.devices.nvml_process import LOOK
-from checkpointless.devices.ports import read_ports
-from checkpointless.devices.survey import NO_DRIVER, Device, DeviceSurvey, Problem, ProblemKind, Reading
+from checkpointless.devices.survey import (
+    NO_DRIVER,
+    NO_MODULE,
+    Device,
+    DeviceSurvey,
+    Problem,
+    ProblemKind,
+    Reading,
+)
 
-__all__ = ["NO_DRIVER", "Device", "DeviceSurvey", "Problem", "ProblemKind", "Reading", "look"]
+__all__ = ["NO_DRIVER", "NO_MODULE", "Device", "DeviceSurvey", "Problem", "ProblemKind", "Reading", "look"]
 
 START_S = 10.0  # a busy machine takes seconds to start an interpreter
 DRIVER_FOLDER = Path("/proc/driver/nvidia")  # exists while NVIDIA's kernel module is loaded
@@ -29,38 +36,38 @@ def look(
     *,
     start_s: float = START_S,
     before: DeviceSurvey | None = None,
-    xids: Collection[tuple[str, int]] = (),
+    xids: Callable[[], Collection[tuple[str, int]]] = frozenset,
     first: int = 0,
 ) -> DeviceSurvey:
     """Look at the devices of this machine.
 
     NVML may hang on a bad device, in a way that no signal ends. So a child process asks it, once, and is killed if
-    it takes too long. The device that was being asked about then has a fatal problem; if NVML did not even begin to
-    answer, each device of ``before`` has, since CUDA needs the same driver. A child that does not even start, on a
-    machine that is too busy, says nothing of devices.
+    it takes too long; at the end it reads the states of network ports, which may hang, too. The device that was
+    being asked about then has a fatal problem; if NVML did not even begin to answer, each device of ``before`` has,
+    since CUDA needs the same driver. A child that does not even start, on a machine that is too busy, says nothing
+    of devices.
 
     Args:
-        timeout_s: how many seconds NVML may take to answer.
+        timeout_s: how many seconds NVML may take to begin, and to answer for each device.
         start_s: how many seconds the child may take to start.
         before: an earlier look, of when the devices were in order.
-        xids: UUID of the device and number of each Xid since then.
+        xids: called after the look; returns UUID of the device and number of each Xid since then.
         first: index of the device to ask about first, because a later one may not be reached.
     """
-    ports = read_ports()
-    network = port_problems(ports, before.ports if before is not None else ())
     if importlib.util.find_spec("pynvml") is None:
-        missing = "the devices are not looked at: pip install 'checkpointless[gpu]' installs what asks NVML"
-        return DeviceSurvey(error=missing if DRIVER_FOLDER.is_dir() else NO_DRIVER, network=network, ports=ports)
+        return DeviceSurvey(error=NO_MODULE if DRIVER_FOLDER.is_dir() else NO_DRIVER)
     said = _Said()
     said.listen(timeout_s, start_s, first)
     earlier = before.readings if before is not None else ()
-    devices = judged(said.readings, is_complete=said.is_complete, before=earlier, xids=xids)
+    devices = judged(said.readings, is_complete=said.is_complete, before=earlier, xids=xids())
     if said.is_silent:
         silent = [reading for reading in earlier if said.asking in (None, reading.index)]
         if said.asking is not None and not silent:
             silent = [Reading(said.asking)]
         devices = (*devices, *(_silent(reading, said.error) for reading in silent))
-    return DeviceSurvey(devices, said.driver, said.cuda, said.error, network, tuple(said.readings), ports)
+    network = port_problems(said.ports, before.ports) if before is not None and said.ports is not None else ()
+    readings, ports = tuple(said.readings), said.ports or ()
+    return DeviceSurvey(devices, said.driver, said.cuda, said.error, network, readings, ports)
 
 
 def _silent(reading: Reading, why: str) -> Device:
@@ -75,6 +82,7 @@ class _Said:
         driver: version of the driver.
         cuda: newest version of CUDA that it supports.
         readings: what NVML said of each device.
+        ports: name and state of each RDMA port (None: not read).
         asking: index of the device that was asked about last, and not answered for (None: none).
         is_complete: whether NVML was asked about all devices.
         is_silent: whether NVML did not answer in time.
@@ -84,12 +92,13 @@ class _Said:
     def __init__(self) -> None:
         self.driver = self.cuda = self.error = ""
         self.readings: list[Reading] = []
+        self.ports: tuple[tuple[str, str], ...] | None = None
         self.asking: int | None = None
         self.is_complete = self.is_silent = False
         self._has_begun = False
 
     def listen(self, timeout_s: float, start_s: float, first: int) -> None:
-        """Ask, for ``timeout_s`` seconds at most, once the process has started, which may take ``start_s``."""
+        """Ask, for ``timeout_s`` seconds each time, once the process has started, which may take ``start_s``."""
         command = [sys.executable, "-m", "checkpointless.devices.nvml_process", LOOK, "--first", str(first)]
         try:
             process = subprocess.Popen(
@@ -104,7 +113,10 @@ class _Said:
                 self._take(json.loads(line))
                 if self._has_begun:
                     break
-            for line in lines.until(time.monotonic() + timeout_s) if self._has_begun else ():
+            while self._has_begun and self.ports is None:
+                line = next(lines.until(time.monotonic() + timeout_s), None)
+                if line is None:
+                    break
                 self._take(json.loads(line))
         finally:
             end(process)
@@ -121,6 +133,8 @@ class _Said:
     def _take(self, said: dict[str, Any]) -> None:
         if "begun" in said:
             self._has_begun = True
+        elif "ports" in said:
+            self.ports = tuple((name, state) for name, state in said["ports"])
         elif "driver" in said:
             self.driver, self.cuda = said["driver"], said["cuda"]
         elif "asking" in said:
@@ -128,6 +142,8 @@ class _Said:
         elif "reading" in said:
             self.asking = None
             row = said["reading"]
+            if row is None:
+                return
             links = tuple((number, is_active) for number, is_active in row["links"])
             self.readings.append(replace(Reading(**row), mig_uuids=tuple(row["mig_uuids"]), links=links))
         elif "error" in said:

@@ -119,7 +119,7 @@ def problems_of(
         return (problem, *_xid_problems(xids))
     return (
         *_recovery_problems(reading),
-        *_memory_problems(reading),
+        *_memory_problems(reading, before),
         *_link_problems(reading, before, siblings),
         *_xid_problems(xids),
         *_speed_problems(reading),
@@ -168,18 +168,21 @@ def _recovery_problems(reading: Reading) -> list[Problem]:
     return [Problem(ProblemKind.RECOVERY, f"the driver wants {action}", True)]
 
 
-def _memory_problems(reading: Reading) -> list[Problem]:
+def _memory_problems(reading: Reading, before: Reading | None) -> list[Problem]:
     """Judge uncorrectable errors and row remapping.
 
     A driver that knows recovery actions says by them whether an uncorrectable error still matters; where it says
-    none, the error was contained, and a count from before the job forbids nothing. An older driver cannot say, so
-    such an error is fatal there. A failed remapping is NVIDIA's criterion for an exchange of the device, so it is
-    fatal. A pending one is a warning: new work may be launched meanwhile (the address at RECOVERY_ACTIONS).
+    none, the error was contained. An older driver cannot say, so an error that came since the agent began is fatal
+    there; one from before forbids nothing. A failed remapping is NVIDIA's criterion for an exchange of the device,
+    so it is fatal. A pending one is a warning: new work may be launched meanwhile (the address at
+    RECOVERY_ACTIONS).
     """
     found = []
     if reading.ecc_uncorrected:
         what = f"{reading.ecc_uncorrected} uncorrectable memory errors since the driver was loaded"
-        found.append(Problem(ProblemKind.ECC, what, reading.recovery is None))
+        earlier = before.ecc_uncorrected if before is not None else None
+        is_new = earlier is not None and reading.ecc_uncorrected > earlier
+        found.append(Problem(ProblemKind.ECC, what, is_new and reading.recovery is None))
     if reading.remap_failed:
         found.append(Problem(ProblemKind.ROW_REMAPPING, "a row of memory could not be remapped", True))
     if reading.remap_pending:

@@ -24,11 +24,18 @@ def versions(nvml: Any) -> tuple[str, str]:  # Any: an untyped module
     return driver, "" if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}"
 
 
-def read(nvml: Any, index: int) -> Reading:  # Any: an untyped module
-    """Return what NVML says of the device with this number, whatever is wrong with the device."""
+def read(nvml: Any, index: int) -> Reading | None:  # Any: an untyped module
+    """Return what NVML says of the device with this number, whatever is wrong with the device.
+
+    Returns:
+        None if the device is not for this process (a container or a batch system keeps it away): CUDA does not
+        count it either.
+    """
     said = _Said(nvml)
     handle = said.ask(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
     uuid = _text(said.ask(lambda: nvml.nvmlDeviceGetUUID(handle))) if handle is not None else ""
+    if said.is_forbidden:
+        return None
     if not uuid:
         return Reading(index, failure=said.error or "it has no UUID", is_lost=said.is_lost)
     name = _text(said.ask(lambda: nvml.nvmlDeviceGetName(handle)))
@@ -87,12 +94,14 @@ class _Said:
         error: the first refusal, in NVML's words ("": none yet).
         is_lost: whether NVML has said that the GPU is lost.
         needs_reset: whether NVML has said that the GPU requires a reset.
+        is_forbidden: whether NVML has said that this process may not use the GPU.
     """
 
     def __init__(self, nvml: Any) -> None:
         self.error = ""
         self.is_lost = False
         self.needs_reset = False
+        self.is_forbidden = False
         self._nvml = nvml
 
     def ask(self, question: Callable[[], Any]) -> Any:
@@ -104,6 +113,7 @@ class _Said:
             self.error = self.error or str(error)
             self.is_lost = self.is_lost or isinstance(error, nvml.NVMLError_GpuIsLost)
             self.needs_reset = self.needs_reset or isinstance(error, nvml.NVMLError_ResetRequired)
+            self.is_forbidden = self.is_forbidden or isinstance(error, nvml.NVMLError_NoPermission)
             return None
 
 

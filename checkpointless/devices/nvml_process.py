@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from checkpointless.devices import nvml
+from checkpointless.devices.ports import read_ports
 from checkpointless.devices.survey import NO_DRIVER
 
 LOOK, XIDS = "look", "xids"
@@ -36,8 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.task == LOOK:
             _look(pynvml, options.first)
         else:
+            told: set[tuple[str, int]] = set()
             for uuid, number in nvml.xids(pynvml):
-                _say(xid=number, uuid=uuid)
+                if (uuid, number) not in told:  # nobody may read for a long time, and the pipe must not fill up
+                    told.add((uuid, number))
+                    _say(xid=number, uuid=uuid)
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         _say(error=NO_DRIVER)
     except pynvml.NVMLError as error:
@@ -49,8 +53,10 @@ def _look(pynvml: Any, first: int) -> None:
     _say(driver=driver, cuda=cuda)
     for index in sorted(range(pynvml.nvmlDeviceGetCount()), key=lambda index: index != first):
         _say(asking=index)
-        _say(reading=asdict(nvml.read(pynvml, index)))
+        reading = nvml.read(pynvml, index)
+        _say(reading=asdict(reading) if reading is not None else None)
     _say(end=True)
+    _say(ports=read_ports())
 
 
 def _say(**fields: Any) -> None:

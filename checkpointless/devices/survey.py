@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 NO_DRIVER = "no NVIDIA driver"
+NO_MODULE = "the devices are not looked at: pip install 'checkpointless[gpu]' installs what asks NVML"
 
 
 class ProblemKind(Enum):
@@ -115,7 +116,8 @@ class DeviceSurvey:
         devices: the devices, by index.
         driver_version: version of NVIDIA's driver, for example "570.86.15"; "" if not known.
         cuda_driver_version: newest version of CUDA that the driver supports, for example "12.8"; "" if not known.
-        error: why nothing could be read, in one line ("" if it could). :data:`NO_DRIVER` is not a problem.
+        error: why nothing could be read, in one line ("" if it could). :data:`NO_DRIVER` is not a problem, and
+            neither that nor :data:`NO_MODULE` changes while a process runs.
         network: what is wrong with RDMA ports, which belong to no single device; all of it is warnings.
         readings: what NVML said of each device, to compare a later look with.
         ports: name and state of each RDMA port, for example ``("mlx5_0/1", "ACTIVE")``.

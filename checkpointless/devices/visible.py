@@ -15,16 +15,16 @@ def device_of(local_rank: int, devices: Sequence[Device], visible: str | None, o
     ``CUDA_VISIBLE_DEVICES`` is a list of numbers, of UUIDs (``GPU-...``, of which a beginning that only one device
     has is enough) and of MIG devices (``MIG-...``), which ends at the first entry that names no device
     (https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables). The device of a
-    MIG device is the GPU that it is a part of. Numbers count the fastest device first, unless ``CUDA_DEVICE_ORDER``
-    says otherwise; with devices of one model that is the order of NVML.
+    MIG device is the GPU that it is a part of. Numbers count the devices that this process may use, the fastest
+    first, unless ``CUDA_DEVICE_ORDER`` says otherwise; with devices of one model that is the order of NVML.
 
     Args:
         local_rank: the rank within its node.
-        devices: all devices of the machine.
+        devices: all devices of the machine that this process may use.
         visible: the value of ``CUDA_VISIBLE_DEVICES`` (None: not set).
         order: the value of ``CUDA_DEVICE_ORDER`` (None: not set).
     """
-    counted = {device.index: device for device in devices}
+    counted = dict(enumerate(sorted(devices, key=lambda device: device.index)))
     is_counted_alike = order == PCI_BUS_ID or len({device.name for device in devices if device.name}) <= 1
     if visible is None:
         return counted.get(local_rank) if is_counted_alike else None

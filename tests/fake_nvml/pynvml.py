@@ -4,9 +4,10 @@ The file is named by ``FAKE_NVML``::
 
     {"devices": [{"uuid": "GPU-a", "recovery": 1}, {"uuid": "GPU-b", "hang": "name"}], "xids": [["GPU-a", 79]]}
 
-``lost`` raises at the handle, ``hang`` names the question that never returns (``init``, ``handle`` or ``name``);
-what a device lacks is not supported. What stands under ``then`` of a device counts once the folder ``when`` has a
-file. The file is read at each question, so that a test can change it meanwhile.
+``lost`` and ``forbidden`` raise at the handle, ``slow`` is how many seconds the name takes, and ``hang`` names the
+question that never returns (``init``, ``handle`` or ``name``); what a device lacks is not supported. What stands
+under ``then`` of a device counts once the folder ``when`` has a file. ``ports`` is the folder in which the states
+of network ports are. The file is read at each question, so that a test can change it meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from checkpointless.devices import ports
 
 NVML_SUCCESS = 0
 NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
@@ -45,6 +48,11 @@ class NVMLError_GpuIsLost(NVMLError):
 
 class NVMLError_ResetRequired(NVMLError):
     pass
+
+
+class NVMLError_NoPermission(NVMLError):
+    def __str__(self) -> str:
+        return "Insufficient Permissions"
 
 
 class NVMLError_NotSupported(NVMLError):
@@ -83,6 +91,8 @@ def _of(handle: int, key: str) -> Any:
 
 def nvmlInit() -> None:
     said = _said()
+    if "ports" in said:
+        ports.read_ports.__defaults__ = (Path(said["ports"]),)
     if said.get("hang") == "init":
         _hang()
     if "devices" not in said:
@@ -107,6 +117,8 @@ def nvmlDeviceGetHandleByIndex(index: int) -> int:
         _hang()
     if device.get("lost"):
         raise NVMLError_GpuIsLost
+    if device.get("forbidden"):
+        raise NVMLError_NoPermission
     return index
 
 
@@ -117,6 +129,7 @@ def nvmlDeviceGetUUID(handle: Any) -> str:
 
 
 def nvmlDeviceGetName(handle: int) -> str:
+    time.sleep(_said()["devices"][handle].get("slow", 0))
     return str(_of(handle, "name"))
 
 

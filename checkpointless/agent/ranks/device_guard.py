@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from checkpointless.devices.evidence import FAILURES_LIMIT
-from checkpointless.devices.health import Device, DeviceSurvey, Problem, ProblemKind, look
+from checkpointless.devices.health import (
+    NO_DRIVER,
+    NO_MODULE,
+    Device,
+    DeviceSurvey,
+    Problem,
+    ProblemKind,
+    look,
+)
 from checkpointless.devices.visible import device_of
 from checkpointless.devices.xids import XidCollector
 from checkpointless.environment import CUDA_DEVICE_ORDER_ENV, CUDA_VISIBLE_DEVICES_ENV
 
 logger = logging.getLogger(__name__)
 
-LOOK_TIMEOUT_S = (
-    10.0  # NVML takes milliseconds for a device in order, and seconds to begin without persistence mode
-)
+LOOK_TIMEOUT_S = 10.0  # NVML answers in milliseconds, and takes seconds to begin without persistence mode
+LOOK_LIMIT_S = 60.0  # a machine of eight devices is through before
 
 Look = Callable[..., DeviceSurvey]
 
@@ -30,10 +38,12 @@ class Finding:
     Attributes:
         device: the device, for people.
         problems: what is wrong; empty if nothing is known to be.
+        error: why it is not known what is wrong ("": it is known).
     """
 
     device: str
     problems: tuple[Problem, ...] = ()
+    error: str = ""
 
     @property
     def why(self) -> str:
@@ -50,74 +60,92 @@ class DeviceGuard:
         environment: the environment of the ranks.
         nproc: how many ranks this node runs.
         look: looks at the devices, and may take long.
-        timeout_s: how many seconds NVML may take.
+        timeout_s: how many seconds NVML may take for each device.
+        limit_s: how many seconds a look may take; a later answer is not waited for, and nothing is known then.
     """
 
     def __init__(
-        self, environment: Mapping[str, str], nproc: int, look: Look = look, timeout_s: float = LOOK_TIMEOUT_S
+        self,
+        environment: Mapping[str, str],
+        nproc: int,
+        look: Look = look,
+        timeout_s: float = LOOK_TIMEOUT_S,
+        limit_s: float = LOOK_LIMIT_S,
     ) -> None:
         self._visible = environment.get(CUDA_VISIBLE_DEVICES_ENV)
         self._order = environment.get(CUDA_DEVICE_ORDER_ENV)
         self._nproc = nproc
         self._look = look
         self._timeout_s = timeout_s
+        self._limit_s = limit_s
         self._xids: XidCollector | None = None
-        self._first: Future[DeviceSurvey] = self._run(lambda: look(timeout_s))
-        self._looks: dict[int, Future[DeviceSurvey]] = {}
+        self._is_closed = False
+        self._first = self._begin()
+        self._looks: dict[int, _Look] = {}
+        self._silent: set[int] = set()  # local ranks whose device did not answer at the last look
         self._failures: dict[int, int] = {}
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is known which devices there are."""
-        return self._first.done()
+        """Whether it is known which devices there are, or that this cannot be known."""
+        return self._first.is_over
 
     @property
     def at_begin(self) -> DeviceSurvey:
         """The devices as they were when the agent began; none before that is known."""
-        if not self._first.done():
-            return DeviceSurvey()
-        survey = self._first.result()
-        if survey.devices and self._xids is None:
-            try:
-                self._xids = XidCollector()
-            except OSError as error:
-                logger.warning("Xids are not collected: %s", error)
-        return survey
+        return self._first.survey
 
     def begin_look(self, local_rank: int) -> None:
         """Begin to look at the device of a rank whose process has ended, unless that has been begun."""
-        if local_rank in self._looks or not self.at_begin.devices:
+        if local_rank in self._looks or not self.has_begun:
             return
-        running = next((each for each in self._looks.values() if not each.done()), None)
-        self._looks[local_rank] = running or self._run(lambda: self._look_again(local_rank))
+        first = self.at_begin
+        if not first.devices:
+            if first.error in (NO_DRIVER, NO_MODULE):
+                return
+            self._first = self._looks[local_rank] = self._begin()  # the first look has failed
+            return
+        running = next((each for each in self._looks.values() if not each.is_over), None)
+        self._looks[local_rank] = running or self._run(lambda: self._look_again(local_rank, first))
 
     def finding(self, local_rank: int) -> Finding | None:
         """Return what is wrong with the device of a rank that is to be started; None while that is not known yet.
 
-        It is known once for each look: the next process needs another one.
+        It is known once for each look: the next process needs another one. A device that does not answer is looked
+        at twice, since a busy machine answers late.
         """
         if not self.has_begun:
             return None
         self.begin_look(local_rank)
         running = self._looks.get(local_rank)
-        if running is not None and not running.done():
+        if running is not None and not running.is_over:
             return None
-        survey = self._looks.pop(local_rank).result() if running is not None else self.at_begin
+        self._looks.pop(local_rank, None)
+        survey = running.survey if running is not None else self.at_begin
         device = self._device(local_rank, survey)
         problems = (device.problems if device is not None else ()) + survey.network
+        is_silent = device is not None and any(each.kind is ProblemKind.SILENT for each in device.fatal)
+        if is_silent and local_rank not in self._silent:
+            self._silent.add(local_rank)
+            self.begin_look(local_rank)
+            return None
+        self._silent.discard(local_rank)
         failures = self._failures.get(local_rank, 0)
         if failures >= FAILURES_LIMIT:
             what = f"{failures} processes in a row have ended because of it"
             problems = (*problems, Problem(ProblemKind.FAILURES, what, True))
-        return Finding(str(device) if device is not None else f"the device of local rank {local_rank}", problems)
+        name = str(device) if device is not None else f"the device of local rank {local_rank}"
+        return Finding(name, problems, survey.error)
 
-    def note_end(self, local_rank: int, blames_device: bool) -> None:
+    def note_end(self, local_rank: int, blames_device: bool, made_progress: bool) -> None:
         """Note that a process of the rank has ended.
 
         Args:
             blames_device: whether it ended because of its device, by its own words.
+            made_progress: whether it had committed a step, so that its device had worked.
         """
-        self._failures[local_rank] = self._failures.get(local_rank, 0) + 1 if blames_device else 0
+        earlier = 0 if made_progress else self._failures.get(local_rank, 0)
+        self._failures[local_rank] = earlier + 1 if blames_device else 0
 
     def bad_at_begin(self) -> str:
         """Return which devices of ranks must not be used, as was known when the agent began, and why ("": none)."""
@@ -127,6 +155,7 @@ class DeviceGuard:
 
     def close(self) -> None:
         """End the process that waits for Xids."""
+        self._is_closed = True
         if self._xids is not None:
             self._xids.close()
 
@@ -136,23 +165,66 @@ class DeviceGuard:
         was = device_of(local_rank, first.devices, self._visible, self._order)
         if was is None or survey is first:
             return was
-        return next((device for device in survey.devices if device.uuid == was.uuid), was if not was.uuid else None)
+        if not was.uuid:
+            return next((each for each in survey.devices if each.index == was.index), None)
+        return next((each for each in survey.devices if each.uuid == was.uuid), None)
 
-    def _look_again(self, local_rank: int) -> DeviceSurvey:
-        first = self.at_begin
+    def _look_again(self, local_rank: int, first: DeviceSurvey) -> DeviceSurvey:
         was = device_of(local_rank, first.devices, self._visible, self._order)
-        xids = self._xids.found() if self._xids is not None else frozenset()
+        xids = self._xids.found if self._xids is not None else frozenset
         return self._look(self._timeout_s, before=first, xids=xids, first=was.index if was is not None else 0)
 
-    def _run(self, task: Callable[[], DeviceSurvey]) -> Future[DeviceSurvey]:
-        future: Future[DeviceSurvey] = Future()
+    def _begin(self) -> _Look:
+        return self._run(self._look_first)
+
+    def _look_first(self) -> DeviceSurvey:
+        survey = self._look(self._timeout_s)
+        if survey.devices and self._xids is None:
+            try:
+                self._xids = XidCollector()
+            except OSError as error:
+                logger.warning("Xids are not collected: %s", error)
+        if self._is_closed and self._xids is not None:
+            self._xids.close()
+        return survey
+
+    def _run(self, task: Callable[[], DeviceSurvey]) -> _Look:
+        look = _Look(time.monotonic() + self._limit_s, self._limit_s)
 
         def run() -> None:
             try:
-                future.set_result(task())
+                look.answer.set_result(task())
             except Exception as error:
                 logger.exception("the devices cannot be looked at")
-                future.set_result(DeviceSurvey(error=f"the devices cannot be looked at: {error}"))
+                look.answer.set_result(DeviceSurvey(error=f"the devices cannot be looked at: {error}"))
 
         threading.Thread(target=run, name="checkpointless-devices", daemon=True).start()
-        return future
+        return look
+
+
+@dataclass(eq=False)
+class _Look:
+    """A look that may be under way.
+
+    Attributes:
+        by_s: until when it is waited for, on the monotonic clock.
+        limit_s: how many seconds that is, for people.
+        answer: what it finds.
+    """
+
+    by_s: float
+    limit_s: float
+    answer: Future[DeviceSurvey] = field(default_factory=Future)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is an answer, or none is waited for any more."""
+        return self.answer.done() or time.monotonic() >= self.by_s
+
+    @property
+    def survey(self) -> DeviceSurvey:
+        """The answer; nothing before it has come."""
+        if self.answer.done():
+            return self.answer.result()
+        late = f"the look at the devices was not over within {self.limit_s:g} s"
+        return DeviceSurvey(error=late if self.is_over else "")

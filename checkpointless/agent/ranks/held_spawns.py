@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from checkpointless.agent.ranks.device_guard import DeviceGuard, Finding
 from checkpointless.agent.ranks.known_job import KnownJob
-from checkpointless.devices.survey import Problem, ProblemKind
+from checkpointless.devices.survey import NO_DRIVER, Problem, ProblemKind
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.node_messages import DeviceBad, NodeMessage, Spawn
+
+REPORT_AGAIN_S = 10.0  # a report may be lost with the connection, and the device may be in order by then
 
 
 class HeldSpawns:
@@ -21,6 +24,7 @@ class HeldSpawns:
         guard: knows which devices must not be used; None if the ranks use none.
         report: sends a message to the coordinator.
         say: called with each line for the terminal.
+        clock: clock of the times at which a refused device is looked at again.
 
     Attributes:
         bad_at_begin: which devices of ranks must not be used, as was known when the agent began, and why.
@@ -32,19 +36,27 @@ class HeldSpawns:
         guard: DeviceGuard | None,
         report: Callable[[NodeMessage], None],
         say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._job = job
         self._guard = guard
         self._report = report
         self._say = say
+        self._clock = clock
         self._held: dict[int, tuple[Spawn, int]] = {}  # rank -> what is asked for, and its local rank
-        self._refused: set[int] = set()
+        self._refused: dict[int, float] = {}  # rank -> when its device is looked at again
         self._told: set[tuple[str, Problem]] = set()
+        self._told_errors: set[str] = set()
         self.bad_at_begin = ""
 
     def has(self, rank: int) -> bool:
         """Return whether a process of the rank is held."""
         return rank in self._held
+
+    def is_of(self, spawn: Spawn) -> bool:
+        """Return whether it is this process of the rank that is held."""
+        held, _ = self._held.get(spawn.rank, (None, 0))
+        return held is not None and held.incarnation == spawn.incarnation
 
     def hold(self, spawn: Spawn, local_rank: int) -> bool:
         """Hold the start of a process, unless nothing speaks against it.
@@ -64,8 +76,12 @@ class HeldSpawns:
 
     def drop(self, rank: int) -> bool:
         """Start no process for the rank; return whether one was held."""
-        self._refused.discard(rank)
+        self._refused.pop(rank, None)
         return self._held.pop(rank, None) is not None
+
+    def report_again(self) -> None:
+        """Look again at devices that must not be used, and report them anew: the coordinator does not know them."""
+        self._refused.clear()
 
     def tell_of_begin(self) -> None:
         """Tell of the problems that the devices of this machine had when the agent began."""
@@ -73,17 +89,19 @@ class HeldSpawns:
             return
         for device in self._guard.at_begin.devices:
             self._tell(Finding(str(device), device.problems), None)
+        self._tell_error(self._guard.at_begin.error)
         self.bad_at_begin = self._guard.bad_at_begin()
 
     def _is_released(self, spawn: Spawn, local_rank: int) -> bool:
-        if self._guard is None or spawn.rank in self._refused:  # the coordinator decides
+        if self._guard is None or self._refused.get(spawn.rank, 0.0) > self._clock():  # the coordinator decides
             return False
         finding = self._guard.finding(local_rank)
         if finding is None:
             return False
         self._tell(finding, spawn.rank)
+        self._tell_error(finding.error)
         if finding.why:
-            self._refused.add(spawn.rank)
+            self._refused[spawn.rank] = self._clock() + REPORT_AGAIN_S
             self._report(DeviceBad(spawn.rank, spawn.incarnation, finding.device, finding.why))
             return False
         self.drop(spawn.rank)
@@ -101,3 +119,9 @@ class HeldSpawns:
                 EventName.DEVICE, "point", rank=rank, device=device, kind=kind, what=what, is_fatal=is_fatal
             )
             self._say(f"{device}: {'must not be used' if is_fatal else 'warning'}: {what}")
+
+    def _tell_error(self, error: str) -> None:
+        """Say once why it is not known how the devices are."""
+        if error and error != NO_DRIVER and error not in self._told_errors:
+            self._told_errors.add(error)
+            self._say(f"warning: {error}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from checkpointless.agent.ranks.rank_link import RankLink
 from checkpointless.agent.ranks.rank_log import RankLog
-from checkpointless.wire.board import Board
+from checkpointless.wire.board import NO_STEP, Board
 from checkpointless.wire.messages import AgentMessage
 from checkpointless.wire.rank_state import RankState
 
@@ -46,7 +46,8 @@ class LocalRank:
         beats: the beats of the generation.
         started_at_s: when the living process was started, on the monotonic clock.
         local: the rank within this node.
-        last_words: the reason or message that the living process gave last for leaving its block.
+        last_words: the reason or message that the living process gave in this generation for leaving its block.
+        began_after: the last committed optimizer step on the board when the living process was started.
         kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
     """
 
@@ -63,6 +64,7 @@ class LocalRank:
     started_at_s: float = 0.0
     local: int = 0
     last_words: str = ""
+    began_after: int = NO_STEP
     kill_at_s: float | None = None
 
     def send(self, message: AgentMessage) -> bool:
@@ -79,7 +81,7 @@ class LocalRank:
         Args:
             now_s: the current time on the agent's clock.
         """
-        self.state = RankState.RUNNING
+        self.state, self.last_words = RankState.RUNNING, ""
         beat = self.board.read().beat
         self.beats = Beats(beat, beat, now_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import signal
@@ -30,6 +31,8 @@ from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.messages import ProtocolError
 from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, Spawn
 from checkpointless.wire.rank_state import RankState
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessKeeper:
@@ -85,7 +88,7 @@ class ProcessKeeper:
         self._clock = clock
         self._on_lost = on_lost
         self._guard = guard
-        self._held = HeldSpawns(job, guard, report, say)
+        self._held = HeldSpawns(job, guard, report, say, clock)
         self._discarding = self._is_ready = False
         if starter.readable is not None:
             selector.register(starter.readable, selectors.EVENT_READ, self.hear)
@@ -131,6 +134,9 @@ class ProcessKeeper:
         Raises:
             ValueError: the rank's last process has not ended.
         """
+        if spawn.anyway and not self._held.is_of(spawn):
+            logger.info("rank %d: nothing holds its process %d any more", spawn.rank, spawn.incarnation)
+            return
         if spawn.rank not in self.ranks:
             self.ranks[spawn.rank] = self._make_rank(spawn.rank)
         rank, job = self.ranks[spawn.rank], self._job
@@ -161,6 +167,11 @@ class ProcessKeeper:
         os.close(log)
         rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
         rank.started_at_s, rank.last_words = time.monotonic(), ""
+        rank.began_after = rank.board.read().committed
+
+    def report_again(self) -> None:
+        """Report anew what a coordinator that has just begun has not heard of."""
+        self._held.report_again()
 
     def terminate(self) -> None:
         """Ask every process to end."""
@@ -245,7 +256,8 @@ class ProcessKeeper:
         self.failures += code != 0
         lines = rank.log.last_lines() if code != 0 else []
         if self._guard is not None and not self._job.finished and self._job.outcome is None:
-            self._guard.note_end(rank.local, code != 0 and blames_device("\n".join([rank.last_words, *lines])))
+            blames = code != 0 and blames_device("\n".join([rank.last_words, *lines]))
+            self._guard.note_end(rank.local, blames, rank.board.read().committed > rank.began_after)
             self._guard.begin_look(rank.local)  # meanwhile the others abort
         self._ended(rank, code, lines)
 

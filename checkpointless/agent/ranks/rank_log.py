@@ -83,6 +83,7 @@ class RankLog:
         self._errands = errands
         self._say = say
         self._instead: int | None = None
+        self._begin = 0  # where the output of the process that was started last begins
 
     def open(self) -> int:
         """Return a descriptor for the output of a process that is being started; the caller closes it.
@@ -108,9 +109,9 @@ class RankLog:
         return os.dup(self._instead)
 
     def last_lines(self, count: int = 10) -> list[str]:
-        """Return the last lines that were printed, or one line that says why they cannot be read."""
+        """Return the last lines that the last process printed, or one line that says why they cannot be read."""
         if self._instead is not None:
-            return _end(self._instead)[-count:]
+            return _end(self._instead, 0)[-count:]
         try:
             lines = self._errands.run(self._read, None)
         except OSError as error:
@@ -124,12 +125,14 @@ class RankLog:
             self._instead = None
 
     def _open(self) -> int | None:
-        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        log = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._begin = os.fstat(log).st_size
+        return log
 
     def _read(self) -> list[str] | None:
         log = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return _end(log)
+            return _end(log, self._begin)
         finally:
             os.close(log)
 
@@ -200,6 +203,7 @@ def _close(log: int | None) -> None:
         os.close(log)
 
 
-def _end(log: int) -> list[str]:
-    start = max(0, os.fstat(log).st_size - _TAIL_BYTES)
+def _end(log: int, begin: int) -> list[str]:
+    size = os.fstat(log).st_size
+    start = max(begin if begin <= size else 0, size - _TAIL_BYTES)  # it may have been cut off meanwhile
     return os.pread(log, _TAIL_BYTES, start).decode(errors="replace").splitlines()

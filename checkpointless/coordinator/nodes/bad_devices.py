@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 from checkpointless.coordinator.job import FAILED, Job, Phase
@@ -35,25 +35,26 @@ def remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, wa
         has_spare: whether a spare is ready.
         hosts_coordinator: whether the agent of the node hosts the coordinator.
         is_last_holder: whether the node is known to hold a shard that no living rank of another node holds.
-        was_tried: whether a process was started on the device although it was bad.
+        was_tried: whether a process was started on the device although it was bad, and no step was committed since.
     """
     if has_spare and not hosts_coordinator and (was_tried or not is_last_holder):
         return Remedy.GIVE_UP
     return Remedy.END if was_tried else Remedy.TRY
 
 
-def is_last_holder(node: Node, ranks: Sequence[Rank]) -> bool:
+def is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -> bool:
     """Return whether a living rank of ``node`` holds a shard that no living rank of another node is known to hold.
 
     Ranks that have not said which shard they hold share the state with all others or have none, so they do not
     count.
+
+    Args:
+        ranks: all ranks of the job.
+        fresh: numbers of the ranks whose processes may not have received any state yet.
     """
-    elsewhere = {rank.shard for rank in ranks if rank.node is not node and rank.state is not RankState.GONE}
-    return any(
-        rank.shard is not None and rank.shard not in elsewhere
-        for rank in ranks
-        if rank.node is node and rank.state not in (RankState.GONE, RankState.STARTING)
-    )
+    living = [rank for rank in ranks if rank.state is not RankState.GONE and rank.number not in fresh]
+    elsewhere = {rank.shard for rank in living if rank.node is not node}
+    return any(rank.shard is not None and rank.shard not in elsewhere for rank in living if rank.node is node)
 
 
 class BadDevices:
@@ -69,7 +70,6 @@ class BadDevices:
         self._job = job
         self._membership = membership
         self._processes = processes
-        self._tried: set[tuple[int, str]] = set()  # a node, by its identity, and its device
 
     def note_holding(self, node: Node, message: Holding) -> None:
         """Note which shards the ranks of a node hold."""
@@ -88,12 +88,14 @@ class BadDevices:
         is_meant = rank.state is RankState.STARTING and rank.incarnation == message.incarnation
         if not is_meant or job.phase is not Phase.GATHERING:
             return
-        device = id(node), message.device
+        *tried, tried_after = node.tried.get(message.device, (-1, -1, -1))
+        if tried == [rank.number, message.incarnation]:
+            return  # a report that was repeated before the answer came
         chosen = remedy(
             has_spare=any(spare.joined for spare in job.roster.spares),
             hosts_coordinator=node is host,
-            is_last_holder=is_last_holder(node, job.roster.ranks),
-            was_tried=device in self._tried,
+            is_last_holder=is_last_holder(node, job.roster.ranks, job.roster.fresh),
+            was_tried=message.device in node.tried and job.high_water <= tried_after,
         )
         why = f"{message.device} of rank {rank.number} must not be used: {message.why}"
         job.incidents.emit(
@@ -109,7 +111,7 @@ class BadDevices:
             job.say(f"node {node.index} is given up for a spare: {why}")
             self._membership.give_up(node, why)
         elif chosen is Remedy.TRY:
-            self._tried.add(device)
+            node.tried[message.device] = rank.number, message.incarnation, job.high_water
             job.say(f"node {node.index} cannot be given up: {why}; rank {rank.number} is started on it once more")
             self._processes.start_anyway(rank)
         else:

@@ -64,6 +64,7 @@ class Membership:
         elif index in roster.back_by_s:
             del roster.back_by_s[index]
             node.joined, node.is_back = roster.nodes[index].joined, True
+            node.tried = roster.nodes[index].tried
             roster.put_in_place(node, index)
         elif not roster.nodes[index].lost:
             raise ValueError(f"node {index} is here already")
@@ -75,12 +76,14 @@ class Membership:
         """Note that the agent of ``node`` can start processes.
 
         Args:
-            bad_device: what is wrong with a device of the node ("": nothing is known to be). A node that comes into
-                a job that has begun, or waits as a spare, is sent away with it, so that a node that was given up
-                does not come back as if it were in order. At the begin of the job it is not: nobody else is there,
-                and the device may work yet.
+            bad_device: what is wrong with a device of the node ("": nothing is known to be). With it, a node is no
+                spare, so that a node that was given up does not come back as if it were in order; and a node that
+                comes into a job that has begun leaves its place to a spare that is ready. If nobody else is there,
+                it is taken: the device may work yet.
         """
-        if bad_device and (self._job.phase is not Phase.JOINING or not self._roster.is_in_place(node)):
+        is_in_place = self._roster.is_in_place(node)
+        has_spare = self._job.phase is not Phase.JOINING and any(each.joined for each in self._roster.spares)
+        if bad_device and (has_spare or not is_in_place):
             self._job.say(f"a node is sent away: {bad_device}")
             node.send(End(FAILED, [f"this node is not taken into the job: {bad_device}"]))
             self.lose(node, bad_device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -41,7 +42,6 @@ class Nvml:
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
     monkeypatch.setenv("FAKE_NVML", str(tmp_path / "nvml.json"))
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
-    monkeypatch.setattr(health, "read_ports", lambda: ())
     return Nvml(tmp_path / "nvml.json")
 
 
@@ -79,6 +79,37 @@ def test_a_device_that_hangs_is_the_one_that_was_asked_about(nvml: Nvml, questio
         ("GPU-0", []),
         ("GPU-1", [ProblemKind.SILENT]),
     ]
+
+
+def test_devices_that_are_not_for_this_process_are_left_out(nvml: Nvml) -> None:
+    nvml.says({"forbidden": True}, {}, {"forbidden": True}, {"recovery": 1})
+    found = look(PATIENCE_S)
+    assert found.error == ""
+    assert [(device.index, bool(device.fatal)) for device in found.devices] == [(1, False), (3, True)]
+
+
+def test_the_time_limit_is_that_of_one_device(nvml: Nvml) -> None:
+    nvml.says(*[{"slow": 1.0}] * 4)
+    found = look(3.0, start_s=PATIENCE_S)
+    assert found.error == ""
+    assert [device.fatal for device in found.devices] == [()] * 4
+
+
+def test_a_network_port_whose_file_hangs_blames_no_device(nvml: Nvml, tmp_path: Path) -> None:
+    folder = tmp_path / "ib"
+    (folder / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    state = folder / "mlx5_0" / "ports" / "1" / "state"
+    state.write_text("4: ACTIVE\n")
+    nvml.says({}, ports=str(folder))
+    before = look(PATIENCE_S)
+    assert before.ports == (("mlx5_0/1", "ACTIVE"),)
+    state.write_text("1: DOWN\n")
+    assert [each.is_fatal for each in look(PATIENCE_S, before=before).network] == [False]
+    state.unlink()
+    os.mkfifo(state)
+    found = look(2.0, start_s=PATIENCE_S, before=before)
+    assert (found.error, found.network, found.ports) == ("", (), ())
+    assert [device.problems for device in found.devices] == [()]
 
 
 def test_the_device_in_question_is_asked_about_before_one_that_hangs(nvml: Nvml) -> None:
@@ -119,10 +150,22 @@ def test_xids_are_collected_as_they_come(nvml: Nvml) -> None:
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
         assert collector.found() == {("GPU-1", 79), ("GPU-0", 13)}
-        found = look(PATIENCE_S, xids=collector.found())
+        found = look(PATIENCE_S, xids=collector.found)
         assert [[each.kind for each in device.fatal] for device in found.devices] == [[], [ProblemKind.XID]]
     finally:
         collector.close()
+
+
+def test_an_xid_is_told_once_however_often_it_comes(nvml: Nvml) -> None:
+    nvml.says({}, {}, xids=[*[["GPU-0", 13]] * 100, ["GPU-1", 79]])
+    command = [sys.executable, "-m", "checkpointless.devices.nvml_process", "xids"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
+    assert told == [{"begun": True}, {"xid": 13, "uuid": "GPU-0"}, {"xid": 79, "uuid": "GPU-1"}]
 
 
 def test_the_process_ends_with_its_parent_even_while_nvml_hangs(nvml: Nvml) -> None:

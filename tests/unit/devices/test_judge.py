@@ -21,7 +21,7 @@ UP, DOWN = ((0, True), (1, True)), ((0, True), (1, False))
         ({"failure": "Unknown Error"}, ProblemKind.SILENT, True),
         *(({"recovery": action}, ProblemKind.RECOVERY, True) for action in (1, 2, 3, 4, 5, 6, 7, 8)),
         ({"ecc_uncorrected": 2}, ProblemKind.ECC, False),
-        ({"ecc_uncorrected": 2, "recovery": None}, ProblemKind.ECC, True),
+        ({"ecc_uncorrected": 2, "recovery": None}, ProblemKind.ECC, False),  # not known before
         ({"remap_failed": True}, ProblemKind.ROW_REMAPPING, True),
         ({"remap_pending": True}, ProblemKind.ROW_REMAPPING, False),
         ({"pcie_width": 8, "pcie_width_max": 16}, ProblemKind.PCIE, False),
@@ -48,6 +48,14 @@ def test_a_device_in_order_has_no_problem() -> None:
         slowdown=0x05,  # idle, and a limit of power that was set
     )
     assert judged([well, replace(well, index=1, uuid="GPU-b")], before=[well])[0].problems == ()
+
+
+@pytest.mark.parametrize(("recovery", "is_fatal"), [(None, [False, True, False]), (0, [False] * 3)])
+def test_memory_errors_from_before_the_job_forbid_nothing(recovery: int | None, is_fatal: list[bool]) -> None:
+    was = replace(A, ecc_uncorrected=2, recovery=recovery)
+    cases = [((), was), ([was], replace(was, ecc_uncorrected=3)), ([was], was)]
+    problems = [judged([now], before=before)[0].problems for before, now in cases]
+    assert [[each.is_fatal for each in found] for found in problems] == [[each] for each in is_fatal]
 
 
 def test_a_link_that_went_down_is_fatal_and_one_that_never_was_up_is_not() -> None:

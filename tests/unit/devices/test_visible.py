@@ -15,6 +15,12 @@ SAME = [
 MIXED = [Device(0, "GPU-a", "T4", ""), Device(1, "GPU-b", "H100", "")]
 
 
+def test_numbers_count_the_devices_that_may_be_used() -> None:
+    others = [Device(number, f"GPU-{number}", "H100", "") for number in (5, 2, 7)]
+    used = [device_of(rank, others, None, None) for rank in range(4)]
+    assert [device and device.index for device in used] == [2, 5, 7, None]
+
+
 @pytest.mark.parametrize(
     ("visible", "found"),
     [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from checkpointless.devices import health
 from checkpointless.devices.health import look
 from checkpointless.devices.survey import DeviceSurvey, Problem, ProblemKind
 from checkpointless.doctor.devices import judge
@@ -23,7 +22,6 @@ def surveyed(monkeypatch: pytest.MonkeyPatch, folder: Path, *devices: dict[str, 
     (folder / "nvml.json").write_text(json.dumps({"devices": rows} if rows else {}))
     monkeypatch.setenv("FAKE_NVML", str(folder / "nvml.json"))
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
-    monkeypatch.setattr(health, "read_ports", lambda: ())
     return look(60.0)
 
 

@@ -14,6 +14,7 @@ import pytest
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.ranks import device_guard
 from checkpointless.agent.ranks.device_guard import DeviceGuard
+from checkpointless.agent.ranks.held_spawns import REPORT_AGAIN_S
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.rank_log import RankLog
 from checkpointless.agent.ranks.starters import Exited
@@ -63,7 +64,8 @@ class NoXids:
 class Node:
     """Represents an agent of ranks 0 and 1, which use devices 1 and 0."""
 
-    def __init__(self, folder: Path, looks: Looks) -> None:
+    def __init__(self, folder: Path, looks: Looks, limit_s: float = 60.0) -> None:
+        self.later_s = 0.0
         self.starter, self.looks = NoProcesses(), looks
         self.said: list[NodeMessage] = []
         self.printed: list[str] = []
@@ -82,7 +84,8 @@ class Node:
             rank_env={},
             events=EventLog(None),
             say=self.printed.append,
-            guard=DeviceGuard({"CUDA_VISIBLE_DEVICES": "1,0"}, 2, looks),
+            clock=lambda: time.monotonic() + self.later_s,
+            guard=DeviceGuard({"CUDA_VISIBLE_DEVICES": "1,0"}, 2, looks, limit_s=limit_s),
         )
 
     def begin(self) -> None:
@@ -100,6 +103,9 @@ class Node:
         self.agent.tick(time.monotonic())
         assert isinstance(self.said[-1], RankEnded)
 
+    def trains(self, rank: int, step: int) -> None:
+        self.agent.ranks[rank].board.set_committed(step)
+
     def is_started(self, rank: int) -> bool:
         return self.agent.ranks[rank].pid is not None
 
@@ -116,8 +122,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     monkeypatch.setattr(device_guard, "XidCollector", NoXids)
     made: list[Node] = []
 
-    def make_node(found: DeviceSurvey) -> Node:
-        made.append(Node(tmp_path, Looks(found)))
+    def make_node(found: DeviceSurvey, **more: float) -> Node:
+        made.append(Node(tmp_path, Looks(found), **more))
         return made[-1]
 
     yield make_node
@@ -190,7 +196,7 @@ def test_where_there_is_no_driver_nothing_is_looked_at(make: Callable[[DeviceSur
 def test_a_second_process_in_a_row_that_blames_its_device_is_evidence(make: Callable[[DeviceSurvey], Node]) -> None:
     node = make(DeviceSurvey(error=NO_DRIVER))
     node.begin()
-    words = "cuda:0 did not synchronize within 30 s"
+    words = "CUDA error: uncorrectable ECC error encountered"
     for incarnation, said in enumerate([words, "something else", words, words]):
         node.ends(0, 1, said)
         node.spawn(0, incarnation + 1)
@@ -200,6 +206,136 @@ def test_a_second_process_in_a_row_that_blames_its_device_is_evidence(make: Call
     assert node.said[-1] == DeviceBad(
         0, 4, "the device of local rank 0", "2 processes in a row have ended because of it"
     )
+
+
+def test_processes_that_trained_before_are_no_evidence(make: Callable[[DeviceSurvey], Node]) -> None:
+    node = make(DeviceSurvey(error=NO_DRIVER))
+    node.begin()
+    for incarnation in range(4):
+        node.trains(0, incarnation)
+        node.ends(0, 1, "CUDA error: uncorrectable ECC error encountered")
+        node.spawn(0, incarnation + 1)
+        node.tick_until(lambda: node.is_started(0))
+    assert not [message for message in node.said if isinstance(message, DeviceBad)]
+
+
+def test_what_a_process_said_of_an_earlier_fault_is_no_evidence(make: Callable[[DeviceSurvey], Node]) -> None:
+    node = make(DeviceSurvey(error=NO_DRIVER))
+    node.begin()
+    for incarnation in range(3):
+        node.agent.ranks[0].last_words = "CUDA error: uncorrectable ECC error encountered"
+        node.agent.ranks[0].begin(0.0)  # it is in its block again
+        node.ends(0, 1, node.agent.ranks[0].last_words)
+        node.spawn(0, incarnation + 1)
+        node.tick_until(lambda: node.is_started(0))
+    assert not [message for message in node.said if isinstance(message, DeviceBad)]
+
+
+def test_a_device_that_did_not_answer_is_looked_at_twice(make: Callable[[DeviceSurvey], Node]) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    silent = Problem(ProblemKind.SILENT, "NVML did not answer within 10 s", True)
+    answers = [survey((), (silent,)), survey((), ()), survey((), (silent,)), survey((), (silent,))]
+    looks = node.looks
+
+    def answer(timeout_s: float, **more: Any) -> DeviceSurvey:
+        looks.found = answers.pop(0)
+        return Looks.__call__(looks, timeout_s, **more)
+
+    guard = node.agent._processes._guard
+    assert guard is not None
+    guard._look = answer
+    node.ends(0)
+    node.spawn(0, 1)
+    node.tick_until(lambda: node.is_started(0))
+    assert len(answers) == 2
+    node.ends(0)
+    node.spawn(0, 2)
+    node.tick_until(lambda: isinstance(node.said[-1], DeviceBad))
+    assert answers == []
+
+
+def test_a_refused_device_is_reported_again_until_it_is_answered_or_in_order(
+    make: Callable[[DeviceSurvey], Node],
+) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    node.looks.found = survey((), (FATAL,))
+    node.ends(0)
+    node.spawn(0, 1)
+    reports = [DeviceBad(0, 1, "GPU 1 (H100, GPU-1)", FATAL.what)]
+
+    def reported() -> list[NodeMessage]:
+        return [message for message in node.said if isinstance(message, DeviceBad)]
+
+    node.tick_until(lambda: reported() == reports)
+    node.agent.standing()  # to a coordinator that has not heard of it
+    node.tick_until(lambda: reported() == 2 * reports)
+    node.later_s += REPORT_AGAIN_S
+    node.tick_until(lambda: reported() == 3 * reports)
+    node.looks.found = survey((), ())
+    node.later_s += REPORT_AGAIN_S
+    node.tick_until(lambda: node.is_started(0))
+    node.spawn(0, 1, anyway=True)  # the answer crosses the start
+    node.agent.tick(time.monotonic())
+    assert node.agent.outcome is None
+
+
+def test_a_process_that_is_killed_meanwhile_is_not_started_anyway(make: Callable[[DeviceSurvey], Node]) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    node.looks.found = survey((), (FATAL,))
+    node.ends(0)
+    node.spawn(0, 1)
+    node.tick_until(lambda: isinstance(node.said[-1], DeviceBad))
+    node.agent.obey(Kill(0, 1, -1))
+    node.spawn(0, 1, anyway=True)
+    node.agent.tick(time.monotonic())
+    assert not node.is_started(0)
+    node.looks.found = survey((), ())
+    node.spawn(0, 2)
+    node.tick_until(lambda: node.is_started(0))
+
+
+def test_a_look_that_fails_at_the_begin_is_said_and_made_again(make: Callable[[DeviceSurvey], Node]) -> None:
+    error = "the process that asks NVML did not start within 10 s"
+    node = make(DeviceSurvey(error=error))
+    node.begin()
+    assert node.printed == [f"warning: {error}"]
+    node.looks.found = survey((), (FATAL,))
+    node.ends(0)
+    node.spawn(0, 1)
+    node.tick_until(lambda: isinstance(node.said[-1], DeviceBad))
+
+
+def test_a_look_that_is_never_over_holds_nothing(make: Callable[..., Node]) -> None:
+    node = make(survey((), ()), limit_s=0.3)
+    node.begin()
+    node.looks.go_on.clear()
+    node.ends(0)
+    node.spawn(0, 1)
+    node.tick_until(lambda: node.is_started(0))
+    assert node.printed == ["warning: the look at the devices was not over within 0.3 s"]
+
+
+def test_an_xid_that_comes_during_the_look_counts(
+    make: Callable[[DeviceSurvey], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    found: set[tuple[str, int]] = set()
+    monkeypatch.setattr(NoXids, "found", lambda self: frozenset(found))
+
+    def look(timeout_s: float, *, xids: Callable[[], Any], **more: Any) -> DeviceSurvey:
+        found.add(("GPU-1", 79))
+        return survey((), (FATAL,) if xids() else ())
+
+    guard = node.agent._processes._guard
+    assert guard is not None
+    guard._look = look
+    node.ends(0)
+    node.spawn(0, 1)
+    node.tick_until(lambda: isinstance(node.said[-1], DeviceBad))
 
 
 def test_a_held_process_that_is_killed_has_ended(make: Callable[[DeviceSurvey], Node]) -> None:

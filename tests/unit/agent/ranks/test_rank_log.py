@@ -58,12 +58,14 @@ def test_what_takes_too_long_is_waited_for_once_and_its_result_is_not_lost() -> 
 def test_the_end_of_what_was_printed(tmp_path: Path) -> None:
     said: list[str] = []
     log = RankLog(tmp_path / "rank-3.log", Errands(), said.append)
-    for text in (b"first\n", b"second\nthird"):
+    for text in (b"of an earlier process\n", b"first\nsecond\nthird"):
         descriptor = log.open()
         os.write(descriptor, text)
         os.close(descriptor)
     assert log.last_lines(2) == ["second", "third"]
     assert log.last_lines() == ["first", "second", "third"]
+    log.path.write_bytes(b"cut off\n")
+    assert log.last_lines() == ["cut off"]
     log.path.write_bytes(b"x" * 20_000 + b"\nlast\n")
     assert log.last_lines(1) == ["last"]
     assert not said

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from checkpointless.coordinator.nodes.bad_devices import Remedy, remedy
-from checkpointless.wire.node_messages import Begin, DeviceBad, End, Holding, Joined, Spawn
+from checkpointless.wire.node_messages import Begin, DeviceBad, End, Holding, Joined, Progress, Spawn
 from tests.unit.messaged_job import Job
 
 WHY = "the driver wants a reset"
@@ -16,6 +16,12 @@ WHY = "the driver wants a reset"
 def bad(job: Job, rank: int) -> None:
     """Have the node of the rank refuse to start its next process."""
     job.tell(rank, DeviceBad(rank, job.coordinator.ranks[rank].incarnation, "GPU 0 (H100, GPU-a)", WHY))
+
+
+def commits(job: Job, step: int) -> None:
+    """Have all ranks commit a step."""
+    for index in (0, 1):
+        job.hear(job.coordinator.nodes[index], Progress(step, step, step, 1))
 
 
 def spawns(job: Job) -> list[tuple[int, int, int, bool]]:
@@ -95,6 +101,7 @@ def test_the_node_that_hosts_the_coordinator_is_not_given_up() -> None:
 def test_a_node_with_the_only_holders_of_a_shard_is_tried_first(shards: tuple[int, ...], is_given_up: bool) -> None:
     job = Job().begin()
     job.join(-1)
+    commits(job, 4)
     for index in (0, 1):
         job.hear(job.coordinator.nodes[index], Holding(list(shards[2 * index : 2 * index + 2])))
     job.ends(2)
@@ -134,8 +141,83 @@ def test_it_does_not_take_the_place_that_it_lost_but_may_begin_a_job() -> None:
     assert [node for node, _ in job.take(Begin)] == [0, 1]
     job.lose(nodes[1], "it was given up")
     again = job.admit(1)
+    spare = job.join(-1)
     job.hear(again, Joined("GPU 0: a row of memory could not be remapped"))
     assert again.lost
-    job.join(1)
+    assert job.coordinator.nodes[1] is spare
     job.ready(*job.ranks)
     assert len(job.take(Begin)) == 4
+
+
+def test_without_a_spare_a_node_of_the_job_comes_back_with_its_bad_device() -> None:
+    job = Job().begin()
+    job.lose(job.coordinator.nodes[1], "its machine was started anew")
+    again = job.admit(1)
+    job.hear(again, Joined("GPU 0: a row of memory could not be remapped"))
+    assert not again.lost
+    assert {each[1:] for each in spawns(job)} == {(2, 1, False), (3, 1, False)}
+    job.sent.clear()
+    bad(job, 2)
+    assert spawns(job) == [(1, 2, 1, True)]
+
+
+def test_a_device_that_has_worked_since_is_tried_again() -> None:
+    job = Job().begin()
+    for step in (5, 6, 7):
+        job.ends(2)
+        job.sent.clear()
+        bad(job, 2)
+        assert spawns(job) == [(1, 2, job.coordinator.ranks[2].incarnation, True)]
+        job.ready(*job.ranks)
+        commits(job, step)
+    assert job.outcome is None
+
+
+def test_a_node_that_comes_anew_has_tried_nothing() -> None:
+    job = Job().begin()
+    job.ends(2)
+    bad(job, 2)
+    job.lose(job.coordinator.nodes[1], "its machine was exchanged")
+    job.join(1)
+    job.sent.clear()
+    bad(job, 2)
+    assert spawns(job) == [(1, 2, 2, True)]
+    assert job.outcome is None
+
+
+def test_a_report_that_is_repeated_before_the_answer_came_is_answered_once() -> None:
+    job = Job().begin()
+    job.ends(2)
+    job.sent.clear()
+    for _ in range(3):
+        bad(job, 2)
+    assert spawns(job) == [(1, 2, 1, True)]
+    assert job.outcome is None
+
+
+def test_the_device_is_tried_when_there_is_a_store_again() -> None:
+    job = Job().begin()
+    job.ends(2)
+    job.opens = False
+    job.lose(job.coordinator.nodes[0], "it hosts the store")
+    job.sent.clear()
+    bad(job, 2)
+    assert spawns(job) == []
+    job.opens = True
+    job.open_stores()
+    assert (1, 2, 1, True) in spawns(job)
+
+
+def test_a_process_that_was_only_started_holds_no_shard() -> None:
+    job = Job().begin()
+    commits(job, 4)
+    for index in (0, 1):
+        job.hear(job.coordinator.nodes[index], Holding([0, 1]))
+    job.ends(0)  # the other holder of what rank 2 holds
+    job.ready(0, 1, 2, 3, committed=4)
+    job.join(-1)
+    job.ends(3)
+    job.sent.clear()
+    bad(job, 3)
+    assert not job.take(End), "rank 2 was the last one with its shard"
+    assert spawns(job) == [(1, 3, 1, True)]
