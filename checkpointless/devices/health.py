@@ -114,10 +114,10 @@ class _Said:
                 if self._has_begun:
                     break
             while self._has_begun and self.ports is None:
-                line = next(lines.until(time.monotonic() + timeout_s), None)
-                if line is None:
+                said = next(lines.until(time.monotonic() + timeout_s), None)
+                if said is None:
                     break
-                self._take(json.loads(line))
+                self._take(json.loads(said))
         finally:
             end(process)
         if self.is_complete or self.error:
