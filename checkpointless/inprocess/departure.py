@@ -12,7 +12,9 @@ from typing import NoReturn
 import torch
 
 from checkpointless.client import FaultNotice, RankClient
+from checkpointless.environment import own_rank
 from checkpointless.inprocess.block.main_thread import MainThread
+from checkpointless.inprocess.communicators.flight_recorder import keep_records
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.deadline import bounded
 from checkpointless.inprocess.fault_thread import FaultThread
@@ -103,6 +105,7 @@ class Departure:
             with self._generation.span(EventName.ABORT):
                 if not self._lock.close(self._timeout):
                     return False
+                keep_records(generation, own_rank())
                 with bounded("the abort", self._timeout.total_seconds(), self._replace):
                     self._abort_parts(HPState.from_environment(generation, self._generation.incident))
             self.aborted = generation

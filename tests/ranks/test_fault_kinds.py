@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from checkpointless.faults.ledger import fired
+from checkpointless.inprocess.communicators.flight_recorder import FLIGHT_DIR
 from checkpointless.report.incidents import Outcome
 from tests.ranks.jobs import Disturb, run_job
 from tests.ranks.layouts import DROPOUT, TP2
@@ -123,3 +125,7 @@ def test_who_is_slow_for_longer_than_the_limit_hangs(disturb: Disturb) -> None:
     (incident,) = job.incidents
     assert incident.culprit == 2
     assert incident.respawned == (2,)
+    folder = job.run_dir / FLIGHT_DIR
+    records = [json.loads((folder / f"generation-0-rank-{rank}-gloo.json").read_text()) for rank in range(4)]
+    assert [bool(each["entries"]) for each in records] == [True, True, False, True]  # what each waited in
+    assert sum(len(each["entries"]) for each in records) < 20
