@@ -135,11 +135,11 @@ def host_memory() -> int | None:
 
 
 def _of_host(state: State, host_bytes: int | None, ranks: int, offload: bool) -> list[Finding]:
-    """Judge the host's memory for ``enable_offload``, which takes up to twice as much for each pinned tensor."""
-    needed = 2 * ranks * state.held
+    """Judge the host's memory for ``enable_offload``."""
+    needed = ranks * state.held
     if host_bytes is None:
         return []
-    seen = f"enable_offload takes up to {size(needed)} of the host for {plural(ranks, 'rank')}"
+    seen = f"enable_offload takes {size(needed)} of the host for {plural(ranks, 'rank')}"
     seen += f"; {size(host_bytes)} are free"
     if needed <= host_bytes:
         return [_finding(Severity.OK, seen, str(_MEMINFO))]

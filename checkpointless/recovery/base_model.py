@@ -12,6 +12,7 @@ import torch.distributed as dist
 from checkpointless.inprocess.context import span
 from checkpointless.recovery.decide import Decision
 from checkpointless.recovery.held_state import HeldState
+from checkpointless.recovery.host_memory import HostMemory
 from checkpointless.recovery.refill import Refill
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
@@ -48,6 +49,9 @@ class BaseModel(Protocol):
 class NoBaseModel:
     """All of the state is trained: nothing is kept apart from the rest."""
 
+    def __init__(self) -> None:
+        self._memory = HostMemory()
+
     def attached(self, live: StateTensors) -> None:
         """Do nothing."""
 
@@ -60,7 +64,7 @@ class NoBaseModel:
 
     def offload(self, held: HeldState) -> None:
         """Offload all of ``held``."""
-        held.offload()
+        held.offload(self._memory)
 
     def restore(self, live: StateTensors, decision: Decision, memory_budget_bytes: int) -> int:
         """Do nothing, and receive nothing."""
@@ -85,6 +89,7 @@ class FrozenBaseModel:
         self.weights: dict[Key, torch.Tensor] | None = None
         self._checksums = checksums
         self._offloaded = False
+        self._memory = HostMemory()
         self._refill = Refill(adopts=True)
 
     def is_trained(self, key: str | tuple[Any, ...]) -> bool:
@@ -129,15 +134,7 @@ class FrozenBaseModel:
         """Offload the frozen weights. What is trained stays where it is, because it is small."""
         if self._offloaded or self.weights is None:
             return
-        host = {
-            key: torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            if tensor.device.type != "cpu"
-            else tensor
-            for key, tensor in self.weights.items()
-        }
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        self.weights = host
+        self.weights = self._memory.copies(self.weights)
         self._offloaded = True
 
     def restore(self, live: StateTensors, decision: Decision, memory_budget_bytes: int) -> int:

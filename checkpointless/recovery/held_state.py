@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery.host_memory import HostMemory
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
@@ -118,14 +119,9 @@ class HeldState:
         parts = live.own_parts(moment.objects) if moment is not None else {}
         return {name: state_tree.digest(part) for name, part in parts.items()}
 
-    def offload(self) -> None:
-        """Move the tensors to pinned host memory."""
-        for key, tensor in self.tensors.items():
-            if tensor.device.type != "cpu":
-                host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-                self.tensors[key] = host.copy_(tensor, non_blocking=True)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+    def offload(self, memory: HostMemory) -> None:
+        """Move the tensors to ``memory``, in which nothing else lies."""
+        self.tensors = memory.copies(self.tensors)
 
 
 def _without_gradients(live: LiveState) -> dict[Key, torch.Tensor]:

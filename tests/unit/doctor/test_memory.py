@@ -45,9 +45,9 @@ def test_a_peak_that_does_not_fit_can_be_offloaded() -> None:
     assert "ranks run out of memory in a recovery" in device.seen
     assert device.todo == "set enable_offload, which keeps 12 GB per rank in host memory meanwhile"
     assert host.severity is Severity.OK
-    _, small = judged(EIGHT, 70 * GB, host=90 * GB)
+    _, small = judged(EIGHT, 70 * GB, host=80 * GB)
     assert small.severity is Severity.ADVICE
-    assert "192 GB of the host for 8 ranks; 90 GB are free" in small.seen
+    assert "96 GB of the host for 8 ranks; 80 GB are free" in small.seen
 
 
 def test_with_offload_the_hosts_memory_counts() -> None:
