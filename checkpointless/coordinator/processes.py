@@ -82,6 +82,8 @@ class Processes:
                 rank.node.send(Kill(rank.number, rank.incarnation, self._job.generation, beat))
 
     def _start(self, rank: Rank, anyway: bool = False) -> None:
+        if rank.node.is_back:
+            return  # it is about to say that the rank has no process, and is told then
         env = self._job.rendezvous.rank_env(rank.number, rank.node.index)
         incident = self._job.incidents.open
         incident_id = incident.id if incident is not None else ""

@@ -107,7 +107,9 @@ class Regrouping:
     def begin_if_all_are_here(self) -> None:
         """Begin the next generation if all ranks are at the barrier, and no node is expected back."""
         all_ready = self._roster.all_are(RankState.READY)
-        if all_ready and self._job.rendezvous.is_open and not self._roster.back_by_s:
+        if not all_ready or not self._job.rendezvous.is_open or self._roster.back_by_s:
+            return
+        if not any(node.is_back for node in self._roster.nodes):  # such a node is about to say what its ranks do
             self._begin()
 
     def too_late(self, now_s: float) -> None:
@@ -205,6 +207,8 @@ class Regrouping:
     def check_end(self) -> None:
         """End the job if all processes have ended, or if one has ended that the others wait for."""
         roster = self._roster
+        if roster.not_joined and self._job.phase is Phase.GATHERING:
+            return  # ranks without a process are started when all nodes are here
         if roster.in_state[RankState.GONE] <= len(roster.not_joined) * roster.nodes[0].nproc:
             return  # only the ranks of nodes that are lost or not ready yet are gone
         if roster.all_are(RankState.GONE):

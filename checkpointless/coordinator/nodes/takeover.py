@@ -112,6 +112,7 @@ class Takeover:
         job.say(f"node {node.index} is back with its ranks, {kept}")
         job.incidents.emit(EventName.BACK, "point", node_number=node.index, was_lost=was_lost)
         self._record(node, standing, was_lost)
+        self._start_missing()  # first, since ranks without a process would pass for ranks that have ended
         for said in standing.ranks:
             self._reunite(self._roster.ranks[said.number], said.state, was_lost)
         if job.outcome is not None:
@@ -119,9 +120,13 @@ class Takeover:
         rendezvous = job.rendezvous
         if rendezvous.host == node.index and not rendezvous.is_open and job.phase is not Phase.RUNNING:
             node.send(OpenStore(rendezvous.generation))
-        if not self._roster.not_joined and job.phase is Phase.GATHERING:
-            self._processes.start_missing()  # the ranks of nodes that have come meanwhile
+        self._start_missing()
         self._regrouping.begin_if_all_are_here()
+
+    def _start_missing(self) -> None:
+        """Start the ranks of nodes that have come meanwhile, if no node is missing any more."""
+        if not self._roster.not_joined and self._job.phase is Phase.GATHERING:
+            self._processes.start_missing()
 
     def _is_of_this_generation(self, node: Node, standing: Standing) -> bool:
         same = (standing.generation, standing.run_id) == (self._job.generation, self._job.rendezvous.run_id)

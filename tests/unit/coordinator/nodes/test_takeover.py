@@ -216,6 +216,63 @@ def test_a_node_that_looked_for_the_coordinator_and_comes_back_empty_gets_new_pr
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
 
 
+def test_a_process_that_ended_while_its_node_was_away_gets_one_successor() -> None:
+    job = Job().begin()
+    node = job.coordinator.nodes[1]
+    job.hear(node, Searching())
+    job.lose(node, "it closed the connection")
+    job.ends(0)
+    job.sent.clear()
+    node = job.admit(1)
+    job.ends(2)  # it was kept, and comes first
+    standing = Standing(
+        0, 0, -1, job.run_id, False, [RankStanding(2, 0, RankState.GONE, 3, 4), RankStanding(3, 0, RUNNING, 3, 4)]
+    )
+    job.hear(node, standing)
+    assert [spawn.rank for index, spawn in job.take(Spawn) if index == 1] == [2]
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_no_generation_begins_before_a_node_that_is_back_has_said_what_its_ranks_do() -> None:
+    job = Job().begin()
+    node = job.coordinator.nodes[1]
+    job.raises(0)
+    job.ready(1, 2, 3)
+    job.hear(node, Searching())
+    job.lose(node, "it closed the connection")
+    node = job.admit(1)
+    job.ready(0)
+    assert job.take(Begin) == []
+    ready = [RankStanding(rank, 0, RankState.READY, 3, 4) for rank in (2, 3)]
+    job.hear(node, Standing(0, 1, 3, job.run_id, False, ready))
+    assert job.take(Discard) == []
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_a_node_that_comes_back_to_a_spare_whose_ranks_wait_for_it_ends_no_job() -> None:
+    job = Job().begin()
+    for index in (1, 0):
+        job.lose(job.coordinator.nodes[index], "no word from it")
+    job.join(-1)
+    back(job, 1, RankState.READY, RankState.READY)
+    assert job.outcome is None
+    job.ready(0, 1)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_a_rank_that_is_ready_while_a_node_is_missing_ends_no_job() -> None:
+    job = Job(nnodes=3).begin()
+    for index in (0, 1):
+        job.lose(job.coordinator.nodes[index], "no word from it")
+    job.join(-1)  # its ranks wait until the other node is here, too
+    job.ready(4, 5)
+    assert job.outcome is None
+    job.join(-1)
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1, 1]
+
+
 def test_a_job_that_had_not_begun_begins() -> None:
     job = Job()
     standing(job, 0, RankState.READY, RankState.STARTING, generation=-1, incarnation=0)
