@@ -105,7 +105,7 @@ class NodeRun:
         if self._config.cpu or os.environ.get(DEVICE_GUARD_ENV) != YES:
             return None
         environment = {**os.environ, **self._program.environment}
-        return DeviceGuard(environment, self._config.nproc_per_node)
+        return DeviceGuard(environment, self._config.nproc_per_node, clock=self._clock)
 
     def _agent(self, link: Link) -> NodeAgent:
         return NodeAgent(

@@ -172,8 +172,10 @@ class Coordinator:
                 self._bad_devices.note_holding(node, message)
             case Progress():
                 self._on_progress(node, message)
-            case DeviceBad():
+            case DeviceBad() if self._job.roster.is_in_place(node):
                 self._bad_devices.hear(self._job.roster.rank_of(message.rank, node), message, self.host)
+            case DeviceBad():
+                logger.info("rank %d: a report of a node that was given up", message.rank)
             case Silent() | Answered():
                 self._hangs.hear(node, message)
             case _:

@@ -81,7 +81,7 @@ class Regrouping:
         if not ended.forgiven or job.phase is Phase.RUNNING:
             self.fault(cause)
         incident = self._incidents.open
-        if not entered and incident is not None:
+        if not entered and ended.was_started and incident is not None:
             incident.stillborn += 1
             if incident.stillborn >= STILLBORN_LIMIT:
                 many = f"{incident.stillborn} successors ended before they entered the block; the last: {cause}"
@@ -180,6 +180,7 @@ class Regrouping:
         """Note that the job resumes after step ``newest``, since no rank's board shows a later step."""
         if newest < self._job.high_water:  # every rank is behind what was committed, so storage gave the state
             self._incidents.fell_back(self._job.high_water, newest)
+            self._roster.fell_back(newest)
         self._job.high_water = newest
 
     # ---- the end

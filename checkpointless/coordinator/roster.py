@@ -25,8 +25,8 @@ class Node:
         lost: why the node's agent can no longer be reached ("" if it can).
         searching: whether the node said that it lost the coordinator, and has not come back yet.
         is_back: whether the node has come back to its own place, and has not said yet what its ranks do.
-        tried: devices on which a process was started although they are bad, with the rank, its incarnation and the
-            highest committed step of that time.
+        tried: devices, and the ranks of which a process was started on them although they are bad, with the
+            incarnation of the process and the highest committed step of that time.
     """
 
     index: int
@@ -36,7 +36,7 @@ class Node:
     lost: str = ""
     searching: bool = False
     is_back: bool = False
-    tried: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    tried: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -90,6 +90,11 @@ class Roster:
         self.not_joined = set(range(nnodes))
         self.fresh: set[int] = set()
         self.back_by_s: dict[int, float] = {}
+
+    def fell_back(self, step: int) -> None:
+        """Note that the job resumes after ``step``, earlier than what was committed."""
+        for node in self.nodes:
+            node.tried = {key: (number, min(after, step)) for key, (number, after) in node.tried.items()}
 
     def put_in_place(self, node: Node, index: int) -> None:
         """Give ``node`` the number ``index`` and the ranks that belong to it."""

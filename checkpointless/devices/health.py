@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from checkpointless.devices.survey import (
     ProblemKind,
     Reading,
 )
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["NO_DRIVER", "NO_MODULE", "Device", "DeviceSurvey", "Problem", "ProblemKind", "Reading", "look"]
 
@@ -110,14 +113,14 @@ class _Said:
         try:
             lines = Lines(process)
             for line in lines.until(time.monotonic() + start_s):
-                self._take(json.loads(line))
+                self._take(line)
                 if self._has_begun:
                     break
             while self._has_begun and self.ports is None:
                 said = next(lines.until(time.monotonic() + timeout_s), None)
                 if said is None:
                     break
-                self._take(json.loads(said))
+                self._take(said)
         finally:
             end(process)
         if self.is_complete or self.error:
@@ -130,7 +133,12 @@ class _Said:
         else:
             self.error = f"the process that asks NVML did not start within {start_s:g} s"
 
-    def _take(self, said: dict[str, Any]) -> None:
+    def _take(self, line: bytes) -> None:
+        try:
+            said: dict[str, Any] = json.loads(line)
+        except ValueError:  # something else in that process has printed it
+            logger.info("the process that asks NVML printed %r", line)
+            return
         if "begun" in said:
             self._has_begun = True
         elif "ports" in said:

@@ -121,7 +121,7 @@ def problems_of(
         *_recovery_problems(reading),
         *_memory_problems(reading, before),
         *_link_problems(reading, before, siblings),
-        *_xid_problems(xids),
+        *_xid_problems(xids, says_none=reading.recovery == 0),
         *_speed_problems(reading),
     )
 
@@ -161,11 +161,12 @@ def _of(uuid: str, xids: Collection[tuple[str, int]]) -> tuple[int, ...]:
 
 
 def _recovery_problems(reading: Reading) -> list[Problem]:
-    """Every action but none is fatal: NVIDIA asks that no work is begun before it is taken."""
+    """Every known action but none is fatal: NVIDIA asks that no work is begun before it is taken."""
     if not reading.recovery:
         return []
-    action = RECOVERY_ACTIONS.get(reading.recovery, f"recovery action {reading.recovery}")
-    return [Problem(ProblemKind.RECOVERY, f"the driver wants {action}", True)]
+    action = RECOVERY_ACTIONS.get(reading.recovery)
+    wanted = action or f"recovery action {reading.recovery}, which is not known here"
+    return [Problem(ProblemKind.RECOVERY, f"the driver wants {wanted}", action is not None)]
 
 
 def _memory_problems(reading: Reading, before: Reading | None) -> list[Problem]:
@@ -173,7 +174,8 @@ def _memory_problems(reading: Reading, before: Reading | None) -> list[Problem]:
 
     A driver that knows recovery actions says by them whether an uncorrectable error still matters; where it says
     none, the error was contained. An older driver cannot say, so an error that came since the agent began is fatal
-    there; one from before forbids nothing. A failed remapping is NVIDIA's criterion for an exchange of the device,
+    there, unless the device remaps rows: then a failed remapping is what counts. An error from before forbids
+    nothing. A failed remapping is NVIDIA's criterion for an exchange of the device,
     so it is fatal. A pending one is a warning: new work may be launched meanwhile (the address at
     RECOVERY_ACTIONS).
     """
@@ -182,7 +184,8 @@ def _memory_problems(reading: Reading, before: Reading | None) -> list[Problem]:
         what = f"{reading.ecc_uncorrected} uncorrectable memory errors since the driver was loaded"
         earlier = before.ecc_uncorrected if before is not None else None
         is_new = earlier is not None and reading.ecc_uncorrected > earlier
-        found.append(Problem(ProblemKind.ECC, what, is_new and reading.recovery is None))
+        says_more = reading.recovery is not None or reading.remap_failed is not None
+        found.append(Problem(ProblemKind.ECC, what, is_new and not says_more))
     if reading.remap_failed:
         found.append(Problem(ProblemKind.ROW_REMAPPING, "a row of memory could not be remapped", True))
     if reading.remap_pending:
@@ -211,10 +214,11 @@ def _link_problems(reading: Reading, before: Reading | None, siblings: Sequence[
     return found
 
 
-def _xid_problems(xids: Collection[int]) -> list[Problem]:
+def _xid_problems(xids: Collection[int], *, says_none: bool = False) -> list[Problem]:
+    """Judge Xids; one is a warning if the driver says that it wants no recovery action (any more)."""
     known = {**FATAL_XIDS, **WARNING_XIDS}
     return [
-        Problem(ProblemKind.XID, f"Xid {number}: {known[number]}", number in FATAL_XIDS)
+        Problem(ProblemKind.XID, f"Xid {number}: {known[number]}", number in FATAL_XIDS and not says_none)
         for number in sorted(xids)
         if number in known
     ]

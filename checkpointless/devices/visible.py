@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from checkpointless.devices.survey import Device
 
@@ -24,7 +25,9 @@ def device_of(local_rank: int, devices: Sequence[Device], visible: str | None, o
         visible: the value of ``CUDA_VISIBLE_DEVICES`` (None: not set).
         order: the value of ``CUDA_DEVICE_ORDER`` (None: not set).
     """
-    counted = dict(enumerate(sorted(devices, key=lambda device: device.index)))
+    in_order = sorted(devices, key=lambda device: device.index)
+    # Whether CUDA counts a device that NVML cannot read is not known, nor then what it counts after it.
+    counted = dict(enumerate(takewhile(lambda device: device.uuid, in_order)))
     is_counted_alike = order == PCI_BUS_ID or len({device.name for device in devices if device.name}) <= 1
     if visible is None:
         return counted.get(local_rank) if is_counted_alike else None

@@ -19,6 +19,24 @@ class XidCollector:
     """
 
     def __init__(self) -> None:
+        self._begin()
+        self._found: set[tuple[str, int]] = set()
+
+    def found(self) -> frozenset[tuple[str, int]]:
+        """Return the UUID of the device and the number of each Xid so far, without waiting.
+
+        A process that has ended by itself is started again.
+        """
+        for line in self._lines.until(time.monotonic()):
+            said = json.loads(line)
+            if "xid" in said:
+                self._found.add((said["uuid"], said["xid"]))
+        if self._lines.are_over:
+            self.close()
+            self._begin()
+        return frozenset(self._found)
+
+    def _begin(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "checkpointless.devices.nvml_process", XIDS],
             stdin=subprocess.PIPE,
@@ -26,15 +44,6 @@ class XidCollector:
             stderr=subprocess.DEVNULL,
         )
         self._lines = Lines(self._process)
-        self._found: set[tuple[str, int]] = set()
-
-    def found(self) -> frozenset[tuple[str, int]]:
-        """Return the UUID of the device and the number of each Xid so far, without waiting."""
-        for line in self._lines.until(time.monotonic()):
-            said = json.loads(line)
-            if "xid" in said:
-                self._found.add((said["uuid"], said["xid"]))
-        return frozenset(self._found)
 
     def close(self) -> None:
         """End the process."""

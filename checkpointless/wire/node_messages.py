@@ -151,6 +151,7 @@ class RankEnded(Message, frozen=True, tag="ended"):
         making: the step in the making on the rank's board.
         log_path: path of the rank's log.
         last_lines: the last lines of the rank's log.
+        was_started: whether there was a process; otherwise it was still held back because of its device.
     """
 
     rank: Int
@@ -161,6 +162,7 @@ class RankEnded(Message, frozen=True, tag="ended"):
     making: Int
     log_path: str
     last_lines: list[str]
+    was_started: bool = True
 
 
 class DeviceBad(Message, frozen=True, tag="device"):

@@ -7,7 +7,8 @@ The file is named by ``FAKE_NVML``::
 ``lost`` and ``forbidden`` raise at the handle, ``slow`` is how many seconds the name takes, and ``hang`` names the
 question that never returns (``init``, ``handle`` or ``name``); what a device lacks is not supported. What stands
 under ``then`` of a device counts once the folder ``when`` has a file. ``ports`` is the folder in which the states
-of network ports are. The file is read at each question, so that a test can change it meanwhile.
+of network ports are, and ``prints`` is printed at the begin. The file is read at each question, so that a test can
+change it meanwhile.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ def _of(handle: int, key: str) -> Any:
 
 def nvmlInit() -> None:
     said = _said()
+    if "prints" in said:
+        print(said["prints"])
     if "ports" in said:
         ports.read_ports.__defaults__ = (Path(said["ports"]),)
     if said.get("hang") == "init":

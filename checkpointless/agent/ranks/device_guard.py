@@ -6,8 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from checkpointless.devices.evidence import FAILURES_LIMIT
 from checkpointless.devices.health import (
@@ -27,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S = 10.0  # NVML answers in milliseconds, and takes seconds to begin without persistence mode
 LOOK_LIMIT_S = 60.0  # a machine of eight devices is through before
+SETTLE_S = 0.25
+MAX_AGE_S = 30.0  # of an answer, when a process is to be started because of it
 
 Look = Callable[..., DeviceSurvey]
 
@@ -54,7 +55,7 @@ class Finding:
 class DeviceGuard:
     """Knows what is wrong with the devices of this node's ranks.
 
-    Looks run in threads, one at a time, which do nothing but wait for a child process.
+    Looks run in threads, which do nothing but wait for a child process.
 
     Args:
         environment: the environment of the ranks.
@@ -62,6 +63,9 @@ class DeviceGuard:
         look: looks at the devices, and may take long.
         timeout_s: how many seconds NVML may take for each device.
         limit_s: how many seconds a look may take; a later answer is not waited for, and nothing is known then.
+        clock: clock of all times; it should stand still while this process does.
+        settle_s: how many seconds after the end of a process the look at its device begins, so that ranks that end
+            together share one.
     """
 
     def __init__(
@@ -69,8 +73,11 @@ class DeviceGuard:
         environment: Mapping[str, str],
         nproc: int,
         look: Look = look,
+        *,
         timeout_s: float = LOOK_TIMEOUT_S,
         limit_s: float = LOOK_LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+        settle_s: float = SETTLE_S,
     ) -> None:
         self._visible = environment.get(CUDA_VISIBLE_DEVICES_ENV)
         self._order = environment.get(CUDA_DEVICE_ORDER_ENV)
@@ -78,11 +85,13 @@ class DeviceGuard:
         self._look = look
         self._timeout_s = timeout_s
         self._limit_s = limit_s
+        self._clock = clock
+        self._settle_s = settle_s
         self._xids: XidCollector | None = None
         self._is_closed = False
-        self._first = self._begin()
+        self._first = self._run(self._look_first)
         self._looks: dict[int, _Look] = {}
-        self._silent: set[int] = set()  # local ranks whose device did not answer at the last look
+        self._doubted: set[int] = set()  # local ranks whose device is looked at for the second time
         self._failures: dict[int, int] = {}
 
     @property
@@ -100,19 +109,18 @@ class DeviceGuard:
         if local_rank in self._looks or not self.has_begun:
             return
         first = self.at_begin
-        if not first.devices:
-            if first.error in (NO_DRIVER, NO_MODULE):
-                return
-            self._first = self._looks[local_rank] = self._begin()  # the first look has failed
+        if first.error in (NO_DRIVER, NO_MODULE):
             return
-        running = next((each for each in self._looks.values() if not each.is_over), None)
-        self._looks[local_rank] = running or self._run(lambda: self._look_again(local_rank, first))
+        coming = next((each for each in self._looks.values() if not each.has_begun), None)
+        if coming is None and first.error:  # it could not be made, or not to the end: this one takes its place
+            coming = self._first = self._run(self._look_first, self._settle_s)
+        self._looks[local_rank] = coming or self._run(lambda: self._look_again(local_rank, first), self._settle_s)
 
     def finding(self, local_rank: int) -> Finding | None:
         """Return what is wrong with the device of a rank that is to be started; None while that is not known yet.
 
-        It is known once for each look: the next process needs another one. A device that does not answer is looked
-        at twice, since a busy machine answers late.
+        It is known once for each look: the next process needs another one. What is fatal is looked at twice, since
+        a busy machine answers late, and a process that is torn down leaves its device in disorder for a moment.
         """
         if not self.has_begun:
             return None
@@ -121,21 +129,29 @@ class DeviceGuard:
         if running is not None and not running.is_over:
             return None
         self._looks.pop(local_rank, None)
-        survey = running.survey if running is not None else self.at_begin
-        device = self._device(local_rank, survey)
-        problems = (device.problems if device is not None else ()) + survey.network
-        is_silent = device is not None and any(each.kind is ProblemKind.SILENT for each in device.fatal)
-        if is_silent and local_rank not in self._silent:
-            self._silent.add(local_rank)
+        if running is not None and running.age_s > MAX_AGE_S:
             self.begin_look(local_rank)
             return None
-        self._silent.discard(local_rank)
+        survey = running.survey if running is not None else self.at_begin
+        device = self._device(local_rank, survey)
+        is_doubtful = bool(device.fatal) if device is not None else bool(survey.error)
+        if running is not None and is_doubtful and local_rank not in self._doubted:
+            self._doubted.add(local_rank)
+            self.begin_look(local_rank)
+            return None
+        self._doubted.discard(local_rank)
+        problems = (device.problems if device is not None else ()) + survey.network
         failures = self._failures.get(local_rank, 0)
         if failures >= FAILURES_LIMIT:
             what = f"{failures} processes in a row have ended because of it"
             problems = (*problems, Problem(ProblemKind.FAILURES, what, True))
         name = str(device) if device is not None else f"the device of local rank {local_rank}"
         return Finding(name, problems, survey.error)
+
+    def forget_look(self, local_rank: int) -> None:
+        """Forget what was seen of a device: the process that it was looked at for is not started."""
+        self._looks.pop(local_rank, None)
+        self._doubted.discard(local_rank)
 
     def note_end(self, local_rank: int, blames_device: bool, made_progress: bool) -> None:
         """Note that a process of the rank has ended.
@@ -148,9 +164,16 @@ class DeviceGuard:
         self._failures[local_rank] = earlier + 1 if blames_device else 0
 
     def bad_at_begin(self) -> str:
-        """Return which devices of ranks must not be used, as was known when the agent began, and why ("": none)."""
+        """Return which devices of ranks must not be used, as was known when the agent began, and why ("": none).
+
+        A device that did not answer may do so later, so that does not count.
+        """
         used = (self._device(local, self.at_begin) for local in range(self._nproc))
-        found = (Finding(str(device), device.problems) for device in used if device is not None)
+        found = (
+            Finding(str(device), tuple(each for each in device.problems if each.kind is not ProblemKind.SILENT))
+            for device in used
+            if device is not None
+        )
         return "; ".join(f"{each.device}: {each.why}" for each in found if each.why)
 
     def close(self) -> None:
@@ -165,8 +188,6 @@ class DeviceGuard:
         was = device_of(local_rank, first.devices, self._visible, self._order)
         if was is None or survey is first:
             return was
-        if not was.uuid:
-            return next((each for each in survey.devices if each.index == was.index), None)
         return next((each for each in survey.devices if each.uuid == was.uuid), None)
 
     def _look_again(self, local_rank: int, first: DeviceSurvey) -> DeviceSurvey:
@@ -174,11 +195,10 @@ class DeviceGuard:
         xids = self._xids.found if self._xids is not None else frozenset
         return self._look(self._timeout_s, before=first, xids=xids, first=was.index if was is not None else 0)
 
-    def _begin(self) -> _Look:
-        return self._run(self._look_first)
-
     def _look_first(self) -> DeviceSurvey:
         survey = self._look(self._timeout_s)
+        if survey.error not in ("", NO_DRIVER, NO_MODULE):  # a busy machine answers late
+            survey = self._look(self._timeout_s)
         if survey.devices and self._xids is None:
             try:
                 self._xids = XidCollector()
@@ -188,43 +208,63 @@ class DeviceGuard:
             self._xids.close()
         return survey
 
-    def _run(self, task: Callable[[], DeviceSurvey]) -> _Look:
-        look = _Look(time.monotonic() + self._limit_s, self._limit_s)
+    def _run(self, task: Callable[[], DeviceSurvey], after_s: float = 0.0) -> _Look:
+        look = _Look(self._clock, self._clock() + after_s + self._limit_s, self._limit_s)
 
         def run() -> None:
+            time.sleep(after_s)
+            look.has_begun = True
             try:
-                look.answer.set_result(task())
+                look.answer(task())
             except Exception as error:
                 logger.exception("the devices cannot be looked at")
-                look.answer.set_result(DeviceSurvey(error=f"the devices cannot be looked at: {error}"))
+                look.answer(DeviceSurvey(error=f"the devices cannot be looked at: {error}"))
 
-        threading.Thread(target=run, name="checkpointless-devices", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="checkpointless-devices", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            look.has_begun = True
+            look.answer(DeviceSurvey(error=f"the devices cannot be looked at: {error}"))
         return look
 
 
-@dataclass(eq=False)
 class _Look:
     """A look that may be under way.
 
-    Attributes:
-        by_s: until when it is waited for, on the monotonic clock.
+    Args:
+        clock: clock of all times.
+        by_s: until when it is waited for.
         limit_s: how many seconds that is, for people.
-        answer: what it finds.
+
+    Attributes:
+        has_begun: whether devices have been asked already; until then others may share it.
     """
 
-    by_s: float
-    limit_s: float
-    answer: Future[DeviceSurvey] = field(default_factory=Future)
+    def __init__(self, clock: Callable[[], float], by_s: float, limit_s: float) -> None:
+        self.has_begun = False
+        self._clock = clock
+        self._by_s = by_s
+        self._limit_s = limit_s
+        self._answer: tuple[DeviceSurvey, float] | None = None  # and when it came
+
+    def answer(self, survey: DeviceSurvey) -> None:
+        """Note what was found."""
+        self._answer = survey, self._clock()
 
     @property
     def is_over(self) -> bool:
         """Whether there is an answer, or none is waited for any more."""
-        return self.answer.done() or time.monotonic() >= self.by_s
+        return self._answer is not None or self._clock() >= self._by_s
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the answer came, in seconds."""
+        return self._clock() - self._answer[1] if self._answer is not None else 0.0
 
     @property
     def survey(self) -> DeviceSurvey:
         """The answer; nothing before it has come."""
-        if self.answer.done():
-            return self.answer.result()
-        late = f"the look at the devices was not over within {self.limit_s:g} s"
+        if self._answer is not None:
+            return self._answer[0]
+        late = f"the look at the devices was not over within {self._limit_s:g} s"
         return DeviceSurvey(error=late if self.is_over else "")

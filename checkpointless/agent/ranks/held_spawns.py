@@ -11,6 +11,7 @@ from checkpointless.devices.survey import NO_DRIVER, Problem, ProblemKind
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.node_messages import DeviceBad, NodeMessage, Spawn
 
+HELD_LIMIT_S = 60.0  # for all looks together; ranks that do not come in time are replaced after 120 s
 REPORT_AGAIN_S = 10.0  # a report may be lost with the connection, and the device may be in order by then
 
 
@@ -43,7 +44,8 @@ class HeldSpawns:
         self._report = report
         self._say = say
         self._clock = clock
-        self._held: dict[int, tuple[Spawn, int]] = {}  # rank -> what is asked for, and its local rank
+        # What is asked for by rank, with its local rank, and until when it is held.
+        self._held: dict[int, tuple[Spawn, int, float]] = {}
         self._refused: dict[int, float] = {}  # rank -> when its device is looked at again
         self._told: set[tuple[str, Problem]] = set()
         self._told_errors: set[str] = set()
@@ -55,8 +57,8 @@ class HeldSpawns:
 
     def is_of(self, spawn: Spawn) -> bool:
         """Return whether it is this process of the rank that is held."""
-        held, _ = self._held.get(spawn.rank, (None, 0))
-        return held is not None and held.incarnation == spawn.incarnation
+        held = self._held.get(spawn.rank)
+        return held is not None and held[0].incarnation == spawn.incarnation
 
     def hold(self, spawn: Spawn, local_rank: int) -> bool:
         """Hold the start of a process, unless nothing speaks against it.
@@ -67,17 +69,20 @@ class HeldSpawns:
         self.drop(spawn.rank)
         if self._guard is None or spawn.incarnation == 0 or spawn.anyway:
             return False
-        self._held[spawn.rank] = spawn, local_rank
-        return not self._is_released(spawn, local_rank)
+        self._held[spawn.rank] = spawn, local_rank, self._clock() + HELD_LIMIT_S
+        return not self._is_released(*self._held[spawn.rank])
 
     def released(self) -> list[Spawn]:
         """Return the processes that may be started by now, and report those that must not be."""
-        return [spawn for spawn, local in list(self._held.values()) if self._is_released(spawn, local)]
+        return [held[0] for held in list(self._held.values()) if self._is_released(*held)]
 
     def drop(self, rank: int) -> bool:
         """Start no process for the rank; return whether one was held."""
         self._refused.pop(rank, None)
-        return self._held.pop(rank, None) is not None
+        held = self._held.pop(rank, None)
+        if held is not None and self._guard is not None:
+            self._guard.forget_look(held[1])
+        return held is not None
 
     def report_again(self) -> None:
         """Look again at devices that must not be used, and report them anew: the coordinator does not know them."""
@@ -92,12 +97,16 @@ class HeldSpawns:
         self._tell_error(self._guard.at_begin.error)
         self.bad_at_begin = self._guard.bad_at_begin()
 
-    def _is_released(self, spawn: Spawn, local_rank: int) -> bool:
+    def _is_released(self, spawn: Spawn, local_rank: int, by_s: float) -> bool:
         if self._guard is None or self._refused.get(spawn.rank, 0.0) > self._clock():  # the coordinator decides
             return False
         finding = self._guard.finding(local_rank)
-        if finding is None:
+        if finding is None and self._clock() < by_s:
             return False
+        if finding is None:
+            finding = Finding(
+                "", error=f"a device was not known within {HELD_LIMIT_S:g} s, and is used without a look"
+            )
         self._tell(finding, spawn.rank)
         self._tell_error(finding.error)
         if finding.why:

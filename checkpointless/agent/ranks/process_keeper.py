@@ -187,7 +187,7 @@ class ProcessKeeper:
         if rank.state is RankState.GONE:
             return
         if self._held.drop(rank.number):  # there is no process, and it does not come
-            self._ended(rank, -signal.SIGKILL)
+            self._ended(rank, -signal.SIGKILL, was_started=False)
         elif rank.pid is None:
             rank.kill_at_s = self._clock()  # try again when its pid is known
         else:
@@ -256,12 +256,15 @@ class ProcessKeeper:
         self.failures += code != 0
         lines = rank.log.last_lines() if code != 0 else []
         if self._guard is not None and not self._job.finished and self._job.outcome is None:
-            blames = code != 0 and blames_device("\n".join([rank.last_words, *lines]))
-            self._guard.note_end(rank.local, blames, rank.board.read().committed > rank.began_after)
+            blames = code not in (0, -signal.SIGKILL) and blames_device("\n".join([rank.last_words, *lines]))
+            # After a fallback to storage the board shows an earlier step than before.
+            self._guard.note_end(rank.local, blames, rank.board.read().committed != rank.began_after)
             self._guard.begin_look(rank.local)  # meanwhile the others abort
         self._ended(rank, code, lines)
 
-    def _ended(self, rank: LocalRank, code: int, lines: list[str] | None = None) -> None:
+    def _ended(
+        self, rank: LocalRank, code: int, lines: list[str] | None = None, *, was_started: bool = True
+    ) -> None:
         """Report that a rank has no process any more."""
         rank.state = RankState.GONE
         if self._discarding:
@@ -278,6 +281,7 @@ class ProcessKeeper:
                 reading.making,
                 str(rank.log.path),
                 lines or [],
+                was_started,
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from enum import Enum
 
-from checkpointless.coordinator.job import FAILED, Job, Phase
+from checkpointless.coordinator.job import Job, Phase
 from checkpointless.coordinator.nodes.membership import Membership
 from checkpointless.coordinator.processes import Processes
 from checkpointless.coordinator.roster import Node, Rank
@@ -19,7 +19,6 @@ class Remedy(Enum):
 
     GIVE_UP = "give_up"  # a spare takes the node's place, with all of its ranks
     TRY = "try"  # the rank is started on the device although it is bad
-    END = "end"  # the job ends
 
 
 def remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, was_tried: bool) -> Remedy:
@@ -28,18 +27,20 @@ def remedy(*, has_spare: bool, hosts_coordinator: bool, is_last_holder: bool, wa
     A node is given up whole, since ranks belong to nodes, so its other ranks lose what they hold. That costs only
     time if every shard of the node has another holder elsewhere. If one has not, the device is tried once first:
     should that work, no step is lost. If it fails again, the node is given up even so, because going back to
-    storage is better than the end. Without a spare, too, the device is tried once, since the error may be over. A
-    node whose agent hosts the coordinator is never given up: that would end the job.
+    storage is better than the end. Without a spare the device is tried each time, since the error may be over; the
+    limits on incidents without progress end a job in which it is not. A node whose agent hosts the coordinator is
+    never given up: that would end the job.
 
     Args:
         has_spare: whether a spare is ready.
         hosts_coordinator: whether the agent of the node hosts the coordinator.
         is_last_holder: whether the node is known to hold a shard that no living rank of another node holds.
-        was_tried: whether a process was started on the device although it was bad, and no step was committed since.
+        was_tried: whether a process of the rank was started on the device although it was bad, and no step was
+            committed since.
     """
     if has_spare and not hosts_coordinator and (was_tried or not is_last_holder):
         return Remedy.GIVE_UP
-    return Remedy.END if was_tried else Remedy.TRY
+    return Remedy.TRY
 
 
 def is_last_holder(node: Node, ranks: Sequence[Rank], fresh: Collection[int]) -> bool:
@@ -88,14 +89,15 @@ class BadDevices:
         is_meant = rank.state is RankState.STARTING and rank.incarnation == message.incarnation
         if not is_meant or job.phase is not Phase.GATHERING:
             return
-        *tried, tried_after = node.tried.get(message.device, (-1, -1, -1))
-        if tried == [rank.number, message.incarnation]:
-            return  # a report that was repeated before the answer came
+        tried, tried_after = node.tried.get((message.device, rank.number), (-1, -1))
+        if tried == message.incarnation:
+            self._processes.start_anyway(rank)  # the answer may be lost, and one that comes twice is ignored
+            return
         chosen = remedy(
             has_spare=any(spare.joined for spare in job.roster.spares),
             hosts_coordinator=node is host,
             is_last_holder=is_last_holder(node, job.roster.ranks, job.roster.fresh),
-            was_tried=message.device in node.tried and job.high_water <= tried_after,
+            was_tried=tried >= 0 and job.high_water <= tried_after,
         )
         why = f"{message.device} of rank {rank.number} must not be used: {message.why}"
         job.incidents.emit(
@@ -110,9 +112,8 @@ class BadDevices:
         if chosen is Remedy.GIVE_UP:
             job.say(f"node {node.index} is given up for a spare: {why}")
             self._membership.give_up(node, why)
-        elif chosen is Remedy.TRY:
-            node.tried[message.device] = rank.number, message.incarnation, job.high_water
-            job.say(f"node {node.index} cannot be given up: {why}; rank {rank.number} is started on it once more")
-            self._processes.start_anyway(rank)
         else:
-            job.end(FAILED, f"node {node.index}: {why}, and failed again; exchange the device or add a spare node")
+            node.tried[message.device, rank.number] = message.incarnation, job.high_water
+            todo = "is started on it once more" if tried < 0 else "is started on it again: add a spare node"
+            job.say(f"node {node.index} cannot be given up: {why}; rank {rank.number} {todo}")
+            self._processes.start_anyway(rank)

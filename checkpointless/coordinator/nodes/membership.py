@@ -76,14 +76,14 @@ class Membership:
         """Note that the agent of ``node`` can start processes.
 
         Args:
-            bad_device: what is wrong with a device of the node ("": nothing is known to be). With it, a node is no
-                spare, so that a node that was given up does not come back as if it were in order; and a node that
-                comes into a job that has begun leaves its place to a spare that is ready. If nobody else is there,
-                it is taken: the device may work yet.
+            bad_device: what is wrong with a device of the node ("": nothing is known to be). With it, a node waits
+                for no place, so that a node that was given up does not come back as if it were in order; and a node
+                that comes into a job that has begun leaves its place to a spare that is ready. If nobody else is
+                there, it is taken: the device may work yet.
         """
-        is_in_place = self._roster.is_in_place(node)
+        is_wanted = self._roster.is_in_place(node) or self._vacant() is not None
         has_spare = self._job.phase is not Phase.JOINING and any(each.joined for each in self._roster.spares)
-        if bad_device and (has_spare or not is_in_place):
+        if bad_device and (has_spare or not is_wanted):
             self._job.say(f"a node is sent away: {bad_device}")
             node.send(End(FAILED, [f"this node is not taken into the job: {bad_device}"]))
             self.lose(node, bad_device)
@@ -92,7 +92,7 @@ class Membership:
             return
         node.joined = True
         if not self._roster.is_in_place(node):
-            vacant = next((each for each in self._roster.nodes if each.lost and each.lost != NOT_YET), None)
+            vacant = self._vacant()
             if vacant is not None:
                 self._replace(vacant)
             return
@@ -157,6 +157,10 @@ class Membership:
             return True
         send(self._job.outcome or End(FAILED, [f"a spare has taken the place of node {index}"]))
         return False
+
+    def _vacant(self) -> Node | None:
+        """Return a node that was lost, whose place nobody has taken."""
+        return next((each for each in self._roster.nodes if each.lost and each.lost != NOT_YET), None)
 
     def _lose_ranks(self, node: Node, reason: str) -> None:
         """Treat the ranks of a node that was lost as dead, and look for another node."""

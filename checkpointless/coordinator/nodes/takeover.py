@@ -87,6 +87,8 @@ class Takeover:
         for rank in self._roster.ranks:
             if rank.state is RankState.GONE:  # its next process is not its first
                 rank.incarnation = newest
+            elif rank.state is RankState.STARTING:
+                self._roster.fresh.add(rank.number)
         job.enter(Phase.RUNNING)
         if cause is None:
             job.incidents.emit(EventName.ADOPT, "point", high_water=job.high_water)

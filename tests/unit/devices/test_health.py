@@ -151,9 +151,28 @@ def test_xids_are_collected_as_they_come(nvml: Nvml) -> None:
             time.sleep(0.02)
         assert collector.found() == {("GPU-1", 79), ("GPU-0", 13)}
         found = look(PATIENCE_S, xids=collector.found)
-        assert [[each.kind for each in device.fatal] for device in found.devices] == [[], [ProblemKind.XID]]
+        assert [[each.kind for each in device.problems] for device in found.devices] == [[], [ProblemKind.XID]]
     finally:
         collector.close()
+
+
+def test_a_process_that_waits_for_xids_and_has_ended_is_started_again(nvml: Nvml) -> None:
+    nvml.says({}, xids=[["GPU-0", 79]])
+    collector = XidCollector()
+    try:
+        collector._process.kill()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not collector.found():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+    finally:
+        collector.close()
+
+
+def test_what_something_else_prints_in_the_process_voids_no_look(nvml: Nvml) -> None:
+    nvml.says({"recovery": 1}, prints="a deprecation")
+    found = look(PATIENCE_S)
+    assert (found.error, [bool(device.fatal) for device in found.devices]) == ("", [True])
 
 
 def test_an_xid_is_told_once_however_often_it_comes(nvml: Nvml) -> None:

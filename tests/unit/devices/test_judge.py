@@ -19,7 +19,8 @@ UP, DOWN = ((0, True), (1, True)), ((0, True), (1, False))
     [
         ({"is_lost": True}, ProblemKind.LOST, True),
         ({"failure": "Unknown Error"}, ProblemKind.SILENT, True),
-        *(({"recovery": action}, ProblemKind.RECOVERY, True) for action in (1, 2, 3, 4, 5, 6, 7, 8)),
+        *(({"recovery": action}, ProblemKind.RECOVERY, True) for action in (1, 2, 3, 4, 5, 6, 7)),
+        ({"recovery": 8}, ProblemKind.RECOVERY, False),  # of a newer driver
         ({"ecc_uncorrected": 2}, ProblemKind.ECC, False),
         ({"ecc_uncorrected": 2, "recovery": None}, ProblemKind.ECC, False),  # not known before
         ({"remap_failed": True}, ProblemKind.ROW_REMAPPING, True),
@@ -50,9 +51,16 @@ def test_a_device_in_order_has_no_problem() -> None:
     assert judged([well, replace(well, index=1, uuid="GPU-b")], before=[well])[0].problems == ()
 
 
-@pytest.mark.parametrize(("recovery", "is_fatal"), [(None, [False, True, False]), (0, [False] * 3)])
-def test_memory_errors_from_before_the_job_forbid_nothing(recovery: int | None, is_fatal: list[bool]) -> None:
-    was = replace(A, ecc_uncorrected=2, recovery=recovery)
+@pytest.mark.parametrize(
+    ("says", "is_fatal"),
+    [
+        ({"recovery": None}, [False, True, False]),
+        ({"recovery": None, "remap_failed": False}, [False] * 3),  # the row was remapped, or will be
+        ({"recovery": 0}, [False] * 3),
+    ],
+)
+def test_memory_errors_from_before_the_job_forbid_nothing(says: dict[str, Any], is_fatal: list[bool]) -> None:
+    was = replace(A, ecc_uncorrected=2, **says)
     cases = [((), was), ([was], replace(was, ecc_uncorrected=3)), ([was], was)]
     problems = [judged([now], before=before)[0].problems for before, now in cases]
     assert [[each.is_fatal for each in found] for found in problems] == [[each] for each in is_fatal]
@@ -71,8 +79,9 @@ def test_a_link_that_went_down_is_fatal_and_one_that_never_was_up_is_not() -> No
 
 def test_only_xids_of_the_device_and_not_those_of_programs_count() -> None:
     xids = {("GPU-a", 13), ("GPU-a", 31), ("GPU-a", 63), ("GPU-b", 79)}
-    a, b = judged([A, B], xids=xids)
+    a, b = judged([replace(each, recovery=None) for each in (A, B)], xids=xids)
     assert [(each.kind, each.is_fatal) for each in a.problems] == [(ProblemKind.XID, False)]
+    assert [each.is_fatal for each in judged([B], xids=xids)[0].problems] == [False], "the driver wants nothing now"
     assert [each.what for each in b.fatal] == ["Xid 79: GPU has fallen off the bus"]
     assert not FATAL_XIDS.keys() & WARNING_XIDS.keys()
 

@@ -6,6 +6,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.ranks import device_guard
-from checkpointless.agent.ranks.device_guard import DeviceGuard
-from checkpointless.agent.ranks.held_spawns import REPORT_AGAIN_S
+from checkpointless.agent.ranks.device_guard import MAX_AGE_S, DeviceGuard
+from checkpointless.agent.ranks.held_spawns import HELD_LIMIT_S, REPORT_AGAIN_S
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.rank_log import RankLog
 from checkpointless.agent.ranks.starters import Exited
@@ -85,7 +86,13 @@ class Node:
             events=EventLog(None),
             say=self.printed.append,
             clock=lambda: time.monotonic() + self.later_s,
-            guard=DeviceGuard({"CUDA_VISIBLE_DEVICES": "1,0"}, 2, looks, limit_s=limit_s),
+            guard=DeviceGuard(
+                {"CUDA_VISIBLE_DEVICES": "1,0"},
+                2,
+                looks,
+                limit_s=limit_s,
+                clock=lambda: time.monotonic() + self.later_s,
+            ),
         )
 
     def begin(self) -> None:
@@ -253,6 +260,98 @@ def test_a_device_that_did_not_answer_is_looked_at_twice(make: Callable[[DeviceS
     node.spawn(0, 2)
     node.tick_until(lambda: isinstance(node.said[-1], DeviceBad))
     assert answers == []
+
+
+def test_ranks_that_end_together_share_a_look_and_one_that_ends_later_has_its_own(
+    make: Callable[[DeviceSurvey], Node],
+) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    node.looks.go_on.clear()
+    for rank in (0, 1):
+        node.ends(rank)
+        node.spawn(rank, 1)
+    node.tick_until(lambda: len(node.looks.asked) == 2)
+    node.looks.go_on.set()
+    node.tick_until(lambda: node.is_started(0) and node.is_started(1))
+    assert len(node.looks.asked) == 2, "the first look, and one for both"
+    node.looks.go_on.clear()
+    node.ends(0)
+    node.spawn(0, 2)
+    node.tick_until(lambda: len(node.looks.asked) == 3)
+    node.ends(1)  # what was seen so far may be older than that
+    node.spawn(1, 2)
+    node.tick_until(lambda: len(node.looks.asked) == 4)
+    node.looks.go_on.set()
+    node.tick_until(lambda: node.is_started(0) and node.is_started(1))
+
+
+def test_what_was_seen_long_ago_or_for_a_process_that_was_killed_does_not_count(
+    make: Callable[[DeviceSurvey], Node],
+) -> None:
+    node = make(survey((), ()))
+    node.begin()
+    node.looks.found = survey((), (FATAL,))
+    node.ends(0)
+    node.tick_until(lambda: len(node.looks.asked) == 2)
+    node.looks.found = survey((), ())
+    node.later_s += MAX_AGE_S + 1
+    node.spawn(0, 1)
+    node.tick_until(lambda: node.is_started(0))
+    node.looks.found = survey((), (FATAL,))
+    node.ends(0)
+    node.spawn(0, 2)
+    node.tick_until(lambda: len(node.looks.asked) == 4)
+    node.looks.found = survey((), ())
+    node.agent.obey(Kill(0, 2, -1))
+    node.spawn(0, 3)
+    node.tick_until(lambda: node.is_started(0))
+    assert not [message for message in node.said if isinstance(message, DeviceBad)]
+
+
+def test_a_first_look_that_is_not_complete_is_made_again_and_no_machine_is_refused_for_silence(
+    make: Callable[[DeviceSurvey], Node],
+) -> None:
+    silent = Problem(ProblemKind.SILENT, "NVML did not answer within 10 s", True)
+    node = make(replace(survey((), (silent,)), error="NVML did not answer within 10 s"))
+    node.tick_until(lambda: node.agent.joined)
+    assert node.looks.asked == [-1, -1]
+    assert node.said == [Joined()]
+    for rank in (0, 1):
+        node.spawn(rank, 0)
+    node.tick_until(lambda: all(rank.pid for rank in node.agent.ranks.values()))
+    node.looks.found = survey((), (FATAL,))
+    node.ends(0)
+    node.spawn(0, 1)
+    node.tick_until(lambda: isinstance(node.said[-1], DeviceBad))
+
+
+def test_without_threads_nothing_is_looked_at(
+    make: Callable[[DeviceSurvey], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make(survey((), ()))
+    node.begin()
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(device_guard.threading, "Thread", NoThread)
+    node.ends(0)
+    node.spawn(0, 1)
+    node.tick_until(lambda: node.is_started(0))
+    assert node.printed == ["warning: the devices cannot be looked at: can't start new thread"]
+
+
+def test_no_start_is_held_for_longer_than_its_limit(make: Callable[..., Node]) -> None:
+    node = make(survey((), ()), limit_s=1e6)
+    node.begin()
+    node.looks.go_on.clear()
+    node.ends(0)
+    node.spawn(0, 1)
+    node.later_s += HELD_LIMIT_S
+    node.tick_until(lambda: node.is_started(0))
+    assert "is used without a look" in node.printed[-1]
 
 
 def test_a_refused_device_is_reported_again_until_it_is_answered_or_in_order(

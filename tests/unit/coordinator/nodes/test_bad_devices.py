@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from checkpointless.coordinator.nodes.bad_devices import Remedy, remedy
-from checkpointless.wire.node_messages import Begin, DeviceBad, End, Holding, Joined, Progress, Spawn
+from checkpointless.wire.node_messages import Begin, DeviceBad, End, Holding, Joined, Progress, RankEnded, Spawn
 from tests.unit.messaged_job import Job
 
 WHY = "the driver wants a reset"
@@ -31,13 +31,7 @@ def spawns(job: Job) -> list[tuple[int, int, int, bool]]:
 def test_every_case_of_the_decision() -> None:
     for spare, host, last, tried in itertools.product((False, True), repeat=4):
         found = remedy(has_spare=spare, hosts_coordinator=host, is_last_holder=last, was_tried=tried)
-        if found is Remedy.GIVE_UP:
-            assert spare
-            assert not host
-            assert tried or not last
-        else:  # nothing is tried twice, and nothing ends untried
-            assert found is (Remedy.END if tried else Remedy.TRY)
-            assert not spare or host or last
+        assert (found is Remedy.GIVE_UP) == (spare and not host and (tried or not last))
 
 
 def test_with_a_spare_the_node_is_given_up() -> None:
@@ -55,23 +49,26 @@ def test_with_a_spare_the_node_is_given_up() -> None:
     assert "node 1 is given up for a spare: GPU 0 (H100, GPU-a) of rank 2" in job.said[-2]
     job.ready(*job.ranks)
     assert [node for node, _ in job.take(Begin)] == [0, 1]
-    with pytest.raises(ValueError, match="which it does not run"):  # it is no part of the job any more
-        job.hear(given_up, DeviceBad(2, 2, "GPU 0", WHY))
-
-
-def test_without_a_spare_the_device_is_tried_once_and_the_job_ends_when_it_fails_again() -> None:
-    job = Job().begin()
-    job.ends(2)
     job.sent.clear()
-    bad(job, 2)
-    assert spawns(job) == [(1, 2, 1, True)]
-    assert "rank 2 is started on it once more" in job.said[-1]
-    job.ready(*job.ranks)
-    assert [node for node, _ in job.take(Begin)] == [0, 1]
-    job.ends(2)
-    bad(job, 2)
-    expected = f"node 1: GPU 0 (H100, GPU-a) of rank 2 must not be used: {WHY}, and failed again"
-    assert job.last_word.startswith(expected)
+    job.hear(given_up, DeviceBad(2, 2, "GPU 0", WHY))  # it is no part of the job any more
+    assert job.sent == []
+
+
+def test_without_a_spare_the_device_is_tried_until_the_limits_of_every_job_are_reached() -> None:
+    job = Job().begin()
+    tries = 0
+    while job.outcome is None:
+        tries += 1
+        assert tries < 10
+        job.ends(2)
+        if job.outcome is None:
+            job.sent.clear()
+            bad(job, 2)
+            assert spawns(job) == [(1, 2, tries, True)]
+            assert f"rank 2 is started on it {'once more' if tries == 1 else 'again: add a spare'}" in job.said[-1]
+            job.ready(*job.ranks, committed=3)
+    assert tries > 3
+    assert "in a row" in job.last_word
 
 
 def test_a_spare_that_came_meanwhile_takes_the_place() -> None:
@@ -185,14 +182,64 @@ def test_a_node_that_comes_anew_has_tried_nothing() -> None:
     assert job.outcome is None
 
 
-def test_a_report_that_is_repeated_before_the_answer_came_is_answered_once() -> None:
+def test_a_report_that_is_repeated_gets_the_same_answer_because_it_may_be_lost() -> None:
     job = Job().begin()
     job.ends(2)
     job.sent.clear()
+    job.join(-1)
+    job.hear(job.coordinator.nodes[0], Holding([0, 1]))
+    job.hear(job.coordinator.nodes[1], Holding([2, 3]))
+    job.coordinator._job.roster.fresh.clear()  # rank 3 is the only one with what it holds
     for _ in range(3):
         bad(job, 2)
-    assert spawns(job) == [(1, 2, 1, True)]
+    assert spawns(job) == [(1, 2, 1, True)] * 3
+    assert (job.outcome, job.take(End)) == (None, [])
+
+
+def test_two_ranks_on_one_device_are_tried_each() -> None:
+    job = Job().begin()
+    for rank in (2, 3):
+        job.ends(rank)
+    job.sent.clear()
+    for rank in (2, 3):
+        bad(job, rank)
+    assert spawns(job) == [(1, 2, 1, True), (1, 3, 1, True)]
+
+
+def test_steps_after_a_fallback_count_as_progress() -> None:
+    job = Job().begin()
+    commits(job, 100)
+    job.ends(2)
+    bad(job, 2)
+    job.ready(*job.ranks, committed=50)
+    commits(job, 60)
+    job.join(-1)
+    for index in (0, 1):
+        job.hear(job.coordinator.nodes[index], Holding([2 * index, 2 * index + 1]))
+    job.ends(2)
+    job.sent.clear()
+    bad(job, 2)
+    assert job.take(End) == [], "its device has worked since: rank 3, the only one with its shard, is not given up"
+    assert spawns(job) == [(1, 2, 2, True)]
+
+
+def test_a_process_that_was_never_started_is_not_stillborn() -> None:
+    job = Job().begin()
+    job.raises(0)
+    for _ in range(8):
+        rank = job.coordinator.ranks[2]
+        ended = RankEnded(2, rank.incarnation, -9, True, 3, 4, "rank-2.log", [], was_started=False)
+        job.tell(2, RankEnded(2, 0, -9, False, 3, 4, "rank-2.log", []) if rank.incarnation == 0 else ended)
     assert job.outcome is None
+
+
+def test_a_machine_with_a_bad_device_takes_a_place_for_which_there_is_no_other() -> None:
+    job = Job().begin()
+    job.lose(job.coordinator.nodes[1], "its machine was started anew")
+    node = job.admit(-1)
+    job.hear(node, Joined("GPU 0: a row of memory could not be remapped"))
+    assert job.coordinator.nodes[1] is node
+    assert {each[1:] for each in spawns(job)} == {(2, 1, False), (3, 1, False)}
 
 
 def test_the_device_is_tried_when_there_is_a_store_again() -> None:
