@@ -57,7 +57,12 @@ class Errands:
             except Exception as error:  # noqa: BLE001 - the edge of the thread: whoever waits raises it
                 result.set_exception(error)
 
-        threading.Thread(target=run, name="checkpointless-errand", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="checkpointless-errand", daemon=True).start()
+        except RuntimeError as error:  # no more threads: it is as if the disk did not answer
+            self._last = None
+            logger.warning("%s: what needs the disk is left out", error)
+            return otherwise
         try:
             return result.result(self._patience_s)
         except OutOfTimeError:

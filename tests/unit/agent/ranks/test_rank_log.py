@@ -55,6 +55,17 @@ def test_what_takes_too_long_is_waited_for_once_and_its_result_is_not_lost() -> 
     assert errands.run(lambda: 1, 2) == 1
 
 
+def test_without_threads_an_errand_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    errands = Errands()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        assert errands.run(lambda: 1, 2) == 2
+    assert errands.run(lambda: 1, 2) == 1
+
+
 def test_the_end_of_what_was_printed(tmp_path: Path) -> None:
     said: list[str] = []
     log = RankLog(tmp_path / "rank-3.log", Errands(), said.append)
