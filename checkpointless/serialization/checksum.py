@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 import xxhash
 
-from checkpointless.serialization.device_digest import digest_on_device
-from checkpointless.serialization.tensor_memory import dtype_name, tensor_bytes
+from checkpointless.serialization.pending_digests import PendingDigests
+from checkpointless.serialization.tensor_memory import dtype_name, is_on_host, tensor_bytes
 
 
 def digest_bytes(flat: torch.Tensor) -> int:
@@ -17,9 +17,9 @@ def digest_bytes(flat: torch.Tensor) -> int:
     On the CPU this is xxh3-64. On another device it is a different digest, so that nothing is copied to the host.
     Two digests can be compared only if their bytes lay on the same kind of device.
     """
-    if flat.device.type != "cpu":
-        return digest_on_device(flat)
-    return xxhash.xxh3_64_intdigest(flat.numpy().data)
+    pending = PendingDigests()
+    pending.add(flat)
+    return pending.fetch()[0]
 
 
 def digest_parts(parts: Iterable[torch.Tensor]) -> int:
@@ -67,16 +67,23 @@ class MemoryChecksumManager:
 
     def digest_all(self, tensors: Mapping[tuple, torch.Tensor]) -> str:
         """Return one digest (128 bits, hex) over keys, dtypes, shapes and bytes, in the mapping's order."""
+        on_devices = PendingDigests()
+        for tensor in tensors.values():
+            if not is_on_host(tensor):
+                on_devices.add(tensor_bytes(tensor))
+        digests = iter(on_devices.fetch())
         total = xxhash.xxh3_128()
         for key, tensor in tensors.items():
             total.update(f"{key}|{dtype_name(tensor.dtype)}|{tuple(tensor.shape)}|".encode())
-            flat = tensor_bytes(tensor)
-            if flat.device.type == "cpu":
-                total.update(flat.numpy().data)
+            if is_on_host(tensor):
+                total.update(tensor_bytes(tensor).numpy().data)
             else:
-                total.update(digest_on_device(flat).to_bytes(8, "little"))
+                total.update(next(digests).to_bytes(8, "little"))
         return total.hexdigest()
 
     def digest_each(self, tensors: Mapping[tuple, torch.Tensor]) -> dict[tuple, int]:
         """Return each tensor's digest by its key, to find out which tensors differ."""
-        return {key: self.digest(tensor) for key, tensor in tensors.items()}
+        pending = PendingDigests()
+        for tensor in tensors.values():
+            pending.add(tensor_bytes(tensor))
+        return dict(zip(tensors, pending.fetch(), strict=True))

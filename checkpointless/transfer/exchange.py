@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.serialization import state_tree
+from checkpointless.transfer.wire import receive, send, wire_device
 
 if TYPE_CHECKING:
     from checkpointless.wire.plain import Json, Parsed
@@ -19,13 +20,6 @@ MAX_BYTES = 64 * 1024 * 1024  # limit of a message that every rank gets from eve
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # between two ranks: the skeleton of a state fits
 CHUNK_BYTES = 4 * 1024 * 1024
 GATHERED_BYTES = 256 * 1024  # bytes of each rank per all-gather
-
-
-def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device on which ``group`` moves tensors: this rank's GPU if NCCL does, also beside gloo."""
-    if "cuda:nccl" in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def all_gather_json(message: Json, group: dist.ProcessGroup | None = None) -> list[Parsed]:
@@ -63,10 +57,10 @@ def send_bytes(data: bytes, destination: int) -> None:
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
     device = wire_device()
-    dist.send(torch.tensor([len(data)], dtype=torch.int64, device=device), destination)
+    send(torch.tensor([len(data)], dtype=torch.int64, device=device), destination)
     view = memoryview(data)
     for start in range(0, len(data), CHUNK_BYTES):
-        dist.send(to_tensor(view[start : start + CHUNK_BYTES], device), destination)
+        send(to_tensor(view[start : start + CHUNK_BYTES], device), destination)
 
 
 def receive_bytes(source: int) -> bytes:
@@ -77,7 +71,7 @@ def receive_bytes(source: int) -> bytes:
     """
     device = wire_device()
     size = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.recv(size, source)
+    receive(size, source)
     length = int(size.item())
     if not 0 < length <= MAX_MESSAGE_BYTES:
         raise ValueError(f"rank {source} announced a message of {length} bytes; the limit is {MAX_MESSAGE_BYTES}")
@@ -85,7 +79,7 @@ def receive_bytes(source: int) -> bytes:
     chunks: list[bytes] = []
     for start in range(0, length, CHUNK_BYTES):
         part = chunk[: min(CHUNK_BYTES, length - start)]
-        dist.recv(part, source)
+        receive(part, source)
         chunks.append(to_bytes(part))
     return b"".join(chunks)
 
