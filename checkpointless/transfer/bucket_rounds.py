@@ -79,7 +79,7 @@ def send_buckets(tensors: Sequence[torch.Tensor], orders: Sequence[Order], on_bu
 
 
 def receive_buckets(
-    sources: Sequence[int], shares: Shares, tensors: Sequence[torch.Tensor], bucket_bytes: int
+    sources: Sequence[int], shares: Shares, tensors: Sequence[torch.Tensor]
 ) -> tuple[list[int], int]:
     """Receive every bucket; fetch a damaged one again from the next holder.
 
@@ -87,7 +87,6 @@ def receive_buckets(
         sources: the global ranks of the holders, in the order of their places.
         shares: the buckets, and which holder sends which.
         tensors: the tensors to write into, which the buckets are made of.
-        bucket_bytes: the largest size of a bucket in bytes.
 
     Returns:
         The digests of all buckets, and how many buckets were fetched again.
@@ -100,7 +99,7 @@ def receive_buckets(
     digests = [0] * len(buckets)
     fetched_again = 0
     for attempt in range(MAX_ROUNDS):
-        for index, digest in _receive_round(sources, wanted, buckets, tensors, bucket_bytes):
+        for index, digest in _receive_round(sources, wanted, shares, tensors):
             digests[index] = digest
         bad: list[int] = []
         for place, source in enumerate(sources):
@@ -173,9 +172,8 @@ def _send_round(
 def _receive_round(
     sources: Sequence[int],
     wanted: Sequence[Sequence[int]],
-    buckets: Sequence[Bucket],
+    shares: Shares,
     tensors: Sequence[torch.Tensor],
-    bucket_bytes: int,
 ) -> list[tuple[int, int]]:
     """Receive the wanted buckets of every source, and digest each where its bytes ended up."""
     incoming = sorted((index, place) for place, indices in enumerate(wanted) for index in indices)
@@ -185,13 +183,14 @@ def _receive_round(
         if parcel.slot is None:
             digests.add(parcel.payload)
         else:
-            unpack(tensors, buckets[parcel.index], parcel.payload, digests, staging.pinned)
+            unpack(tensors, shares.buckets[parcel.index], parcel.payload, digests, staging.pinned)
             staging.give_back(parcel.slot)
 
-    window = Window(bucket_bytes, finish)
+    window = Window(shares.bucket_bytes, finish)
     for index, place in incoming:
-        size = size_of(buckets[index])
-        landing = in_place(tensors, buckets[index])
+        bucket = shares.buckets[index]
+        size = size_of(bucket)
+        landing = in_place(tensors, bucket)
         window.make_room(0 if landing is not None else size)
         slot = None
         if landing is None:

@@ -111,12 +111,14 @@ class Shares:
         first: how many buckets belong to the shard.
         places: how many holders there are.
         alike: the places of the holders whose objects contain the same tensors as the first holder's.
+        bucket_bytes: the largest size of a bucket in bytes.
     """
 
     buckets: list[Bucket]
     first: int
     places: int
     alike: Sequence[int]
+    bucket_bytes: int
 
     @classmethod
     def of(
@@ -143,7 +145,7 @@ class Shares:
             tuple(Slice(len(shard) + part.index, part.start, part.stop) for part in bucket)
             for bucket in plan_buckets(inside, bucket_bytes, ahead)
         ]
-        return cls(of_shard + of_objects, len(of_shard), places, alike)
+        return cls(of_shard + of_objects, len(of_shard), places, alike, bucket_bytes)
 
     def sender(self, index: int, attempt: int) -> int:
         """Return the place of the holder that sends a bucket; each attempt takes the next one, if there is one."""

@@ -57,7 +57,7 @@ def send_bytes(data: bytes, destination: int) -> None:
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
     device = wire_device()
-    send(torch.tensor([len(data)], dtype=torch.int64, device=device), destination)
+    send(torch.tensor([len(data)]).to(device, non_blocking=True), destination)
     view = memoryview(data)
     for start in range(0, len(data), CHUNK_BYTES):
         send(to_tensor(view[start : start + CHUNK_BYTES], device), destination)
@@ -129,8 +129,11 @@ def share_plain(mine: _Plain | None) -> _Plain | None:
 
 
 def to_tensor(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
-    """Return ``data`` as a uint8 tensor of shape ``(len(data),)``."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    """Return ``data`` as a uint8 tensor of shape ``(len(data),)``.
+
+    A copy to a GPU is launched without a wait: CUDA has read memory that is not pinned when the call returns.
+    """
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device, non_blocking=True)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

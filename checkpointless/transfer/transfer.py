@@ -150,12 +150,7 @@ def receive_state(
     insides += [receive_json(source) for source in sources[1:]]
     alike = [place for place, theirs in enumerate(insides) if theirs == insides[0]]
     room = allocate(entries)
-    for entry in entries:
-        if not entry.fits(room.get(entry.key)):
-            raise TransferError(
-                f"{entry.key}: the sender holds {dtype_name(entry.dtype)} {entry.shape}, "
-                f"this rank has room for {_describe(room.get(entry.key))}"
-            )
+    _check_room(entries, room)
     kept = _keep(entries, known or {}, room)
     missing = [index for index, entry in enumerate(entries) if entry.key not in kept]
     ahead = runs_ahead()
@@ -176,10 +171,9 @@ def receive_state(
         alike,
         ahead,
     )
-    digests, again = receive_buckets(sources, shares, arriving, bucket_bytes)
-    received = sum(map(_nbytes, arriving))
+    digests, again = receive_buckets(sources, shares, arriving)
     return state_tree.join(skeleton, inside), TransferReport(
-        bytes=received,
+        bytes=sum(map(_nbytes, arriving)),
         kept=sum(entry.nbytes for entry in entries if entry.key in kept),
         sources=tuple(sources),
         seconds=time.monotonic() - began_s,
@@ -240,6 +234,16 @@ def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_byt
 
 
 # --- the side of the rank to fill -------------------------------------------------------------------------------
+
+
+def _check_room(entries: Sequence[TensorEntry], room: Mapping[Key, torch.Tensor]) -> None:
+    """Raise TransferError if ``room`` lacks a tensor, or has one of another dtype or shape."""
+    for entry in entries:
+        if not entry.fits(room.get(entry.key)):
+            raise TransferError(
+                f"{entry.key}: the sender holds {dtype_name(entry.dtype)} {entry.shape}, "
+                f"this rank has room for {_describe(room.get(entry.key))}"
+            )
 
 
 def _keep(

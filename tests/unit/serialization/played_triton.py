@@ -81,7 +81,7 @@ def played_kernel() -> Any:
     language.static_range = range
     language.sum = lambda block, axis: block.sum(axis=axis, keepdims=True)
     language.where = lambda mask, one, other: np.where(mask, one, one.dtype.type(other)).view(Block)
-    language.load, language.atomic_add = _load, _atomic_add
+    language.load, language.atomic_add = load, _atomic_add
     names = {"triton": triton, "triton.language": language}
     before = {name: sys.modules.pop(name, None) for name in (*names, KERNEL)}
     sys.modules.update(names)
@@ -102,7 +102,8 @@ def _block(values: Any, dtype: Any) -> Block:
     return np.asarray(list(values), dtype=dtype).view(Block)
 
 
-def _load(pointer: Pointer, mask: np.ndarray, other: int) -> Block:
+def load(pointer: Pointer, mask: np.ndarray, other: int) -> Block:
+    """Load what the mask selects; else ``other``."""
     found = np.full(pointer.places.shape, other, dtype=pointer.memory.dtype)
     found[mask] = pointer.memory[pointer.places[mask]]
     return found.view(Block)

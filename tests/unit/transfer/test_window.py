@@ -98,11 +98,11 @@ def complete(ranks: dict[int, list[list[tuple[int, int]]]]) -> bool:
         }
         if not done:
             return False
-        for groups in numbered.values():
-            if groups:
-                groups[0] -= done
-                if not groups[0]:
-                    groups.pop(0)
+        for waiting in numbered.values():
+            if waiting:
+                waiting[0] -= done
+                if not waiting[0]:
+                    waiting.pop(0)
     return True
 
 
