@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from common import interruptible, machine, progress, spread
 
-from checkpointless.serialization.checksum import MemoryChecksumManager, digest_bytes, digest_on_device
+from checkpointless.serialization.checksum import MemoryChecksumManager, digest_bytes
+from checkpointless.serialization.device_digest import digest_on_device
 from checkpointless.serialization.state_tree import tensor_bytes
 
 MIB = 1 << 20

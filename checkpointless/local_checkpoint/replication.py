@@ -23,9 +23,10 @@ from checkpointless.local_checkpoint.cliques import ExchangePlan, PartTransfer, 
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.serialization.state_tree import Tree
 from checkpointless.transfer.bucket_rounds import TransferError
-from checkpointless.transfer.exchange import MAX_BYTES, all_gather_json, wire_device
+from checkpointless.transfer.exchange import MAX_BYTES, all_gather_json
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
+from checkpointless.transfer.wire import wire_device
 
 logger = logging.getLogger(__name__)
 

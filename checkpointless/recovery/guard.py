@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock, RankShouldRestart
-from checkpointless.transfer.exchange import wire_device
+from checkpointless.transfer.wire import wire_device
 
 _Result = TypeVar("_Result")
 

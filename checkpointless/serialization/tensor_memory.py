@@ -25,6 +25,11 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether the bytes of ``tensor`` are in the host's memory, so that reading them waits for nothing."""
+    return tensor.device.type == "cpu"
+
+
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of ``tensor`` as flat uint8 on its device: a view if it is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -6,28 +6,27 @@ Between a rank to fill (D) and each of its holders (S), all messages are point t
 2. D to each S: the damaged buckets that S is to send now, or that everything has arrived. Back to 1.
 
 A large tensor is sent from where it lies to where it belongs; small ones share a bucket. Every bucket is digested
-at the sender, while others are under way, and at the receiver where its bytes ended up.
+at the sender, while others are under way, and at the receiver where its bytes ended up. Digests on a device are
+fetched once per round.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from checkpointless.serialization.checksum import digest_bytes
+from checkpointless.serialization.pending_digests import PendingDigests
 from checkpointless.transfer.buckets import Bucket, Shares, size_of
 from checkpointless.transfer.exchange import receive_json, send_json
 from checkpointless.transfer.staging import Staging, in_place, pack, unpack
+from checkpointless.transfer.window import Parcel, Window
+from checkpointless.transfer.wire import Message
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT = 8
 MAX_ROUNDS = 4
 
 OnBucket = Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -45,12 +44,14 @@ class Order:
         destination: the global rank.
         buckets: all buckets of the destination.
         wanted: the numbers of the buckets to send in this round, ascending.
+        bucket_bytes: the largest size of a bucket in bytes, which the destination has chosen.
         digests: the digests of the buckets that were sent in this round.
     """
 
     destination: int
     buckets: list[Bucket]
     wanted: list[int]
+    bucket_bytes: int
     digests: list[int] = field(default_factory=list)
 
 
@@ -98,7 +99,7 @@ def receive_buckets(
     digests = [0] * len(buckets)
     fetched_again = 0
     for attempt in range(MAX_ROUNDS):
-        for index, digest in _receive_round(sources, wanted, buckets, tensors):
+        for index, digest in _receive_round(sources, wanted, shares, tensors):
             digests[index] = digest
         bad: list[int] = []
         for place, source in enumerate(sources):
@@ -141,65 +142,61 @@ def _send_round(
     for order in orders:
         for index in order.wanted:
             parcels.setdefault((index, id(order.buckets)), []).append(order)
-    staging = Staging()
-    window: deque[tuple[list[Any], torch.Tensor | None]] = deque()
-    for position, ((index, _), takers) in enumerate(sorted(parcels.items(), key=lambda item: item[0])):
-        if len(window) >= IN_FLIGHT:
-            _finish(window.popleft(), staging)
+    staging, digests = Staging(), PendingDigests()
+
+    def finish(parcel: Parcel) -> None:
+        if parcel.slot is not None:
+            staging.give_back(parcel.slot)
+
+    window = Window(max(order.bucket_bytes for order in orders), finish)
+    in_turn = sorted(parcels.items(), key=lambda item: item[0])
+    for position, ((index, _), takers) in enumerate(in_turn):
         bucket = takers[0].buckets[index]
         payload = in_place(tensors, bucket)
+        window.make_room(0 if payload is not None else size_of(bucket))
         slot = None
         if payload is None:
             slot = staging.take(size_of(bucket))
-            payload = pack(tensors, bucket, slot)
-        digest = digest_bytes(payload)  # before sending, which then finds the bytes in the cache
-        for order in takers:
-            order.digests.append(digest)
+            payload = pack(tensors, bucket, slot, staging.pinned)
+        digests.add(payload)  # before sending, which then finds the bytes in the cache
         if on_bucket is not None:
             payload = on_bucket(position, len(parcels), payload)
-        window.append(([dist.isend(payload, order.destination) for order in takers], slot))
-    while window:
-        _finish(window.popleft(), staging)
-
-
-def _finish(sent: tuple[list[Any], torch.Tensor | None], staging: Staging) -> None:
-    works, slot = sent
-    for work in works:
-        work.wait()
-    if slot is not None:
-        staging.give_back(slot)
+        messages = [Message(payload, order.destination, is_sent=True) for order in takers]
+        window.add(Parcel(index, payload, messages, slot))
+    window.close()
+    for (_, takers), digest in zip(in_turn, digests.fetch(), strict=True):
+        for order in takers:
+            order.digests.append(digest)
 
 
 def _receive_round(
     sources: Sequence[int],
     wanted: Sequence[Sequence[int]],
-    buckets: Sequence[Bucket],
+    shares: Shares,
     tensors: Sequence[torch.Tensor],
 ) -> list[tuple[int, int]]:
     """Receive the wanted buckets of every source, and digest each where its bytes ended up."""
     incoming = sorted((index, place) for place, indices in enumerate(wanted) for index in indices)
-    staging = Staging()
-    window: deque[tuple[int, Any, torch.Tensor, torch.Tensor | None]] = deque()
-    done: list[tuple[int, int]] = []
+    staging, digests = Staging(), PendingDigests()
 
-    def finish() -> None:
-        index, work, landed, slot = window.popleft()
-        work.wait()
-        if slot is None:
-            done.append((index, digest_bytes(landed)))
+    def finish(parcel: Parcel) -> None:
+        if parcel.slot is None:
+            digests.add(parcel.payload)
         else:
-            done.append((index, unpack(tensors, buckets[index], landed)))
-            staging.give_back(slot)
+            unpack(tensors, shares.buckets[parcel.index], parcel.payload, digests, staging.pinned)
+            staging.give_back(parcel.slot)
 
+    window = Window(shares.bucket_bytes, finish)
     for index, place in incoming:
-        if len(window) >= IN_FLIGHT:
-            finish()
-        landing = in_place(tensors, buckets[index])
+        bucket = shares.buckets[index]
+        size = size_of(bucket)
+        landing = in_place(tensors, bucket)
+        window.make_room(0 if landing is not None else size)
         slot = None
         if landing is None:
-            slot = staging.take(size_of(buckets[index]))
-            landing = slot[: size_of(buckets[index])]
-        window.append((index, dist.irecv(landing, sources[place]), landing, slot))
-    while window:
-        finish()
-    return done
+            slot = staging.take(size)
+            landing = slot[:size]
+        window.add(Parcel(index, landing, [Message(landing, sources[place], is_sent=False)], slot))
+    window.close()
+    staging.pinned.settle()
+    return [(index, digest) for (index, _), digest in zip(incoming, digests.fetch(), strict=True)]

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 # Size of a bucket that small tensors share: a smaller one means more messages, a larger one leaves the caches.
 PACKED_BYTES = 4 * 1024 * 1024
+#: How many buckets are under way at once.
+IN_FLIGHT = 8
+#: Largest bucket on a wire that runs ahead, where a message costs more than the bytes of a small one.
+AHEAD_BYTES = 128 * 1024 * 1024
 _WHOLE = 2  # a tensor of at least 1 / _WHOLE of a shared bucket is sent from where it lies, and not packed
 
 
@@ -27,7 +31,32 @@ class Slice:
 Bucket = tuple[Slice, ...]
 
 
-def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
+def bucket_bytes_of(memory_budget_bytes: int, ahead: bool) -> int:
+    """Return the size of a bucket with which the buffers of the buckets in flight stay within the budget.
+
+    On the CPU this is an eighth of the budget, because eight buckets are in flight. On a wire that runs ahead
+    (:mod:`checkpointless.transfer.wire`) a bucket may take the whole budget, up to 128 MiB: most need no buffer,
+    and the buffers of all others in flight take no more than one bucket
+    (:class:`~checkpointless.transfer.window.Window`).
+
+    Args:
+        memory_budget_bytes: how many bytes the buffers may take, at least 1.
+        ahead: whether the wire runs ahead.
+    """
+    return min(AHEAD_BYTES, memory_budget_bytes) if ahead else max(1, memory_budget_bytes // IN_FLIGHT)
+
+
+def shared_bytes_of(bucket_bytes: int, ahead: bool) -> int:
+    """Return the size of a bucket that small tensors share: both ends find the same, as they use the same wire.
+
+    Args:
+        bucket_bytes: the largest size of a bucket in bytes.
+        ahead: whether the wire runs ahead; then so many are in flight as fit into the buffers.
+    """
+    return max(1, bucket_bytes // IN_FLIGHT) if ahead else min(PACKED_BYTES, bucket_bytes)
+
+
+def plan_buckets(sizes: Sequence[int], bucket_bytes: int, ahead: bool = False) -> list[Bucket]:
     """Cut tensors into buckets of at most ``bucket_bytes``. Empty tensors need no bucket.
 
     A large tensor gets separate buckets, so that it can be sent and received without a copy; small tensors share
@@ -36,13 +65,14 @@ def plan_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     Args:
         sizes: the tensors' sizes in bytes.
         bucket_bytes: the largest size of a bucket in bytes, at least 1.
+        ahead: whether the wire runs ahead.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
     """
     if bucket_bytes < 1:
         raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing")
-    room = min(PACKED_BYTES, bucket_bytes)
+    room = shared_bytes_of(bucket_bytes, ahead)
     buckets: list[Bucket] = []
     shared: list[Slice] = []
     filled = 0
@@ -81,16 +111,24 @@ class Shares:
         first: how many buckets belong to the shard.
         places: how many holders there are.
         alike: the places of the holders whose objects contain the same tensors as the first holder's.
+        bucket_bytes: the largest size of a bucket in bytes.
     """
 
     buckets: list[Bucket]
     first: int
     places: int
     alike: Sequence[int]
+    bucket_bytes: int
 
     @classmethod
     def of(
-        cls, shard: Sequence[int], inside: Sequence[int], bucket_bytes: int, places: int, alike: Sequence[int]
+        cls,
+        shard: Sequence[int],
+        inside: Sequence[int],
+        bucket_bytes: int,
+        places: int,
+        alike: Sequence[int],
+        ahead: bool = False,
     ) -> Shares:
         """Plan the buckets of a shard and of the tensors inside the objects.
 
@@ -100,13 +138,14 @@ class Shares:
             bucket_bytes: the largest size of a bucket in bytes, at least 1.
             places: how many holders there are.
             alike: the places of the holders whose objects contain the same tensors as the first holder's.
+            ahead: whether the wire runs ahead.
         """
-        of_shard = plan_buckets(shard, bucket_bytes)
+        of_shard = plan_buckets(shard, bucket_bytes, ahead)
         of_objects = [
             tuple(Slice(len(shard) + part.index, part.start, part.stop) for part in bucket)
-            for bucket in plan_buckets(inside, bucket_bytes)
+            for bucket in plan_buckets(inside, bucket_bytes, ahead)
         ]
-        return cls(of_shard + of_objects, len(of_shard), places, alike)
+        return cls(of_shard + of_objects, len(of_shard), places, alike, bucket_bytes)
 
     def sender(self, index: int, attempt: int) -> int:
         """Return the place of the holder that sends a bucket; each attempt takes the next one, if there is one."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.serialization import state_tree
+from checkpointless.transfer.wire import receive, runs_ahead, send, wire_device
 
 if TYPE_CHECKING:
     from checkpointless.wire.plain import Json, Parsed
@@ -18,14 +19,10 @@ _Plain = TypeVar("_Plain")
 MAX_BYTES = 64 * 1024 * 1024  # limit of a message that every rank gets from every other
 MAX_MESSAGE_BYTES = 2 * 1024 * 1024 * 1024 + 8 * 1024 * 1024  # between two ranks: the skeleton of a state fits
 CHUNK_BYTES = 4 * 1024 * 1024
+# On a wire that runs ahead a message begins with one of this size, so that the host waits once for most of them.
+HEAD_BYTES = 64 * 1024
+_LENGTH_BYTES = 8
 GATHERED_BYTES = 256 * 1024  # bytes of each rank per all-gather
-
-
-def wire_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device on which ``group`` moves tensors: this rank's GPU if NCCL does, also beside gloo."""
-    if "cuda:nccl" in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def all_gather_json(message: Json, group: dist.ProcessGroup | None = None) -> list[Parsed]:
@@ -57,16 +54,23 @@ def all_gather_json(message: Json, group: dist.ProcessGroup | None = None) -> li
 def send_bytes(data: bytes, destination: int) -> None:
     """Send ``data``, at least one byte, to the global rank ``destination``, its length first.
 
+    On a wire that runs ahead, what fits goes with the length, in one message of a fixed size.
+
     Raises:
         ValueError: ``data`` is larger than :data:`MAX_MESSAGE_BYTES`.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes is over {MAX_MESSAGE_BYTES}")
-    device = wire_device()
-    dist.send(torch.tensor([len(data)], dtype=torch.int64, device=device), destination)
+    device, begun = wire_device(), 0
+    if runs_ahead():
+        begun = HEAD_BYTES - _LENGTH_BYTES
+        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:begun]
+        send(to_tensor(head.ljust(HEAD_BYTES, b"\0"), device), destination)
+    else:
+        send(torch.tensor([len(data)]).to(device), destination)
     view = memoryview(data)
-    for start in range(0, len(data), CHUNK_BYTES):
-        dist.send(to_tensor(view[start : start + CHUNK_BYTES], device), destination)
+    for start in range(begun, len(data), CHUNK_BYTES):
+        send(to_tensor(view[start : start + CHUNK_BYTES], device), destination)
 
 
 def receive_bytes(source: int) -> bytes:
@@ -76,16 +80,22 @@ def receive_bytes(source: int) -> bytes:
         ValueError: the message claims to be empty, or larger than :data:`MAX_MESSAGE_BYTES`.
     """
     device = wire_device()
-    size = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.recv(size, source)
-    length = int(size.item())
+    if runs_ahead():
+        head = torch.empty(HEAD_BYTES, dtype=torch.uint8, device=device)
+        receive(head, source)
+        data = to_bytes(head)
+        length, begun = int.from_bytes(data[:_LENGTH_BYTES], "little"), data[_LENGTH_BYTES:]
+    else:
+        size = torch.zeros(1, dtype=torch.int64, device=device)
+        receive(size, source)
+        length, begun = int(size.item()), b""
     if not 0 < length <= MAX_MESSAGE_BYTES:
         raise ValueError(f"rank {source} announced a message of {length} bytes; the limit is {MAX_MESSAGE_BYTES}")
-    chunk = torch.empty(min(length, CHUNK_BYTES), dtype=torch.uint8, device=device)
-    chunks: list[bytes] = []
-    for start in range(0, length, CHUNK_BYTES):
+    chunks = [begun[:length]]
+    chunk = torch.empty(max(0, min(length - len(begun), CHUNK_BYTES)), dtype=torch.uint8, device=device)
+    for start in range(len(begun), length, CHUNK_BYTES):
         part = chunk[: min(CHUNK_BYTES, length - start)]
-        dist.recv(part, source)
+        receive(part, source)
         chunks.append(to_bytes(part))
     return b"".join(chunks)
 
@@ -135,8 +145,11 @@ def share_plain(mine: _Plain | None) -> _Plain | None:
 
 
 def to_tensor(data: bytes | memoryview, device: torch.device) -> torch.Tensor:
-    """Return ``data`` as a uint8 tensor of shape ``(len(data),)``."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    """Return ``data`` as a uint8 tensor of shape ``(len(data),)``.
+
+    A copy to a GPU is launched without a wait: CUDA has read memory that is not pinned when the call returns.
+    """
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device, non_blocking=True)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:

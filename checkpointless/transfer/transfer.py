@@ -24,11 +24,10 @@ import torch
 import xxhash
 
 from checkpointless.serialization import state_tree
-from checkpointless.serialization.checksum import digest_bytes
+from checkpointless.serialization.pending_digests import PendingDigests
 from checkpointless.serialization.plain_values import Tree
 from checkpointless.serialization.tensor_memory import dtype_name, own_device, tensor_bytes
 from checkpointless.transfer.bucket_rounds import (
-    IN_FLIGHT,
     OnBucket,
     Order,
     TransferError,
@@ -36,9 +35,10 @@ from checkpointless.transfer.bucket_rounds import (
     receive_buckets,
     send_buckets,
 )
-from checkpointless.transfer.buckets import Bucket, Shares, Slice, plan_buckets, stripe
+from checkpointless.transfer.buckets import Bucket, Shares, Slice, bucket_bytes_of, plan_buckets, stripe
 from checkpointless.transfer.exchange import receive_bytes, receive_json, send_bytes, send_json
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
+from checkpointless.transfer.wire import runs_ahead
 
 MEMORY_BUDGET_BYTES = 128 * 1024 * 1024
 
@@ -77,11 +77,6 @@ class Fill:
     destination: int
     place: int
     places: int
-
-
-def bucket_bytes_of(memory_budget_bytes: int) -> int:
-    """Return the size of a bucket with which the buckets in flight stay within the budget."""
-    return max(1, memory_budget_bytes // IN_FLIGHT)
 
 
 def send_state(
@@ -155,14 +150,11 @@ def receive_state(
     insides += [receive_json(source) for source in sources[1:]]
     alike = [place for place, theirs in enumerate(insides) if theirs == insides[0]]
     room = allocate(entries)
-    for entry in entries:
-        if not entry.fits(room.get(entry.key)):
-            raise TransferError(
-                f"{entry.key}: the sender holds {dtype_name(entry.dtype)} {entry.shape}, "
-                f"this rank has room for {_describe(room.get(entry.key))}"
-            )
-    missing = [index for index, entry in enumerate(entries) if not _keep(entry, known or {}, room)]
-    bucket_bytes = bucket_bytes_of(memory_budget_bytes)
+    _check_room(entries, room)
+    kept = _keep(entries, known or {}, room)
+    missing = [index for index, entry in enumerate(entries) if entry.key not in kept]
+    ahead = runs_ahead()
+    bucket_bytes = bucket_bytes_of(memory_budget_bytes, ahead)
     for place, source in enumerate(sources):
         share = [alike.index(place), len(alike)] if place in alike else None
         send_json({"wanted": missing, "bucket_bytes": bucket_bytes, "objects": share}, source)
@@ -172,13 +164,17 @@ def receive_state(
     ]
     arriving = [*(room[entries[index].key] for index in missing), *inside]
     shares = Shares.of(
-        [entries[index].nbytes for index in missing], list(map(_nbytes, inside)), bucket_bytes, len(sources), alike
+        [entries[index].nbytes for index in missing],
+        list(map(_nbytes, inside)),
+        bucket_bytes,
+        len(sources),
+        alike,
+        ahead,
     )
     digests, again = receive_buckets(sources, shares, arriving)
-    received = sum(map(_nbytes, arriving))
     return state_tree.join(skeleton, inside), TransferReport(
-        bytes=received,
-        kept=sum(entry.nbytes for index, entry in enumerate(entries) if index not in set(missing)),
+        bytes=sum(map(_nbytes, arriving)),
+        kept=sum(entry.nbytes for entry in entries if entry.key in kept),
         sources=tuple(sources),
         seconds=time.monotonic() - began_s,
         fetched_again=again,
@@ -190,9 +186,14 @@ def receive_state(
 
 
 def _entries(tensors: Mapping[Key, torch.Tensor], digested: bool) -> list[TensorEntry]:
+    if not digested:
+        return [TensorEntry.of(key, tensor) for key, tensor in tensors.items()]
+    digests = PendingDigests()
+    for tensor in tensors.values():
+        digests.add(tensor_bytes(tensor))
     return [
-        TensorEntry.of(key, tensor, digest_bytes(tensor_bytes(tensor)) if digested else None)
-        for key, tensor in tensors.items()
+        TensorEntry.of(key, tensor, digest)
+        for (key, tensor), digest in zip(tensors.items(), digests.fetch(), strict=True)
     ]
 
 
@@ -221,30 +222,47 @@ def _hear_order(fill: Fill, tensors: Sequence[torch.Tensor], count: int, plans: 
         if not 0 <= place < places <= fill.places:
             raise TransferError(f"a rank asks for part {place} of {places}")
         wanted += [first + index for index in stripe(len(buckets) - first, place, places)]
-    return Order(fill.destination, buckets, wanted)
+    return Order(fill.destination, buckets, wanted, order["bucket_bytes"])
 
 
 def _numbered(tensors: Sequence[torch.Tensor], chosen: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     """Return the buckets of the tensors with the numbers ``chosen``, in terms of these numbers."""
     return [
         tuple(Slice(chosen[part.index], part.start, part.stop) for part in bucket)
-        for bucket in plan_buckets([_nbytes(tensors[index]) for index in chosen], bucket_bytes)
+        for bucket in plan_buckets([_nbytes(tensors[index]) for index in chosen], bucket_bytes, runs_ahead())
     ]
 
 
 # --- the side of the rank to fill -------------------------------------------------------------------------------
 
 
-def _keep(entry: TensorEntry, known: Mapping[Key, torch.Tensor], room: Mapping[Key, torch.Tensor]) -> bool:
-    """Return whether this rank has the tensor already; if so, it is put in its place."""
-    mine = known.get(entry.key)
-    if mine is None or entry.digest is None or not entry.fits(mine):
-        return False
-    if digest_bytes(tensor_bytes(mine)) != entry.digest:
-        return False
-    if room[entry.key] is not mine:
-        room[entry.key].detach().copy_(mine)
-    return True
+def _check_room(entries: Sequence[TensorEntry], room: Mapping[Key, torch.Tensor]) -> None:
+    """Raise TransferError if ``room`` lacks a tensor, or has one of another dtype or shape."""
+    for entry in entries:
+        if not entry.fits(room.get(entry.key)):
+            raise TransferError(
+                f"{entry.key}: the sender holds {dtype_name(entry.dtype)} {entry.shape}, "
+                f"this rank has room for {_describe(room.get(entry.key))}"
+            )
+
+
+def _keep(
+    entries: Sequence[TensorEntry], known: Mapping[Key, torch.Tensor], room: Mapping[Key, torch.Tensor]
+) -> set[Key]:
+    """Return the keys of the tensors that this rank has already, after it has put them in their place."""
+    asked = [
+        entry
+        for entry in entries
+        if entry.digest is not None and entry.key in known and entry.fits(known[entry.key])
+    ]
+    digests = PendingDigests()
+    for entry in asked:
+        digests.add(tensor_bytes(known[entry.key]))
+    kept = {entry.key for entry, digest in zip(asked, digests.fetch(), strict=True) if digest == entry.digest}
+    for key in kept:
+        if room[key] is not known[key]:
+            room[key].detach().copy_(known[key])
+    return kept
 
 
 # --- both sides -------------------------------------------------------------------------------------------------

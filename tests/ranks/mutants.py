@@ -266,24 +266,28 @@ class TensorLeftOut(Callback):
         return in_place
 
     def _lost(self, original: Any, lose: bool) -> Any:
-        def unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor) -> int:
+        def unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor, *args: Any) -> None:
             offset = 0
             for part in bucket:
                 target = tensors[part.index]
                 if lose and target is self._place:
                     landed[offset : offset + part.nbytes] = tensor_bytes(target)[part.start : part.stop]
                 offset += part.nbytes
-            return int(original(tensors, bucket, landed))
+            original(tensors, bucket, landed, *args)
 
         return unpack
 
     def _not_asked_for(self, original: Any) -> Any:
-        def keep(entry: TensorEntry, known: Mapping[Key, torch.Tensor], places: Mapping[Key, torch.Tensor]) -> bool:
-            if self._place is None and self._is_chosen(entry.key):
-                self._place = places[entry.key]
-                _make_definite(entry.key, self._place)
-                return True
-            return bool(original(entry, known, places))
+        def keep(
+            entries: Sequence[TensorEntry], known: Mapping[Key, torch.Tensor], places: Mapping[Key, torch.Tensor]
+        ) -> set[Key]:
+            kept: set[Key] = original(entries, known, places)
+            chosen = next((entry.key for entry in entries if self._is_chosen(entry.key)), None)
+            if self._place is None and chosen is not None:
+                self._place = places[chosen]
+                _make_definite(chosen, self._place)
+                kept.add(chosen)
+            return kept
 
         return keep
 

@@ -58,6 +58,29 @@ def test_what_stays_damaged_is_refused(nemo_zygote: Zygote) -> None:
     assert "stayed damaged after 4 tries" in outcomes[0]["error"]
 
 
+@pytest.mark.parametrize(
+    ("world", "more", "rounds"),
+    [
+        (2, {"destinations": [0]}, 1),
+        (4, {"destinations": [0, 1]}, 1),
+        (3, {"destinations": [0], "damaged": [1]}, 2),
+        (2, {"destinations": [0], "known": "large"}, 2),  # and once for what is there already
+    ],
+)
+def test_on_a_wire_that_runs_ahead_digests_are_waited_for_once_a_round(
+    nemo_zygote: Zygote, world: int, more: dict[str, Any], rounds: int
+) -> None:
+    outcomes = nemo_zygote.run(world, FILL, {**more, "ahead": True})
+    for rank, outcome in enumerate(outcomes):
+        if rank in more["destinations"]:
+            assert whole(outcome)
+            assert outcome["counts"]["digests"] == rounds
+            assert outcome["report"]["fetched_again"] == len(more.get("damaged", []))
+        elif world < 3:
+            assert outcome["counts"]["digests"] == rounds
+        assert outcome["counts"]["batches"] < outcome["counts"]["messages"]
+
+
 def test_what_a_rank_has_already_is_not_sent(nemo_zygote: Zygote) -> None:
     outcomes = nemo_zygote.run(2, FILL, {"destinations": [0], "known": "large"})
     assert whole(outcomes[0])

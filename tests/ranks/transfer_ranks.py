@@ -21,6 +21,7 @@ from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.exchange import all_gather_json, receive_bytes
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, receive_state, send_state
+from tests import ahead_wire
 
 BUDGET = 64 * 1024  # this makes buckets of 16 KiB
 
@@ -68,6 +69,7 @@ def fill(
     damaged: Sequence[int] = (),
     damage_always: bool = False,
     known: str = "nothing",
+    ahead: bool = False,
 ) -> dict[str, Any]:
     """Fill ``destinations`` from all other ranks.
 
@@ -75,8 +77,11 @@ def fill(
         damaged: the holders that damage the bucket in the middle of what they send at first.
         damage_always: they damage all of them, again and again.
         known: what a destination has already, as :func:`held_before` takes it.
+        ahead: the wire is played to run ahead.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    if ahead:
+        ahead_wire.install()
     rank, holders = dist.get_rank(), [each for each in range(dist.get_world_size()) if each not in destinations]
     original = state()
     objects = {"loops": {1: "one", "1": (2, None)}, "empty": {}}
@@ -94,13 +99,7 @@ def fill(
         except TransferError as error:
             outcome["error"] = str(error)
         else:
-            checksums = MemoryChecksumManager()
-            outcome = {
-                "equal": checksums.digest_all(room) == checksums.digest_all(original),
-                "keys": list(map(repr, room)) == list(map(repr, original)),
-                "objects": arrived == objects,
-                "report": vars(report),
-            }
+            outcome = _compared(arrived, objects, room, original, vars(report))
     else:
         seen: list[int] = []
 
@@ -115,8 +114,28 @@ def fill(
         fills = [Fill(destination, holders.index(rank), len(holders)) for destination in destinations]
         send_state(original, objects, fills, on_bucket=on_bucket)
         outcome["sent"] = len(seen)
+    outcome.setdefault("counts", dict(ahead_wire.counts))
     dist.barrier()
     return outcome
+
+
+def _compared(
+    arrived: object,
+    objects: object,
+    room: Mapping[Key, torch.Tensor],
+    original: Mapping[Key, torch.Tensor],
+    report: dict[str, Any],
+) -> dict[str, Any]:
+    """Return what a rank that was filled found."""
+    counted = dict(ahead_wire.counts)
+    checksums = MemoryChecksumManager()
+    return {
+        "equal": checksums.digest_all(room) == checksums.digest_all(original),
+        "keys": list(map(repr, room)) == list(map(repr, original)),
+        "objects": arrived == objects,
+        "report": report,
+        "counts": counted,
+    }
 
 
 def total_bytes() -> int:

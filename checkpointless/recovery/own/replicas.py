@@ -26,8 +26,8 @@ from checkpointless.transfer.exchange import (
     send_bytes,
     to_bytes,
     to_tensor,
-    wire_device,
 )
+from checkpointless.transfer.wire import wire_device
 from checkpointless.wire.board import Board
 
 _SERIES = Board.SERIES - 1  # the board's series for another rank's snapshots; a large one

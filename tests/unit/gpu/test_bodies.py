@@ -92,7 +92,8 @@ def test_without_cuda_the_benchmark_measures_what_it_can(tmp_path: Path) -> None
     assert benchmark.main(["--results", str(tmp_path), "--only", "offload,digest,transfer"]) == 0
     found = {each["name"]: each for each in json.loads((tmp_path / JSON).read_text())["results"]}
     assert found["offload"]["detail"] == "needs CUDA" or found["offload"]["outcome"] == Outcome.PASSED.value
-    for name in ("digest", "transfer"):
-        (figure,) = found[name]["figures"]
-        assert len(figure["values"]) == len(figure["reference"]) >= 2
-        assert min(figure["values"]) > 0
+    for name, count in (("digest", 2), ("transfer", 1)):
+        assert len(found[name]["figures"]) == count
+        for figure in found[name]["figures"]:
+            assert len(figure["values"]) == len(figure["reference"]) >= 2
+            assert min(figure["values"]) > 0

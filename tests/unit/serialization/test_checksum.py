@@ -11,13 +11,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from checkpointless.serialization import checksum
+from checkpointless.serialization import device_digest
 from checkpointless.serialization.checksum import (
     MemoryChecksumManager,
     digest_bytes,
-    digest_on_device,
     digest_parts,
 )
+from checkpointless.serialization.device_digest import digest_on_device
 from checkpointless.serialization.state_tree import tensor_bytes
 
 Digest = Callable[[torch.Tensor], int]
@@ -47,7 +47,7 @@ lanes = st.integers(-(2**63), 2**63 - 1)
 @pytest.fixture(autouse=True, scope="module")
 def _short_chunks() -> Iterator[None]:
     """Make chunks 4 lanes long, so that tensors of a few hundred bytes have several of them."""
-    with mock.patch.multiple(checksum, _CHUNK_LANES=4, _weights={}):
+    with mock.patch.object(device_digest, "CHUNK_LANES", 4):
         yield
 
 

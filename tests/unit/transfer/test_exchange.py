@@ -1,14 +1,16 @@
-"""What some rank has is given to those that lack it, once, by the first that has it."""
+"""Messages arrive whole, and what some rank has is given to those that lack it, once, by the first that has it."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
+import torch
 
 from checkpointless.serialization import state_tree
 from checkpointless.transfer import exchange
-from checkpointless.transfer.exchange import share_plain
+from checkpointless.transfer.exchange import receive_bytes, send_bytes, share_plain
 
 MINE = {"epoch": 3}
 
@@ -48,3 +50,51 @@ def test_who_gives_and_who_is_given(
     assert share_plain(MINE if have[rank] else None) == (MINE if any(have) else None)
     assert sent == receivers
     assert received == ([] if source is None else [source])
+
+
+@pytest.fixture
+def under_way(monkeypatch: pytest.MonkeyPatch) -> deque[torch.Tensor]:
+    """Play a wire on which messages wait until they are received."""
+    messages: deque[torch.Tensor] = deque()
+
+    def receive(tensor: torch.Tensor, source: int) -> None:
+        message = messages.popleft()
+        assert tensor.shape == message.shape
+        assert tensor.dtype == message.dtype
+        tensor.copy_(message)
+
+    monkeypatch.setattr(exchange, "wire_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(exchange, "send", lambda tensor, destination: messages.append(tensor.clone()))
+    monkeypatch.setattr(exchange, "receive", receive)
+    monkeypatch.setattr(exchange, "HEAD_BYTES", 40)
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", 50)
+    return messages
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", [1, 8, 31, 32, 33, 81, 82, 83, 500])
+def test_a_message_arrives_whole(
+    under_way: deque[torch.Tensor], monkeypatch: pytest.MonkeyPatch, length: int, ahead: bool
+) -> None:
+    monkeypatch.setattr(exchange, "runs_ahead", lambda: ahead)
+    data = bytes(number % 251 for number in range(length))
+    send_bytes(data, 1)
+    rest = length - 32 if ahead else length
+    assert len(under_way) == 1 + max(0, -(-rest // 50))
+    assert receive_bytes(0) == data
+    assert not under_way
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", [0, 1 << 40])
+def test_no_announced_length_is_believed(
+    under_way: deque[torch.Tensor], monkeypatch: pytest.MonkeyPatch, length: int, ahead: bool
+) -> None:
+    monkeypatch.setattr(exchange, "runs_ahead", lambda: ahead)
+    if ahead:
+        head = length.to_bytes(8, "little").ljust(40, b"x")
+        under_way.append(torch.tensor(list(head), dtype=torch.uint8))
+    else:
+        under_way.append(torch.tensor([length]))
+    with pytest.raises(ValueError, match=f"announced a message of {length} bytes"):
+        receive_bytes(0)

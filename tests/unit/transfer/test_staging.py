@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.serialization.checksum import digest_bytes
+from checkpointless.serialization.pending_digests import PendingDigests
 from checkpointless.transfer import staging
 from checkpointless.transfer.buckets import PACKED_BYTES, Slice, plan_buckets, size_of
+from checkpointless.transfer.pinned_copies import PinnedCopies
 from checkpointless.transfer.staging import Staging, in_place, pack, unpack
 
 
@@ -26,9 +28,11 @@ def test_every_bucket_arrives_as_it_was(shapes: list[tuple[int, int, bool]], buc
 
     here, there = tensors(1.5), tensors(0.0)
     for bucket in plan_buckets([each.nbytes for each in here], bucket_bytes):
-        packed = pack(here, bucket, torch.empty(size_of(bucket) + 7, dtype=torch.uint8))
+        packed = pack(here, bucket, torch.empty(size_of(bucket) + 7, dtype=torch.uint8), PinnedCopies())
         assert packed.numel() == size_of(bucket)
-        assert unpack(there, bucket, packed) == digest_bytes(packed)
+        digests = PendingDigests()
+        unpack(there, bucket, packed, digests, PinnedCopies())
+        assert digests.fetch() == [digest_bytes(packed)]
         lying = in_place(here, bucket)
         assert lying is None or torch.equal(lying, packed)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, there))

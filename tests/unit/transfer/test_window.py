@@ -1,0 +1,176 @@
+"""Test how much is under way, and that groups of messages never wait for each other in a circle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpointless.transfer import window as window_module
+from checkpointless.transfer.buckets import IN_FLIGHT
+from checkpointless.transfer.window import Parcel, Window
+from checkpointless.transfer.wire import Message
+
+BUFFERS = 64
+Planned = tuple[int, tuple[int, ...], int]  # the bucket, the ranks at the other end, and how many bytes are staged
+
+
+class Work:
+    """Plays what is waited for."""
+
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+
+@dataclass
+class Rank:
+    """Records the groups that one rank launches.
+
+    Attributes:
+        groups: the messages of each group, as the bucket's number and the peer.
+        under_way: the parcels that are not finished.
+        most_staged: most bytes of buffers that were under way at once.
+        most: most parcels that were under way at once.
+        finished: the buckets, as they were finished.
+    """
+
+    groups: list[list[tuple[int, int]]] = field(default_factory=list)
+    under_way: list[Parcel] = field(default_factory=list)
+    most_staged: int = 0
+    most: int = 0
+    finished: list[int] = field(default_factory=list)
+
+    def launch(self, messages: Sequence[Message]) -> list[Work]:
+        """Launch a group."""
+        self.groups.append([(int(each.tensor[0]), each.peer) for each in messages])
+        return [Work()]
+
+    def finish(self, parcel: Parcel) -> None:
+        """Finish a parcel."""
+        self.under_way.remove(parcel)
+        self.finished.append(parcel.index)
+
+    def run(self, planned: Sequence[Planned], ahead: bool = True) -> None:
+        """Send or receive buckets in a window."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(window_module, "runs_ahead", lambda: ahead)
+            patch.setattr(window_module, "launch", self.launch)
+            window = Window(BUFFERS, self.finish)
+            for index, peers, staged in planned:
+                window.make_room(staged)
+                payload = torch.full((max(staged, 1),), index)
+                messages = [Message(payload, peer, is_sent=True) for peer in peers]
+                parcel = Parcel(index, payload, messages, payload if staged else None)
+                self.under_way.append(parcel)
+                self.most = max(self.most, len(self.under_way))
+                self.most_staged = max(self.most_staged, sum(each.staged_bytes for each in self.under_way))
+                window.add(parcel)
+            window.close()
+
+
+def complete(ranks: dict[int, list[list[tuple[int, int]]]]) -> bool:
+    """Return whether all groups can be done: a rank's next one begins when all messages of the present one are
+    done.
+
+    Messages between two ranks match in the order in which each has launched them.
+    """
+    numbered: dict[int, list[set[tuple[int, int, int]]]] = {}
+    for rank, groups in ranks.items():
+        launched: dict[int, int] = {}
+        numbered[rank] = []
+        for group in groups:
+            named = set()
+            for _, peer in group:
+                launched[peer] = launched.get(peer, 0) + 1
+                named.add((min(rank, peer), max(rank, peer), launched[peer]))
+            numbered[rank].append(named)
+    while any(numbered.values()):
+        present = {rank: groups[0] for rank, groups in numbered.items() if groups}
+        done = {
+            name
+            for named in present.values()
+            for name in named
+            if sum(name in each for each in present.values()) == 2
+        }
+        if not done:
+            return False
+        for waiting in numbered.values():
+            if waiting:
+                waiting[0] -= done
+                if not waiting[0]:
+                    waiting.pop(0)
+    return True
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 60))
+@settings(max_examples=100, deadline=None)
+def test_groups_never_wait_for_each_other_in_a_circle(
+    data: st.DataObject, holders: int, filled: int, buckets: int
+) -> None:
+    """Each rank to fill wants each bucket from some holder; each end cuts groups by what it stages itself."""
+    staged = st.sampled_from([0, 0, 0, 1, 8, 30, 64, 100])
+    sends: dict[int, list[Planned]] = {holder: [] for holder in range(holders)}
+    receives: dict[int, list[Planned]] = {100 + number: [] for number in range(filled)}
+    for index in range(buckets):
+        takers: dict[int, list[int]] = {}
+        for rank, planned in receives.items():
+            holder = data.draw(st.integers(0, holders - 1))
+            planned.append((index, (holder,), data.draw(staged)))
+            takers.setdefault(holder, []).append(rank)
+        for holder, wanting in takers.items():
+            cut = data.draw(st.integers(0, len(wanting)))  # two plans, in any order
+            for part in data.draw(st.permutations([wanting[:cut], wanting[cut:]])):
+                if part:
+                    sends[holder].append((index, tuple(part), data.draw(staged)))
+    ranks: dict[int, list[list[tuple[int, int]]]] = {}
+    for rank, planned in {**sends, **receives}.items():
+        recorded = Rank()
+        recorded.run(planned)
+        assert recorded.finished == [index for index, _, _ in planned]
+        ranks[rank] = recorded.groups
+    assert complete(ranks)
+
+
+def test_the_simulation_finds_a_circle() -> None:
+    """Two ranks to fill that go through the buckets of two holders in different orders wait forever."""
+    assert complete(
+        {0: [[(0, 2)], [(1, 3)]], 1: [[(0, 2)], [(1, 3)]], 2: [[(0, 0), (0, 1)]], 3: [[(1, 0), (1, 1)]]}
+    )
+    assert not complete(
+        {0: [[(0, 2)], [(1, 3)]], 1: [[(1, 3)], [(0, 2)]], 2: [[(0, 1)], [(0, 0)]], 3: [[(1, 0)], [(1, 1)]]}
+    )
+
+
+@given(st.lists(st.integers(0, 100), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_buffers_stay_within_the_budget_unless_one_alone_is_larger(staged: list[int]) -> None:
+    rank = Rank()
+    rank.run([(index, (1,), each) for index, each in enumerate(staged)])
+    assert rank.most_staged <= max([BUFFERS, *staged])
+    assert [index for group in rank.groups for index, _ in group] == list(range(len(staged)))
+    assert not rank.under_way
+
+
+def test_on_the_cpu_each_is_launched_alone_and_eight_are_under_way() -> None:
+    rank = Rank()
+    rank.run([(index, (1, 2), 50) for index in range(30)], ahead=False)
+    assert rank.groups == [[(index, 1), (index, 2)] for index in range(30)]
+    assert rank.most == IN_FLIGHT
+
+
+def test_ahead_two_groups_of_eight_are_under_way() -> None:
+    rank = Rank()
+    rank.run([(index, (1,), 0) for index in range(40)])
+    assert [len(group) for group in rank.groups] == [IN_FLIGHT] * 5
+    assert rank.most == 2 * IN_FLIGHT
+
+
+def test_what_is_packed_is_in_two_groups_so_that_one_is_under_way_while_the_other_is_packed() -> None:
+    rank = Rank()
+    rank.run([(index, (1,), BUFFERS // 8) for index in range(16)])
+    assert [len(group) for group in rank.groups] == [4] * 4
+    assert rank.most_staged == BUFFERS
