@@ -135,7 +135,9 @@ def test_what_ranks_print_is_copied_to_its_end(tmp_path: Path) -> None:
     out = io.StringIO()
     copies = LogCopies(paths, out, Errands())
     paths[1].write_bytes(b"one\ntwo\n")
-    paths[0].write_bytes("".join(f"line {number}\n" for number in range(1000)).encode())  # at once, no part of a line
+    paths[0].write_bytes(
+        "".join(f"line {number}\n" for number in range(1000)).encode()
+    )  # at once, no part of a line
     assert copies.stop()
     lines = out.getvalue().splitlines()
     assert [line for line in lines if line.startswith("[rank 1] ")] == ["[rank 1] one", "[rank 1] two"]
