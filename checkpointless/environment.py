@@ -10,7 +10,7 @@ TOKEN_ENV = "CHECKPOINTLESS_TOKEN"  # secret that the agents of a job share, at 
 CPU_ENV = "CHECKPOINTLESS_CPU"  # "1": Megatron-core and NeMo train on CPUs; else they do not
 DEVICE_GUARD_ENV = "CHECKPOINTLESS_DEVICE_GUARD"  # "1": agents ask NVML before a rank is started again
 EAGER_INIT_ENV = "CHECKPOINTLESS_EAGER_INIT"  # "1": NCCL's communicators are made with the groups, by splitting
-FLIGHT_RECORDS_ENV = "CHECKPOINTLESS_FLIGHT_RECORDS"  # "active", "all" or "none": collectives kept at a fault
+FLIGHT_RECORDS_ENV = "CHECKPOINTLESS_FLIGHT_RECORDS"  # "active" or "all": collectives kept at a fault
 LAUNCH_AHEAD_ENV = "CHECKPOINTLESS_LAUNCH_AHEAD"  # how many layers launches may run ahead of the GPU; default: 8
 LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"  # "debug", "info", "warning" or "error"; default: messages go nowhere
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import selectors
 import signal
 import time
@@ -41,6 +42,8 @@ from checkpointless.wire.node_messages import (
 from checkpointless.wire.rank_state import IN_BLOCK, RankState
 
 TERM_GRACE_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class NodeAgent:
@@ -252,7 +255,10 @@ class NodeAgent:
         return self.ranks[number]
 
     def _kill(self, command: Kill) -> None:
-        rank = self._rank(command.rank)
+        rank = self.ranks.get(command.rank)
+        if rank is None:
+            logger.info("rank %d is to be killed, and was never started here", command.rank)
+            return
         is_meant = (rank.incarnation, self._job.generation) == (command.incarnation, command.generation)
         if is_meant and command.beat in (-1, rank.board.read().beat):
             rank.forgiven = True

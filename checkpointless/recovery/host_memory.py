@@ -32,9 +32,11 @@ class HostMemory:
                 what else was copied before.
 
         Returns:
-            All of the tensors by their keys, contiguous copies in the place of those that lie on a device.
+            All of the tensors by their keys, contiguous copies in the place of those that lie on a device. Tensors
+            without a dimension stay where they are.
         """
-        moved = {key: tensor for key, tensor in tensors.items() if not _is_on_host(tensor)}
+        # Numbers stay: where they lie tells an optimizer which kernel to use, and they take no room.
+        moved = {key: tensor for key, tensor in tensors.items() if tensor.dim() and not _is_on_host(tensor)}
         sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in moved.items()}
         used = {tensor.untyped_storage().data_ptr() for key, tensor in tensors.items() if key not in moved}
         buffer = self._buffer(sum(_rounded(size) for size in sizes.values()), used) if moved else None
@@ -76,3 +78,7 @@ def _lock_pages(buffer: torch.Tensor) -> None:
     if int(error) != 0:
         nbytes = buffer.numel()
         logger.warning("%d bytes of host memory cannot be page-locked (error %s): copies are slower", nbytes, error)
+        try:  # CUDA keeps the error, and torch would take it for that of its next kernel
+            torch.zeros(1, device="cuda")
+        except RuntimeError as found:
+            logger.debug("%s", found)

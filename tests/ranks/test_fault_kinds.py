@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointless.environment import FLIGHT_RECORDS_ENV
 from checkpointless.faults.ledger import fired
 from checkpointless.inprocess.communicators.flight_recorder import FLIGHT_DIR
 from checkpointless.report.incidents import Outcome
@@ -120,7 +121,8 @@ def test_slowness_during_a_recovery_prolongs_it(disturb: Disturb) -> None:
     assert incident.headline_s > 1.5
 
 
-def test_who_is_slow_for_longer_than_the_limit_hangs(disturb: Disturb) -> None:
+def test_who_is_slow_for_longer_than_the_limit_hangs(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FLIGHT_RECORDS_ENV, "active")
     job = disturb(4, 4, "slow@forward:rank=2,step=3,seconds=600", args=DROPOUT, heartbeat_timeout_s=3.0)
     (incident,) = job.incidents
     assert incident.culprit == 2

@@ -65,6 +65,7 @@ class Membership:
             del roster.back_by_s[index]
             node.joined, node.is_back = roster.nodes[index].joined, True
             node.tried = roster.nodes[index].tried
+            node.speaks_by_s = self._job.clock() + self._job.limits.regroup_timeout_s
             roster.put_in_place(node, index)
         elif not roster.nodes[index].lost:
             raise ValueError(f"node {index} is here already")
@@ -128,9 +129,11 @@ class Membership:
         self.lose(node, reason)
 
     def lose_those_that_stay_away(self, now_s: float) -> None:
-        """Treat nodes as lost that looked for this coordinator and have not come back in time."""
+        """Treat nodes as lost that looked for this coordinator and have not come back, or not spoken, in time."""
         for index in [index for index, by_s in self._roster.back_by_s.items() if now_s >= by_s]:
             self.lose(self._roster.nodes[index], "it lost sight of the coordinator and did not come back")
+        for node in [node for node in self._roster.nodes if node.is_back and now_s >= node.speaks_by_s]:
+            self.begin_anew(node, "it came back and did not say what its ranks do")
 
     def replace_missing(self, why: str) -> None:
         """Have spares take the places of all nodes that are not here.

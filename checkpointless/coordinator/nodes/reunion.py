@@ -45,7 +45,7 @@ def reunite(known: RankState, said: RankState) -> Reunion:
         return Reunion.START if known is RankState.STARTING else Reunion.ENDED
     if said is RankState.READY:
         return Reunion.READY
-    if known is RankState.LEAVING and said in IN_BLOCK:
+    if known in (RankState.LEAVING, RankState.STARTING) and said in IN_BLOCK:
         return Reunion.INTERRUPT
     if known is RankState.FINISHED and said in IN_BLOCK:
         return Reunion.FINISH

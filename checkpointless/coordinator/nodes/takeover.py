@@ -5,6 +5,8 @@ Either this coordinator is new and takes the whole job over, or a single node ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from checkpointless.coordinator.job import FAILED, Job, Phase
 from checkpointless.coordinator.nodes.adoption import Adoption
 from checkpointless.coordinator.nodes.membership import Membership
@@ -14,7 +16,7 @@ from checkpointless.coordinator.regrouping import Regrouping
 from checkpointless.coordinator.roster import Node, Rank
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.causes import Cause, CauseKind
-from checkpointless.wire.node_messages import AllDone, Discard, OpenStore, Standing
+from checkpointless.wire.node_messages import AllDone, Discard, OpenStore, RankStanding, Standing
 from checkpointless.wire.rank_state import RankState
 
 
@@ -113,9 +115,10 @@ class Takeover:
         kept = "and has to regroup with the others" if was_lost else "and nobody had missed it"
         job.say(f"node {node.index} is back with its ranks, {kept}")
         job.incidents.emit(EventName.BACK, "point", node_number=node.index, was_lost=was_lost)
-        self._record(node, standing, was_lost)
+        ranks = self._all_of(node, standing)
+        self._record(node, ranks, was_lost)
         self._start_missing()  # first, since ranks without a process would pass for ranks that have ended
-        for said in standing.ranks:
+        for said in ranks:
             self._reunite(self._roster.ranks[said.number], said.state, was_lost)
         if job.outcome is not None:
             return
@@ -135,10 +138,19 @@ class Takeover:
         finishing = self._job.phase is Phase.FINISHING
         return self._roster.is_in_place(node) and same and standing.finished == finishing
 
-    def _record(self, node: Node, standing: Standing, was_lost: bool) -> None:
+    def _all_of(self, node: Node, standing: Standing) -> list[RankStanding]:
+        """Return what all ranks of a node do: the command to start those that it does not know was lost."""
+        named = {said.number for said in standing.ranks}
+        unknown = (rank for rank in self._roster.ranks_of(node) if rank.number not in named)
+        return standing.ranks + [
+            RankStanding(rank.number, rank.incarnation, RankState.GONE, rank.committed, rank.making)
+            for rank in unknown
+        ]
+
+    def _record(self, node: Node, ranks: Sequence[RankStanding], was_lost: bool) -> None:
         """Record what a node says of its ranks, and replace those that ended while it was declared lost."""
         job = self._job
-        for said in standing.ranks:
+        for said in ranks:
             rank, is_gone = self._roster.rank_of(said.number, node), said.state is RankState.GONE
             if not is_gone:
                 rank.incarnation = said.incarnation

@@ -35,9 +35,10 @@ class Records(Enum):
 
 
 def keep_records(generation: int, rank: int) -> None:
-    """Queue what the flight recorder holds to be written into this process's run directory, if it has one.
+    """Queue what the flight recorder holds to be written into this process's run directory, if that is wanted.
 
-    Never wait for the disk, and for torch two seconds at most.
+    This never waits for the disk, nor raises. torch holds the interpreter lock meanwhile: 50 ms for 2,000
+    collectives, and on a GPU until the driver has said how far each is. So nothing is kept unless it is asked for.
 
     Args:
         generation: the generation that is about to be aborted.
@@ -46,6 +47,13 @@ def keep_records(generation: int, rank: int) -> None:
     run_dir, wanted = own_run_dir(), _wanted()
     if run_dir is None or wanted is Records.NONE:
         return
+    try:
+        _keep(run_dir, generation, rank, wanted)
+    except RuntimeError as error:  # no thread can be started
+        logger.warning("rank %d: torch's flight recorder is not read: %s", rank, error)
+
+
+def _keep(run_dir: Path, generation: int, rank: int, wanted: Records) -> None:
     taken: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
 
     def take() -> None:
@@ -66,13 +74,13 @@ def keep_records(generation: int, rank: int) -> None:
 
 
 def _wanted() -> Records:
-    text = os.environ.get(FLIGHT_RECORDS_ENV, Records.ACTIVE.value)
+    text = os.environ.get(FLIGHT_RECORDS_ENV, Records.NONE.value)
     try:
         return Records(text)
     except ValueError:
         choice = ", ".join(each.value for each in Records)
-        logger.warning("%s is one of %s, not %r: %s", FLIGHT_RECORDS_ENV, choice, text, Records.ACTIVE.value)
-        return Records.ACTIVE
+        logger.warning("%s is one of %s, not %r: none", FLIGHT_RECORDS_ENV, choice, text)
+        return Records.NONE
 
 
 def _taken(name: str, *, only_active: bool) -> bytes:

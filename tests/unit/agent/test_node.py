@@ -24,6 +24,7 @@ from checkpointless.wire.address import LOOPBACK
 from checkpointless.wire.board import Board
 from checkpointless.wire.node_messages import (
     AllDone,
+    Ask,
     Begin,
     Discard,
     End,
@@ -131,9 +132,15 @@ def test_a_kill_that_comes_after_the_next_generation_began_is_ignored(node: Node
     assert node.starter.signals == [(1001, signal.SIGKILL)]
 
 
-def test_a_command_for_a_rank_that_is_not_here_is_refused(node: Node) -> None:
+def test_an_inquiry_for_a_rank_that_is_not_here_is_refused(node: Node) -> None:
     with pytest.raises(ValueError, match="rank 7, which this node does not run"):
-        node.agent.obey(Kill(7, 0, 0))
+        node.agent.obey(Ask(1, [7]))
+
+
+def test_a_rank_that_was_never_started_need_not_be_killed(node: Node) -> None:
+    node.agent.obey(Kill(7, 0, 0))  # the command to start it was lost
+    assert node.starter.signals == []
+    assert node.agent.outcome is None
 
 
 @pytest.mark.parametrize("grace_s", [0.0, TERM_GRACE_S])

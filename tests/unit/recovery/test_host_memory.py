@@ -25,7 +25,6 @@ def key(name: str) -> Key:
 def test_copies_are_equal_and_do_not_overlap_and_the_rest_stays_where_it_is() -> None:
     tensors = {
         key("matrix"): torch.randn(7, 5).t(),
-        key("scalar"): torch.randn(()),
         key("nothing"): torch.randn(0, 3),
         key("odd"): torch.randn(3),
         key("here"): torch.arange(4),
@@ -37,6 +36,11 @@ def test_copies_are_equal_and_do_not_overlap_and_the_rest_stays_where_it_is() ->
     assert copies[key("here")] is tensors[key("here")]
     copies[key("matrix")].fill_(0)
     assert torch.equal(copies[key("odd")], tensors[key("odd")])
+
+
+def test_a_number_stays_where_it_is() -> None:
+    step = torch.tensor(3.0)
+    assert HostMemory().copies({key("step"): step})[key("step")] is step
 
 
 def test_the_memory_is_used_again() -> None:
@@ -68,10 +72,14 @@ def test_a_host_that_locks_no_pages_is_said_once_for_each_buffer(
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    zeros = torch.zeros
+    cleared: list[object] = []
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: cleared.append(device) or zeros(*size))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
     memory = HostMemory()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             copies = memory.copies({key("a"): torch.ones(100)})
+    assert cleared == ["cuda"], "else torch's next kernel would raise"
     assert locked == [(copies[key("a")].data_ptr(), 512)]
     assert caplog.text.count("512 bytes of host memory cannot be page-locked (error 2)") == 1

@@ -234,6 +234,41 @@ def test_a_process_that_ended_while_its_node_was_away_gets_one_successor() -> No
     assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
 
 
+@pytest.mark.parametrize("searching", [True, False])
+def test_a_rank_that_a_node_was_never_told_to_start_is_started(searching: bool) -> None:
+    job = Job().begin()
+    for rank in (2, 3):
+        job.ends(rank)
+    node = job.coordinator.nodes[1]
+    if searching:
+        job.hear(node, Searching())
+    job.lose(node, "the connection broke between two commands")
+    job.sent.clear()
+    node = job.admit(1)
+    starting = RankStanding(2, 1, RankState.STARTING, 3, 4)
+    job.hear(node, Standing(0, 1, 3, job.run_id, False, [starting]))
+    assert [spawn.rank for index, spawn in job.take(Spawn) if index == 1] == [3]
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_ranks_that_train_for_a_node_that_is_taken_for_new_are_interrupted() -> None:
+    assert reunite(RankState.STARTING, RUNNING) is Reunion.INTERRUPT
+
+
+def test_a_node_that_is_back_and_says_nothing_is_not_waited_for_without_end() -> None:
+    job = Job().begin()
+    node = job.coordinator.nodes[1]
+    job.raises(0)
+    job.ready(1, 2, 3)
+    job.hear(node, Searching())
+    job.lose(node, "it closed the connection")
+    job.admit(1)
+    job.ready(0)
+    job.tick(REGROUP_S + 1)
+    assert "node 1 was lost" in " ".join(job.said) or job.outcome is not None
+
+
 def test_no_generation_begins_before_a_node_that_is_back_has_said_what_its_ranks_do() -> None:
     job = Job().begin()
     node = job.coordinator.nodes[1]
@@ -355,5 +390,5 @@ def test_whatever_its_ranks_did_meanwhile_a_node_that_comes_back_keeps_those_tha
 def test_two_views_of_a_rank_meet(known: RankState, said: RankState) -> None:
     found = reunite(known, said)
     assert (found in (Reunion.ENDED, Reunion.START)) == (said is RankState.GONE is not known)
-    assert (found is Reunion.INTERRUPT) <= (known is RankState.LEAVING)
+    assert (found is Reunion.INTERRUPT) <= (known in (RankState.LEAVING, RankState.STARTING))
     assert reunite(assumed(said), said) in (Reunion.AGREED, Reunion.INTERRUPT, Reunion.READY)

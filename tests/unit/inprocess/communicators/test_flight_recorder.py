@@ -23,6 +23,7 @@ from checkpointless.telemetry.scribe import scribe
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path))
+    monkeypatch.setenv(FLIGHT_RECORDS_ENV, "active")
     return tmp_path
 
 
@@ -42,7 +43,7 @@ def kept(run_dir: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("group")
-def test_by_default_the_state_of_the_groups_is_kept_and_what_is_not_complete(run_dir: Path) -> None:
+def test_the_state_of_the_groups_is_kept_and_what_is_not_complete(run_dir: Path) -> None:
     keep_records(4, 7)
     ((name, found),) = kept(run_dir).items()
     assert name == f"{FLIGHT_DIR}/generation-4-rank-7-gloo.json"
@@ -60,12 +61,12 @@ def test_on_request_all_collectives_are_kept(run_dir: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("group")
-def test_nothing_is_kept_on_request_or_without_a_run_directory(
+def test_nothing_is_kept_by_default_or_without_a_run_directory(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(FLIGHT_RECORDS_ENV, "none")
-    keep_records(0, 0)
     monkeypatch.delenv(FLIGHT_RECORDS_ENV)
+    keep_records(0, 0)
+    monkeypatch.setenv(FLIGHT_RECORDS_ENV, "active")
     monkeypatch.delenv(RUN_DIR_ENV)
     keep_records(0, 0)
     assert kept(run_dir) == {}
@@ -100,11 +101,25 @@ def test_a_recorder_that_does_not_answer_or_raises_holds_nobody_up(
 
 
 @pytest.mark.usefixtures("group")
-def test_another_choice_is_said_and_taken_for_the_default(
+def test_another_choice_is_said_and_taken_for_none(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(FLIGHT_RECORDS_ENV, "most")
     with caplog.at_level(logging.WARNING):
         keep_records(0, 0)
-    assert "is one of active, all, none, not 'most': active" in caplog.text
-    assert len(kept(run_dir)) == 1
+    assert "is one of active, all, none, not 'most': none" in caplog.text
+    assert kept(run_dir) == {}
+
+
+@pytest.mark.usefixtures("group")
+def test_without_threads_nothing_is_kept(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(threading.Thread, "start", start)
+        keep_records(0, 0)
+    assert "torch's flight recorder is not read: can't start new thread" in caplog.text
+    assert kept(run_dir) == {}
