@@ -74,7 +74,12 @@ def test_a_host_that_locks_no_pages_is_said_once_for_each_buffer(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     zeros = torch.zeros
     cleared: list[object] = []
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: cleared.append(device) or zeros(*size))
+
+    def launch(*size: int, device: str) -> torch.Tensor:
+        cleared.append(device)
+        return zeros(*size)
+
+    monkeypatch.setattr(torch, "zeros", launch)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
     memory = HostMemory()
     with caplog.at_level(logging.WARNING):
