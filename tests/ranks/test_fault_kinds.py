@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from checkpointless.environment import FLIGHT_RECORDS_ENV
 from checkpointless.faults.ledger import fired
-from checkpointless.inprocess.communicators.flight_recorder import FLIGHT_DIR
 from checkpointless.report.incidents import Outcome
 from tests.ranks.jobs import Disturb, run_job
 from tests.ranks.layouts import DROPOUT, TP2
@@ -121,13 +118,8 @@ def test_slowness_during_a_recovery_prolongs_it(disturb: Disturb) -> None:
     assert incident.headline_s > 1.5
 
 
-def test_who_is_slow_for_longer_than_the_limit_hangs(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FLIGHT_RECORDS_ENV, "active")
+def test_who_is_slow_for_longer_than_the_limit_hangs(disturb: Disturb) -> None:
     job = disturb(4, 4, "slow@forward:rank=2,step=3,seconds=600", args=DROPOUT, heartbeat_timeout_s=3.0)
     (incident,) = job.incidents
     assert incident.culprit == 2
     assert incident.respawned == (2,)
-    folder = job.run_dir / FLIGHT_DIR
-    records = [json.loads((folder / f"generation-0-rank-{rank}-gloo.json").read_text()) for rank in range(4)]
-    assert [bool(each["entries"]) for each in records] == [True, True, False, True]  # what each waited in
-    assert sum(len(each["entries"]) for each in records) < 20
