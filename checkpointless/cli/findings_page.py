@@ -10,7 +10,6 @@ from rich.text import Text
 
 from checkpointless.cli.tables import console
 from checkpointless.doctor.findings import Finding, Severity, worst_first
-from checkpointless.doctor.job import numbers
 from checkpointless.telemetry import wording
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.ADVICE: "cyan"}
@@ -52,7 +51,7 @@ def _change_table(findings: Sequence[Finding]) -> Table:
     for name in ("what was seen", "where", "what to do"):
         table.add_column(name, overflow="fold")
     for each in findings:
-        on = f" ({numbers(each.nodes)})" if each.nodes else ""
+        on = f" ({wording.numbered('node', each.nodes)})" if each.nodes else ""
         table.add_row(
             Text(each.severity.value, _COLOURS.get(each.severity, "")),
             wording.printable(f"{each.seen}{on}", _LONGEST),
@@ -68,7 +67,7 @@ def _right(findings: Sequence[Finding]) -> list[tuple[str, str]]:
     families: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for each in worst_first(findings):
         if each.severity is Severity.OK:
-            on = "" if set(each.nodes) in (set(), everywhere) else f" ({numbers(each.nodes)})"
+            on = "" if set(each.nodes) in (set(), everywhere) else f" ({wording.numbered('node', each.nodes)})"
             families[each.family.value][each.source].append(f"{each.seen}{on}")
     return [
         (

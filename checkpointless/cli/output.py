@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from checkpointless.cli.values import UsageError
 
 if TYPE_CHECKING:
     from checkpointless.doctor.findings import Finding
 
 PROG = "checkpointless"
+STDOUT = Path("-")  # as the name of a file that a command writes
 
 
 def say(line: str) -> None:
@@ -23,6 +27,25 @@ def out(line: str) -> None:
     """Print a line of a command's result to standard output."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+def write(path: Path, text: str) -> None:
+    """Write a command's result to a file, or to standard output.
+
+    Args:
+        path: the file; :data:`STDOUT` for standard output.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if path == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def report_error(message: str) -> None:

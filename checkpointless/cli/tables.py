@@ -116,7 +116,7 @@ def incident_table(report: Report) -> Table:
             _rung(incident),
             ended + (f": {wording.printable(incident.reason, _LONGEST_CAUSE)}" if incident.reason else ""),
             _lost(incident, report),
-            f"{wording.ranks(incident.sources)}: {wording.size(incident.nbytes)}" if incident.sources else "",
+            _sources(incident),
             "" if incident.headline_s is None else wording.duration(incident.headline_s),
         )
     return table
@@ -156,6 +156,11 @@ def stage_table(report: Report) -> Table:
             *(_in_seconds(incident.stages_s.get(stage.stage)) for incident in single),
         )
     return table
+
+
+def _sources(incident: IncidentSummary) -> str:
+    ranks = wording.numbered("rank", incident.sources)
+    return f"{ranks}: {wording.size(incident.nbytes)}" if incident.sources else ""
 
 
 def _lost(incident: IncidentSummary, report: Report) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from checkpointless.doctor import clock
@@ -11,7 +11,7 @@ from checkpointless.doctor.clock import Clock
 from checkpointless.doctor.findings import Family, Finding, Severity
 from checkpointless.doctor.records import NodeRecord, Records
 from checkpointless.nccl import SETTINGS
-from checkpointless.telemetry.wording import plural
+from checkpointless.telemetry.wording import numbered, plural
 
 _ABSENT = "not set"
 _LONGEST = 60  # characters of a value
@@ -38,19 +38,6 @@ def merged(found: Records, here: Clock | None = None, host: str = "") -> list[Fi
     return findings
 
 
-def numbers(nodes: Collection[int], shown: int = 8) -> str:
-    """Return the numbers of nodes as words: ``nodes 0-2, 5``."""
-    runs: list[list[int]] = []
-    for each in sorted(set(nodes)):
-        if runs and each == runs[-1][1] + 1:
-            runs[-1][1] = each
-        else:
-            runs.append([each, each])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    more = f" and {len(words) - shown} more" if len(words) > shown else ""
-    return f"node{'' if len(set(nodes)) == 1 else 's'} {', '.join(words[:shown])}{more}"
-
-
 def _missing(records: Mapping[int, NodeRecord]) -> list[Finding]:
     if not records:
         return []
@@ -59,7 +46,7 @@ def _missing(records: Mapping[int, NodeRecord]) -> list[Finding]:
     missing = [node for node in wanted if node not in records]
     if not missing:
         return [Finding(Family.NODES, Severity.OK, there, "the run directory")]
-    seen = f"{there}; {numbers(missing)} did not"
+    seen = f"{there}; {numbered('node', missing)} did not"
     todo = "give all nodes one shared --run-dir, or run `checkpointless doctor` on those nodes"
     return [Finding(Family.NODES, Severity.WARNING, seen, "the run directory", todo, tuple(missing))]
 
@@ -88,7 +75,9 @@ def _differences(records: Mapping[int, NodeRecord]) -> list[Finding]:
         if len(values) < 2:
             continue
         of_nccl = name.startswith(("NCCL_", "TORCH_")) and name not in SETTINGS
-        parts = (f"{value[:_LONGEST]} on {numbers(nodes)}" for value, nodes in sorted(values.items(), key=_most))
+        parts = (
+            f"{value[:_LONGEST]} on {numbered('node', nodes)}" for value, nodes in sorted(values.items(), key=_most)
+        )
         todo = f"give {name} the same value on all nodes" if name.isupper() else "start all nodes from one image"
         severity = Severity.ADVICE if of_nccl else Severity.WARNING
         findings.append(

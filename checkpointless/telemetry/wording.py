@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Collection
 
 UNKNOWN = "unknown"
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -72,10 +73,16 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def ranks(numbers: tuple[int, ...], shown: int = 8) -> str:
-    """Format ranks: ``ranks 0-2, 5``; if there are many, only the first."""
+def numbered(noun: str, numbers: Collection[int], shown: int = 8) -> str:
+    """Name numbered things, such as ``ranks 0-2, 5``.
+
+    Args:
+        noun: one such thing, as ``rank``.
+        numbers: their numbers, in any order.
+        shown: the largest number of runs of numbers; of more, only the first are named.
+    """
     if not numbers:
-        return "no rank"
+        return f"no {noun}"
     runs: list[list[int]] = []
     for each in sorted(set(numbers)):
         if runs and each == runs[-1][1] + 1:
@@ -84,7 +91,7 @@ def ranks(numbers: tuple[int, ...], shown: int = 8) -> str:
             runs.append([each, each])
     words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
     more = f" and {len(words) - shown} more" if len(words) > shown else ""
-    return f"rank{'' if len(set(numbers)) == 1 else 's'} {', '.join(words[:shown])}{more}"
+    return f"{noun}{'' if len(set(numbers)) == 1 else 's'} {', '.join(words[:shown])}{more}"
 
 
 def _two(count: int, per: int, larger: str, smaller: str) -> str:

@@ -89,6 +89,7 @@ class ProcessKeeper:
         self._on_lost = on_lost
         self._guard = guard
         self._held = HeldSpawns(job, guard, report, say, clock)
+        self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
         self._discarding = self._is_ready = False
         if starter.readable is not None:
             selector.register(starter.readable, selectors.EVENT_READ, self.hear)
@@ -131,8 +132,7 @@ class ProcessKeeper:
     def spawn(self, spawn: Spawn) -> None:
         """Start a process of a rank, once its device has been looked at if it had a process before.
 
-        Raises:
-            ValueError: the rank's last process has not ended.
+        If the rank's last process lives, it is killed first: the coordinator counts on the new one only.
         """
         if spawn.anyway and not self._held.is_of(spawn):
             logger.info("rank %d: nothing holds its process %d any more", spawn.rank, spawn.incarnation)
@@ -141,7 +141,8 @@ class ProcessKeeper:
             self.ranks[spawn.rank] = self._make_rank(spawn.rank)
         rank, job = self.ranks[spawn.rank], self._job
         if rank.state is not RankState.GONE and not self._held.has(rank.number):
-            raise ValueError(f"rank {rank.number} is to be started, but its process has not ended")
+            self._replace(rank, spawn)
+            return
         rank.incarnation = spawn.incarnation
         job.generation = max(job.generation, spawn.generation - 1)  # a spare's agent has seen no generation yet
         job.incident = spawn.incident or None
@@ -168,6 +169,15 @@ class ProcessKeeper:
         rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
         rank.started_at_s, rank.last_words = time.monotonic(), ""
         rank.began_after = rank.board.read().committed
+
+    def _replace(self, rank: LocalRank, spawn: Spawn) -> None:
+        """Start a process once the rank's living process has ended."""
+        logger.warning(
+            "rank %d: %d is to be started while %d lives", rank.number, spawn.incarnation, rank.incarnation
+        )
+        if spawn.incarnation > rank.incarnation:
+            self._next[rank.number] = spawn
+            self.kill(rank)
 
     def report_again(self) -> None:
         """Report anew what a coordinator that has just begun has not heard of."""
@@ -206,6 +216,7 @@ class ProcessKeeper:
     def discard(self) -> None:
         """Kill all processes, report nothing of their ends, and join the job again without them."""
         self._discarding = True
+        self._next.clear()
         for rank in self.alive():
             rank.disconnect()
             self.kill(rank)
@@ -261,6 +272,9 @@ class ProcessKeeper:
             self._guard.note_end(rank.local, blames, rank.board.read().committed != rank.began_after)
             self._guard.begin_look(rank.local)  # meanwhile the others abort
         self._ended(rank, code, lines)
+        following = self._next.pop(rank.number, None)
+        if following is not None and self._job.outcome is None:
+            self.spawn(following)
 
     def _ended(
         self, rank: LocalRank, code: int, lines: list[str] | None = None, *, was_started: bool = True

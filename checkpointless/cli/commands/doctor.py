@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpointless.cli.command import Command
-from checkpointless.cli.output import say
+from checkpointless.cli.output import STDOUT, say, write
 from checkpointless.cli.values import UsageError, modules, number, positive
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ examples:
 
 Exit status: 0 if all is ok or advice, 1 if there is a warning or an error, 2 if it cannot be looked at as asked.
 """
-_STDOUT = Path("-")
 
 
 def add_doctor_options(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +75,8 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         what, found = "this machine", _of_machine(options)
     if options.json is not None:
-        _write(options.json, findings.as_json(found, what) + "\n")
-    if options.json != _STDOUT:
+        write(options.json, findings.as_json(found, what) + "\n")
+    if options.json != STDOUT:
         from checkpointless.cli.findings_page import show
 
         show(found, what)
@@ -209,17 +207,6 @@ def _of_recipe(options: argparse.Namespace) -> tuple[State | str, bool, str]:
     _, size = fullest(stages, layout, precision)
     mains = 4 * size.optimizer // precision.optimizer if precision.parameter < 4 else 0
     return State(size.parameters, size.gradients, size.optimizer, mains), offload, source
-
-
-def _write(path: Path, text: str) -> None:
-    if path == _STDOUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 COMMAND = Command(

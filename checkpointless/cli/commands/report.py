@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpointless.cli.command import Command
+from checkpointless.cli.output import STDOUT, write
 from checkpointless.cli.run_directory import check_run_dir
 from checkpointless.cli.values import UsageError, seconds
 
@@ -26,7 +25,6 @@ examples:
 What restarts from a checkpoint would have cost is an estimate. Each figure in it is shown with where it comes from.
 A run may be looked at while it goes on.
 """
-_STDOUT = Path("-")
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -95,16 +93,16 @@ def report_command(options: argparse.Namespace) -> int:
         ),
     )
     if options.json is not None:
-        _write(options.json, lambda: as_json(report) + "\n")
+        write(options.json, as_json(report) + "\n")
     if options.html is not None:
         from checkpointless.report.page import render
 
-        _write(options.html, lambda: render(report, events, _tracebacks(run_dir, report)))
+        write(options.html, render(report, events, _tracebacks(run_dir, report)))
     if options.trace is not None:
         from checkpointless.report.trace import write_trace
 
-        _write(options.trace, lambda: write_trace(report, events))
-    if _STDOUT not in (options.json, options.html, options.trace):
+        write(options.trace, write_trace(report, events))
+    if STDOUT not in (options.json, options.html, options.trace):
         _show(report)
     return 0
 
@@ -168,18 +166,6 @@ def _tracebacks(run_dir: Path, report: Report) -> dict[str, str]:
             except OSError as error:
                 raise UsageError(f"cannot read {path}: {error.strerror}") from error
     return found
-
-
-def _write(path: Path, make: Callable[[], str]) -> None:
-    text = make()
-    if path == _STDOUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _at_least_zero(text: str) -> float:

@@ -106,11 +106,13 @@ class Membership:
         if node.lost:  # it had said that it leaves, and now its connection is closed
             return
         roster, job = self._roster, self._job
-        if node.searching and node.index not in roster.back_by_s and roster.is_in_place(node):
+        # One that looks for this coordinator comes back, and its ranks train meanwhile. What the ranks of a node do
+        # that had not joined yet is not known here.
+        if node.searching and node.joined and node.index not in roster.back_by_s and roster.is_in_place(node):
             node.send = _drop
             roster.back_by_s[node.index] = job.clock() + job.limits.node_timeout_s
             return
-        node.send, node.lost, node.joined = _drop, reason, False
+        node.send, node.lost, node.joined, node.is_back = _drop, reason, False, False
         if node in roster.spares:
             roster.spares.remove(node)
         if job.phase is Phase.OVER or not roster.is_in_place(node):

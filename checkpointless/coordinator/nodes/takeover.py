@@ -17,7 +17,7 @@ from checkpointless.coordinator.roster import Node, Rank
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.node_messages import AllDone, Discard, OpenStore, RankStanding, Standing
-from checkpointless.wire.rank_state import RankState
+from checkpointless.wire.rank_state import COUNTED, RankState
 
 
 class Takeover:
@@ -105,7 +105,8 @@ class Takeover:
     def _take_back(self, node: Node, standing: Standing) -> None:
         """Take back a node and its ranks after the node or this coordinator had lost sight of the other."""
         job = self._job
-        if not self._is_of_this_generation(node, standing):
+        missed = self._missed_the_begin(standing)
+        if not self._roster.is_in_place(node) or not (missed or self._is_of_this_generation(standing)):
             if not node.is_back or self._membership.begin_anew(node, "it came back from another generation"):
                 node.send(Discard())  # other processes may have taken the place of its ranks
             return
@@ -117,9 +118,14 @@ class Takeover:
         job.incidents.emit(EventName.BACK, "point", node_number=node.index, was_lost=was_lost)
         ranks = self._all_of(node, standing)
         self._record(node, ranks, was_lost)
+        if missed and job.phase is Phase.RUNNING:
+            what = f"did not hear that generation {job.generation} began"
+            step = max(said.making for said in ranks)
+            self._regrouping.fault(Cause(CauseKind.LOSS, None, "node", what, step, who=f"node {node.index}"))
         self._start_missing()  # first, since ranks without a process would pass for ranks that have ended
-        for said in ranks:
-            self._reunite(self._roster.ranks[said.number], said.state, was_lost)
+        found = [self._compared(self._roster.ranks[said.number], said.state, was_lost) for said in ranks]
+        for rank, reunion in sorted(found, key=_is_ready):  # the last one may begin the next generation
+            self._reunite(rank, reunion)
         if job.outcome is not None:
             return
         rendezvous = job.rendezvous
@@ -133,10 +139,15 @@ class Takeover:
         if not self._roster.not_joined and self._job.phase is Phase.GATHERING:
             self._processes.start_missing()
 
-    def _is_of_this_generation(self, node: Node, standing: Standing) -> bool:
+    def _is_of_this_generation(self, standing: Standing) -> bool:
         same = (standing.generation, standing.run_id) == (self._job.generation, self._job.rendezvous.run_id)
-        finishing = self._job.phase is Phase.FINISHING
-        return self._roster.is_in_place(node) and same and standing.finished == finishing
+        return same and (self._job.phase is Phase.FINISHING or not standing.finished)
+
+    def _missed_the_begin(self, standing: Standing) -> bool:
+        """Return whether the ranks of a node still wait at the barrier for the generation that has begun."""
+        expected = (self._job.generation - 1, self._job.rendezvous.run_id)
+        wait = all(said.state not in COUNTED or said.state is RankState.READY for said in standing.ranks)
+        return (standing.generation, standing.run_id) == expected and wait and not standing.finished
 
     def _all_of(self, node: Node, standing: Standing) -> list[RankStanding]:
         """Return what all ranks of a node do: the command to start those that it does not know was lost."""
@@ -161,9 +172,12 @@ class Takeover:
                 if is_gone and job.phase is not Phase.FINISHING:
                     self._processes.spawn(rank)
 
-    def _reunite(self, rank: Rank, said: RankState, was_lost: bool) -> None:
+    def _compared(self, rank: Rank, said: RankState, was_lost: bool) -> tuple[Rank, Reunion]:
+        return rank, reunite(assumed(said) if was_lost else rank.state, said)
+
+    def _reunite(self, rank: Rank, reunion: Reunion) -> None:
         """Make this coordinator's view of a rank and its node's view agree."""
-        match reunite(assumed(said) if was_lost else rank.state, said):
+        match reunion:
             case Reunion.READY:
                 self._regrouping.ready(rank)
             case Reunion.DONE:
@@ -191,3 +205,7 @@ class Takeover:
             self._regrouping.check_end()
         elif job.outcome is None:
             self._processes.spawn(rank)
+
+
+def _is_ready(found: tuple[Rank, Reunion]) -> bool:
+    return found[1] is Reunion.READY

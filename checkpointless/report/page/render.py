@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def _template() -> Template:
         size=wording.size,
         share=wording.share,
         number=wording.number,
-        ranks=wording.ranks,
+        ranks=functools.partial(wording.numbered, "rank"),
         utc=_readable_utc,
         pc=lambda value: f"{value:.3f}%",
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import selectors
 import signal
 import socket
 import time
@@ -13,15 +11,8 @@ from typing import TypeVar
 
 import pytest
 
-from checkpointless.agent.node import TERM_GRACE_S, NodeAgent
-from checkpointless.agent.ranks.local_rank import LocalRank
-from checkpointless.agent.ranks.rank_log import RankLog
-from checkpointless.agent.ranks.starters import Descriptors, Exited, Order, Ready, Started, Starter
-from checkpointless.coordinator.hangs.policy import Heartbeat
-from checkpointless.posix.errands import Errands
-from checkpointless.telemetry.events import EventLog
+from checkpointless.agent.node import TERM_GRACE_S
 from checkpointless.wire.address import LOOPBACK
-from checkpointless.wire.board import Board
 from checkpointless.wire.node_messages import (
     AllDone,
     Ask,
@@ -31,7 +22,6 @@ from checkpointless.wire.node_messages import (
     FaultNotice,
     Joined,
     Kill,
-    NodeMessage,
     OpenStore,
     Progress,
     RankEnded,
@@ -42,78 +32,31 @@ from checkpointless.wire.node_messages import (
     StoreOpened,
 )
 from checkpointless.wire.rank_state import RankState
+from tests.unit.agent.commanded_node import CommandedNode
 
 Told = TypeVar("Told", Progress, Silent)
 
 
-class NoProcesses(Starter):
-    """Starts nothing; the test says what its processes do."""
-
-    def __init__(self) -> None:
-        self.coming: list[Started | Exited | Ready] = [Ready(True, (), 0.0)]
-        self.signals: list[tuple[int, int]] = []
-
-    def start(self, order: Order, descriptors: Descriptors) -> None:
-        os.close(os.dup(descriptors.agent))  # this raises unless it is open
-        self.coming.append(Started(order.rank, order.incarnation, 1000 + order.rank))
-
-    def signal(self, pid: int, number: int) -> None:
-        self.signals.append((pid, number))
-
-    def news(self) -> list[Started | Exited | Ready]:
-        found, self.coming = self.coming, []
-        return found
-
-    def close(self) -> None:
-        """Do nothing; nothing is left."""
-
-
-class Node:
-    """Represents an agent of two ranks, 0 and 1, whose processes have been started."""
-
-    def __init__(self, folder: Path, heartbeat_timeout_s: float | None = 10.0) -> None:
-        self.starter = NoProcesses()
-        self.said: list[NodeMessage] = []
-        self.printed: list[str] = []
-        self.selector = selectors.DefaultSelector()
-        self.agent = NodeAgent(
-            index=0,
-            heartbeat=Heartbeat.of(heartbeat_timeout_s),
-            address=lambda: LOOPBACK,
-            report=self.said.append,
-            selector=self.selector,
-            starter=self.starter,
-            fresh_starter=NoProcesses,
-            make_rank=lambda rank: LocalRank(
-                rank, Board.create(rank), RankLog(folder / f"rank-{rank}.log", Errands(), self.printed.append)
-            ),
-            rank_env={},
-            events=EventLog(None),
-            say=self.printed.append,
-        )
-        self.tick()
-        assert self.said == [Joined()]
-        for rank in (0, 1):
-            self.agent.obey(Spawn(rank, 0, 0, "", {}))
-        self.tick()
-
-    def tick(self, after_s: float = 0.0) -> None:
-        self.agent.tick(time.monotonic() + after_s)
-
-    def ends(self, rank: int, code: int = -9) -> None:
-        self.starter.coming.append(Exited(rank, self.agent.ranks[rank].incarnation, 1000 + rank, code))
-        self.tick()
-
-
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path)
+def node(tmp_path: Path) -> Iterator[CommandedNode]:
+    """Provide an agent of two ranks, 0 and 1, whose processes have been started."""
+    made = CommandedNode(tmp_path, heartbeat_timeout_s=10.0)
+    start_two(made)
     yield made
     made.agent.close()
     made.selector.close()
 
 
-def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node: Node) -> None:
+def start_two(node: CommandedNode) -> None:
+    """Have the processes of ranks 0 and 1 started."""
+    node.tick()
+    assert node.said == [Joined()]
+    for rank in (0, 1):
+        node.agent.obey(Spawn(rank, 0, 0, "", {}))
+    node.tick()
+
+
+def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node: CommandedNode) -> None:
     node.ends(0)
     assert isinstance(node.said[-1], RankEnded)
     node.agent.obey(AllDone())  # it was under way when the process ended
@@ -123,7 +66,7 @@ def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node:
     assert node.agent.outcome == End(1, ["rank 0 killed by SIGKILL"])
 
 
-def test_a_kill_that_comes_after_the_next_generation_began_is_ignored(node: Node) -> None:
+def test_a_kill_that_comes_after_the_next_generation_began_is_ignored(node: CommandedNode) -> None:
     node.agent.obey(Begin(0, "", {}, -1, -1))
     node.agent.obey(Begin(1, "1", {}, -1, -1))
     node.agent.obey(Kill(1, 0, 0))
@@ -132,19 +75,19 @@ def test_a_kill_that_comes_after_the_next_generation_began_is_ignored(node: Node
     assert node.starter.signals == [(1001, signal.SIGKILL)]
 
 
-def test_an_inquiry_for_a_rank_that_is_not_here_is_refused(node: Node) -> None:
+def test_an_inquiry_for_a_rank_that_is_not_here_is_refused(node: CommandedNode) -> None:
     with pytest.raises(ValueError, match="rank 7, which this node does not run"):
         node.agent.obey(Ask(1, [7]))
 
 
-def test_a_rank_that_was_never_started_need_not_be_killed(node: Node) -> None:
+def test_a_rank_that_was_never_started_need_not_be_killed(node: CommandedNode) -> None:
     node.agent.obey(Kill(7, 0, 0))  # the command to start it was lost
     assert node.starter.signals == []
     assert node.agent.outcome is None
 
 
 @pytest.mark.parametrize("grace_s", [0.0, TERM_GRACE_S])
-def test_the_end_kills_who_does_not_go_in_time(node: Node, grace_s: float) -> None:
+def test_the_end_kills_who_does_not_go_in_time(node: CommandedNode, grace_s: float) -> None:
     node.agent.end(End(1, ["the coordinator was lost"]), grace_s=grace_s)
     assert node.starter.signals == [(1000, signal.SIGTERM), (1001, signal.SIGTERM)]
     node.starter.signals.clear()
@@ -155,11 +98,12 @@ def test_the_end_kills_who_does_not_go_in_time(node: Node, grace_s: float) -> No
 # ---- beats
 
 
-class Training(Node):
+class Training(CommandedNode):
     """Represents an agent of two ranks that train, by a clock of the test's own."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, heartbeat_timeout_s=None)
+        super().__init__(folder)
+        start_two(self)
         for rank in self.agent.ranks.values():
             rank.state = RankState.READY
         self.agent.obey(Begin(0, "", {}, -1, -1))
@@ -248,7 +192,7 @@ def test_a_job_shows_progress_with_the_second_beat_of_a_block(training: Training
     assert training.told(Progress)[-1].shows
 
 
-def test_a_kill_of_who_hangs_spares_who_has_moved(node: Node) -> None:
+def test_a_kill_of_who_hangs_spares_who_has_moved(node: CommandedNode) -> None:
     node.agent.obey(Begin(0, "", {}, -1, -1))
     board = node.agent.ranks[1].board
     board.beat()
@@ -261,7 +205,7 @@ def test_a_kill_of_who_hangs_spares_who_has_moved(node: Node) -> None:
 # ---- the coordinator is another one
 
 
-def test_what_a_new_coordinator_is_told(node: Node) -> None:
+def test_what_a_new_coordinator_is_told(node: CommandedNode) -> None:
     node.agent.obey(Begin(4, "3", {}, 11, 12))
     node.agent.ranks[1].board.set_making(12)
     node.ends(0)
@@ -271,7 +215,7 @@ def test_what_a_new_coordinator_is_told(node: Node) -> None:
     assert standing == Standing(4, 3, 11, "", False, ranks)
 
 
-def test_processes_that_are_no_longer_wanted_end_in_silence_and_the_node_joins_again(node: Node) -> None:
+def test_processes_that_are_no_longer_wanted_end_in_silence_and_the_node_joins_again(node: CommandedNode) -> None:
     node.said.clear()
     node.agent.obey(Discard())
     assert node.starter.signals == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]
@@ -285,7 +229,40 @@ def test_processes_that_are_no_longer_wanted_end_in_silence_and_the_node_joins_a
     assert isinstance(node.said[-1], RankEnded)
 
 
-def test_the_store_of_a_generation_is_opened_and_closed_with_it(node: Node) -> None:
+def test_a_process_that_is_to_be_started_again_is_left_alone(node: CommandedNode) -> None:
+    node.said.clear()
+    node.agent.obey(Spawn(1, 0, 0, "", {}))
+    node.tick()
+    assert (node.starter.signals, node.agent.ranks[1].state) == ([], RankState.STARTING)
+    node.ends(1)
+    assert [message.type for message in node.said] == ["ended"]
+    assert node.agent.ranks[1].state is RankState.GONE
+
+
+def test_a_process_whose_successor_is_to_be_started_is_killed_first(node: CommandedNode) -> None:
+    node.agent.obey(Spawn(1, 2, 3, "2", {}))
+    assert node.starter.signals == [(1001, signal.SIGKILL)]
+    node.ends(1)
+    assert [message.incarnation for message in node.said if isinstance(message, RankEnded)] == [0]
+    rank = node.agent.ranks[1]
+    assert (rank.incarnation, rank.state) == (2, RankState.STARTING)
+    node.tick()
+    assert rank.pid == 1001
+    node.ends(1)
+    assert rank.state is RankState.GONE
+
+
+def test_a_successor_is_forgotten_with_the_processes_that_are_discarded(node: CommandedNode) -> None:
+    node.agent.obey(Spawn(1, 2, 3, "2", {}))
+    node.agent.obey(Discard())
+    node.ends(0)
+    node.ends(1)
+    node.tick()
+    assert node.agent.alive() == []
+    assert node.said[-1] == Joined()
+
+
+def test_the_store_of_a_generation_is_opened_and_closed_with_it(node: CommandedNode) -> None:
     node.said.clear()
     node.agent.obey(OpenStore(2))
     (opened,) = node.said

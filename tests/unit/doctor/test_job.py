@@ -14,7 +14,7 @@ import pytest
 from checkpointless.doctor import clock
 from checkpointless.doctor.clock import Clock, judge_apart, judge_step
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.doctor.job import merged, numbers
+from checkpointless.doctor.job import merged
 from checkpointless.doctor.node import Question, examine, quick
 from checkpointless.doctor.recorder import recording
 from checkpointless.doctor.records import NodeRecord, Records, read, write
@@ -205,9 +205,3 @@ def test_a_look_that_fails_is_a_finding(tmp_path: Path) -> None:
     assert [each.seen for each in failed] == ["the check failed: RuntimeError: NVML is odd"]
     families = {each.family for each in found.findings}
     assert families == set(Family) - {Family.MEMORY, Family.NODES}
-
-
-def test_nodes_are_named_in_short() -> None:
-    assert numbers([4]) == "node 4"
-    assert numbers([3, 0, 1, 2, 7]) == "nodes 0-3, 7"
-    assert numbers(range(0, 40, 2)) == "nodes 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.telemetry.wording import duration, plural, printable, ranks, share, size
+from checkpointless.telemetry.wording import duration, numbered, plural, printable, share, size
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,9 @@ def test_durations_read_well(seconds: float | None, said: str) -> None:
 def test_other_figures_read_well() -> None:
     assert [size(n) for n in (0, 999, 1_629_284, 5 * 10**18)] == ["0 B", "999 B", "1.63 MB", "5000 PB"]
     assert [share(x) for x in (None, 0.5, 0.9996, 1.0)] == ["unknown", "50.0 %", "99.96 %", "100.0 %"]
-    assert [ranks(r) for r in ((), (3,), (0, 1, 2, 5))] == ["no rank", "rank 3", "ranks 0-2, 5"]
+    said = [numbered("rank", numbers) for numbers in ((), (3,), (5, 0, 1, 2))]
+    assert said == ["no rank", "rank 3", "ranks 0-2, 5"]
+    assert numbered("node", range(0, 40, 2)) == "nodes 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
     assert plural(1, "line") + plural(2, "line") == "1 line2 lines"
 
 

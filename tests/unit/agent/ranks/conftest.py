@@ -9,16 +9,16 @@ import pytest
 
 from checkpointless.agent.ranks import device_guard
 from checkpointless.devices.health import DeviceSurvey
-from tests.unit.agent.ranks.guarded_node import Looks, Node, NoXids
+from tests.unit.agent.ranks.guarded_node import GuardedNode, Looks, NoXids
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceSurvey], Node]]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceSurvey], GuardedNode]]:
     monkeypatch.setattr(device_guard, "XidCollector", NoXids)
-    made: list[Node] = []
+    made: list[GuardedNode] = []
 
-    def make_node(found: DeviceSurvey, **more: float) -> Node:
-        made.append(Node(tmp_path, Looks(found), **more))
+    def make_node(found: DeviceSurvey, **more: float) -> GuardedNode:
+        made.append(GuardedNode(tmp_path, Looks(found), **more))
         return made[-1]
 
     yield make_node

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import selectors
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.ranks.device_guard import DeviceGuard
-from checkpointless.agent.ranks.local_rank import LocalRank
-from checkpointless.agent.ranks.rank_log import RankLog
-from checkpointless.agent.ranks.starters import Exited
-from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.devices.health import Device, DeviceSurvey, Problem, ProblemKind
-from checkpointless.posix.errands import Errands
-from checkpointless.telemetry.events import EventLog
-from checkpointless.wire.address import LOOPBACK
-from checkpointless.wire.board import Board
-from checkpointless.wire.node_messages import NodeMessage, RankEnded, Spawn
-from tests.unit.agent.test_node import NoProcesses
+from checkpointless.wire.node_messages import RankEnded, Spawn
+from tests.unit.agent.commanded_node import CommandedNode
 
 FATAL = Problem(ProblemKind.RECOVERY, "the driver wants a reset", True)
 WARNING = Problem(ProblemKind.PCIE, "its PCIe link has 8 of 16 lanes", False)
@@ -56,38 +46,17 @@ class NoXids:
         """Do nothing; nothing is left."""
 
 
-class Node:
+class GuardedNode(CommandedNode):
     """Represents an agent of ranks 0 and 1, which use devices 1 and 0."""
 
     def __init__(self, folder: Path, looks: Looks, limit_s: float = 60.0) -> None:
         self.later_s = 0.0
-        self.starter, self.looks = NoProcesses(), looks
-        self.said: list[NodeMessage] = []
-        self.printed: list[str] = []
-        self.selector = selectors.DefaultSelector()
-        self.agent = NodeAgent(
-            index=0,
-            heartbeat=Heartbeat.of(None),
-            address=lambda: LOOPBACK,
-            report=self.said.append,
-            selector=self.selector,
-            starter=self.starter,
-            fresh_starter=NoProcesses,
-            make_rank=lambda rank: LocalRank(
-                rank, Board.create(rank), RankLog(folder / f"rank-{rank}.log", Errands(), self.printed.append)
-            ),
-            rank_env={},
-            events=EventLog(None),
-            say=self.printed.append,
-            clock=lambda: time.monotonic() + self.later_s,
-            guard=DeviceGuard(
-                {"CUDA_VISIBLE_DEVICES": "1,0"},
-                2,
-                looks,
-                limit_s=limit_s,
-                clock=lambda: time.monotonic() + self.later_s,
-            ),
-        )
+        self.looks = looks
+        guard = DeviceGuard({"CUDA_VISIBLE_DEVICES": "1,0"}, 2, looks, limit_s=limit_s, clock=self._now_s)
+        super().__init__(folder, guard=guard, clock=self._now_s)
+
+    def _now_s(self) -> float:
+        return time.monotonic() + self.later_s
 
     def begin(self) -> None:
         self.tick_until(lambda: self.agent.joined)
@@ -100,8 +69,7 @@ class Node:
 
     def ends(self, rank: int, code: int = -9, words: str = "") -> None:
         self.agent.ranks[rank].last_words = words
-        self.starter.coming.append(Exited(rank, self.agent.ranks[rank].incarnation, 1000 + rank, code))
-        self.agent.tick(time.monotonic())
+        super().ends(rank, code)
         assert isinstance(self.said[-1], RankEnded)
 
     def trains(self, rank: int, step: int) -> None:

@@ -15,11 +15,11 @@ from checkpointless.agent.ranks.device_guard import MAX_AGE_S
 from checkpointless.devices.health import NO_DRIVER, DeviceSurvey, Problem, ProblemKind
 from checkpointless.wire.node_messages import DeviceBad, Joined, Kill
 from checkpointless.wire.rank_state import RankState
-from tests.unit.agent.ranks.guarded_node import FATAL, WARNING, Looks, Node, NoXids, survey
+from tests.unit.agent.ranks.guarded_node import FATAL, WARNING, GuardedNode, Looks, NoXids, survey
 
 
 def test_the_look_begins_with_the_end_of_the_process_and_holds_its_successor_alone(
-    make: Callable[[DeviceSurvey], Node],
+    make: Callable[[DeviceSurvey], GuardedNode],
 ) -> None:
     node = make(survey((), ()))
     node.begin()
@@ -39,7 +39,7 @@ def test_the_look_begins_with_the_end_of_the_process_and_holds_its_successor_alo
 
 
 def test_the_device_of_another_rank_does_not_matter_and_a_warning_is_only_said(
-    make: Callable[[DeviceSurvey], Node],
+    make: Callable[[DeviceSurvey], GuardedNode],
 ) -> None:
     node = make(survey((), ()))
     node.begin()
@@ -50,7 +50,7 @@ def test_the_device_of_another_rank_does_not_matter_and_a_warning_is_only_said(
     assert node.printed == ["GPU 1 (H100, GPU-1): warning: its PCIe link has 8 of 16 lanes"]
 
 
-def test_where_there_is_no_driver_nothing_is_looked_at(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_where_there_is_no_driver_nothing_is_looked_at(make: Callable[[DeviceSurvey], GuardedNode]) -> None:
     node = make(DeviceSurvey(error=NO_DRIVER))
     node.begin()
     node.ends(0)
@@ -61,7 +61,9 @@ def test_where_there_is_no_driver_nothing_is_looked_at(make: Callable[[DeviceSur
     assert node.printed == []
 
 
-def test_a_second_process_in_a_row_that_blames_its_device_is_evidence(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_a_second_process_in_a_row_that_blames_its_device_is_evidence(
+    make: Callable[[DeviceSurvey], GuardedNode],
+) -> None:
     node = make(DeviceSurvey(error=NO_DRIVER))
     node.begin()
     words = "CUDA error: uncorrectable ECC error encountered"
@@ -76,7 +78,7 @@ def test_a_second_process_in_a_row_that_blames_its_device_is_evidence(make: Call
     )
 
 
-def test_processes_that_trained_before_are_no_evidence(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_processes_that_trained_before_are_no_evidence(make: Callable[[DeviceSurvey], GuardedNode]) -> None:
     node = make(DeviceSurvey(error=NO_DRIVER))
     node.begin()
     for incarnation in range(4):
@@ -87,7 +89,9 @@ def test_processes_that_trained_before_are_no_evidence(make: Callable[[DeviceSur
     assert not [message for message in node.said if isinstance(message, DeviceBad)]
 
 
-def test_what_a_process_said_of_an_earlier_fault_is_no_evidence(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_what_a_process_said_of_an_earlier_fault_is_no_evidence(
+    make: Callable[[DeviceSurvey], GuardedNode],
+) -> None:
     node = make(DeviceSurvey(error=NO_DRIVER))
     node.begin()
     for incarnation in range(3):
@@ -99,7 +103,7 @@ def test_what_a_process_said_of_an_earlier_fault_is_no_evidence(make: Callable[[
     assert not [message for message in node.said if isinstance(message, DeviceBad)]
 
 
-def test_a_device_that_did_not_answer_is_looked_at_twice(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_a_device_that_did_not_answer_is_looked_at_twice(make: Callable[[DeviceSurvey], GuardedNode]) -> None:
     node = make(survey((), ()))
     node.begin()
     silent = Problem(ProblemKind.SILENT, "NVML did not answer within 10 s", True)
@@ -124,7 +128,7 @@ def test_a_device_that_did_not_answer_is_looked_at_twice(make: Callable[[DeviceS
 
 
 def test_ranks_that_end_together_share_a_look_and_one_that_ends_later_has_its_own(
-    make: Callable[[DeviceSurvey], Node],
+    make: Callable[[DeviceSurvey], GuardedNode],
 ) -> None:
     node = make(survey((), ()))
     node.begin()
@@ -148,7 +152,7 @@ def test_ranks_that_end_together_share_a_look_and_one_that_ends_later_has_its_ow
 
 
 def test_what_was_seen_long_ago_or_for_a_process_that_was_killed_does_not_count(
-    make: Callable[[DeviceSurvey], Node],
+    make: Callable[[DeviceSurvey], GuardedNode],
 ) -> None:
     node = make(survey((), ()))
     node.begin()
@@ -171,7 +175,7 @@ def test_what_was_seen_long_ago_or_for_a_process_that_was_killed_does_not_count(
 
 
 def test_a_first_look_that_is_not_complete_is_made_again_and_no_machine_is_refused_for_silence(
-    make: Callable[[DeviceSurvey], Node],
+    make: Callable[[DeviceSurvey], GuardedNode],
 ) -> None:
     silent = Problem(ProblemKind.SILENT, "NVML did not answer within 10 s", True)
     node = make(replace(survey((), (silent,)), error="NVML did not answer within 10 s"))
@@ -188,7 +192,7 @@ def test_a_first_look_that_is_not_complete_is_made_again_and_no_machine_is_refus
 
 
 def test_without_threads_nothing_is_looked_at(
-    make: Callable[[DeviceSurvey], Node], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[DeviceSurvey], GuardedNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make(survey((), ()))
     node.begin()
@@ -204,7 +208,7 @@ def test_without_threads_nothing_is_looked_at(
     assert "warning: the devices cannot be looked at: can't start new thread" in node.printed
 
 
-def test_a_look_that_is_never_over_holds_nothing(make: Callable[..., Node]) -> None:
+def test_a_look_that_is_never_over_holds_nothing(make: Callable[..., GuardedNode]) -> None:
     node = make(survey((), ()), limit_s=0.3)
     node.begin()
     node.looks.go_on.clear()
@@ -215,7 +219,7 @@ def test_a_look_that_is_never_over_holds_nothing(make: Callable[..., Node]) -> N
 
 
 def test_an_xid_that_comes_during_the_look_counts(
-    make: Callable[[DeviceSurvey], Node], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[DeviceSurvey], GuardedNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make(survey((), ()))
     node.begin()

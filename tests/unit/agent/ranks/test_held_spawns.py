@@ -9,10 +9,12 @@ from checkpointless.agent.ranks.held_spawns import HELD_LIMIT_S, REPORT_AGAIN_S
 from checkpointless.devices.health import DeviceSurvey
 from checkpointless.wire.node_messages import DeviceBad, Joined, Kill, NodeMessage, RankEnded
 from checkpointless.wire.rank_state import RankState
-from tests.unit.agent.ranks.guarded_node import FATAL, WARNING, Node, survey
+from tests.unit.agent.ranks.guarded_node import FATAL, WARNING, GuardedNode, survey
 
 
-def test_a_rank_is_not_started_on_a_bad_device_unless_it_is_said_so(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_a_rank_is_not_started_on_a_bad_device_unless_it_is_said_so(
+    make: Callable[[DeviceSurvey], GuardedNode],
+) -> None:
     node = make(survey((), ()))
     node.begin()
     node.looks.found = survey((), (FATAL, WARNING))
@@ -29,7 +31,7 @@ def test_a_rank_is_not_started_on_a_bad_device_unless_it_is_said_so(make: Callab
     node.tick_until(lambda: node.is_started(0))
 
 
-def test_no_start_is_held_for_longer_than_its_limit(make: Callable[..., Node]) -> None:
+def test_no_start_is_held_for_longer_than_its_limit(make: Callable[..., GuardedNode]) -> None:
     node = make(survey((), ()), limit_s=1e6)
     node.begin()
     node.looks.go_on.clear()
@@ -41,7 +43,7 @@ def test_no_start_is_held_for_longer_than_its_limit(make: Callable[..., Node]) -
 
 
 def test_a_refused_device_is_reported_again_until_it_is_answered_or_in_order(
-    make: Callable[[DeviceSurvey], Node],
+    make: Callable[[DeviceSurvey], GuardedNode],
 ) -> None:
     node = make(survey((), ()))
     node.begin()
@@ -66,7 +68,9 @@ def test_a_refused_device_is_reported_again_until_it_is_answered_or_in_order(
     assert node.agent.outcome is None
 
 
-def test_a_process_that_is_killed_meanwhile_is_not_started_anyway(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_a_process_that_is_killed_meanwhile_is_not_started_anyway(
+    make: Callable[[DeviceSurvey], GuardedNode],
+) -> None:
     node = make(survey((), ()))
     node.begin()
     node.looks.found = survey((), (FATAL,))
@@ -82,7 +86,7 @@ def test_a_process_that_is_killed_meanwhile_is_not_started_anyway(make: Callable
     node.tick_until(lambda: node.is_started(0))
 
 
-def test_a_look_that_fails_at_the_begin_is_said_and_made_again(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_a_look_that_fails_at_the_begin_is_said_and_made_again(make: Callable[[DeviceSurvey], GuardedNode]) -> None:
     error = "the process that asks NVML did not start within 10 s"
     node = make(DeviceSurvey(error=error))
     node.begin()
@@ -93,7 +97,7 @@ def test_a_look_that_fails_at_the_begin_is_said_and_made_again(make: Callable[[D
     node.tick_until(lambda: isinstance(node.said[-1], DeviceBad))
 
 
-def test_a_held_process_that_is_killed_has_ended(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_a_held_process_that_is_killed_has_ended(make: Callable[[DeviceSurvey], GuardedNode]) -> None:
     node = make(survey((), ()))
     node.begin()
     node.looks.go_on.clear()
@@ -110,14 +114,14 @@ def test_a_held_process_that_is_killed_has_ended(make: Callable[[DeviceSurvey], 
 
 
 def test_a_node_joins_with_what_is_wrong_with_the_devices_of_its_ranks(
-    make: Callable[[DeviceSurvey], Node],
+    make: Callable[[DeviceSurvey], GuardedNode],
 ) -> None:
     node = make(survey((), (FATAL,), (FATAL,)))
     node.tick_until(lambda: node.agent.joined)
     assert node.said == [Joined("GPU 1 (H100, GPU-1): the driver wants a reset")]
 
 
-def test_a_node_joins_once_its_devices_are_known(make: Callable[[DeviceSurvey], Node]) -> None:
+def test_a_node_joins_once_its_devices_are_known(make: Callable[[DeviceSurvey], GuardedNode]) -> None:
     node = make(survey((), ()))
     node.tick_until(lambda: node.agent.joined)
     assert node.said == [Joined()]

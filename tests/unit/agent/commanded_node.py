@@ -1,0 +1,91 @@
+"""Provide an agent that a test commands, and whose processes do what the test says."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpointless.agent.node import NodeAgent
+from checkpointless.agent.ranks.device_guard import DeviceGuard
+from checkpointless.agent.ranks.local_rank import LocalRank
+from checkpointless.agent.ranks.rank_log import RankLog
+from checkpointless.agent.ranks.starters import Descriptors, Exited, Order, Ready, Started, Starter
+from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.posix.errands import Errands
+from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.address import LOOPBACK
+from checkpointless.wire.board import Board
+from checkpointless.wire.node_messages import NodeMessage
+
+
+class NoProcesses(Starter):
+    """Starts nothing; the test says what its processes do."""
+
+    def __init__(self) -> None:
+        self.coming: list[Started | Exited | Ready] = [Ready(True, (), 0.0)]
+        self.signals: list[tuple[int, int]] = []
+
+    def start(self, order: Order, descriptors: Descriptors) -> None:
+        os.close(os.dup(descriptors.agent))  # this raises unless it is open
+        self.coming.append(Started(order.rank, order.incarnation, 1000 + order.rank))
+
+    def signal(self, pid: int, number: int) -> None:
+        self.signals.append((pid, number))
+
+    def news(self) -> list[Started | Exited | Ready]:
+        found, self.coming = self.coming, []
+        return found
+
+    def close(self) -> None:
+        """Do nothing; nothing is left."""
+
+
+class CommandedNode:
+    """Represents the agent of a node; its processes are started by commands, and none is real.
+
+    Args:
+        folder: where the ranks' logs are written.
+        heartbeat_timeout_s: how long a rank may show no progress (None: without end).
+        guard: knows which devices must not be used.
+        clock: the agent's clock.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        heartbeat_timeout_s: float | None = None,
+        guard: DeviceGuard | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.starter = NoProcesses()
+        self.said: list[NodeMessage] = []
+        self.printed: list[str] = []
+        self.selector = selectors.DefaultSelector()
+        self.agent = NodeAgent(
+            index=0,
+            heartbeat=Heartbeat.of(heartbeat_timeout_s),
+            address=lambda: LOOPBACK,
+            report=self.said.append,
+            selector=self.selector,
+            starter=self.starter,
+            fresh_starter=NoProcesses,
+            make_rank=lambda rank: LocalRank(
+                rank, Board.create(rank), RankLog(folder / f"rank-{rank}.log", Errands(), self.printed.append)
+            ),
+            rank_env={},
+            events=EventLog(None),
+            say=self.printed.append,
+            clock=clock,
+            guard=guard,
+        )
+
+    def tick(self, after_s: float = 0.0) -> None:
+        self.agent.tick(time.monotonic() + after_s)
+
+    def ends(self, rank: int, code: int = -9) -> None:
+        """Have the living process of a rank end."""
+        self.starter.coming.append(Exited(rank, self.agent.ranks[rank].incarnation, 1000 + rank, code))
+        self.tick()

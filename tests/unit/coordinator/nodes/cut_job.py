@@ -1,0 +1,328 @@
+"""Provide a job whose connections are cut at random: the real coordinator, and agents that only keep the books."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from checkpointless.coordinator.coordinator import Coordinator
+from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.coordinator.job import Phase
+from checkpointless.coordinator.limits import Limits
+from checkpointless.coordinator.roster import Node
+from checkpointless.telemetry.events import EventLog
+from checkpointless.wire.messages import FaultNotice
+from checkpointless.wire.node_messages import (
+    AllDone,
+    Begin,
+    Command,
+    Discard,
+    End,
+    Joined,
+    Kill,
+    NodeMessage,
+    OpenStore,
+    RankDone,
+    RankEnded,
+    RankReady,
+    RankStanding,
+    Searching,
+    Spawn,
+    Standing,
+    StoreOpened,
+)
+from checkpointless.wire.rank_state import IN_BLOCK, RankState
+
+NPROC = 2
+HEARTBEAT_S, REGROUP_S = 60.0, 120.0
+STARTING, READY, RUNNING, LEAVING, DONE, FINISHED, GONE = RankState
+
+
+class ModelAgent:
+    """Represents the agent of a node and its processes, without any process.
+
+    Args:
+        index: the node's number.
+
+    Attributes:
+        ranks: state and incarnation of each rank that was ever started here.
+        node: the coordinator's end of the connection; None while there is none.
+        inbox: commands that are under way to this agent.
+        outbox: messages that are under way to the coordinator.
+        healthy_ended: how often a process was ended although it was well.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.ranks: dict[int, tuple[RankState, int]] = {}
+        self.node: Node | None = None
+        self.inbox: deque[Command] = deque()
+        self.outbox: deque[NodeMessage] = deque()
+        self.outcome: End | None = None
+        self.healthy_ended = 0
+        self._kept: deque[NodeMessage] = deque()
+        self._generation, self._incident, self._run_id, self._finished = -1, "", "", False
+        self._committed = -1
+
+    def alive(self) -> list[int]:
+        return [number for number, (state, _) in self.ranks.items() if state is not GONE]
+
+    def connected(self, node: Node) -> None:
+        """Say what the agent says first on a connection: what it kept, and what its ranks do."""
+        self.node = node
+        self.inbox.clear()
+        self.outbox = deque(self._kept)
+        self._kept.clear()
+        if not self.ranks:
+            self.outbox.append(Joined())
+            return
+        rows = [
+            RankStanding(number, many, state, self._committed, self._committed + 1)
+            for number, (state, many) in self.ranks.items()
+        ]
+        incident = int(self._incident or 0)
+        self.outbox.append(
+            Standing(self._generation, incident, self._committed, self._run_id, self._finished, rows)
+        )
+
+    def obey(self, command: Command) -> None:
+        """Do what the coordinator says.
+
+        Raises:
+            AssertionError: the command would end the agent, or a process that is well.
+        """
+        match command:
+            case OpenStore():
+                self.outbox.append(StoreOpened(command.generation, "10.0.0.1", 5000))
+            case Spawn():
+                state, incarnation = self.ranks.get(command.rank, (GONE, -1))
+                assert state is GONE, f"{command.rank}.{command.incarnation} is to be started: {incarnation} lives"
+                self.ranks[command.rank] = STARTING, command.incarnation
+                self._generation = max(self._generation, command.generation - 1)
+                self._incident, self._run_id = command.incident, command.env["TORCHELASTIC_RUN_ID"]
+            case Begin():
+                self._generation, self._incident, self._finished = command.generation, command.incident, False
+                self._move({READY: RUNNING})
+                self._committed = command.high_water + 1
+            case FaultNotice():
+                self._incident = command.incident
+                self._move(dict.fromkeys(IN_BLOCK, LEAVING))
+            case Kill():
+                state, incarnation = self.ranks.get(command.rank, (GONE, -1))
+                if (incarnation, self._generation) == (command.incarnation, command.generation):
+                    assert state is GONE, f"rank {command.rank} is killed, and was {state.value}"
+            case AllDone():
+                self._finished = True
+                self._move(dict.fromkeys(set(RankState) - {GONE}, FINISHED))
+            case Discard():
+                self.healthy_ended += len(self.alive())
+                self._move(dict.fromkeys(RankState, GONE))
+                self.outbox.append(Joined())
+            case End():
+                self.outcome = command
+
+    def goes_on(self, number: int) -> None:
+        """Have a rank do what it does next if nothing happens to it, except that its block does not return."""
+        state, incarnation = self.ranks[number]
+        if state in (STARTING, LEAVING):
+            self.ranks[number] = READY, incarnation
+            self._say(RankReady(number, incarnation, 1000, self._committed, self._committed + 1))
+
+    def returns(self, number: int) -> None:
+        """Have the block of a rank return."""
+        state, incarnation = self.ranks[number]
+        if state is RUNNING:
+            self.ranks[number] = DONE, incarnation
+            self._say(RankDone(number, self._generation))
+
+    def dies(self, number: int, code: int = -9) -> None:
+        """Have the process of a rank end."""
+        _, incarnation = self.ranks[number]
+        self.ranks[number] = GONE, incarnation
+        ended = RankEnded(number, incarnation, code, False, self._committed, self._committed + 1, "rank.log", [])
+        if self.node is None:
+            self._kept.append(ended)
+        else:
+            self._say(ended)
+
+    def _say(self, message: NodeMessage) -> None:
+        if self.node is not None:
+            self.outbox.append(message)
+
+    def _move(self, moves: dict[RankState, RankState]) -> None:
+        for number, (state, incarnation) in self.ranks.items():
+            self.ranks[number] = moves.get(state, state), incarnation
+
+
+class CutJob:
+    """Runs a job of model agents, in which one thing after another happens in a random order.
+
+    Args:
+        seed: determines all that happens.
+        nnodes: how many nodes train.
+
+    Attributes:
+        story: what happened, for a test that fails.
+        agents: the agents, by node.
+        deaths: how many processes the test ended itself.
+    """
+
+    def __init__(self, seed: int, nnodes: int = 3) -> None:
+        self.random = random.Random(seed)
+        self.story: list[str] = []
+        self.now_s = 0.0
+        self.deaths = 0
+        self.agents = [ModelAgent(index) for index in range(nnodes)]
+        self.coordinator = self._new_coordinator()
+
+    def train(self) -> None:
+        """Have nothing happen until all ranks train; reconnect whoever is cut off."""
+        for _ in range(200):
+            for agent in self.agents:
+                self.connect(agent)
+            self.deliver_all()
+            for agent in self.agents:
+                for number in agent.alive():
+                    agent.goes_on(number)
+            self.deliver_all()
+            if self.coordinator.outcome is not None:
+                break
+            states = [state for agent in self.agents for state, _ in agent.ranks.values()]
+            all_train = len(states) == len(self.coordinator.ranks) and set(states) <= set(IN_BLOCK)
+            if all_train and self.coordinator.phase is Phase.RUNNING:
+                return
+            self.now_s += 0.5
+            self.coordinator.tick(self.now_s)
+        self.fail(f"the job does not train: {self.coordinator.phase}, {self.coordinator.outcome}")
+
+    def finish(self) -> None:
+        """Have all blocks return and all processes end, while connections are cut and made again."""
+        for agent in self.agents:
+            for number in agent.alive():
+                agent.returns(number)
+        while self.coordinator.outcome is None and self.now_s < 1e4:
+            self.now_s += 0.01
+            self.coordinator.tick(self.now_s)
+            agent, chance = self.random.choice(self.agents), self.random.random()
+            if chance < 0.04:
+                self.cut(agent, says_so=True)
+            elif chance < 0.3:
+                self.connect(agent)
+            elif chance < 0.5:
+                self.deliver_one(agent)
+            elif chance < 0.7:
+                self.deliver_to(agent)
+            else:
+                for number in agent.alive():
+                    if agent.ranks[number][0] is FINISHED:
+                        agent.dies(number, 0)
+                    else:
+                        agent.goes_on(number)
+                        agent.returns(number)
+        if self.coordinator.outcome != End(0, []):
+            self.fail(f"the job did not end well: {self.coordinator.outcome}")
+
+    def happen(self) -> None:
+        """Have one thing happen."""
+        agent, chance = self.random.choice(self.agents), self.random.random()
+        alive = agent.alive()
+        if chance < 0.35:
+            self.deliver_one(agent)
+        elif chance < 0.60:
+            self.deliver_to(agent)
+        elif chance < 0.80 and alive:
+            agent.goes_on(self.random.choice(alive))
+        elif chance < 0.85 and alive:
+            number = self.random.choice(alive)
+            if self.coordinator.generation < 0 or self.coordinator.ranks[number].state is STARTING:
+                return  # a first process that dies early ends the job, as do too many stillborn successors
+            self.story.append(f"rank {number}.{agent.ranks[number][1]} dies as {agent.ranks[number][0].value}")
+            self.deaths += 1
+            agent.dies(number)
+        elif chance < 0.88 and self.coordinator.generation >= 0:
+            self.cut(agent, says_so=self.random.random() < 0.8)
+        elif chance < 0.885 and self.coordinator.generation >= 0:
+            self.replace(agent)
+        elif chance < 0.887 and self.coordinator.generation >= 0:
+            self.lose_coordinator()
+        elif chance < 0.98:
+            self.connect(agent)
+        else:
+            self.now_s += self.random.choice((0.1, 1.0, 4.0))
+            self.coordinator.tick(self.now_s)
+
+    def cut(self, agent: ModelAgent, *, says_so: bool) -> None:
+        """Cut a connection; of what is under way, some arrives."""
+        if agent.node is None:
+            return
+        for _ in range(self.random.randint(0, len(agent.outbox))):
+            self.deliver_one(agent)
+        for _ in range(self.random.randint(0, len(agent.inbox))):
+            self.deliver_to(agent)
+        node, agent.node = agent.node, None
+        self.story.append(f"node {agent.index} is cut, says_so={says_so}")
+        if says_so:
+            self.coordinator.hear(node, Searching())
+        self.coordinator.lose(node, "it was cut")
+        agent.inbox.clear()
+        agent.outbox.clear()
+
+    def replace(self, agent: ModelAgent) -> None:
+        """Have a machine be lost with all its processes, and another one be there for its place."""
+        self.cut(agent, says_so=self.random.random() < 0.2)
+        self.story.append(f"node {agent.index} is another machine")
+        self.deaths += len(agent.alive())
+        self.agents[agent.index] = ModelAgent(agent.index)
+
+    def lose_coordinator(self) -> None:
+        """Have the coordinator be lost, and another one take its place."""
+        self.story.append("the coordinator is another one")
+        for agent in self.agents:
+            agent.node = None
+            agent.inbox.clear()
+            agent.outbox.clear()
+        self.coordinator = self._new_coordinator()
+
+    def connect(self, agent: ModelAgent) -> None:
+        """Have an agent that is cut off come to the coordinator."""
+        if agent.node is None:
+            node = self.coordinator.admit(agent.index, NPROC, lambda command: agent.inbox.append(command))
+            self.story.append(f"node {agent.index} comes with {agent.ranks}")
+            agent.connected(node)
+
+    def deliver_one(self, agent: ModelAgent) -> None:
+        """Deliver the next message of an agent."""
+        if agent.node is not None and agent.outbox:
+            message = agent.outbox.popleft()
+            self.story.append(f"node {agent.index} -> {message}")
+            self.coordinator.hear(agent.node, message)
+
+    def deliver_to(self, agent: ModelAgent) -> None:
+        """Deliver the next command to an agent."""
+        if agent.inbox:
+            command = agent.inbox.popleft()
+            self.story.append(f"node {agent.index} <- {type(command).__name__} {getattr(command, 'rank', '')}")
+            try:
+                agent.obey(command)
+            except AssertionError as error:
+                self.fail(str(error))
+
+    def deliver_all(self) -> None:
+        """Deliver all that is under way, and what follows from it."""
+        while any(agent.node is not None and (agent.outbox or agent.inbox) for agent in self.agents):
+            for agent in self.agents:
+                self.deliver_one(agent)
+                self.deliver_to(agent)
+
+    def _new_coordinator(self) -> Coordinator:
+        return Coordinator(
+            Limits(Heartbeat.of(HEARTBEAT_S), REGROUP_S, None),
+            nnodes=len(self.agents),
+            nproc=NPROC,
+            events=EventLog(None),
+            say=lambda line: self.story.append(f"  {line}"),
+            clock=lambda: self.now_s,
+        )
+
+    def fail(self, why: str) -> None:
+        raise AssertionError("\n".join([*self.story[-120:], why]))
