@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.layout import Layout
+from checkpointless.precision import unsupported
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled
 
 PLAIN_STRATEGY = "nemo.lightning.MegatronStrategy"
@@ -91,17 +92,27 @@ def _check_checkpointless(config: DictConfig) -> None:
         value = _value(config, f"checkpointless.{key}")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise RecipeError(f"checkpointless.{key} must be a whole number of at least {least}, not {value!r}")
-    for key in ("trainer.plugins.fp8", "model.config.fp8", "model.config.fp4"):
-        if _value(config, key):
-            raise RecipeError(
-                f"{key} must be null: the scales that it keeps beside the parameters are not recovered"
-            )
+    for key in ("trainer.plugins", "model.config"):
+        place = _value(config, key)
+        reason = unsupported(_Section(place)) if isinstance(place, DictConfig) else None
+        if reason is not None:
+            raise RecipeError(f"{key}: {reason}")
     for key in ("optim.config", "strategy.ddp"):
         if _value(config, f"{key}.overlap_param_gather_with_optimizer_step"):
             raise RecipeError(
                 f"{key}.overlap_param_gather_with_optimizer_step must be false: an update that is overlapped with "
                 "the parameter gather cannot be guarded"
             )
+
+
+class _Section:
+    """Gives the values of a part of a recipe as attributes, None for what it does not have."""
+
+    def __init__(self, section: DictConfig) -> None:
+        self._section = section
+
+    def __getattr__(self, name: str) -> Any:
+        return _value(self._section, name)
 
 
 def _value(config: DictConfig, key: str) -> Any:

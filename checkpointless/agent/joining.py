@@ -84,6 +84,7 @@ class Joining:
                     raise JoinError(
                         f"the coordinator at {self.where} was not reached within {timeout_s:g} s: {error}"
                     ) from error
+                refused_since_s = None
             self._pause(RETRY_S)
 
     def open(

@@ -134,6 +134,11 @@ class NodeAgent:
         return self._processes.can_start
 
     @property
+    def is_discarding(self) -> bool:
+        """Whether this node ends its ranks before it joins again, so that nobody should count on them."""
+        return self._processes.is_discarding
+
+    @property
     def outcome(self) -> End | None:
         """How the job ended; None until it has."""
         return self._job.outcome
@@ -228,9 +233,10 @@ class NodeAgent:
             self._kill(command)
         elif isinstance(command, AllDone):
             self._job.finished = True
-            for rank in self.alive():
-                rank.state = RankState.FINISHED
-                rank.send(Finish())
+            for rank in self.ranks.values():
+                if rank.state in IN_BLOCK:  # others have gone on to the next block
+                    rank.state = RankState.FINISHED
+                    rank.send(Finish())
         elif isinstance(command, End):
             self.end(command)
 

@@ -138,7 +138,7 @@ class Coordinator:
         return self._membership.admit(index, nproc, send)
 
     def lose(self, node: Node, reason: str) -> None:
-        """Treat the ranks of ``node`` as dead, because its agent cannot be reached any more."""
+        """Note that the agent of ``node`` cannot be reached; its ranks are dead unless it is expected back."""
         self._membership.lose(node, reason)
 
     def hear(self, node: Node, message: NodeMessage) -> None:
@@ -167,7 +167,7 @@ class Coordinator:
             case Leaving() if node is self.host:  # and this coordinator ends with it
                 self.end(FAILED, message.reason)
             case Leaving():
-                self.lose(node, message.reason)
+                self._membership.lose_for_good(node, message.reason)
             case Holding():
                 self._bad_devices.note_holding(node, message)
             case Progress():
@@ -194,9 +194,9 @@ class Coordinator:
             self._hangs.look(now_s)
             return
         self._hangs.kill_those_that_stay(now_s)
-        replace_at_s, gather_by_s = self._takeover.replace_at_s, self._job.gather_by_s
+        replace_at_s, gather_by_s = self._job.replace_at_s, self._job.gather_by_s
         if replace_at_s is not None and now_s >= replace_at_s:
-            self._takeover.replace_at_s = None
+            self._job.replace_at_s = None
             self._membership.replace_missing("it did not find the new coordinator")
         elif gather_by_s is not None and now_s >= gather_by_s:
             if self.phase is Phase.JOINING:
@@ -212,7 +212,7 @@ class Coordinator:
         """Start, or take over, the processes of the job, since all of its nodes have joined."""
         if self.phase is Phase.JOINING:
             self._job.enter(Phase.GATHERING)
-            self._job.gather_by_s = self._takeover.replace_at_s = None
+            self._job.gather_by_s = self._job.replace_at_s = None
             if self._adoption:
                 self._takeover.adopt()
         if self.phase is Phase.GATHERING:

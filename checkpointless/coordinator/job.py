@@ -51,6 +51,8 @@ class Job:
         progress: the nodes' reports of this generation.
         high_water: the highest optimizer step that any rank was seen to commit (-1: none).
         target: the step after which the recovery is over (-1: none).
+        replace_at_s: when missing nodes of a job that is taken over are replaced, on the coordinator's clock (None:
+            none is waited for).
         gather_by_s: by when nodes and ranks have to be together, on the coordinator's clock (None: no limit runs).
         outcome: how the job ended; None as long as it has not.
     """
@@ -75,6 +77,7 @@ class Job:
         self.high_water = NO_STEP
         self.target = NO_STEP
         self.gather_by_s: float | None = clock() + limits.join_timeout_s
+        self.replace_at_s: float | None = None
         self.outcome: End | None = None
         self._phase = Phase.JOINING
 

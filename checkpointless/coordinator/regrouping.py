@@ -201,7 +201,7 @@ class Regrouping:
         self._job.enter(Phase.FINISHING)
         self._incidents.recovered(self._job.target, self._job.high_water)
         for rank in self._roster.ranks:
-            if rank.state is not RankState.GONE:
+            if rank.state in IN_BLOCK:
                 self._roster.move(rank, RankState.FINISHED)
         self._job.tell_nodes(AllDone())
 

@@ -25,6 +25,8 @@ class Node:
         lost: why the node's agent can no longer be reached ("" if it can).
         searching: whether the node said that it lost the coordinator, and has not come back yet.
         is_back: whether the node has come back to its own place, and has not said yet what its ranks do.
+        back_by_s: until when it had to come back, on the coordinator's clock; if it is gone again before it has
+            said what its ranks do, it has no longer than that.
         speaks_by_s: until when a node that is back has to say so, on the coordinator's clock.
         tried: devices, and the ranks of which a process was started on them although they are bad, with the
             incarnation of the process and the highest committed step of that time.
@@ -37,6 +39,7 @@ class Node:
     lost: str = ""
     searching: bool = False
     is_back: bool = False
+    back_by_s: float = 0.0
     speaks_by_s: float = 0.0
     tried: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 

@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionO
 from typing_extensions import override
 
 from checkpointless.megatron.replicas import replica_group
+from checkpointless.megatron.scales import Scales
 from checkpointless.megatron.update import gather_parameters, sub_optimizers, update_locally
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.tensor_entry import Key
@@ -28,11 +29,19 @@ class MegatronTensors(TrainingTensors):
 
     def __init__(self, chunks: Iterable[torch.nn.Module], optimizer: MegatronOptimizer | None) -> None:
         self.optimizers = sub_optimizers(optimizer)
+        chunks = list(chunks)
+        self._scales = Scales(chunks)  # first: they are buffers then
         super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
 
     def group(self) -> tuple[int, ...]:
         """Return the ranks that hold the same shard."""
         return replica_group(self.optimizers)
+
+    @override
+    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
+        """Return copies, by key, of the buffers as they are now, scales of FP8 among them."""
+        self._scales.follow()
+        return super().copy_buffers()
 
     @override
     def tensors(self) -> dict[Key, torch.Tensor]:

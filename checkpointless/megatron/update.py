@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
+from checkpointless.precision import unsupported
 from checkpointless.recovery.guard import guarded_update
 
 _UNSCALED = (torch.float32, torch.bfloat16)
@@ -66,12 +67,9 @@ def unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str
         One line that says what to set; None if there is no obstacle.
     """
     for model in models:
-        for name in ("fp8", "fp4"):
-            if getattr(getattr(model, "config", None), name, None):
-                return (
-                    f"checkpointless cannot take along the scales that {name.upper()} training keeps beside the "
-                    f"parameters: set {name}=None (NeMo: in MegatronMixedPrecision)"
-                )
+        reason = unsupported(getattr(model, "config", None))
+        if reason is not None:
+            return f"{reason} (NeMo: in MegatronMixedPrecision)"
     if any(
         getattr(getattr(each, "ddp_config", None), "use_megatron_fsdp", False) for each in sub_optimizers(optimizer)
     ):

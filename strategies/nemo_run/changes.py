@@ -10,6 +10,7 @@ import nemo_run as run
 from nemo.lightning import AutoResume, MegatronOptimizerModule, MegatronStrategy
 
 from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.precision import unsupported
 from checkpointless.strategies.checkpoints.resume import CheckpointlessAutoResume
 from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
 from checkpointless.strategies.nemo_run.layout import layout_of, require
@@ -89,10 +90,9 @@ def _check_optimizer(recipe: run.Partial) -> None:
         getattr(recipe.trainer, "plugins", None),
         getattr(getattr(recipe, "model", None), "config", None),
     ):
-        if getattr(place, "fp8", None) or getattr(place, "fp4", None):
-            raise ValueError(
-                f"{_name(place)} asks for FP8 or FP4, with scales that are not recovered: set fp8=None and fp4=None"
-            )
+        reason = unsupported(place)
+        if reason is not None:
+            raise ValueError(f"{_name(place)}: {reason}")
     for place in (getattr(optim, "config", None), *_callbacks_of(recipe.trainer)):
         if getattr(place, _EARLY_GATHER, None):
             raise ValueError(

@@ -54,6 +54,7 @@ class ProcessKeeper:
     Attributes:
         ranks: every rank that this node has started a process of, by number.
         can_start: whether processes can be started.
+        is_discarding: whether all processes are being ended before the node joins again.
         failures: how many processes exited with a nonzero code since the generation began.
     """
 
@@ -73,7 +74,7 @@ class ProcessKeeper:
         guard: DeviceGuard | None = None,
     ) -> None:
         self.ranks: dict[int, LocalRank] = {}
-        self.can_start = False
+        self.can_start = self.is_discarding = False
         self.failures = 0
         self._job = job
         self._reports = RankReports(job, report, clock)
@@ -90,7 +91,7 @@ class ProcessKeeper:
         self._guard = guard
         self._held = HeldSpawns(job, guard, report, say, clock)
         self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
-        self._discarding = self._is_ready = False
+        self._is_ready = False
         if starter.readable is not None:
             selector.register(starter.readable, selectors.EVENT_READ, self.hear)
 
@@ -215,7 +216,7 @@ class ProcessKeeper:
 
     def discard(self) -> None:
         """Kill all processes, report nothing of their ends, and join the job again without them."""
-        self._discarding = True
+        self.is_discarding = True
         self._next.clear()
         for rank in self.alive():
             rank.disconnect()
@@ -281,7 +282,7 @@ class ProcessKeeper:
     ) -> None:
         """Report that a rank has no process any more."""
         rank.state = RankState.GONE
-        if self._discarding:
+        if self.is_discarding:
             self._join_when_empty()
             return
         reading = rank.board.read()
@@ -300,8 +301,8 @@ class ProcessKeeper:
         )
 
     def _join_when_empty(self) -> None:
-        if self._discarding and not self.alive():
-            self._discarding = False
+        if self.is_discarding and not self.alive():
+            self.is_discarding = False
             self._report(self.joined())
 
     def _hear_rank(self, rank: LocalRank) -> None:

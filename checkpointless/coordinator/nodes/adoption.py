@@ -75,7 +75,8 @@ class Adoption:
     @property
     def is_over(self) -> bool:
         """Whether every rank's block had returned, as at least one node knows."""
-        return any(standing.finished for standing in self._standings.values())
+        newest = self.generation
+        return any(each.finished and each.generation == newest for each in self._standings.values())
 
     def failure(self) -> Cause | None:
         """Return why a rank failed after its block had returned, or None if none did."""

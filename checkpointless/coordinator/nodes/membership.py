@@ -62,7 +62,7 @@ class Membership:
         if index < 0:
             roster.spares.append(node)
         elif index in roster.back_by_s:
-            del roster.back_by_s[index]
+            node.back_by_s = roster.back_by_s.pop(index)
             node.joined, node.is_back = roster.nodes[index].joined, True
             node.tried = roster.nodes[index].tried
             node.speaks_by_s = self._job.clock() + self._job.limits.regroup_timeout_s
@@ -87,7 +87,7 @@ class Membership:
         if bad_device and (has_spare or not is_wanted):
             self._job.say(f"a node is sent away: {bad_device}")
             node.send(End(FAILED, [f"this node is not taken into the job: {bad_device}"]))
-            self.lose(node, bad_device)
+            self.lose_for_good(node, bad_device)
             return
         if node.is_back and not self.begin_anew(node, "its agent was started anew"):
             return
@@ -102,16 +102,20 @@ class Membership:
             self._on_complete()
 
     def lose(self, node: Node, reason: str) -> None:
-        """Treat the ranks of ``node`` as dead, because its agent cannot be reached any more."""
+        """Note that the agent of ``node`` cannot be reached; its ranks are dead unless it is expected back."""
+        roster, job = self._roster, self._job
+        if not self._comes_back(node):
+            self.lose_for_good(node, reason)
+        elif node.index not in roster.back_by_s:
+            by_s = node.back_by_s if node.is_back else job.clock() + job.limits.node_timeout_s
+            roster.back_by_s[node.index] = by_s
+            node.send, node.is_back = _drop, False
+
+    def lose_for_good(self, node: Node, reason: str) -> None:
+        """Treat the ranks of ``node`` as dead."""
         if node.lost:  # it had said that it leaves, and now its connection is closed
             return
         roster, job = self._roster, self._job
-        # One that looks for this coordinator comes back, and its ranks train meanwhile. What the ranks of a node do
-        # that had not joined yet is not known here.
-        if node.searching and node.joined and node.index not in roster.back_by_s and roster.is_in_place(node):
-            node.send = _drop
-            roster.back_by_s[node.index] = job.clock() + job.limits.node_timeout_s
-            return
         node.send, node.lost, node.joined, node.is_back = _drop, reason, False, False
         if node in roster.spares:
             roster.spares.remove(node)
@@ -127,13 +131,12 @@ class Membership:
     def give_up(self, node: Node, reason: str) -> None:
         """Have a node end its part of the job, and treat it as lost: a device of it must not be used."""
         node.send(End(FAILED, [reason]))
-        node.searching = False  # it does not come back
-        self.lose(node, reason)
+        self.lose_for_good(node, reason)
 
     def lose_those_that_stay_away(self, now_s: float) -> None:
         """Treat nodes as lost that looked for this coordinator and have not come back, or not spoken, in time."""
         for index in [index for index, by_s in self._roster.back_by_s.items() if now_s >= by_s]:
-            self.lose(self._roster.nodes[index], "it lost sight of the coordinator and did not come back")
+            self.lose_for_good(self._roster.nodes[index], "it lost sight of the coordinator and did not come back")
         for node in [node for node in self._roster.nodes if node.is_back and now_s >= node.speaks_by_s]:
             self.begin_anew(node, "it came back and did not say what its ranks do")
 
@@ -154,8 +157,8 @@ class Membership:
         Returns:
             Whether the node still has a place in the job.
         """
-        send, index, node.is_back = node.send, node.index, False
-        self.lose(node, reason)
+        send, index = node.send, node.index
+        self.lose_for_good(node, reason)
         if self._job.outcome is None and self._roster.nodes[index] is node:
             node.send, node.lost = send, ""
             self._roster.put_in_place(node, index)
@@ -163,8 +166,20 @@ class Membership:
         send(self._job.outcome or End(FAILED, [f"a spare has taken the place of node {index}"]))
         return False
 
+    def _comes_back(self, node: Node) -> bool:
+        """Return whether a node whose connection is lost is expected back with its ranks, which go on meanwhile.
+
+        This holds for a node that looks for this coordinator, and when all that is left is to hear how ranks
+        ended. Of a node that has not joined, nobody here knows what its ranks do.
+        """
+        if node.lost or not node.joined or not self._roster.is_in_place(node):
+            return False
+        return node.is_back or node.searching or self._job.phase is Phase.FINISHING
+
     def _vacant(self) -> Node | None:
-        """Return a node that was lost, whose place nobody has taken."""
+        """Return a node that was lost, whose place anybody may take."""
+        if self._job.replace_at_s is not None:
+            return None
         return next((each for each in self._roster.nodes if each.lost and each.lost != NOT_YET), None)
 
     def _lose_ranks(self, node: Node, reason: str) -> None:
@@ -181,6 +196,9 @@ class Membership:
             return
         if job.phase is Phase.JOINING:
             job.say(f"node {node.index} was lost before the job began ({reason})")
+            if self._adoption or job.replace_at_s is not None:
+                job.replace_at_s = job.clock() + job.limits.node_timeout_s
+                return  # its ranks may train, and it may come back
         else:
             cause = Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}")
             self._regrouping.fault(cause)

@@ -17,7 +17,9 @@ from checkpointless.coordinator.roster import Node, Rank
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.causes import Cause, CauseKind
 from checkpointless.wire.node_messages import AllDone, Discard, OpenStore, RankStanding, Standing
-from checkpointless.wire.rank_state import COUNTED, RankState
+from checkpointless.wire.rank_state import RankState
+
+_BEFORE_THE_BLOCK = (RankState.STARTING, RankState.READY)
 
 
 class Takeover:
@@ -29,10 +31,6 @@ class Takeover:
         membership: which nodes belong to the job.
         processes: starts the processes that are missing.
         regrouping: opens incidents, and ends the job.
-
-    Attributes:
-        replace_at_s: when the missing nodes of a running job are replaced, on the coordinator's clock (None:
-            never).
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class Takeover:
         processes: Processes,
         regrouping: Regrouping,
     ) -> None:
-        self.replace_at_s: float | None = None
         self._job = job
         self._roster = job.roster
         self._adoption = adoption
@@ -64,7 +61,7 @@ class Takeover:
         now_s = job.clock()
         if not self._adoption:
             job.gather_by_s = now_s + job.limits.regroup_timeout_s
-            self.replace_at_s = now_s + job.limits.node_timeout_s
+            job.replace_at_s = now_s + job.limits.node_timeout_s
         self._adoption.put(node, standing)
         self._membership.joined(node)
 
@@ -79,6 +76,8 @@ class Takeover:
             if failure is not None:
                 job.end(FAILED, str(failure))
             self._regrouping.finish()
+            if self._roster.in_state[RankState.READY]:  # for the next block
+                self._processes.ensure_store()
             self._regrouping.check_end()
             return
         cause = found.cause()
@@ -105,8 +104,9 @@ class Takeover:
     def _take_back(self, node: Node, standing: Standing) -> None:
         """Take back a node and its ranks after the node or this coordinator had lost sight of the other."""
         job = self._job
-        missed = self._missed_the_begin(standing)
-        if not self._roster.is_in_place(node) or not (missed or self._is_of_this_generation(standing)):
+        is_known = self._roster.is_in_place(node) and standing.run_id == job.rendezvous.run_id
+        missed = is_known and self._missed_the_begin(standing)
+        if not missed and not (is_known and self._is_of_this_generation(standing)):
             if not node.is_back or self._membership.begin_anew(node, "it came back from another generation"):
                 node.send(Discard())  # other processes may have taken the place of its ranks
             return
@@ -140,14 +140,21 @@ class Takeover:
             self._processes.start_missing()
 
     def _is_of_this_generation(self, standing: Standing) -> bool:
-        same = (standing.generation, standing.run_id) == (self._job.generation, self._job.rendezvous.run_id)
-        return same and (self._job.phase is Phase.FINISHING or not standing.finished)
+        finished = standing.finished and self._job.phase is not Phase.FINISHING
+        return standing.generation == self._job.generation and not finished
 
     def _missed_the_begin(self, standing: Standing) -> bool:
-        """Return whether the ranks of a node still wait at the barrier for the generation that has begun."""
-        expected = (self._job.generation - 1, self._job.rendezvous.run_id)
-        wait = all(said.state not in COUNTED or said.state is RankState.READY for said in standing.ranks)
-        return (standing.generation, standing.run_id) == expected and wait and not standing.finished
+        """Return whether the ranks of a node still wait at the barrier for a generation that has begun.
+
+        They must be the processes that were asked for last, and not those of a node whose place another one had.
+        """
+        wait = all(
+            said.state is RankState.GONE
+            or (said.state in _BEFORE_THE_BLOCK and said.incarnation == self._roster.ranks[said.number].incarnation)
+            for said in standing.ranks
+            if 0 <= said.number < len(self._roster.ranks)
+        )
+        return standing.generation < self._job.generation and wait
 
     def _all_of(self, node: Node, standing: Standing) -> list[RankStanding]:
         """Return what all ranks of a node do: the command to start those that it does not know was lost."""

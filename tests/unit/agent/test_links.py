@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import selectors
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,10 +27,12 @@ class Coordinators:
         self.heard: list[Any] = []
         self.lose: Callable[[str], None]
         self.refusal: JoinError | None = None
+        self.answers: Callable[[], object] = lambda: None
         self.own_address, self.where, self.bytes_heard = "10.0.0.2", "node0:29400", 0
 
     def join(self, number: int, stopped: Callable[[], bool]) -> Any:
         self.numbers.append(number)
+        self.answers()
         if self.refusal is not None:
             raise self.refusal
         return self
@@ -50,7 +53,8 @@ class Agent(SimpleNamespace):
     """Stands in for an agent, with as much of it as a link needs."""
 
     def __init__(self, *ranks: int) -> None:
-        super().__init__(ranks=dict.fromkeys(ranks), outcome=None, joined=True, has_ended_well=False, grace_s=None)
+        super().__init__(ranks=dict.fromkeys(ranks), outcome=None, joined=True, grace_s=None)
+        self.has_ended_well = self.is_discarding = False
 
     def joining(self) -> Joined:
         return Joined()
@@ -75,8 +79,8 @@ class Scene:
             stopped=lambda: False,
         )
 
-    def deliver(self) -> None:
-        self.link.deliver(self.agent, time.monotonic())  # type: ignore[arg-type]
+    def deliver(self, after_s: float = 0.0) -> None:
+        self.link.deliver(self.agent, time.monotonic() + after_s)  # type: ignore[arg-type]
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline_s = time.monotonic() + 5
@@ -131,10 +135,43 @@ def test_an_agent_that_ends_does_not_offer_its_ranks_to_another_coordinator() ->
     assert scene.coordinators.heard == []
 
 
+def test_a_node_that_ends_its_ranks_does_not_offer_them_to_another_coordinator() -> None:
+    scene = Scene(2, 3)
+    scene.agent.is_discarding = True
+    scene.coordinators.lose("it closed the connection")
+    scene.until(lambda: scene.said[-1:] == ["the coordinator at node0:29400 is back"])
+    assert scene.coordinators.heard == []
+
+
+def test_ranks_that_ended_well_are_told_of_if_the_coordinator_is_found_in_time() -> None:
+    scene = Scene(2, 3)
+    scene.coordinators.lose("it closed the connection")
+    scene.deliver()
+    scene.link.report(ENDED)
+    scene.agent.has_ended_well = True
+    scene.until(lambda: scene.coordinators.heard)
+    assert (scene.coordinators.heard, scene.agent.outcome) == ([ENDED, STANDING], None)
+
+
 def test_ranks_that_ended_well_need_no_coordinator_to_say_so() -> None:
     scene = Scene(2, 3)
+    may_answer = threading.Event()
+    scene.coordinators.answers = may_answer.wait
     scene.coordinators.lose("it closed the connection")
     scene.deliver()
     scene.agent.has_ended_well = True
     scene.deliver()
+    scene.deliver(4.9)
+    assert scene.agent.outcome is None
+    scene.deliver(5.1)
+    assert scene.agent.outcome == End(0, [])
+    may_answer.set()
+
+
+def test_ranks_that_ended_well_do_not_wait_for_a_coordinator_that_refuses_them() -> None:
+    scene = Scene(2, 3)
+    scene.coordinators.refusal = RefusedError("the job is over")
+    scene.agent.has_ended_well = True
+    scene.coordinators.lose("it closed the connection")
+    scene.until(lambda: scene.agent.outcome)
     assert scene.agent.outcome == End(0, [])

@@ -66,6 +66,14 @@ def test_a_process_that_ended_before_all_were_done_does_not_keep_the_agent(node:
     assert node.agent.outcome == End(1, ["rank 0 killed by SIGKILL"])
 
 
+def test_ranks_that_wait_for_the_next_block_are_not_ended_with_this_one(node: CommandedNode) -> None:
+    for number, state in enumerate((RankState.DONE, RankState.READY)):
+        node.agent.ranks[number].state = state
+    node.agent.obey(AllDone())
+    node.agent.obey(AllDone())
+    assert [rank.state for rank in node.agent.ranks.values()] == [RankState.FINISHED, RankState.READY]
+
+
 def test_a_kill_that_comes_after_the_next_generation_began_is_ignored(node: CommandedNode) -> None:
     node.agent.obey(Begin(0, "", {}, -1, -1))
     node.agent.obey(Begin(1, "1", {}, -1, -1))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpointless.coordinator.roster import Node
 from checkpointless.telemetry.events import EVENTS_FILE, read_events
 from checkpointless.wire.causes import CauseKind
 from checkpointless.wire.node_messages import (
@@ -240,6 +241,9 @@ class Observer:
             self.at_barrier.add(rank)
         self.job.tell(rank, RankReady(rank, incarnation, 1, committed, committed + 1))
 
+    def is_away(self, node: Node) -> bool:
+        return bool(node.lost) or node.index in self.job.coordinator._job.roster.back_by_s
+
     def look(self) -> None:
         """Check what was sent since the last look."""
         for _, command in self.job.sent[self.looked_at :]:
@@ -265,16 +269,16 @@ class Observer:
             job.opens = rank
             job.open_stores()
         elif kind == "admitted":
-            if job.outcome is None and (rank < 0 or (rank < 2 and coordinator.nodes[rank].lost)):
+            if job.outcome is None and (rank < 0 or (rank < 2 and self.is_away(coordinator.nodes[rank]))):
                 job.admit(rank)
             else:
                 with pytest.raises(ValueError):
                     job.admit(rank)
         elif kind == "joined":
-            heard = [each for each in (*coordinator.nodes, *coordinator.spares) if not each.lost]
+            heard = [each for each in (*coordinator.nodes, *coordinator.spares) if not self.is_away(each)]
             if heard:
                 job.hear(heard[rank % len(heard)], Joined())
-        elif coordinator.ranks[rank].node.lost:
+        elif self.is_away(coordinator.ranks[rank].node) or coordinator.ranks[rank].node.is_back:
             return  # nothing can come from there
         elif kind == "lost":
             node = coordinator.ranks[rank].node
@@ -284,12 +288,12 @@ class Observer:
             self.ready(rank, *more)
         elif kind == "all ready":
             for each in coordinator.ranks:
-                if not each.node.lost and each.number not in self.at_barrier:
+                if not self.is_away(each.node) and each.number not in self.at_barrier:
                     self.ready(each.number, each.incarnation, 1)
                     self.look()
         elif kind == "all done":
             for each in coordinator.ranks:
-                if not each.node.lost:
+                if not self.is_away(each.node):
                     job.tell(each.number, RankDone(each.number, coordinator.generation))
         elif kind == "ended":
             if self.incarnations.get(rank) == more[0]:

@@ -20,6 +20,7 @@ FOLDERS[PACKAGE] = ROOT / PACKAGE
 # package's own __init__ gathers what has no framework in it.
 FLOORS = {
     "layout": 0,
+    "precision": 0,
     "nccl": 0,
     "patches": 0,
     "devices": 0,
@@ -51,6 +52,7 @@ FLOORS = {
 FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", "transformer_engine"}
 STANDARD_LIBRARY_ONLY = (
     "layout",
+    "precision",
     "nccl",
     "patches",
     "devices",

@@ -113,7 +113,7 @@ class ModelAgent:
                     assert state is GONE, f"rank {command.rank} is killed, and was {state.value}"
             case AllDone():
                 self._finished = True
-                self._move(dict.fromkeys(set(RankState) - {GONE}, FINISHED))
+                self._move(dict.fromkeys(IN_BLOCK, FINISHED))
             case Discard():
                 self.healthy_ended += len(self.alive())
                 self._move(dict.fromkeys(RankState, GONE))
@@ -121,10 +121,14 @@ class ModelAgent:
             case End():
                 self.outcome = command
 
-    def goes_on(self, number: int) -> None:
-        """Have a rank do what it does next if nothing happens to it, except that its block does not return."""
+    def goes_on(self, number: int, *, has_next_block: bool = True) -> None:
+        """Have a rank do what it does next if nothing happens to it, except that its block does not return.
+
+        Args:
+            has_next_block: whether the process runs another block once all ranks are done with this one.
+        """
         state, incarnation = self.ranks[number]
-        if state in (STARTING, LEAVING):
+        if state in (STARTING, LEAVING) or (state is FINISHED and has_next_block):
             self.ranks[number] = READY, incarnation
             self._say(RankReady(number, incarnation, 1000, self._committed, self._committed + 1))
 
@@ -205,7 +209,7 @@ class CutJob:
             self.coordinator.tick(self.now_s)
             agent, chance = self.random.choice(self.agents), self.random.random()
             if chance < 0.04:
-                self.cut(agent, says_so=True)
+                self.cut(agent, says_so=self.random.random() < 0.5)
             elif chance < 0.3:
                 self.connect(agent)
             elif chance < 0.5:
@@ -217,7 +221,7 @@ class CutJob:
                     if agent.ranks[number][0] is FINISHED:
                         agent.dies(number, 0)
                     else:
-                        agent.goes_on(number)
+                        agent.goes_on(number, has_next_block=False)
                         agent.returns(number)
         if self.coordinator.outcome != End(0, []):
             self.fail(f"the job did not end well: {self.coordinator.outcome}")
@@ -230,12 +234,14 @@ class CutJob:
             self.deliver_one(agent)
         elif chance < 0.60:
             self.deliver_to(agent)
-        elif chance < 0.80 and alive:
+        elif chance < 0.78 and alive:
             agent.goes_on(self.random.choice(alive))
+        elif chance < 0.80 and alive:
+            agent.returns(self.random.choice(alive))
         elif chance < 0.85 and alive:
             number = self.random.choice(alive)
-            if self.coordinator.generation < 0 or self.coordinator.ranks[number].state is STARTING:
-                return  # a first process that dies early ends the job, as do too many stillborn successors
+            if self.coordinator.generation < 0 or self.coordinator.ranks[number].state in (STARTING, FINISHED):
+                return  # too many that die before they enter the block end the job, as does one that dies after it
             self.story.append(f"rank {number}.{agent.ranks[number][1]} dies as {agent.ranks[number][0].value}")
             self.deaths += 1
             agent.dies(number)
@@ -255,8 +261,8 @@ class CutJob:
         """Cut a connection; of what is under way, some arrives."""
         if agent.node is None:
             return
-        for _ in range(self.random.randint(0, len(agent.outbox))):
-            self.deliver_one(agent)
+        for _ in range(len(agent.outbox) if says_so else self.random.randint(0, len(agent.outbox))):
+            self.deliver_one(agent)  # all of it comes before the word that the node looks for the coordinator
         for _ in range(self.random.randint(0, len(agent.inbox))):
             self.deliver_to(agent)
         node, agent.node = agent.node, None

@@ -13,6 +13,7 @@ from checkpointless.wire.node_messages import (
     Leaving,
     Progress,
     RankDone,
+    RankEnded,
     RankReady,
     Searching,
     Spawn,
@@ -113,7 +114,32 @@ def test_a_node_lost_before_its_processes_have_ended_is_no_success() -> None:
         job.tell(rank, RankDone(rank, 0))
     job.ends(2, 0)
     job.lose(job.coordinator.nodes[1], "it is gone")
-    assert job.last_word == "node 1 was lost before its ranks had ended (it is gone)"
+    job.tick(9.9)
+    assert job.outcome is None  # it may come back, and say how they ended
+    job.tick(10.1)
+    why = "it lost sight of the coordinator and did not come back"
+    assert job.last_word == f"node 1 was lost before its ranks had ended ({why})"
+
+
+def test_a_node_that_leaves_before_its_processes_have_ended_is_not_waited_for() -> None:
+    job = Job().begin()
+    for rank in job.ranks:
+        job.tell(rank, RankDone(rank, 0))
+    job.hear(job.coordinator.nodes[1], Leaving("stopped by SIGTERM"))
+    assert job.last_word == "node 1 was lost before its ranks had ended (stopped by SIGTERM)"
+
+
+def test_how_ranks_ended_while_their_node_was_away_is_heard() -> None:
+    job = Job().begin()
+    for rank in job.ranks:
+        job.tell(rank, RankDone(rank, 0))
+    job.lose(job.coordinator.nodes[1], "it closed the connection")
+    job.ends(0, 0)
+    job.ends(1, 0)
+    node = job.admit(1)
+    for rank in (2, 3):
+        job.hear(node, RankEnded(rank, 0, 0, False, 3, 4, "rank.log", []))
+    assert job.outcome == End(0, [])
 
 
 def test_a_replacement_that_still_imports_is_waited_for() -> None:

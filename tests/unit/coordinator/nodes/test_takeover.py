@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpointless.coordinator.job import Phase
 from checkpointless.wire.causes import CauseKind
 from checkpointless.wire.node_messages import (
     AllDone,
@@ -146,3 +147,45 @@ def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
     assert spawned == [rank for rank in job.ranks if states[rank] is RankState.GONE]
     job.ready(*spawned)
     assert {begin.generation for _, begin in job.take(Begin)} == {max(generations) + 1}
+
+
+def test_a_node_that_goes_away_from_a_new_coordinator_keeps_its_place_for_a_while() -> None:
+    job = Job(nnodes=3)
+    standing(job, 0, RUNNING, RUNNING)
+    node = standing(job, 1, RUNNING, RUNNING)
+    job.join(-1)
+    job.lose(node, "it closed the connection")
+    job.tick(9.0)
+    job.join(-1)
+    assert job.take(Spawn) == []
+    standing(job, 1, RUNNING, RUNNING)
+    standing(job, 2, RUNNING, RUNNING)
+    assert (job.sent, job.coordinator.phase) == ([], Phase.RUNNING)
+
+
+def test_a_spare_takes_the_place_of_a_node_that_stays_away_from_a_new_coordinator() -> None:
+    job = Job()
+    node = standing(job, 1, RUNNING, RUNNING)
+    job.join(-1)
+    job.lose(node, "it closed the connection")
+    standing(job, 0, RUNNING, RUNNING)
+    job.tick(10.1)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2, 3]
+
+
+def test_ranks_that_wait_at_the_entry_of_the_next_block_are_not_taken_for_finished() -> None:
+    job = Job()
+    standing(job, 0, RankState.READY, RankState.FINISHED, finished=True)
+    standing(job, 1, RankState.READY, RankState.READY, finished=True)
+    assert job.coordinator.phase is Phase.FINISHING
+    job.ready(1)
+    assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]
+
+
+def test_ranks_that_train_in_the_next_block_are_not_ended_because_others_missed_its_begin() -> None:
+    job = Job()
+    standing(job, 0, RankState.READY, RankState.READY, generation=3, finished=True)
+    standing(job, 1, RUNNING, RUNNING, generation=4)
+    assert job.take(AllDone) == []
+    job.ready(2, 3)
+    assert [begin.generation for _, begin in job.take(Begin)] == [5, 5]

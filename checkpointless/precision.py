@@ -1,0 +1,43 @@
+"""The precisions of training that can be recovered exactly."""
+
+from __future__ import annotations
+
+DELAYED = "delayed"  # the recipe of FP8 that keeps scales from step to step
+_WITHOUT_STATE = ("tensorwise", "blockwise", "mxfp8")
+
+
+def unsupported(config: object) -> str | None:
+    """Return why training at this precision cannot be recovered exactly.
+
+    Args:
+        config: Megatron's ``TransformerConfig``, NeMo's ``MegatronMixedPrecision`` or a recipe of either; what it
+            does not have counts as not set.
+
+    Returns:
+        One line that says what to set; None if there is no obstacle.
+    """
+    if getattr(config, "fp4", None):
+        return "checkpointless has not been proved with FP4 training: set fp4=None"
+    if not getattr(config, "fp8", None):
+        return None
+    for name in ("fp8_param", "fp8_params", "fp8_param_gather"):
+        if getattr(config, name, None):
+            return (
+                f"checkpointless cannot take along parameters in FP8: set {name}=False, which keeps them in 16 bits"
+            )
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if getattr(config, name, None):
+            return f"checkpointless cannot take along the scales of attention in FP8: set {name}=False"
+    known = (DELAYED, *_WITHOUT_STATE)
+    if fp8_recipe(config) not in known:
+        return (
+            f"checkpointless does not know what the FP8 recipe {fp8_recipe(config)!r} keeps: "
+            f"set fp8_recipe to one of {', '.join(known)}"
+        )
+    return None
+
+
+def fp8_recipe(config: object) -> str:
+    """Return the name of the recipe of FP8 training; Megatron's default if none is set."""
+    recipe = getattr(config, "fp8_recipe", None) or DELAYED
+    return str(getattr(recipe, "value", recipe))

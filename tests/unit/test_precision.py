@@ -1,0 +1,55 @@
+"""Test which precisions of training are refused."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpointless.precision import unsupported
+
+
+class Recipe(str, Enum):
+    """Stands in for Megatron's ``Fp8Recipe``."""
+
+    BLOCKWISE = "blockwise"
+    CUSTOM = "custom"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"fp8": None, "fp4": None, "fp8_param": True},
+        {"fp8": "hybrid"},
+        {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_param": False, "fp8_param_gather": None},
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+        {"fp8": "hybrid", "fp8_recipe": Recipe.BLOCKWISE},
+        {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
+    ],
+)
+def test_scales_and_recipes_without_any_are_carried(config: dict[str, Any]) -> None:
+    assert unsupported(SimpleNamespace(**config)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "todo"),
+    [
+        ({"fp4": "e2m1"}, "set fp4=None"),
+        ({"fp8": "hybrid", "fp8_param": True}, "set fp8_param=False"),
+        ({"fp8": "hybrid", "fp8_param_gather": True}, "set fp8_param_gather=False"),
+        ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "set fp8_multi_head_attention=False"),
+        ({"fp8": "hybrid", "fp8_dot_product_attention": True}, "set fp8_dot_product_attention=False"),
+        (
+            {"fp8": "hybrid", "fp8_recipe": Recipe.CUSTOM},
+            "'custom' keeps: set fp8_recipe to one of delayed, tensorwise",
+        ),
+    ],
+)
+def test_what_keeps_more_is_refused(config: dict[str, Any], todo: str) -> None:
+    reason = unsupported(SimpleNamespace(**config))
+    assert reason is not None
+    assert todo in reason
+    assert "\n" not in reason
