@@ -48,6 +48,7 @@ def test_every_object_is_made_anew_and_every_bit_is_the_same(
     assert verdict.steps == STEPS
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_an_executor_of_nemo_run_launches_it_and_an_exception_changes_no_bit(
     nemo_zygote: Zygote, tmp_path: Path

@@ -35,7 +35,7 @@ def test_sigterm_in_the_last_step(disturb: Disturb) -> None:
     assert incident.target == 4
 
 
-@pytest.mark.parametrize("phase", ["init", "recovery"])
+@pytest.mark.parametrize("phase", [pytest.param("init", marks=pytest.mark.long), "recovery"])
 def test_sigterm_before_lightning_listens_kills(disturb: Disturb, phase: str) -> None:
     faults = ("exception@forward:rank=0,step=3", f"sigterm@{phase}:rank=2,step=2")
     job = disturb(4, 4, *faults, args=DROPOUT)

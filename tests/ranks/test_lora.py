@@ -105,6 +105,7 @@ def test_first_step(disturb: Disturb, kind: str) -> None:
     assert job.incidents[0].resumed_after == 0  # all ranks may have had their state by then, or not
 
 
+@pytest.mark.long
 def test_pipeline_stages_and_two_faults(disturb: Disturb) -> None:
     disturb(5, "sigkill@backward:rank=3,step=2", "exception@between:rank=0,step=4", args=(*PP2, *DROPOUT))
 

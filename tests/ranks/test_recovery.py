@@ -46,7 +46,7 @@ def test_every_phase(disturb: Disturb, kind: str) -> None:
         (4, (*PP2, *DROPOUT), ("sigkill@backward:rank=3,step=3",)),
         (4, EP2, ("sigkill@forward:rank=1,step=2", "exception@optimizer:rank=2,step=4")),
         (8, (*TP2, *PP2, *DROPOUT), ("sigkill@forward:rank=5,step=2", "exception@optimizer:rank=0,step=4")),
-        (8, (), ("sigkill@data:rank=0,step=3",)),
+        pytest.param(8, (), ("sigkill@data:rank=0,step=3",), marks=pytest.mark.long),
     ],
     ids=["dp4", "pp2", "ep2", "tp2-pp2", "dp8"],
 )
@@ -139,7 +139,7 @@ def test_both_holders_gone_falls_back_to_the_checkpoint(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("incidents", [8, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("incidents", [4, pytest.param(20, marks=pytest.mark.long)])
 def test_after_many_incidents_nothing_is_left_behind(disturb: Disturb, incidents: int) -> None:
     steps = range(2, 2 + 3 * incidents, 3)  # a rank says what it holds after two steps; one more follows
     # After a fault whose step is not made again comes one to which all ranks have come: they have said it by then.

@@ -31,8 +31,12 @@ CHECKSUM = ("checkpointless.enable_checksum=true",)
 
 @pytest.mark.parametrize(
     "args",
-    [BF16, (*BF16, *ONE_INSTANCE), (*EP2, *DROPOUT), (*BF16, *EP2)],
-    ids=["bf16-distributed", "bf16-every-rank-whole", "experts", "bf16-experts"],
+    [
+        pytest.param(BF16, id="bf16-distributed"),
+        pytest.param((*BF16, *ONE_INSTANCE), id="bf16-every-rank-whole", marks=pytest.mark.long),
+        pytest.param((*EP2, *DROPOUT), id="experts", marks=pytest.mark.long),
+        pytest.param((*BF16, *EP2), id="bf16-experts"),
+    ],
 )
 def test_every_megatron_optimizer(disturb: Disturb, args: tuple[str, ...]) -> None:
     faults = [
@@ -74,14 +78,21 @@ def test_a_source_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
     assert job.incidents[-1].target == 2
 
 
-@pytest.mark.parametrize("args", [(), TP2, EP2], ids=["dp4", "tp2", "ep2"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param((), id="dp4"),
+        pytest.param(TP2, id="tp2", marks=pytest.mark.long),
+        pytest.param(EP2, id="ep2", marks=pytest.mark.long),
+    ],
+)
 def test_a_source_that_raises_in_the_middle_of_a_transfer(disturb: Disturb, args: tuple[str, ...]) -> None:
     faults = ("sigkill@between:rank=0,step=2", "exception@transfer:rank=2,step=2")
     job = disturb(4, 4, *faults, args=(*SMALL_BUCKETS, *args))
     assert job.incidents[-1].target == 2
 
 
-@pytest.mark.parametrize("args", [(), EP2], ids=["dp4", "ep2"])
+@pytest.mark.parametrize("args", [pytest.param((), id="dp4"), pytest.param(EP2, id="ep2", marks=pytest.mark.long)])
 def test_a_bucket_damaged_on_the_way_is_fetched_again(disturb: Disturb, args: tuple[str, ...]) -> None:
     faults = ("sigkill@between:rank=0,step=2", "bitflip@transfer:rank=2,step=2")
     job = disturb(4, 4, *faults, args=(*SMALL_BUCKETS, *args))
@@ -91,8 +102,10 @@ def test_a_bucket_damaged_on_the_way_is_fetched_again(disturb: Disturb, args: tu
 
 @pytest.mark.parametrize(
     ("nproc", "args", "sources"),
-    [(6, THREE_HOLDERS, [3, 5]), (8, EP2_FOUR_HOLDERS, [3, 5, 7])],
-    ids=["three-holders", "experts-four-holders"],
+    [
+        pytest.param(6, THREE_HOLDERS, [3, 5], id="three-holders"),
+        pytest.param(8, EP2_FOUR_HOLDERS, [3, 5, 7], id="experts-four-holders", marks=pytest.mark.long),
+    ],
 )
 def test_a_bit_that_flipped_in_one_of_many_replicas_is_mended_before_it_spreads(
     disturb: Disturb, nproc: int, args: tuple[str, ...], sources: list[int]
@@ -103,6 +116,7 @@ def test_a_bit_that_flipped_in_one_of_many_replicas_is_mended_before_it_spreads(
     assert fill["sources"] == sources
 
 
+@pytest.mark.long
 def test_a_source_of_experts_killed_in_the_middle_of_a_transfer(disturb: Disturb) -> None:
     faults = ("sigkill@between:rank=0,step=2", "sigkill@transfer:rank=4,step=2")
     job = disturb(8, 4, *faults, args=(*EP2_FOUR_HOLDERS, *SMALL_BUCKETS))
@@ -146,7 +160,14 @@ def test_streams_that_are_nowhere_are_not_replaced_by_others(nemo_zygote: Zygote
     assert "the random streams of rank 1 after step 3 are lost" in job.said[-1]
 
 
-@pytest.mark.parametrize("args", [(), BF16, EP2], ids=["fp32", "bf16", "ep2"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param((), id="fp32", marks=pytest.mark.long),
+        pytest.param(BF16, id="bf16"),
+        pytest.param(EP2, id="ep2", marks=pytest.mark.long),
+    ],
+)
 def test_a_healthy_rank_one_step_behind_is_filled(disturb: Disturb, args: tuple[str, ...]) -> None:
     behind = "callbacks.behind={_target_: tests.ranks.step_behind.StepBehind, rank: 1, step: 3}"
     job = disturb(4, 5, "exception@between:rank=1,step=3", args=(*args, behind))

@@ -123,8 +123,12 @@ def test_what_was_a_lost_nodes_own_is_kept_by_another(
 @pytest.mark.parametrize("how", ["raise", "kill"])
 @pytest.mark.parametrize(
     ("run", "where"),
-    [(SHORT_LONG, "setup 1"), (LONG_SHORT, "setup 1"), (VALIDATES, "validate 0"), (VALIDATES, "validate 1")],
-    ids=["set-up-of-a-longer-fit", "set-up-of-a-shorter-fit", "validation-after-the-first", "after-the-second"],
+    [
+        pytest.param(SHORT_LONG, "setup 1", id="set-up-of-a-longer-fit", marks=pytest.mark.long),
+        pytest.param(LONG_SHORT, "setup 1", id="set-up-of-a-shorter-fit"),
+        pytest.param(VALIDATES, "validate 0", id="validation-after-the-first"),
+        pytest.param(VALIDATES, "validate 1", id="after-the-second", marks=pytest.mark.long),
+    ],
 )
 def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where: str, how: str) -> None:
     undisturbed = calm.job(run)

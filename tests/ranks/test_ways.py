@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpointless.faults.spec import FaultKind, parse
 from checkpointless.report.incidents import Outcome
 from checkpointless.report.verify import Steps, compare
 from tests.ranks.jobs import Disturb, Job, run_job
-from tests.ranks.layouts import DROPOUT, EP2
+from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(420)]
@@ -39,9 +40,9 @@ def through_faults(disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULT
     """Train on four ranks, through the faults, to the same bits; every fault is recovered from once."""
     job = disturb(4, STEPS, *faults, args=(*SMALL, *args), limit_s=limit_s)
     assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * len(faults)
-    assert [incident.respawned for incident in job.incidents] == [
-        (1,) if fault.startswith("sigkill") else () for fault in faults
-    ]
+    specs = [parse(fault) for fault in faults]
+    killed = [(spec.rank,) if spec.kind is FaultKind.SIGKILL else () for spec in specs]
+    assert [incident.respawned for incident in job.incidents] == killed
     return job
 
 
@@ -96,6 +97,21 @@ def test_a_step_that_only_some_ranks_have_recorded_before_a_fault(disturb: Distu
     slow = f"callbacks.slow={{_target_: {WAYS}.slow_state.SlowToRecord, rank: 1, step: 2, seconds: 3}}"
     gathers = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
     through_faults(disturb, slow, *gathers, faults=("exception@forward:rank=2,step=3",))
+
+
+# --- FP8 ---------------------------------------------------------------------------------------------------------
+
+FP8 = (
+    "trainer.plugins={_target_: nemo.lightning.MegatronMixedPrecision, precision: bf16-mixed, fp8: hybrid}",
+    f"model.config.transformer_layer_spec={{_target_: hydra.utils.get_method, path: {WAYS}.scaled.scaled_layers}}",
+)
+
+
+@pytest.mark.parametrize("layout", [(), pytest.param(TP2, marks=pytest.mark.long)], ids=["dp4", "tp2"])
+def test_scales_that_follow_from_earlier_steps(disturb: Disturb, layout: tuple[str, ...]) -> None:
+    validates = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1")
+    faults = ("sigkill@backward:rank=0,step=2", *FAULTS)
+    through_faults(disturb, *FP8, *layout, *validates, faults=faults)
 
 
 # --- fp16 ---------------------------------------------------------------------------------------------------------

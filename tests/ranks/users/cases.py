@@ -353,9 +353,14 @@ CASES = (
 #: Each of these has another case that goes the same way.
 LONG = frozenset(
     {
+        "a monitored checkpoint in NeMo's folder",
         "average, exception before the update",
+        "checkpoints in the background, exceptions",
+        "checkpoints, exceptions",
         "early stop, exception",
         "plateau, exception",
         "resumed, hit in the first step",
+        "the last one in the background, sigterm",
+        "the same, with workers",
     }
 )

@@ -1,0 +1,138 @@
+"""Test that the scales of FP8 layers become buffers, and that layers of an unknown kind are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs Megatron-core")
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.megatron.scales import Scales
+from checkpointless.megatron.state import MegatronTensors
+
+pytestmark = pytest.mark.nemo
+
+
+class State:
+    """Stands in for TransformerEngine's ``DelayedScalingRecipeState``."""
+
+    def __init__(self, tensors: int, history: int = 2) -> None:
+        self.scale, self.amax_history = torch.ones(tensors), torch.zeros(history, tensors)
+
+
+class Layer(torch.nn.Module):
+    """Stands in for one of TransformerEngine's layers, with as much of it as is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {}
+
+    def init_fp8_meta_tensors(self, recipe: object) -> None:
+        products = self.fp8_meta["num_gemms"]
+        self.fp8_meta.setdefault("scaling_fwd", State(3 * products))
+        self.fp8_meta.setdefault("scaling_bwd", State(2 * products))
+
+
+class LayerNormMLP(Layer):
+    """Has two products."""
+
+
+class GroupedLinear(Layer):
+    """Has as many products as groups."""
+
+    num_gemms = 4
+
+
+class DotProductAttention(Layer):
+    """Quantises nothing unless it is asked to."""
+
+
+class Old(Layer):
+    """Stands in for a layer of TransformerEngine 1, which keeps inverse scales, too."""
+
+    def init_fp8_meta_tensors(self, recipe: object) -> None:
+        super().init_fp8_meta_tensors(recipe)
+        for meta in ("scaling_fwd", "scaling_bwd"):
+            self.fp8_meta[meta].scale_inv = torch.ones(1)
+
+
+class Unknown(Layer):
+    """Keeps its scales elsewhere."""
+
+    def init_fp8_meta_tensors(self, recipe: object) -> None:
+        self.fp8_meta["scaling_fwd"] = SimpleNamespace(amax_history=torch.zeros(2, 3))
+
+
+class Foreign(Layer):
+    """Makes its scales in another way."""
+
+    init_fp8_meta_tensors = None  # type: ignore[assignment]
+
+
+def model(*layers: torch.nn.Module, fp8: str | None = "hybrid", recipe: str = "delayed") -> torch.nn.Module:
+    chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), *layers)
+    chunk.config = SimpleNamespace(fp8=fp8, fp8_recipe=recipe)  # type: ignore[assignment]
+    return chunk
+
+
+def test_scales_and_histories_are_buffers_in_the_same_memory_and_not_saved() -> None:
+    layer = Layer()
+    chunk = model(layer)
+    Scales([chunk])
+    buffers = dict(chunk.named_buffers())
+    assert sorted(buffers) == [
+        f"1.checkpointless_scaling_{way}_{name}" for way in ("bwd", "fwd") for name in ("amax_history", "scale")
+    ]
+    assert buffers["1.checkpointless_scaling_fwd_scale"] is layer.fp8_meta["scaling_fwd"].scale
+    assert sorted(chunk.state_dict()) == ["0.bias", "0.weight"]
+
+
+def test_what_a_step_has_changed_is_taken_back() -> None:
+    layer = Layer()
+    tensors = MegatronTensors([model(layer)], None)
+    layer.fp8_meta["scaling_fwd"].scale.fill_(3.0)
+    kept = tensors.copy_buffers()
+    layer.fp8_meta["scaling_fwd"].scale.fill_(5.0)
+    layer.fp8_meta["scaling_bwd"].amax_history.fill_(7.0)
+    tensors.put_buffers(kept)
+    assert layer.fp8_meta["scaling_fwd"].scale.tolist() == [3.0] * 3
+    assert layer.fp8_meta["scaling_bwd"].amax_history.sum() == 0
+
+
+def test_a_history_of_another_length_is_followed() -> None:
+    layer = Layer()
+    tensors = MegatronTensors([model(layer)], None)
+    layer.fp8_meta["scaling_fwd"].amax_history = torch.ones(5, 3)
+    kept = tensors.copy_buffers()
+    assert kept["model", 0, "1.checkpointless_scaling_fwd_amax_history"].shape == (5, 3)
+
+
+@pytest.mark.parametrize(("layer", "products"), [(Layer(), 1), (LayerNormMLP(), 2), (GroupedLinear(), 4)])
+def test_layers_have_scales_for_each_of_their_products(layer: Layer, products: int) -> None:
+    Scales([model(layer)])
+    assert layer.fp8_meta["scaling_fwd"].scale.numel() == 3 * products
+
+
+def test_inverse_scales_are_kept_where_there_are_any() -> None:
+    layer = Old()
+    Scales([model(layer)])
+    assert sum(name.endswith("scale_inv") for name, _ in layer.named_buffers()) == 2
+
+
+@pytest.mark.parametrize(
+    "chunk", [model(Layer(), fp8=None), model(Layer(), recipe="tensorwise"), model(DotProductAttention())]
+)
+def test_layers_that_keep_no_scales_are_left_alone(chunk: torch.nn.Module) -> None:
+    Scales([chunk])
+    assert dict(chunk.named_buffers()) == {}
+    assert all(layer.fp8_meta == {} for layer in chunk.modules() if isinstance(layer, Layer))
+
+
+@pytest.mark.parametrize("layer", [Unknown(), Foreign()])
+def test_a_layer_that_keeps_its_scales_elsewhere_is_refused(layer: Layer) -> None:
+    with pytest.raises(UnrecoverableError, match=rf"FP8 scales of 1 \({type(layer).__name__}\).*set fp8=None"):
+        Scales([model(layer)])
