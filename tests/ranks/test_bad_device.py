@@ -88,6 +88,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_device_turned_bad(
     assert verdict.steps == STEPS
 
 
+@pytest.mark.long
 def test_without_a_spare_the_device_is_used_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     nodes = NodesWithDevices(run_dir, tmp_path, monkeypatch, FAULT)

@@ -56,7 +56,12 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call
         (DP4, ("sigkill@backward:rank=1,step=4", "exception@recovery:rank=2,step=3"), [(1,), ()]),
         (DP4, ("hang@forward:rank=1,step=4",), [(1,)]),
         (DP4_GRAPHS, ("sigkill@backward:rank=1,step=3", "exception@data:rank=2,step=5"), [(1,), ()]),
-        (TP2_PP2, ("sigkill@backward:rank=3,step=3", "hang@forward:rank=1,step=5"), [(3,), (1,)]),
+        pytest.param(
+            TP2_PP2,
+            ("sigkill@backward:rank=3,step=3", "hang@forward:rank=1,step=5"),
+            [(3,), (1,)],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=[
         "exception-and-kill",

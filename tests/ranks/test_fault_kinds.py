@@ -43,6 +43,7 @@ def test_sigterm_before_lightning_listens_kills(disturb: Disturb, phase: str) ->
     assert "rank 2 killed by SIGTERM" in "\n".join(job.said)
 
 
+@pytest.mark.long
 def test_sigterm_during_a_transfer_kills(disturb: Disturb) -> None:
     faults = ("sigkill@between:rank=0,step=2", "sigterm@transfer:rank=2,step=2")
     job = disturb(6, 4, *faults, args=(*THREE_HOLDERS, *SMALL_BUCKETS))
@@ -82,6 +83,7 @@ def test_a_worker_of_the_data_loader_fails(disturb: Disturb, how: str, says: str
     assert says in "\n".join(job.said)
 
 
+@pytest.mark.long
 def test_workers_fail_again_after_a_recovery_and_at_the_last_step(disturb: Disturb) -> None:
     """What torch set up once per process, to hear of the death of workers, is there in later generations, too."""
     faults = (

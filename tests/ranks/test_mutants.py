@@ -83,13 +83,14 @@ def run(zygote: Zygote, directory: Path, scene: Scene, *defects: str) -> Job:
 @pytest.mark.parametrize(
     ("scene", "harmless"),
     [
-        (KILLED, (mutant("StaleStreams", steps=0), callback("data", "ShiftedData", samples=0))),
-        (TWICE, (left_out("nowhere", "word_embeddings"),)),
-        (BEFORE_UPDATE, ()),
-        (AFTER_UPDATE, ()),
-        (FAILING, ()),
+        pytest.param(
+            KILLED, (mutant("StaleStreams", steps=0), callback("data", "ShiftedData", samples=0)), id="killed"
+        ),
+        pytest.param(TWICE, (left_out("nowhere", "word_embeddings"),), id="twice", marks=pytest.mark.long),
+        pytest.param(BEFORE_UPDATE, (), id="before-update"),
+        pytest.param(AFTER_UPDATE, (), id="after-update", marks=pytest.mark.long),
+        pytest.param(FAILING, (), id="failing", marks=pytest.mark.long),
     ],
-    ids=["killed", "twice", "before-update", "after-update", "failing"],
 )
 def test_without_a_defect_every_bit_is_the_same(
     nemo_zygote: Zygote,
@@ -121,19 +122,61 @@ def test_without_a_defect_every_bit_is_the_same(
     ("scene", "defect", "quantity", "target"),
     [
         pytest.param(BEFORE_UPDATE, mutant("NoLock"), Quantity.LOSS, 2, id="no-lock-and-half-an-update-left-in"),
-        pytest.param(AFTER_UPDATE, mutant("NoLock"), Quantity.PARAMS, 3, id="no-lock-and-an-update-made-again"),
-        pytest.param(FAILING, mutant("LockWithoutTorn"), Quantity.PARAMS, 3, id="a-failed-update-not-noted"),
+        pytest.param(
+            AFTER_UPDATE,
+            mutant("NoLock"),
+            Quantity.PARAMS,
+            3,
+            id="no-lock-and-an-update-made-again",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            FAILING,
+            mutant("LockWithoutTorn"),
+            Quantity.PARAMS,
+            3,
+            id="a-failed-update-not-noted",
+            marks=pytest.mark.long,
+        ),
         pytest.param(KILLED, mutant("StaleStreams"), Quantity.LOSS, 2, id="stale-streams"),
         *(
-            pytest.param(KILLED, mutant("StaleStreams", only=f"'{name}'"), Quantity.LOSS, 2, id=f"stale-{name}")
+            pytest.param(
+                KILLED,
+                mutant("StaleStreams", only=f"'{name}'"),
+                Quantity.LOSS,
+                2,
+                id=f"stale-{name}",
+                marks=pytest.mark.long,
+            )
             for name in ("numpy", "source:megatron")
         ),
-        pytest.param(KILLED, mutant("LostStreams"), Quantity.LOSS, 2, id="no-streams"),
-        pytest.param(KILLED, mutant("ShiftedData", samples=1), Quantity.LOSS, 2, id="a-sample-skipped"),
+        pytest.param(KILLED, mutant("LostStreams"), Quantity.LOSS, 2, id="no-streams", marks=pytest.mark.long),
+        pytest.param(
+            KILLED,
+            mutant("ShiftedData", samples=1),
+            Quantity.LOSS,
+            2,
+            id="a-sample-skipped",
+            marks=pytest.mark.long,
+        ),
         # What is left out of the plan has no digest that could be wrong: the losses show it.
         pytest.param(KILLED, left_out("source", "word_embeddings"), Quantity.LOSS, 2, id="a-tensor-not-offered"),
-        pytest.param(KILLED, left_out("room", "word_embeddings"), Quantity.LOSS, 2, id="a-tensor-beside-its-place"),
-        pytest.param(KILLED, left_out("own", "output_layer", 0), Quantity.LOSS, 2, id="a-tensor-not-taken-back"),
+        pytest.param(
+            KILLED,
+            left_out("room", "word_embeddings"),
+            Quantity.LOSS,
+            2,
+            id="a-tensor-beside-its-place",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            KILLED,
+            left_out("own", "output_layer", 0),
+            Quantity.LOSS,
+            2,
+            id="a-tensor-not-taken-back",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_mutant_trains_on_and_its_steps_show_it(
@@ -166,6 +209,7 @@ def test_a_mutant_trains_on_and_its_steps_show_it(
             "no living rank holds the shard of ranks 0, 2 (an update failed half-way on 0, 2)",
             2,
             id="a-lock-that-does-not-wait",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             KILLED,
@@ -180,6 +224,7 @@ def test_a_mutant_trains_on_and_its_steps_show_it(
             "the replicas of the shard of ranks 1, 3 differ at step 3",
             3,
             id="a-tensor-not-asked-for",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -32,7 +32,7 @@ CHECKSUM = ("checkpointless.enable_checksum=true",)
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param(BF16, id="bf16-distributed"),
+        pytest.param(BF16, id="bf16-distributed", marks=pytest.mark.long),
         pytest.param((*BF16, *ONE_INSTANCE), id="bf16-every-rank-whole", marks=pytest.mark.long),
         pytest.param((*EP2, *DROPOUT), id="experts", marks=pytest.mark.long),
         pytest.param((*BF16, *EP2), id="bf16-experts"),

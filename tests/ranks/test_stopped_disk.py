@@ -182,7 +182,7 @@ def paths_stop_for(folder: Path, how: str, for_s: float) -> None:
         assert "the loss is not a number" in told.read_text()
 
 
-@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("SIGKILL", marks=pytest.mark.long)])
 def test_files_that_cannot_be_opened_for_a_while_delay_nobody(tmp_path: Path, how: str) -> None:
     paths_stop_for(tmp_path, how, 2 * NODE_TIMEOUT_S)
 

@@ -85,9 +85,13 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, 
         (OWN, ("node@backward:rank=3,step=7",)),
         # Its replica of what the lost node had is in a process that has not committed anything itself.
         (OWN, ("sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4")),
-        (OWN, (SLOW, "sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4")),
+        pytest.param(
+            OWN,
+            (SLOW, "sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4"),
+            marks=pytest.mark.long,
+        ),
         (OWN, ("exception@forward:rank=0,step=4", "node@before_optimizer:rank=3,step=4")),
-        (OWN_GENERATOR, ("node@backward:rank=2,step=7",)),
+        pytest.param(OWN_GENERATOR, ("node@backward:rank=2,step=7",), marks=pytest.mark.long),
     ],
     ids=[
         "first-epoch",
@@ -141,16 +145,47 @@ def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where
 @pytest.mark.parametrize(
     ("defect", "run", "faults"),
     [
-        ("buffers_are_not_taken_back", BATCHNORM, ("exception@before_optimizer:rank=1,step=4",)),
+        pytest.param(
+            "buffers_are_not_taken_back",
+            BATCHNORM,
+            ("exception@before_optimizer:rank=1,step=4",),
+            marks=pytest.mark.long,
+        ),
         ("buffers_are_a_peers", OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=4",)),
         ("callbacks_are_a_step_ahead", EMA, LATE),
-        ("validations_are_repeated", PLATEAU, ("exception@before_optimizer:rank=1,step=5",)),
-        ("entry_streams_are_stale", RANDPERM, ("exception@before_optimizer:rank=1,step=4",)),
-        ("accumulated_metrics_begin_anew", METRICS, ("exception@forward:rank=1,step=7",)),
-        ("accumulated_metrics_are_a_peers", METRICS, ("sigkill@forward:rank=1,step=7",)),
-        ("what_a_step_has_logged_is_lost", METRICS, ("exception@after_optimizer:rank=1,step=3",)),
-        ("batches_are_counted_anew", STARTS, ("exception@forward:rank=1,step=4",)),
-        ("hooks_at_the_start_are_not_taken_back", STARTS, ("exception@forward:rank=1,step=4",)),
+        pytest.param(
+            "validations_are_repeated",
+            PLATEAU,
+            ("exception@before_optimizer:rank=1,step=5",),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "entry_streams_are_stale",
+            RANDPERM,
+            ("exception@before_optimizer:rank=1,step=4",),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "accumulated_metrics_begin_anew", METRICS, ("exception@forward:rank=1,step=7",), marks=pytest.mark.long
+        ),
+        pytest.param(
+            "accumulated_metrics_are_a_peers", METRICS, ("sigkill@forward:rank=1,step=7",), marks=pytest.mark.long
+        ),
+        pytest.param(
+            "what_a_step_has_logged_is_lost",
+            METRICS,
+            ("exception@after_optimizer:rank=1,step=3",),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "batches_are_counted_anew", STARTS, ("exception@forward:rank=1,step=4",), marks=pytest.mark.long
+        ),
+        pytest.param(
+            "hooks_at_the_start_are_not_taken_back",
+            STARTS,
+            ("exception@forward:rank=1,step=4",),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_defect_is_seen(calm: Calm, tmp_path: Path, defect: str, run: Run, faults: tuple[str, ...]) -> None:

@@ -360,6 +360,7 @@ LONG = frozenset(
         "early stop, exception",
         "plateau, exception",
         "resumed, hit in the first step",
+        "resumed, killed in the first step",
         "the last one in the background, sigterm",
         "the same, with workers",
     }
