@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 DELAYED = "delayed"  # the recipe of FP8 that keeps scales from step to step
 _WITHOUT_STATE = ("tensorwise", "blockwise", "mxfp8")
 
@@ -28,12 +30,36 @@ def unsupported(config: object) -> str | None:
     for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
         if getattr(config, name, None):
             return f"checkpointless cannot take along the scales of attention in FP8: set {name}=False"
+    if getattr(config, "use_transformer_engine_op_fuser", None) and fp8_recipe(config) == DELAYED:
+        return (
+            "checkpointless does not find the FP8 scales of fused operations: "
+            "set use_transformer_engine_op_fuser=False or fp8_recipe='tensorwise'"
+        )
     known = (DELAYED, *_WITHOUT_STATE)
     if fp8_recipe(config) not in known:
         return (
             f"checkpointless does not know what the FP8 recipe {fp8_recipe(config)!r} keeps: "
             f"set fp8_recipe to one of {', '.join(known)}"
         )
+    return None
+
+
+def unsupported_in_a_loop(modules: Iterable[object]) -> str | None:
+    """Return why a loop of one's own cannot be recovered exactly with these modules.
+
+    Args:
+        modules: the modules and all their parts; Megatron-core's have a ``config``.
+
+    Returns:
+        One line that says what to set; None if there is no obstacle that a ``config`` tells of.
+    """
+    for module in modules:
+        config = getattr(module, "config", None)
+        reason = unsupported(config)
+        if reason is not None:
+            return reason
+        if getattr(config, "fp8", None) and fp8_recipe(config) == DELAYED:
+            return "PlainTraining does not take along the scales of FP8: set fp8_recipe='tensorwise'"
     return None
 
 

@@ -175,7 +175,6 @@ class GuestLink(Link):
         self._lost = ""
         self._search: _Search | None = None
         self._kept: deque[NodeMessage] = deque(maxlen=1024)
-        self._ended_at_s: float | None = None  # when the ranks had ended well, and nobody could be told
         self._heard = 0
         self._heard_at_s = self._next_alive_s = 0.0
         self._channel = self._open(joining)
@@ -190,7 +189,7 @@ class GuestLink(Link):
     def deliver(self, agent: NodeAgent, now_s: float) -> None:
         """Deliver what has come. If the coordinator is lost, look for it; if it stays lost, end the job here."""
         if self._search is not None:
-            self._look(self._search, agent, now_s)
+            self._look(self._search, agent)
             return
         if now_s >= self._next_alive_s:
             self._next_alive_s = now_s + self._silence_s / 5
@@ -228,13 +227,12 @@ class GuestLink(Link):
             self._search.stop()
         self._channel.close()
 
-    def _look(self, search: _Search, agent: NodeAgent, now_s: float) -> None:
+    def _look(self, search: _Search, agent: NodeAgent) -> None:
         if agent.outcome is not None:  # its ranks are ending, so nobody should count on them
             search.stop()
             return
         found = search.result()
-        if agent.has_ended_well and (isinstance(found, JoinError) or self._told_in_vain(now_s)):
-            search.stop()
+        if isinstance(found, JoinError) and agent.has_ended_well:
             agent.end(End(0, []))
         elif isinstance(found, JoinError):
             words = [f"the coordinator at {self._where} was lost: {self._lost}", str(found)]
@@ -255,12 +253,6 @@ class GuestLink(Link):
                 self._channel.send(agent.standing())
             elif agent.joined:
                 self._channel.send(agent.joining())
-
-    def _told_in_vain(self, now_s: float) -> bool:
-        """Return whether the coordinator was looked for, since the ranks ended, for as long as it waits."""
-        if self._ended_at_s is None:
-            self._ended_at_s = now_s
-        return now_s >= self._ended_at_s + self._silence_s
 
     def _open(self, joining: Joining) -> Channel:
         self._where = joining.where

@@ -264,7 +264,7 @@ class Coordinator:
             if message.incarnation == rank.incarnation:
                 self._regrouping.ready(rank)
         elif isinstance(message, RankEnded):
-            if message.incarnation == rank.incarnation:
+            if message.incarnation == rank.incarnation and rank.state is not RankState.GONE:  # else it is known
                 self._regrouping.ended(rank, message)
         elif message.generation != self.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):
             logger.info("rank %d: %s of generation %d is stale", rank.number, message.type, message.generation)

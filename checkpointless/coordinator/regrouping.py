@@ -106,8 +106,12 @@ class Regrouping:
 
     def begin_if_all_are_here(self) -> None:
         """Begin the next generation if all ranks are at the barrier, and no node is expected back."""
-        all_ready = self._roster.all_are(RankState.READY)
-        if not all_ready or not self._job.rendezvous.is_open or self._roster.back_by_s:
+        if not self._roster.all_are(RankState.READY):
+            return
+        if not self._job.rendezvous.is_open:
+            self._processes.ensure_store()  # a coordinator that took a job over has none for its next block
+            return
+        if self._roster.back_by_s:
             return
         if not any(node.is_back for node in self._roster.nodes):  # such a node is about to say what its ranks do
             self._begin()

@@ -6,7 +6,7 @@ extra state. Here they become buffers of their layer, in the same memory, so tha
 compared like any other buffer, and nothing is unpickled. The other recipes compute scales from the tensor at hand
 and keep nothing.
 
-What is used of a layer (``TransformerEngineBaseModule`` of TransformerEngine 1.0 to 2.20): ``fp8_meta`` and
+What is used of a layer (``TransformerEngineBaseModule`` of TransformerEngine 2.0 to 2.20): ``fp8_meta`` and
 ``init_fp8_meta_tensors``. A layer changes scales and histories in place, and keeps those that it has if it is
 initialised again with the same recipe.
 """
@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from megatron.core.fp8_utils import get_fp8_recipe
+from torch.autograd.graph import increment_version
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.precision import DELAYED, fp8_recipe
+from checkpointless.recovery.own.buffers import OWN_BUFFER_BYTES
 
 _META = ("scaling_fwd", "scaling_bwd")
-_NEEDED = ("scale", "amax_history")
-_TENSORS = (*_NEEDED, "scale_inv")  # the last before TransformerEngine 2.0
+_TENSORS = ("scale", "amax_history")
 _PREFIX = "checkpointless_"  # of the buffers' names, which a layer must not have itself
 #: Layers with more products than one; each has three scales forward and two backward.
 _PRODUCTS = {"LayerNormMLP": 2}
@@ -48,6 +49,12 @@ class Scales:
             if getattr(config, "fp8", None) and fp8_recipe(config) == DELAYED:
                 self._layers += [layer for name, layer in chunk.named_modules() if _begin(name, layer, config)]
         self.follow()
+        nbytes = sum(tensor.nbytes for layer in self._layers for _, tensor in _tensors(layer))
+        if nbytes > OWN_BUFFER_BYTES:  # a validation leaves each rank with largest values of its own
+            raise UnrecoverableError(
+                f"checkpointless keeps at most {OWN_BUFFER_BYTES >> 20} MiB of FP8 histories for each rank, and "
+                f"they take {nbytes >> 20} MiB: set fp8_amax_history_len to less"
+            )
 
     def follow(self) -> None:
         """Take the tensors that the layers use now: a checkpoint may bring a history of another length."""
@@ -55,21 +62,24 @@ class Scales:
             for name, tensor in _tensors(layer):
                 if layer._buffers.get(name) is not tensor:
                     layer.register_buffer(name, tensor, persistent=False)
+                increment_version(tensor)  # TransformerEngine's kernels write where torch does not see it
 
 
 def _begin(name: str, layer: Any, config: Any) -> bool:
     """Have a layer make its scales, as its first forward pass does it; return whether it has any."""
     if not isinstance(getattr(layer, "fp8_meta", None), dict) or _is_a(layer, _ATTENTION):
         return False
-    layer.fp8_meta.setdefault("num_gemms", _products(layer))
+    recipe = get_fp8_recipe(config)
+    # With the last two, a checkpoint that is made before the first forward pass has the scales.
+    layer.fp8_meta |= {"num_gemms": _products(layer), "recipe": recipe, "fp8_checkpoint": True}
     try:
-        layer.init_fp8_meta_tensors(get_fp8_recipe(config))
+        layer.init_fp8_meta_tensors(recipe)
         found = {name for name, _ in _tensors(layer)}
     except (AttributeError, KeyError, TypeError) as error:
         found, reason = set(), f": {type(error).__name__}: {error}"
     else:
         reason = f": it has {', '.join(sorted(found)) or 'none'}"
-    if not found >= {f"{_PREFIX}{meta}_{tensor}" for meta in _META for tensor in _NEEDED}:
+    if not found >= {f"{_PREFIX}{meta}_{tensor}" for meta in _META for tensor in _TENSORS}:
         raise UnrecoverableError(
             f"checkpointless does not know the FP8 scales of {name} ({type(layer).__name__}){reason}: set fp8=None"
         )

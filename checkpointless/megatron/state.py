@@ -44,6 +44,12 @@ class MegatronTensors(TrainingTensors):
         return super().copy_buffers()
 
     @override
+    def model(self) -> dict[Key, torch.Tensor]:
+        """Return the parameters and buffers of the modules, by key."""
+        self._scales.follow()
+        return super().model()
+
+    @override
     def tensors(self) -> dict[Key, torch.Tensor]:
         """Return model and shard, without the parameters that :meth:`derive` makes of the shards.
 

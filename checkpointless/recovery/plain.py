@@ -12,6 +12,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.precision import unsupported_in_a_loop
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import Moment, Stage
@@ -60,6 +61,10 @@ class PlainTraining(TrainingTensors):
         schedulers: Sequence[Any] = (),
         group: Sequence[int] | None = None,
     ) -> None:
+        modules = list(modules)
+        reason = unsupported_in_a_loop(part for module in modules for part in module.modules())
+        if reason is not None:
+            raise UnrecoverableError(reason)
         super().__init__(modules, optimizers)
         self.step = 0
         self._optimizers = list(optimizers)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointless.precision import unsupported
+from checkpointless.precision import unsupported, unsupported_in_a_loop
 
 
 class Recipe(str, Enum):
@@ -25,7 +25,7 @@ class Recipe(str, Enum):
         {"fp8": None, "fp4": None, "fp8_param": True},
         {"fp8": "hybrid"},
         {"fp8": "e4m3", "fp8_recipe": "delayed", "fp8_param": False, "fp8_param_gather": None},
-        {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "use_transformer_engine_op_fuser": True},
         {"fp8": "hybrid", "fp8_recipe": Recipe.BLOCKWISE},
         {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
     ],
@@ -42,6 +42,7 @@ def test_scales_and_recipes_without_any_are_carried(config: dict[str, Any]) -> N
         ({"fp8": "hybrid", "fp8_param_gather": True}, "set fp8_param_gather=False"),
         ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "set fp8_multi_head_attention=False"),
         ({"fp8": "hybrid", "fp8_dot_product_attention": True}, "set fp8_dot_product_attention=False"),
+        ({"fp8": "hybrid", "use_transformer_engine_op_fuser": True}, "set use_transformer_engine_op_fuser=False"),
         (
             {"fp8": "hybrid", "fp8_recipe": Recipe.CUSTOM},
             "'custom' keeps: set fp8_recipe to one of delayed, tensorwise",
@@ -53,3 +54,14 @@ def test_what_keeps_more_is_refused(config: dict[str, Any], todo: str) -> None:
     assert reason is not None
     assert todo in reason
     assert "\n" not in reason
+
+
+def test_a_loop_of_ones_own_has_recipes_without_scales_only() -> None:
+    plain, fine, scaled = (
+        SimpleNamespace(),
+        SimpleNamespace(config=SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise")),
+        SimpleNamespace(config=SimpleNamespace(fp8="hybrid")),
+    )
+    assert unsupported_in_a_loop([plain, fine]) is None
+    assert "set fp8_recipe='tensorwise'" in str(unsupported_in_a_loop([plain, fine, scaled]))
+    assert "set fp4=None" in str(unsupported_in_a_loop([SimpleNamespace(config=SimpleNamespace(fp4="e2m1"))]))

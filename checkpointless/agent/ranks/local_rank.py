@@ -8,6 +8,7 @@ from checkpointless.agent.ranks.rank_link import RankLink
 from checkpointless.agent.ranks.rank_log import RankLog
 from checkpointless.wire.board import NO_STEP, Board
 from checkpointless.wire.messages import AgentMessage
+from checkpointless.wire.node_messages import RankEnded
 from checkpointless.wire.rank_state import RankState
 
 EXIT_GRACE_S = 1.0  # for a process to end after it hung up or said that it would exit
@@ -48,6 +49,7 @@ class LocalRank:
         local: the rank within this node.
         last_words: the reason or message that the living process gave in this generation for leaving its block.
         began_after: the last committed optimizer step on the board when the living process was started.
+        ended: how the last process ended, once it has.
         kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
     """
 
@@ -65,6 +67,7 @@ class LocalRank:
     local: int = 0
     last_words: str = ""
     began_after: int = NO_STEP
+    ended: RankEnded | None = None
     kill_at_s: float | None = None
 
     def send(self, message: AgentMessage) -> bool:

@@ -150,7 +150,7 @@ class ProcessKeeper:
         job.run_id = spawn.env.get(TORCHELASTIC_RUN_ID_ENV, "")
         rank.local = int(spawn.env.get(LOCAL_RANK_ENV, "0"))
         rank.state, rank.pid, rank.kill_at_s = RankState.STARTING, None, None
-        rank.said_hello = rank.forgiven = False
+        rank.said_hello, rank.forgiven, rank.ended = False, False, None
         if not self._held.hold(spawn, rank.local):
             self._start(rank, spawn)
 
@@ -181,8 +181,11 @@ class ProcessKeeper:
             self.kill(rank)
 
     def report_again(self) -> None:
-        """Report anew what a coordinator that has just begun has not heard of."""
+        """Report anew what a coordinator may not have heard of: bad devices, and how processes ended."""
         self._held.report_again()
+        for rank in self.ranks.values():
+            if rank.ended is not None:
+                self._report(rank.ended)
 
     def terminate(self) -> None:
         """Ask every process to end."""
@@ -286,19 +289,18 @@ class ProcessKeeper:
             self._join_when_empty()
             return
         reading = rank.board.read()
-        self._report(
-            RankEnded(
-                rank.number,
-                rank.incarnation,
-                code,
-                rank.forgiven,
-                reading.committed,
-                reading.making,
-                str(rank.log.path),
-                lines or [],
-                was_started,
-            )
+        rank.ended = RankEnded(
+            rank.number,
+            rank.incarnation,
+            code,
+            rank.forgiven,
+            reading.committed,
+            reading.making,
+            str(rank.log.path),
+            lines or [],
+            was_started,
         )
+        self._report(rank.ended)
 
     def _join_when_empty(self) -> None:
         if self.is_discarding and not self.alive():

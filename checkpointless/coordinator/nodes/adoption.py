@@ -78,10 +78,13 @@ class Adoption:
         newest = self.generation
         return any(each.finished and each.generation == newest for each in self._standings.values())
 
-    def failure(self) -> Cause | None:
-        """Return why a rank failed after its block had returned, or None if none did."""
+    def failure(self) -> str:
+        """Return which rank failed, or which node was lost, after all blocks had returned ("": none)."""
         failed = [exit_cause(end.rank, end.code, NO_STEP) for end in self._ends if end.code != 0]
-        return attribute(failed) if failed else None
+        absent = self._absent()
+        if absent and not failed:
+            return f"node {absent[0]} was lost before its ranks had ended (as was the coordinator)"
+        return str(attribute(failed)) if failed else ""
 
     def cause(self) -> Cause | None:
         """Return why the job has to regroup, or None if all its ranks are in their block and undisturbed."""
@@ -92,7 +95,7 @@ class Adoption:
         of = {standing.generation for standing in self._standings.values()}
         if len(of) == 1 and all(rank.state in IN_BLOCK for rank in ranks):
             return None
-        absent = sorted({rank.node.index for rank in ranks} - self._standings.keys())
+        absent = self._absent()
         step = max(rank.making for rank in ranks)
         if absent:
             why = "as was the coordinator"
@@ -102,3 +105,6 @@ class Adoption:
             return Cause(CauseKind.LOSS, gone.number, "exit", "ended while there was no coordinator", step)
         why = "in the middle of an incident"
         return Cause(CauseKind.LOSS, None, "coordinator", "was lost", step, why, who="the coordinator")
+
+    def _absent(self) -> list[int]:
+        return sorted({rank.node.index for rank in self._roster.ranks} - self._standings.keys())

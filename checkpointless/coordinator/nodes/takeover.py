@@ -73,11 +73,10 @@ class Takeover:
         job.incidents.adopt(found.generation, found.incidents)
         if found.is_over:
             failure = found.failure()
-            if failure is not None:
-                job.end(FAILED, str(failure))
+            if failure:
+                job.end(FAILED, failure)
             self._regrouping.finish()
-            if self._roster.in_state[RankState.READY]:  # for the next block
-                self._processes.ensure_store()
+            self._regrouping.begin_if_all_are_here()
             self._regrouping.check_end()
             return
         cause = found.cause()
@@ -204,11 +203,12 @@ class Takeover:
     def _ended(self, rank: Rank) -> None:
         """Act on the end of a rank's process that this coordinator did not hear of."""
         job = self._job
-        if job.phase not in (Phase.FINISHING, Phase.OVER):
+        has_finished = job.phase is Phase.FINISHING and rank.state is not RankState.READY
+        if not has_finished and job.outcome is None:
             what = "ended while its node looked for the coordinator"
             self._regrouping.fault(Cause(CauseKind.LOSS, rank.number, "exit", what, rank.making))
         self._roster.move(rank, RankState.GONE)
-        if job.phase is Phase.FINISHING:
+        if has_finished:
             self._regrouping.check_end()
         elif job.outcome is None:
             self._processes.spawn(rank)

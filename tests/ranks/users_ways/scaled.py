@@ -68,7 +68,7 @@ class ScaledLinear(ColumnParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": True}
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
         self.fp8_meta_tensors_initialized = False
 
     def init_fp8_meta_tensors(self, recipe: object) -> None:
@@ -81,7 +81,7 @@ class ScaledLinear(ColumnParallelLinear):
 
     def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """Multiply the quantised input by the quantised weight."""
-        self.fp8_meta["num_gemms"] = 1
+        self.fp8_meta |= {"num_gemms": 1, "fp8_checkpoint": True}
         self.init_fp8_meta_tensors(None)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         rounded = _Straight.apply(input_, forward, 0)
@@ -92,12 +92,16 @@ class ScaledLinear(ColumnParallelLinear):
 
     def get_extra_state(self) -> torch.Tensor:
         """Return what a checkpoint keeps beside the parameters, as bytes."""
+        if not self.fp8_meta["fp8_checkpoint"]:
+            return torch.empty(0, dtype=torch.uint8)
         written = io.BytesIO()
         torch.save({key: vars(self.fp8_meta[key]) for key in self.fp8_meta if key.startswith("scaling")}, written)
         return torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Take what a checkpoint kept."""
+        if not state.numel():
+            return
         self.fp8_meta["num_gemms"] = 1
         self.init_fp8_meta_tensors(None)
         for key, tensors in torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True).items():

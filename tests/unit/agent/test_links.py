@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import selectors
-import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -27,12 +26,10 @@ class Coordinators:
         self.heard: list[Any] = []
         self.lose: Callable[[str], None]
         self.refusal: JoinError | None = None
-        self.answers: Callable[[], object] = lambda: None
         self.own_address, self.where, self.bytes_heard = "10.0.0.2", "node0:29400", 0
 
     def join(self, number: int, stopped: Callable[[], bool]) -> Any:
         self.numbers.append(number)
-        self.answers()
         if self.refusal is not None:
             raise self.refusal
         return self
@@ -79,8 +76,8 @@ class Scene:
             stopped=lambda: False,
         )
 
-    def deliver(self, after_s: float = 0.0) -> None:
-        self.link.deliver(self.agent, time.monotonic() + after_s)  # type: ignore[arg-type]
+    def deliver(self) -> None:
+        self.link.deliver(self.agent, time.monotonic())  # type: ignore[arg-type]
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline_s = time.monotonic() + 5
@@ -153,24 +150,10 @@ def test_ranks_that_ended_well_are_told_of_if_the_coordinator_is_found_in_time()
     assert (scene.coordinators.heard, scene.agent.outcome) == ([ENDED, STANDING], None)
 
 
-def test_ranks_that_ended_well_need_no_coordinator_to_say_so() -> None:
+@pytest.mark.parametrize("refusal", [RefusedError("the job is over"), JoinError("it was not reached within 2 s")])
+def test_ranks_that_ended_well_need_no_coordinator_to_say_so(refusal: JoinError) -> None:
     scene = Scene(2, 3)
-    may_answer = threading.Event()
-    scene.coordinators.answers = may_answer.wait
-    scene.coordinators.lose("it closed the connection")
-    scene.deliver()
-    scene.agent.has_ended_well = True
-    scene.deliver()
-    scene.deliver(4.9)
-    assert scene.agent.outcome is None
-    scene.deliver(5.1)
-    assert scene.agent.outcome == End(0, [])
-    may_answer.set()
-
-
-def test_ranks_that_ended_well_do_not_wait_for_a_coordinator_that_refuses_them() -> None:
-    scene = Scene(2, 3)
-    scene.coordinators.refusal = RefusedError("the job is over")
+    scene.coordinators.refusal = refusal
     scene.agent.has_ended_well = True
     scene.coordinators.lose("it closed the connection")
     scene.until(lambda: scene.agent.outcome)

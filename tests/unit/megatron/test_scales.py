@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,15 +50,6 @@ class GroupedLinear(Layer):
 
 class DotProductAttention(Layer):
     """Quantises nothing unless it is asked to."""
-
-
-class Old(Layer):
-    """Stands in for a layer of TransformerEngine 1, which keeps inverse scales, too."""
-
-    def init_fp8_meta_tensors(self, recipe: object) -> None:
-        super().init_fp8_meta_tensors(recipe)
-        for meta in ("scaling_fwd", "scaling_bwd"):
-            self.fp8_meta[meta].scale_inv = torch.ones(1)
 
 
 class Unknown(Layer):
@@ -117,10 +109,31 @@ def test_layers_have_scales_for_each_of_their_products(layer: Layer, products: i
     assert layer.fp8_meta["scaling_fwd"].scale.numel() == 3 * products
 
 
-def test_inverse_scales_are_kept_where_there_are_any() -> None:
-    layer = Old()
+def test_a_checkpoint_before_the_first_forward_pass_has_the_scales() -> None:
+    layer = Layer()
     Scales([model(layer)])
-    assert sum(name.endswith("scale_inv") for name, _ in layer.named_buffers()) == 2
+    assert layer.fp8_meta["fp8_checkpoint"] is True
+    assert "recipe" in layer.fp8_meta
+
+
+def test_a_large_history_that_a_kernel_has_written_is_copied_again() -> None:
+    layer = GroupedLinear()
+    tensors = MegatronTensors([model(layer)], None)
+    history = torch.zeros(100_000, 3)  # more than a mebibyte
+    layer.fp8_meta["scaling_fwd"].amax_history = history
+    tensors.copy_buffers()
+    version = history._version
+    ctypes.memset(history.data_ptr(), 0x3F, history.nbytes)
+    assert history._version == version
+    kept = tensors.copy_buffers()
+    assert torch.equal(kept["model", 0, "1.checkpointless_scaling_fwd_amax_history"], history)
+
+
+def test_histories_that_are_too_large_to_be_kept_are_refused() -> None:
+    layer = Layer()
+    layer.fp8_meta["scaling_fwd"] = State(3, history=400_000)
+    with pytest.raises(UnrecoverableError, match="set fp8_amax_history_len to less"):
+        Scales([model(layer)])
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ class ModelAgent:
         self._kept: deque[NodeMessage] = deque()
         self._generation, self._incident, self._run_id, self._finished = -1, "", "", False
         self._committed = -1
+        self._ended: dict[int, RankEnded] = {}  # of the ranks that have no process
 
     def alive(self) -> list[int]:
         return [number for number, (state, _) in self.ranks.items() if state is not GONE]
@@ -76,6 +77,7 @@ class ModelAgent:
         if not self.ranks:
             self.outbox.append(Joined())
             return
+        self.outbox.extend(self._ended.values())
         rows = [
             RankStanding(number, many, state, self._committed, self._committed + 1)
             for number, (state, many) in self.ranks.items()
@@ -98,6 +100,7 @@ class ModelAgent:
                 state, incarnation = self.ranks.get(command.rank, (GONE, -1))
                 assert state is GONE, f"{command.rank}.{command.incarnation} is to be started: {incarnation} lives"
                 self.ranks[command.rank] = STARTING, command.incarnation
+                self._ended.pop(command.rank, None)
                 self._generation = max(self._generation, command.generation - 1)
                 self._incident, self._run_id = command.incident, command.env["TORCHELASTIC_RUN_ID"]
             case Begin():
@@ -117,6 +120,7 @@ class ModelAgent:
             case Discard():
                 self.healthy_ended += len(self.alive())
                 self._move(dict.fromkeys(RankState, GONE))
+                self._ended.clear()
                 self.outbox.append(Joined())
             case End():
                 self.outcome = command
@@ -144,6 +148,7 @@ class ModelAgent:
         _, incarnation = self.ranks[number]
         self.ranks[number] = GONE, incarnation
         ended = RankEnded(number, incarnation, code, False, self._committed, self._committed + 1, "rank.log", [])
+        self._ended[number] = ended
         if self.node is None:
             self._kept.append(ended)
         else:
@@ -240,7 +245,8 @@ class CutJob:
             agent.returns(self.random.choice(alive))
         elif chance < 0.85 and alive:
             number = self.random.choice(alive)
-            if self.coordinator.generation < 0 or self.coordinator.ranks[number].state in (STARTING, FINISHED):
+            known = self.coordinator.ranks[number].state
+            if self.coordinator.generation < 0 or FINISHED in (state, known) or known is STARTING:
                 return  # too many that die before they enter the block end the job, as does one that dies after it
             self.story.append(f"rank {number}.{agent.ranks[number][1]} dies as {agent.ranks[number][0].value}")
             self.deaths += 1

@@ -18,6 +18,7 @@ from checkpointless.wire.node_messages import (
     FaultNotice,
     Joined,
     RankDone,
+    RankEnded,
     RankStanding,
     Searching,
     Spawn,
@@ -342,3 +343,36 @@ def test_two_views_of_a_rank_meet(known: RankState, said: RankState) -> None:
     must_leave = known in (RankState.LEAVING, RankState.STARTING) and said in (RUNNING, DONE)
     assert (found is Reunion.INTERRUPT) == must_leave
     assert reunite(assumed(said), said) in (Reunion.AGREED, Reunion.INTERRUPT, Reunion.READY)
+
+
+def test_a_rank_that_failed_after_its_block_while_its_node_was_away_fails_the_job() -> None:
+    job = Job().begin()
+    for rank in job.ranks:
+        job.tell(rank, RankDone(rank, 0))
+    goes_searching(job)
+    failed = RankEnded(2, 0, 1, False, 3, 4, "rank-2.log", ["it could not save"])
+    back(job, 1, RankState.GONE, RankState.FINISHED, before=failed, finished=True)
+    assert job.last_word == "rank 2 exited with code 1; its log: rank-2.log"
+
+
+def test_a_rank_that_waits_for_the_next_block_and_dies_unheard_is_replaced() -> None:
+    job = Job().begin()
+    for rank in job.ranks:
+        job.tell(rank, RankDone(rank, 0))
+    job.ready(1, 2, 3)
+    goes_searching(job)
+    back(job, 1, RankState.GONE, RankState.READY, finished=True)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2]
+    job.ready(0, 2)
+    assert [begin.generation for _, begin in job.take(Begin)] == [1, 1]
+
+
+def test_an_end_that_is_told_twice_counts_once() -> None:
+    job = Job().begin()
+    for rank in job.ranks:
+        job.tell(rank, RankDone(rank, 0))
+    job.ends(2, 0)
+    job.ends(2, 0)
+    for rank in (0, 1, 3):
+        job.ends(rank, 0)
+    assert job.outcome == End(0, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from checkpointless.wire.node_messages import (
     Begin,
     End,
     FaultNotice,
+    RankDone,
     RankEnded,
     Spawn,
 )
@@ -189,3 +191,22 @@ def test_ranks_that_train_in_the_next_block_are_not_ended_because_others_missed_
     assert job.take(AllDone) == []
     job.ready(2, 3)
     assert [begin.generation for _, begin in job.take(Begin)] == [5, 5]
+
+
+@pytest.mark.parametrize("taken_over_in", [RUNNING, RankState.FINISHED])
+def test_a_coordinator_that_took_a_job_over_begins_its_next_block(taken_over_in: RankState) -> None:
+    job = Job()
+    finished = taken_over_in is RankState.FINISHED
+    for index in (0, 1):
+        standing(job, index, taken_over_in, taken_over_in, finished=finished)
+    for rank in job.ranks if not finished else ():
+        job.tell(rank, RankDone(rank, 3))
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]
+
+
+def test_a_node_lost_with_the_coordinator_before_its_ranks_had_ended_is_no_success() -> None:
+    job = Job()
+    standing(job, 1, RankState.FINISHED, RankState.FINISHED, finished=True)
+    job.join(0)
+    assert job.last_word == "node 0 was lost before its ranks had ended (as was the coordinator)"
