@@ -74,9 +74,11 @@ class Adoption:
 
     @property
     def is_over(self) -> bool:
-        """Whether every rank's block had returned, as at least one node knows."""
+        """Whether every rank's block had returned, as one node knows, and nobody is missing in the next one."""
         newest = self.generation
-        return any(each.finished and each.generation == newest for each in self._standings.values())
+        if not any(each.finished and each.generation == newest for each in self._standings.values()):
+            return False
+        return not {RankState.READY, RankState.GONE} <= {rank.state for rank in self._roster.ranks}
 
     def failure(self) -> str:
         """Return which rank failed, or which node was lost, after all blocks had returned ("": none)."""

@@ -245,10 +245,11 @@ class CutJob:
             agent.returns(self.random.choice(alive))
         elif chance < 0.85 and alive:
             number = self.random.choice(alive)
+            state, incarnation = agent.ranks[number]
             known = self.coordinator.ranks[number].state
-            if self.coordinator.generation < 0 or FINISHED in (state, known) or known is STARTING:
+            if self.coordinator.generation < 0 or {state, known} & {DONE, FINISHED} or known is STARTING:
                 return  # too many that die before they enter the block end the job, as does one that dies after it
-            self.story.append(f"rank {number}.{agent.ranks[number][1]} dies as {agent.ranks[number][0].value}")
+            self.story.append(f"rank {number}.{incarnation} dies as {state.value}")
             self.deaths += 1
             agent.dies(number)
         elif chance < 0.88 and self.coordinator.generation >= 0:

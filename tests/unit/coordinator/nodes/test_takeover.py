@@ -210,3 +210,13 @@ def test_a_node_lost_with_the_coordinator_before_its_ranks_had_ended_is_no_succe
     standing(job, 1, RankState.FINISHED, RankState.FINISHED, finished=True)
     job.join(0)
     assert job.last_word == "node 0 was lost before its ranks had ended (as was the coordinator)"
+
+
+def test_a_rank_that_died_at_the_entry_of_the_next_block_is_replaced_by_a_new_coordinator() -> None:
+    job = Job()
+    standing(job, 0, RankState.READY, RankState.FINISHED, finished=True)
+    died = RankEnded(2, 1, -9, False, 7, 8, "rank-2.log", [])
+    standing(job, 1, RankState.GONE, RankState.READY, finished=True, before=died)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == [2]
+    job.ready(*job.ranks)
+    assert [begin.generation for _, begin in job.take(Begin)] == [4, 4]
