@@ -254,7 +254,7 @@ class CutJob:
             agent.dies(number)
         elif chance < 0.88 and self.coordinator.generation >= 0:
             self.cut(agent, says_so=self.random.random() < 0.8)
-        elif chance < 0.885 and self.coordinator.generation >= 0:
+        elif chance < 0.885 and self.coordinator.generation >= 0 and self.coordinator.phase is not Phase.FINISHING:
             self.replace(agent)
         elif chance < 0.887 and self.coordinator.generation >= 0:
             self.lose_coordinator()
