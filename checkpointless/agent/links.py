@@ -25,18 +25,13 @@ from checkpointless.wire.node_messages import (
     End,
     JobOver,
     NodeMessage,
-    RankEnded,
     Searching,
     Trouble,
 )
 
 logger = logging.getLogger(__name__)
 
-_KEPT = (
-    Trouble,
-    RankEnded,
-    JobOver,
-)  # kept while there is no coordinator; a Standing tells the rest
+_KEPT = (Trouble, JobOver)  # while there is no coordinator; the agent tells the rest with its standing
 
 
 class Link(abc.ABC):

@@ -12,9 +12,12 @@ import pytest
 
 from checkpointless.agent.joining import JoinError, RefusedError
 from checkpointless.agent.links import GuestLink
+from checkpointless.wire.causes import CauseKind
 from checkpointless.wire.node_messages import Alive, End, Joined, Progress, RankEnded, Standing
+from tests.unit.messaged_job import trouble
 
 STANDING = Standing(3, 1, 7, "a run", False, [])
+TROUBLE = trouble(3, CauseKind.EXCEPTION)
 ENDED = RankEnded(2, 0, -9, False, 7, 8, "rank-2.log", [])
 
 
@@ -57,6 +60,7 @@ class Agent(SimpleNamespace):
         return Joined()
 
     def standing(self) -> Standing:
+        self.link.report(ENDED)
         return STANDING
 
     def end(self, outcome: End, grace_s: float = 5.0) -> None:
@@ -75,6 +79,7 @@ class Scene:
             say=self.said.append,
             stopped=lambda: False,
         )
+        self.agent.link = self.link
 
     def deliver(self) -> None:
         self.link.deliver(self.agent, time.monotonic())  # type: ignore[arg-type]
@@ -91,10 +96,11 @@ def test_what_went_wrong_meanwhile_is_told_before_the_standing_and_a_spare_keeps
     scene = Scene(2, 3)
     scene.coordinators.lose("it closed the connection")
     scene.deliver()
-    scene.link.report(ENDED)
+    scene.link.report(TROUBLE)
+    scene.link.report(ENDED)  # the agent tells it again
     scene.link.report(Progress(7, 7, 8, 0))
     scene.until(lambda: scene.coordinators.heard)
-    assert scene.coordinators.heard == [ENDED, STANDING]
+    assert scene.coordinators.heard == [TROUBLE, ENDED, STANDING]
     assert scene.coordinators.numbers == [-1, 1]
     assert scene.said[-1] == "the coordinator at node0:29400 is back"
 

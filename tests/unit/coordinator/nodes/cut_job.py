@@ -60,7 +60,6 @@ class ModelAgent:
         self.outbox: deque[NodeMessage] = deque()
         self.outcome: End | None = None
         self.healthy_ended = 0
-        self._kept: deque[NodeMessage] = deque()
         self._generation, self._incident, self._run_id, self._finished = -1, "", "", False
         self._committed = -1
         self._ended: dict[int, RankEnded] = {}  # of the ranks that have no process
@@ -69,11 +68,10 @@ class ModelAgent:
         return [number for number, (state, _) in self.ranks.items() if state is not GONE]
 
     def connected(self, node: Node) -> None:
-        """Say what the agent says first on a connection: what it kept, and what its ranks do."""
+        """Say what the agent says first on a connection: how ranks ended, and what the others do."""
         self.node = node
         self.inbox.clear()
-        self.outbox = deque(self._kept)
-        self._kept.clear()
+        self.outbox.clear()
         if not self.ranks:
             self.outbox.append(Joined())
             return
@@ -149,10 +147,7 @@ class ModelAgent:
         self.ranks[number] = GONE, incarnation
         ended = RankEnded(number, incarnation, code, False, self._committed, self._committed + 1, "rank.log", [])
         self._ended[number] = ended
-        if self.node is None:
-            self._kept.append(ended)
-        else:
-            self._say(ended)
+        self._say(ended)
 
     def _say(self, message: NodeMessage) -> None:
         if self.node is not None:
