@@ -24,9 +24,9 @@ def unsupported(config: object) -> str | None:
         return None
     for name in ("fp8_param", "fp8_params", "fp8_param_gather"):
         if getattr(config, name, None):
-            return (
-                f"checkpointless cannot take along parameters in FP8: set {name}=False, which keeps them in 16 bits"
-            )
+            reason = _unsupported_parameters(config, name)
+            if reason is not None:
+                return reason
     for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
         if getattr(config, name, None):
             return f"checkpointless cannot take along the scales of attention in FP8: set {name}=False"
@@ -40,6 +40,21 @@ def unsupported(config: object) -> str | None:
         return (
             f"checkpointless does not know what the FP8 recipe {fp8_recipe(config)!r} keeps: "
             f"set fp8_recipe to one of {', '.join(known)}"
+        )
+    return None
+
+
+def _unsupported_parameters(config: object, name: str) -> str | None:
+    """Return why parameters in FP8, which ``name`` asks for, cannot be recovered exactly."""
+    if fp8_recipe(config) == "mxfp8":
+        return (
+            "checkpointless has not been proved with parameters in MXFP8, which are gathered through the memory of "
+            f"gradients: set {name}=False or fp8_recipe='tensorwise'"
+        )
+    if getattr(config, "fp16", None) and fp8_recipe(config) == DELAYED:
+        return (
+            "checkpointless cannot take along parameters in FP8 whose scale changes in a step that is skipped: "
+            f"set fp16=False, {name}=False or fp8_recipe='tensorwise'"
         )
     return None
 
@@ -58,6 +73,8 @@ def unsupported_in_a_loop(modules: Iterable[object]) -> str | None:
         reason = unsupported(config)
         if reason is not None:
             return reason
+        if getattr(config, "fp8", None) and getattr(config, "fp8_param", None):
+            return "PlainTraining does not take along parameters in FP8: set fp8_param=False"
         if getattr(config, "fp8", None) and fp8_recipe(config) == DELAYED:
             return "PlainTraining does not take along the scales of FP8: set fp8_recipe='tensorwise'"
     return None

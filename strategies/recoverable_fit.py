@@ -195,6 +195,7 @@ class RecoverableFit:
             self._restored_without_adapters = True
         else:
             if not self._is_resuming:
+                self._keeper.live.settle()
                 manager.begin_buffers(self._keeper.live)
                 self.reached(Stage.LOADED)
             manager.attach(self._keeper.live, step)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 from typing_extensions import override
 
+from checkpointless.megatron.fp8_parameters import fp8_parameters, left_as_they_are
 from checkpointless.megatron.replicas import replica_group
 from checkpointless.megatron.scales import Scales
 from checkpointless.megatron.update import gather_parameters, sub_optimizers, update_locally
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.tensor_entry import Key
 
-_HALF = (torch.bfloat16, torch.float16)
+_DERIVED = (torch.bfloat16, torch.float16, torch.uint8)  # the last are the bytes of parameters in FP8
 
 
 class MegatronTensors(TrainingTensors):
@@ -36,6 +38,11 @@ class MegatronTensors(TrainingTensors):
     def group(self) -> tuple[int, ...]:
         """Return the ranks that hold the same shard."""
         return replica_group(self.optimizers)
+
+    @override
+    def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters of a module that are not kept in FP8, with their names."""
+        return ((name, each) for name, each in super().parameters_of(module) if not is_float8tensor(each))
 
     @override
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
@@ -59,7 +66,7 @@ class MegatronTensors(TrainingTensors):
         keys = {
             ("model", index, name)
             for index, chunk in enumerate(self.modules)
-            for name, parameter in chunk.named_parameters()
+            for name, parameter in self.parameters_of(chunk)
             if id(parameter) in derived
         }
         return {key: tensor for key, tensor in super().tensors().items() if key not in keys}
@@ -86,17 +93,27 @@ class MegatronTensors(TrainingTensors):
         with torch.no_grad():
             update_locally(self.optimizers)
 
+    def settle(self) -> None:
+        """Derive parameters in FP8 before the first step, too. This is a collective.
+
+        Megatron has quantised the values that it drew, or those of a checkpoint, which may have been in 8 bits
+        before: a recovery in the first step could not make the same bytes of the main parameters.
+        """
+        if fp8_parameters(self.modules):
+            self.derive()
+
     def derive(self) -> None:
         """Derive the model's parameters from the shards of all ranks. This is a collective."""
         with torch.no_grad():
             for optimizer in self.optimizers:
                 if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.is_stub_optimizer:
-                    optimizer._copy_main_params_to_model_params()
+                    with left_as_they_are(optimizer):
+                        optimizer._copy_main_params_to_model_params()
             gather_parameters(self.optimizers, force=True)
 
 
 def derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
-    """Return the 16-bit parameters that are their main parameters, rounded: Megatron makes them anew at every step.
+    """Return the parameters in 16 or 8 bits that are their main parameters, rounded; every step makes them anew.
 
     Args:
         optimizers: Megatron's optimizers, none of which chains others. With a precision-aware optimizer the main
@@ -110,7 +127,7 @@ def derived_parameters(optimizers: Iterable[Any]) -> list[torch.nn.Parameter]:
             continue
         if isinstance(optimizer, DistributedOptimizer):
             for buffer in optimizer.buffers:
-                if buffer.param_dtype in _HALF:
+                if buffer.param_dtype in _DERIVED:
                     derived += buffer.params
         else:
             derived += [each for group in getattr(optimizer, "float16_groups", []) for each in group]

@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
+from checkpointless.megatron.fp8_parameters import fp8_parameters, left_as_they_are, quantize, unsupported_optimizer
 from checkpointless.precision import unsupported
 from checkpointless.recovery.guard import guarded_update
 
@@ -36,18 +37,20 @@ def update_locally(optimizers: Sequence[Any]) -> bool:
     succeeded = True
     for optimizer in optimizers:
         if isinstance(optimizer, DistributedOptimizer):
-            succeeded &= bool(MixedPrecisionOptimizer.step_with_ready_grads(optimizer))
+            with left_as_they_are(optimizer):
+                succeeded &= bool(MixedPrecisionOptimizer.step_with_ready_grads(optimizer))
         else:
             succeeded &= bool(type(optimizer).step_with_ready_grads(optimizer))
     return succeeded
 
 
 def gather_parameters(optimizers: Sequence[Any], force: bool = False) -> None:
-    """Gather every rank's shards into the model's parameters. This is a collective.
+    """Gather every rank's shards into the model's parameters; those in FP8 are quantised. This is a collective.
 
     Args:
         force: gather even where the optimizer leaves it to the next forward pass (``overlap_param_gather``).
     """
+    quantize(optimizers)
     chunks: list[Any] = []
     for optimizer in optimizers:
         if isinstance(optimizer, DistributedOptimizer) and (force or not optimizer.ddp_config.overlap_param_gather):
@@ -66,10 +69,18 @@ def unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str
     Returns:
         One line that says what to set; None if there is no obstacle.
     """
+    models = list(models)
     for model in models:
         reason = unsupported(getattr(model, "config", None))
         if reason is not None:
             return f"{reason} (NeMo: in MegatronMixedPrecision)"
+    quantised = fp8_parameters(models)
+    if not all(parameter.requires_grad for parameter in quantised):
+        return "checkpointless cannot take along frozen parameters in FP8: set fp8_param_gather=False"
+    for each in sub_optimizers(optimizer) if quantised else ():
+        reason = unsupported_optimizer(each)
+        if reason is not None:
+            return reason
     if any(
         getattr(getattr(each, "ddp_config", None), "use_megatron_fsdp", False) for each in sub_optimizers(optimizer)
     ):

@@ -31,8 +31,15 @@ def digest_parts(parts: Iterable[torch.Tensor]) -> int:
 
 
 def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
-    """Return the digest (xxh3-128, hex) of the names and bytes of all parameters, for comparing two runs."""
-    return _digest_named(named for module in modules for named in module.named_parameters())
+    """Return the digest (xxh3-128, hex) of the names and bytes of all parameters, for comparing two runs.
+
+    Of a parameter that TransformerEngine keeps in FP8, it is that of the values that it stands for.
+    """
+    return _digest_named(
+        (name, parameter.dequantize() if hasattr(parameter, "_quantizer") else parameter)
+        for module in modules
+        for name, parameter in module.named_parameters()
+    )
 
 
 def digest_buffers(modules: Iterable[torch.nn.Module]) -> str:

@@ -37,11 +37,15 @@ class TrainingTensors:
         """Return the parameters and buffers of the modules, by key."""
         found: dict[Key, torch.Tensor] = {}
         for index, module in enumerate(self.modules):
-            for name, parameter in module.named_parameters():
+            for name, parameter in self.parameters_of(module):
                 found["model", index, name] = local_part(parameter)
             for name, buffer in module.named_buffers():
                 found["model", index, name] = local_part(buffer)
         return found
+
+    def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters of a module that have a storage, with their names."""
+        return module.named_parameters()
 
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
         """Return copies, by key, of the buffers as they are now: a step changes some of them before its commit."""
@@ -85,13 +89,13 @@ class TrainingTensors:
         frozen = {
             ("model", index, name): parameter
             for index, module in enumerate(self.modules)
-            for name, parameter in module.named_parameters()
+            for name, parameter in self.parameters_of(module)
             if not parameter.requires_grad
         }
         trained = {
             _storage(parameter.data)
             for module in self.modules
-            for parameter in module.parameters()
+            for _, parameter in self.parameters_of(module)
             if parameter.requires_grad
         }
         owners = {key: (inner, parameter) for key, inner, parameter in self._parameters()}

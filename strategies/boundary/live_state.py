@@ -208,6 +208,10 @@ class TrainerLiveState:
         """Put the optimizer's plain values back; the strategy and Lightning load the rest."""
         self._tensors.load_objects(objects["optimizer"])
 
+    def settle(self) -> None:
+        """Derive before the first step what a recovery derives to other bits than the start. Collective."""
+        self._tensors.settle()
+
     def derive(self) -> None:
         """Derive the parameters from all ranks' shards. Collective."""
         self._tensors.derive()

@@ -114,6 +114,21 @@ def test_scales_that_follow_from_earlier_steps(disturb: Disturb, layout: tuple[s
     through_faults(disturb, *FP8, *layout, *validates, faults=faults)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_parameters_in_fp8(disturb: Disturb, recipe: str) -> None:
+    """They are quantised by a collective, for which no rank may wait behind the lock of an update.
+
+    In step 4 a rank of each optimizer instance dies there: the other rank of each holds the last copy of its shard.
+    """
+    plugin, layer = FP8[0].replace("hybrid", f"hybrid, fp8_recipe: {recipe}, fp8_param_gather: true"), FP8[1]
+    layer = layer.replace("scaled.scaled_layers", "quantised.quantised_layers")
+    last_holders = ("sigkill@optimizer:rank=1,step=4", "sigkill@optimizer:rank=2,step=4")
+    faults = ("sigkill@backward:rank=0,step=1", *last_holders, "exception@forward:rank=3,step=6")
+    job = disturb(4, STEPS, *faults, args=(*SMALL, plugin, layer), limit_s=140)
+    assert [incident.target for incident in job.incidents] == [0, 4, 5]
+    assert [incident.respawned for incident in job.incidents] == [(0,), (1, 2), ()]
+
+
 # --- fp16 ---------------------------------------------------------------------------------------------------------
 
 FP16 = (

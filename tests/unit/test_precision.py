@@ -28,6 +28,8 @@ class Recipe(str, Enum):
         {"fp8": "hybrid", "fp8_recipe": "tensorwise", "use_transformer_engine_op_fuser": True},
         {"fp8": "hybrid", "fp8_recipe": Recipe.BLOCKWISE},
         {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
+        {"fp8": "hybrid", "fp8_param": True, "fp8_param_gather": True},
+        {"fp8": "hybrid", "fp8_param": True, "fp8_recipe": "tensorwise", "fp16": True},
     ],
 )
 def test_scales_and_recipes_without_any_are_carried(config: dict[str, Any]) -> None:
@@ -38,8 +40,8 @@ def test_scales_and_recipes_without_any_are_carried(config: dict[str, Any]) -> N
     ("config", "todo"),
     [
         ({"fp4": "e2m1"}, "set fp4=None"),
-        ({"fp8": "hybrid", "fp8_param": True}, "set fp8_param=False"),
-        ({"fp8": "hybrid", "fp8_param_gather": True}, "set fp8_param_gather=False"),
+        ({"fp8": "hybrid", "fp8_param": True, "fp16": True}, "set fp16=False, fp8_param=False"),
+        ({"fp8": "hybrid", "fp8_param_gather": True, "fp8_recipe": "mxfp8"}, "set fp8_param_gather=False"),
         ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "set fp8_multi_head_attention=False"),
         ({"fp8": "hybrid", "fp8_dot_product_attention": True}, "set fp8_dot_product_attention=False"),
         ({"fp8": "hybrid", "use_transformer_engine_op_fuser": True}, "set use_transformer_engine_op_fuser=False"),
@@ -64,4 +66,6 @@ def test_a_loop_of_ones_own_has_recipes_without_scales_only() -> None:
     )
     assert unsupported_in_a_loop([plain, fine]) is None
     assert "set fp8_recipe='tensorwise'" in str(unsupported_in_a_loop([plain, fine, scaled]))
+    kept = SimpleNamespace(config=SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True))
+    assert "set fp8_param=False" in str(unsupported_in_a_loop([plain, kept]))
     assert "set fp4=None" in str(unsupported_in_a_loop([SimpleNamespace(config=SimpleNamespace(fp4="e2m1"))]))

@@ -199,7 +199,8 @@ def _differences(rank: int, place: tuple[str, ...], one: Any, other: Any) -> lis
         for key in [*one, *(key for key in other if key not in one)]:
             found += _differences(rank, (*place, key), one.get(key), other.get(key))
         return found
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+    are_lists = isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
+    if are_lists and not all(isinstance(each, str) for each in one):  # a list of names is one thing
         return [
             each
             for index, pair in enumerate(zip(one, other))

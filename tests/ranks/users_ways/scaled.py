@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 HISTORY = 4  # passes
-_LARGEST = 448.0  # of torch.float8_e4m3fn
+LARGEST = 448.0  # of torch.float8_e4m3fn
 
 
 def scaled_layers(config: Any) -> ModuleSpec:
@@ -48,7 +48,7 @@ class DelayedScalingState:
         """Return a tensor rounded to eight bits at the scale of ``index``; note its largest value."""
         self.amax_history[0, index] = torch.maximum(self.amax_history[0, index], tensor.abs().max().float())
         scale = self.scale[index]
-        rounded = (tensor.float() * scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+        rounded = (tensor.float() * scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         return (rounded.float() / scale).to(tensor.dtype)
 
     def update(self) -> None:
@@ -58,7 +58,7 @@ class DelayedScalingState:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         self.amax_history[0] = amax
         largest = self.amax_history.amax(dim=0)
-        self.scale.copy_(torch.where(largest > 0, _LARGEST / largest, self.scale))
+        self.scale.copy_(torch.where(largest > 0, LARGEST / largest, self.scale))
         self.amax_history.copy_(torch.roll(self.amax_history, -1, 0))
         self.amax_history[0].zero_()
 
@@ -80,15 +80,21 @@ class ScaledLinear(ColumnParallelLinear):
             self.fp8_meta_tensors_initialized = True
 
     def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """Multiply the quantised input by the quantised weight."""
+        """Multiply the quantised input by the weight: by its own, quantised, or by the one given, as it is."""
         self.fp8_meta |= {"num_gemms": 1, "fp8_checkpoint": True}
         self.init_fp8_meta_tensors(None)
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         rounded = _Straight.apply(input_, forward, 0)
-        output, bias = super().forward(rounded, _Straight.apply(self.weight, forward, 1), **kwargs)
+        if weight is None:
+            weight = _Straight.apply(self.weight, forward, 1)
+        output, bias = self.product(rounded, weight, **kwargs)
         if torch.is_grad_enabled():  # a validation notes what passes, and leaves the scales
             forward.update()
         return _RoundedGradient.apply(output, backward), bias
+
+    def product(self, input_: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> Any:
+        """Multiply as Megatron does."""
+        return super().forward(input_, weight, **kwargs)
 
     def get_extra_state(self) -> torch.Tensor:
         """Return what a checkpoint keeps beside the parameters, as bytes."""

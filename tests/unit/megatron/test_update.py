@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs Megatron-core")
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
 from checkpointless.megatron import update
@@ -128,12 +129,43 @@ def test_an_optimizer_that_is_offloaded_is_refused() -> None:
 
 
 def test_a_precision_that_cannot_be_recovered_is_refused() -> None:
-    chunks = [SimpleNamespace(config=SimpleNamespace(fp8="hybrid", fp4=None)) for _ in range(2)]
+    chunks = [torch.nn.Linear(1, 1) for _ in range(2)]
+    for chunk in chunks:
+        chunk.config = SimpleNamespace(fp8="hybrid", fp4=None)  # type: ignore[assignment]
     assert unguardable(Optimizer(), chunks) is None
-    chunks[1].config.fp8_param = True
+    chunks[1].config.fp4 = "e2m1"  # type: ignore[union-attr]
     reason = unguardable(Optimizer(), chunks)
     assert reason is not None
-    assert "set fp8_param=False" in reason
+    assert "set fp4=None" in reason
+
+
+@pytest.fixture
+def in_fp8(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+    """Return a module whose weight Megatron takes for a parameter in FP8."""
+    chunk = torch.nn.Linear(1, 1)
+    monkeypatch.setattr("checkpointless.megatron.fp8_parameters.is_float8tensor", lambda each: each is chunk.weight)
+    return chunk
+
+
+@pytest.mark.parametrize(
+    ("frozen", "config", "says"),
+    [
+        (True, {}, "frozen parameters in FP8: set fp8_param_gather=False"),
+        (False, {"use_precision_aware_optimizer": True}, "set use_precision_aware_optimizer=False"),
+        (False, {}, "set use_distributed_optimizer=True"),
+    ],
+)
+def test_parameters_in_fp8_that_cannot_be_derived_are_refused(
+    in_fp8: torch.nn.Module, frozen: bool, config: dict[str, Any], says: str
+) -> None:
+    in_fp8.weight.requires_grad_(not frozen)
+    assert says in str(unguardable(Optimizer(**config), [in_fp8]))
+
+
+def test_parameters_in_fp8_of_a_distributed_optimizer_are_derived(in_fp8: torch.nn.Module) -> None:
+    optimizer = object.__new__(DistributedOptimizer)
+    optimizer.config = SimpleNamespace()  # type: ignore[assignment]
+    assert unguardable(optimizer, [in_fp8]) is None
 
 
 def test_precision_aware_states_without_scales_are_fine() -> None:
