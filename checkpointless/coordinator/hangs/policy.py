@@ -176,6 +176,9 @@ def judge(
 ) -> Diagnosis:
     """Find the ranks that hang: those outside of a collective, or mute, whose stall is not shared by many.
 
+    A stall that ranks share is waited for up to the ceiling. Beyond it those that answer can leave their blocks;
+    the few that do not even answer are given up.
+
     Victims alone are no reason to act while a rank that they may be waiting for still shows progress, unless
     that goes on for twice the ceiling.
 
@@ -202,8 +205,13 @@ def judge(
     if is_shared(standing, world, nproc):
         if steady is not None:
             return Diagnosis(Finding.NOTHING)
-        too_long = any(silent[rank].age_s >= ceiling_s for rank in standing)
-        return Diagnosis(Finding.TOO_LONG if too_long else Finding.WAIT, tuple(standing))
+        if all(silent[rank].age_s < ceiling_s for rank in standing):
+            return Diagnosis(Finding.WAIT, tuple(standing))
+        gone = [rank for rank in standing if silent[rank].stance is Stance.MUTE]
+        gone = [rank for rank in gone if _is_culprit(silent[rank], ceiling_s)]
+        if gone and not is_shared(gone, world, nproc):
+            return Diagnosis(Finding.CULPRITS, tuple(gone))
+        return Diagnosis(Finding.TOO_LONG, tuple(standing))
     if steady is not None:
         idle = all(silent[rank].state is not ProcessState.BUSY for rank in standing)
         if not idle or len(standing) == len(silent) or steady < STEADY_LOOKS:

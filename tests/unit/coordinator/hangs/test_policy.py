@@ -89,7 +89,10 @@ def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
     assert set(verdict.ranks) <= standing
     if verdict.finding is not Finding.CULPRITS:
         return
-    assert not is_shared(standing, 8, nproc)
+    assert not is_shared(verdict.ranks, 8, nproc)
+    if is_shared(standing, 8, nproc):
+        assert any(silent[rank].age_s >= CEILING_S for rank in standing)
+        assert all(silent[rank].stance is Stance.MUTE for rank in verdict.ranks)
     for rank in verdict.ranks:
         each = silent[rank]
         assert each.age_s >= each.limit_s
@@ -141,3 +144,29 @@ def test_the_one_that_is_known_to_be_behind_is_accused_beside_those_that_may_wai
     silent[5] = Evidence(Stance.ELSEWHERE, 31.0, 30.0)
     found = judge(silent, 8, 8, 2, CEILING_S)
     assert (found.finding, found.ranks) == (Finding.CULPRITS, (5,))
+
+
+@pytest.mark.parametrize("age_s", [599.0, 601.0])
+@pytest.mark.parametrize(
+    ("mute", "state", "gone"),
+    [
+        ((1,), ProcessState.STOPPED, (1,)),
+        ((1,), ProcessState.BLOCKED, (1,)),
+        ((1, 4), ProcessState.UNKNOWN, (1, 4)),
+        ((0, 1), ProcessState.STOPPED, ()),
+        ((1, 3, 5, 7), ProcessState.STOPPED, ()),
+    ],
+)
+def test_of_a_stall_that_took_too_long_the_few_that_do_not_answer_are_given_up(
+    age_s: float, mute: tuple[int, ...], state: ProcessState, gone: tuple[int, ...]
+) -> None:
+    """On GPUs a rank that does not answer leaves unclear what its peers wait for; half of a job may be paused."""
+    silent = {rank: Evidence(Stance.UNCLEAR, age_s, 30.0) for rank in RANKS}
+    silent |= {rank: Evidence(Stance.MUTE, age_s, 30.0, state, mute_s=20.0) for rank in mute}
+    found = judge(silent, 8, 8, 2, CEILING_S)
+    if age_s < CEILING_S:
+        assert found.finding is Finding.WAIT
+    elif gone:
+        assert (found.finding, found.ranks) == (Finding.CULPRITS, gone)
+    else:
+        assert (found.finding, found.ranks) == (Finding.TOO_LONG, tuple(RANKS))
