@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 DELAYED = "delayed"  # the recipe of FP8 that keeps scales from step to step
+_NOT_IN_A_LOOP = "PlainTraining does not take along parameters in FP8: keep them in 16 bits (fp8_param=False)"
 _WITHOUT_STATE = ("tensorwise", "blockwise", "mxfp8")
 
 
@@ -51,10 +52,11 @@ def _unsupported_parameters(config: object, name: str) -> str | None:
             "checkpointless has not been proved with parameters in MXFP8, which are gathered through the memory of "
             f"gradients: set {name}=False or fp8_recipe='tensorwise'"
         )
-    if getattr(config, "fp16", None) and fp8_recipe(config) == DELAYED:
+    skips = getattr(config, "fp16", None) or str(getattr(config, "precision", "")).startswith("16")
+    if skips and fp8_recipe(config) == DELAYED:
         return (
             "checkpointless cannot take along parameters in FP8 whose scale changes in a step that is skipped: "
-            f"set fp16=False, {name}=False or fp8_recipe='tensorwise'"
+            f"set {name}=False or fp8_recipe='tensorwise', or train in bf16"
         )
     return None
 
@@ -74,7 +76,9 @@ def unsupported_in_a_loop(modules: Iterable[object]) -> str | None:
         if reason is not None:
             return reason
         if getattr(config, "fp8", None) and getattr(config, "fp8_param", None):
-            return "PlainTraining does not take along parameters in FP8: set fp8_param=False"
+            return _NOT_IN_A_LOOP
+        if any(hasattr(parameter, "_quantizer") for parameter in vars(module).get("_parameters", {}).values()):
+            return _NOT_IN_A_LOOP  # TransformerEngine's own modules, made in fp8_model_init
         if getattr(config, "fp8", None) and fp8_recipe(config) == DELAYED:
             return "PlainTraining does not take along the scales of FP8: set fp8_recipe='tensorwise'"
     return None

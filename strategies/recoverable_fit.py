@@ -215,6 +215,7 @@ class RecoverableFit:
             manager.params_to_save = {*params_to_save, *trained_names(strategy.megatron_parallel)}
         if self._restored_without_adapters:
             self._restored_without_adapters = False
+            keeper.live.settle()
             manager.begin_buffers(keeper.live)
             self.reached(Stage.CHECKED)
             vote()  # an attached rank can be recovered from: by then every rank's streams are on its board

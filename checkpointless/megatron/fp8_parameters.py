@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-_COLLECT = "_get_fp8_params_and_shard_fp32_from_fp8"  # what Megatron quantises; nothing, while it is replaced
+from checkpointless.precision import DELAYED
+
+# What Megatron-core 0.15 and 0.16 ask for the parameters to quantise; while it is replaced, there are none.
+_COLLECT = "_get_fp8_params_and_shard_fp32_from_fp8"
 
 
 def fp8_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -27,9 +31,21 @@ def fp8_parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Paramete
     return [parameter for module in modules for parameter in module.parameters() if is_float8tensor(parameter)]
 
 
+def is_quantized(optimizer: object) -> bool:
+    """Return whether a Megatron optimizer updates parameters that are kept in FP8."""
+    return (
+        isinstance(optimizer, DistributedOptimizer)
+        and not optimizer.is_stub_optimizer
+        and any(buffer.param_dtype is torch.uint8 for buffer in optimizer.buffers)
+    )
+
+
 @contextmanager
 def left_as_they_are(optimizer: DistributedOptimizer) -> Iterator[None]:
     """Keep an optimizer from quantising, which needs all ranks, while it copies main parameters to the model."""
+    if not is_quantized(optimizer):
+        yield
+        return
     setattr(optimizer, _COLLECT, lambda: ([], [], []))
     try:
         yield
@@ -40,25 +56,28 @@ def left_as_they_are(optimizer: DistributedOptimizer) -> Iterator[None]:
 def quantize(optimizers: Sequence[object]) -> None:
     """Quantise the main parameters of all ranks into the parameters that are kept in FP8. This is a collective.
 
-    It may be repeated: the same main parameters and scales give the same bytes.
+    It may be repeated: the same main parameters and scales give the same bytes. Parameters in 16 bits are copied
+    once more, too, because Megatron does both at once.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, DistributedOptimizer) and not optimizer.is_stub_optimizer:
-            found = optimizer._get_fp8_params_and_shard_fp32_from_fp8()
-            if found[0]:
-                quantize_param_shard(*found, optimizer.data_parallel_group)
+        if is_quantized(optimizer):
+            assert isinstance(optimizer, DistributedOptimizer)
+            optimizer._copy_main_params_to_model_params()
 
 
-def unsupported_optimizer(optimizer: object) -> str | None:
+def unsupported_optimizer(
+    optimizer: Any, recipe: str
+) -> str | None:  # Any: Megatron's optimizers share no interface
     """Return why parameters in FP8 cannot be recovered exactly with one Megatron optimizer.
 
     Args:
         optimizer: the optimizer, which is not chained.
+        recipe: the name of the recipe of FP8 training.
 
     Returns:
         One line that says what to set; None if there is no obstacle.
     """
-    if getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False):
+    if getattr(optimizer.config, "use_precision_aware_optimizer", False):
         return (
             "checkpointless cannot derive parameters in FP8 from a precision-aware optimizer: "
             "set use_precision_aware_optimizer=False or fp8_param_gather=False"
@@ -67,5 +86,20 @@ def unsupported_optimizer(optimizer: object) -> str | None:
         return (
             "checkpointless recovers parameters in FP8 from the distributed optimizer only: "
             "set use_distributed_optimizer=True or fp8_param_gather=False"
+        )
+    if not hasattr(DistributedOptimizer, _COLLECT):
+        return (
+            "checkpointless does not know how this Megatron-core quantises parameters in FP8: "
+            "set fp8_param_gather=False"
+        )
+    if recipe == DELAYED and getattr(optimizer, "grad_scaler", None) is not None:
+        return (
+            "checkpointless cannot take along parameters in FP8 whose scale changes in a step that is skipped: "
+            "set loss_scale=None, fp8_recipe='tensorwise' or fp8_param_gather=False"
+        )
+    if any(is_float8tensor(each) for group in optimizer.param_groups for each in group["params"]):
+        return (
+            "checkpointless cannot derive parameters in FP8 that have no main parameters: set params_dtype to "
+            "torch.bfloat16 or fp8_param_gather=False"
         )
     return None

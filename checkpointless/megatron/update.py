@@ -17,7 +17,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionO
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
 from checkpointless.megatron.fp8_parameters import fp8_parameters, left_as_they_are, quantize, unsupported_optimizer
-from checkpointless.precision import unsupported
+from checkpointless.precision import fp8_recipe, unsupported
 from checkpointless.recovery.guard import guarded_update
 
 _UNSCALED = (torch.float32, torch.bfloat16)
@@ -77,8 +77,9 @@ def unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str
     quantised = fp8_parameters(models)
     if not all(parameter.requires_grad for parameter in quantised):
         return "checkpointless cannot take along frozen parameters in FP8: set fp8_param_gather=False"
+    recipe = fp8_recipe(next((getattr(model, "config", None) for model in models), None))
     for each in sub_optimizers(optimizer) if quantised else ():
-        reason = unsupported_optimizer(each)
+        reason = unsupported_optimizer(each, recipe)
         if reason is not None:
             return reason
     if any(

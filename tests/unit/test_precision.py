@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from checkpointless.precision import unsupported, unsupported_in_a_loop
 
@@ -40,7 +41,8 @@ def test_scales_and_recipes_without_any_are_carried(config: dict[str, Any]) -> N
     ("config", "todo"),
     [
         ({"fp4": "e2m1"}, "set fp4=None"),
-        ({"fp8": "hybrid", "fp8_param": True, "fp16": True}, "set fp16=False, fp8_param=False"),
+        ({"fp8": "hybrid", "fp8_param": True, "fp16": True}, "set fp8_param=False or fp8_recipe='tensorwise'"),
+        ({"fp8": "hybrid", "fp8_params": True, "precision": "16-mixed"}, "set fp8_params=False"),
         ({"fp8": "hybrid", "fp8_param_gather": True, "fp8_recipe": "mxfp8"}, "set fp8_param_gather=False"),
         ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "set fp8_multi_head_attention=False"),
         ({"fp8": "hybrid", "fp8_dot_product_attention": True}, "set fp8_dot_product_attention=False"),
@@ -67,5 +69,9 @@ def test_a_loop_of_ones_own_has_recipes_without_scales_only() -> None:
     assert unsupported_in_a_loop([plain, fine]) is None
     assert "set fp8_recipe='tensorwise'" in str(unsupported_in_a_loop([plain, fine, scaled]))
     kept = SimpleNamespace(config=SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True))
-    assert "set fp8_param=False" in str(unsupported_in_a_loop([plain, kept]))
+    assert "(fp8_param=False)" in str(unsupported_in_a_loop([plain, kept]))
+    quantised = torch.nn.Linear(1, 1)
+    assert unsupported_in_a_loop([quantised]) is None
+    quantised.weight._quantizer = object()  # type: ignore[attr-defined]
+    assert "(fp8_param=False)" in str(unsupported_in_a_loop([quantised]))
     assert "set fp4=None" in str(unsupported_in_a_loop([SimpleNamespace(config=SimpleNamespace(fp4="e2m1"))]))

@@ -169,6 +169,7 @@ def _quantise_shards(
     """Quantise this rank's shards of main parameters in place; a rank without a part of a tensor has None."""
     if not tensors:
         return
+    mains = [main if main is None else main.bfloat16().float() for main in mains]  # what the tensors show
     largest = torch.stack([torch.zeros(()) if main is None else main.abs().max() for main in mains])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     for tensor, main, offset, amax in zip(tensors, mains, offsets, largest):

@@ -162,10 +162,36 @@ def test_parameters_in_fp8_that_cannot_be_derived_are_refused(
     assert says in str(unguardable(Optimizer(**config), [in_fp8]))
 
 
-def test_parameters_in_fp8_of_a_distributed_optimizer_are_derived(in_fp8: torch.nn.Module) -> None:
+def distributed(params: list[Any], **attributes: Any) -> Any:
     optimizer = object.__new__(DistributedOptimizer)
-    optimizer.config = SimpleNamespace()  # type: ignore[assignment]
-    assert unguardable(optimizer, [in_fp8]) is None
+    optimizer.config, optimizer.is_stub_optimizer = SimpleNamespace(), False  # type: ignore[assignment]
+    optimizer.optimizer = SimpleNamespace(param_groups=[{"params": params}])
+    vars(optimizer).update(attributes)
+    return optimizer
+
+
+def test_parameters_in_fp8_of_a_distributed_optimizer_are_derived(in_fp8: torch.nn.Module) -> None:
+    assert unguardable(distributed([torch.zeros(1)], grad_scaler=None), [in_fp8]) is None
+
+
+def test_parameters_in_fp8_without_main_parameters_are_refused(in_fp8: torch.nn.Module) -> None:
+    assert "set params_dtype" in str(unguardable(distributed([in_fp8.weight]), [in_fp8]))
+
+
+@pytest.mark.parametrize(("recipe", "is_refused"), [("delayed", True), ("tensorwise", False)])
+def test_scales_that_change_in_a_skipped_step_are_refused(
+    in_fp8: torch.nn.Module, recipe: str, is_refused: bool
+) -> None:
+    in_fp8.config = SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)  # type: ignore[assignment]
+    reason = unguardable(distributed([torch.zeros(1)], grad_scaler=object()), [in_fp8])
+    assert (reason is not None and "set loss_scale=None" in reason) is is_refused
+
+
+def test_a_megatron_that_quantises_in_another_way_is_refused(
+    in_fp8: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(DistributedOptimizer, "_get_fp8_params_and_shard_fp32_from_fp8")
+    assert "does not know how this Megatron-core quantises" in str(unguardable(distributed([]), [in_fp8]))
 
 
 def test_precision_aware_states_without_scales_are_fine() -> None:
