@@ -1,19 +1,34 @@
 """Checkpoints in a directory of the node: the rung below recovery from memory and above shared storage."""
 
 from checkpointless.local_checkpoint.agreement import LocalCheckpointError
+from checkpointless.local_checkpoint.async_request import AsyncRequest, AsyncSave
 from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
 from checkpointless.local_checkpoint.manager import LocalCheckpointManager
 from checkpointless.local_checkpoint.replication import (
     CliqueReplicationStrategy,
+    GroupWrapper,
     LazyCliqueReplicationStrategy,
+    LazyReplicationStrategyBuilder,
     ReplicationStrategy,
+)
+from checkpointless.local_checkpoint.tensor_aware import (
+    BasicTensorAwareStateDict,
+    TensorAwareStateDict,
+    register_form,
 )
 
 __all__ = [
+    "AsyncRequest",
+    "AsyncSave",
+    "BasicTensorAwareStateDict",
     "CliqueReplicationStrategy",
+    "GroupWrapper",
     "LazyCliqueReplicationStrategy",
+    "LazyReplicationStrategyBuilder",
     "LocalCheckpointError",
     "LocalCheckpointManager",
     "NoReplicasAvailableError",
     "ReplicationStrategy",
+    "TensorAwareStateDict",
+    "register_form",
 ]

@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from checkpointless.local_checkpoint import tensor_aware
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.state_tree import StateTreeError, Tree
 
 
 @dataclass(frozen=True)
 class Content:
-    """A nested state, separated into structure and tensors.
+    """A nested or tensor-aware state, separated into structure and tensors.
 
     Attributes:
         structure: the encoding of everything but the tensors.
         tensors: the tensors, in the order in which the structure refers to them.
+        form: the name of the class of a tensor-aware state; "": the state is a nested one.
     """
 
     structure: bytes
     tensors: tuple[torch.Tensor, ...]
+    form: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of structure and tensors."""
+        return len(self.structure) + sum(tensor.nbytes for tensor in self.tensors)
 
     @classmethod
     def of(cls, state: Tree) -> Content:
-        """Take ``state`` apart; its tensors are referenced, not copied.
+        """Take ``state`` apart, which is not changed; its tensors are referenced, not copied.
 
         Raises:
             StateTreeError: something in it cannot be stored safely; the message says where it is.
         """
         tensors: list[torch.Tensor] = []
+        form = ""
+        if tensor_aware.is_tensor_aware(state):
+            form = tensor_aware.form_name(state)
+            state = tensor_aware.form(form).taken_apart(state)
         skeleton = _without_tensors(state, "state", tensors)
-        return cls(state_tree.dumps(skeleton), tuple(tensors))
+        return cls(state_tree.dumps(skeleton), tuple(tensors), form)
 
     def state(self) -> Tree:
-        """Return the state, put together again.
+        """Return the state, put together again, as the class that it was.
 
         Raises:
-            ValueError: structure and tensors do not belong together.
+            ValueError: structure and tensors do not belong together, or the class is not known on this rank.
         """
-        return _with_tensors(state_tree.loads(self.structure), self.tensors)
+        state = _with_tensors(state_tree.loads(self.structure), self.tensors)
+        return tensor_aware.form(self.form).put_together(state) if self.form else state
 
     def on_host(self, copy: bool = False) -> Content:
         """Return this content in host memory.
@@ -47,7 +60,7 @@ class Content:
         Args:
             copy: share nothing with the original, not even tensors that lie in host memory already.
         """
-        return Content(self.structure, tuple(tensor.to("cpu", copy=copy) for tensor in self.tensors))
+        return replace(self, tensors=tuple(tensor.to("cpu", copy=copy) for tensor in self.tensors))
 
 
 def _without_tensors(value: Tree, path: str, tensors: list[torch.Tensor]) -> Tree:
@@ -84,7 +97,12 @@ def _with_tensors(value: Tree, tensors: tuple[torch.Tensor, ...]) -> Tree:
 
 
 def _storable(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Return ``tensor`` without its autograd history, if it is nothing more than strided memory."""
+    """Return ``tensor`` without its autograd history, if it is nothing more than strided memory.
+
+    Of a parameter that TransformerEngine keeps in FP8, it is the values that it stands for, as in Megatron's saves.
+    """
+    if hasattr(tensor, "_quantizer"):
+        tensor = tensor.dequantize()
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter):
         raise StateTreeError(f"{path} is a {kind.__module__}.{kind.__qualname__}: give its local, plain tensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -72,8 +73,12 @@ class DiskStorage:
         """Write parts: this rank's own and those of other ranks.
 
         Raises:
-            OSError: a part could not be written; nothing is left of that part.
+            OSError: a part could not be written, or the disk has no room for it; nothing is left of that part.
         """
+        needed, about = sum(content.nbytes for _, content in parts), os.statvfs(self.root)
+        if needed > about.f_bavail * about.f_frsize:
+            free = about.f_bavail * about.f_frsize
+            raise OSError(errno.ENOSPC, f"{needed} bytes are needed and {free} are free", str(self.root))
         for part, content in parts:
             write_part(self.root, PartName(part, holder, finished=True), world_size, content)
 

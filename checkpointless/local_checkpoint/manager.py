@@ -13,7 +13,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointless.local_checkpoint.agreement import (
@@ -27,24 +26,18 @@ from checkpointless.local_checkpoint.agreement import (
     words,
     world_size,
 )
-from checkpointless.local_checkpoint.async_save import AsyncSave
+from checkpointless.local_checkpoint.async_request import AsyncRequest
 from checkpointless.local_checkpoint.cliques import NoReplicasAvailableError
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.disk_storage import DiskStorage
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import PartStorage, Shelf, StoredPart, any_sound, read_any
 from checkpointless.local_checkpoint.replication import ReplicationStrategy
+from checkpointless.local_checkpoint.tensor_aware import is_tensor_aware
 from checkpointless.serialization.state_tree import Tree
+from checkpointless.transfer.bucket_rounds import TransferError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A save that not all ranks are known to have finished."""
-
-    save: SaveId
-    work: AsyncSave
 
 
 # --- decisions that are equal on all ranks: plain values ----------------------------------------------------------
@@ -76,84 +69,102 @@ def _candidates(inventories: Sequence[Mapping[str, Collection[int]]]) -> list[Sa
 class LocalCheckpointManager:
     """Saves and loads checkpoints in a directory of each node. All ranks of the job call each method together.
 
-    The manager keeps the newest save that is complete on all ranks, and the save that is being made. For each rank
-    of its node, the directory therefore takes twice the rank's part times the replication factor. An older save is
-    deleted when the next but one begins. A save that all ranks have completed supersedes any save of a later
-    iteration, because training went back from there.
+    Its names and its use are those of nvidia-resiliency-ext's class of this name, so NeMo's
+    ``MCoreHierarchicalCheckpointIO`` and Megatron's ``checkpointing_context["local_checkpoint_manager"]`` take it.
 
-    The directory belongs to one job. Only this user can access its files. They are written under another name and
-    renamed when they are on the disk, and contain nothing that is evaluated when they are loaded. A state is
-    nested dicts, lists and tuples of plain values (see :mod:`checkpointless.serialization.state_tree`) and strided
-    tensors of any dtype, on the CPU or on a GPU.
+    The manager keeps the newest save that is complete on all ranks, and the saves that are being made. For each
+    rank of its node, the directory therefore takes at least twice the rank's part times the replication factor. An
+    older save is deleted when the next but one begins. A save that all ranks have completed supersedes any save of
+    a later iteration, because training went back from there.
+
+    Only this user can access the files. They are written under another name and renamed when they are on the disk,
+    and contain nothing that is evaluated when they are loaded. A state is nested dicts, lists and tuples of plain
+    values (see :mod:`checkpointless.serialization.state_tree`) and strided tensors of any dtype, on the CPU or on a
+    GPU; or a tensor-aware state of such values (:mod:`checkpointless.local_checkpoint.tensor_aware`).
+
+    A disk that is full or fails costs the copies that could not be written, with a warning. If no copy of a part is
+    left, it costs the save; what was complete before is still there.
 
     Every wait for other ranks ends with the timeout of the process group. Without process groups, the job is this
     process alone.
 
     Args:
-        root_local_ckpt_dir: the directory, on a disk of the node. All ranks of the node use the same one; jobs must
-            not share it.
+        root_local_ckpt_dir: the directory, on a disk of the node. All ranks of the node use the same one.
+        session_id: tells jobs apart that use the same directory; a name for a folder in it. "": the directory
+            belongs to one job.
         repl_strategy: decides which ranks keep copies of which parts; None: no copies. To load a save, the
             strategy, its parameters and the world size have to be as they were when it was made.
         storage: makes the :class:`~checkpointless.local_checkpoint.part_storage.PartStorage` of a directory.
 
     Raises:
         OSError: the directory cannot be made, or other users could write to it.
+        ValueError: ``session_id`` is no name for a folder.
     """
 
     def __init__(
         self,
         root_local_ckpt_dir: str | os.PathLike[str],
+        session_id: str = "",
         repl_strategy: ReplicationStrategy | None = None,
         *,
         storage: Callable[[Path], PartStorage] = DiskStorage,
     ) -> None:
+        if session_id in (".", "..") or any(each in session_id for each in "/\0"):
+            raise ValueError(f"session_id has to be a name for a folder, not {session_id!r}")
+        self.root_local_ckpt_dir = Path(root_local_ckpt_dir)
+        self.session_id = session_id
         self.repl_strategy = repl_strategy
-        self._root = Path(root_local_ckpt_dir)
-        self._storage = storage(self._root)
+        self._storage = storage(self.local_ckpt_dir)
         self._latest: SaveId | None = None  # the newest that is complete on all ranks
         self._searched = False  # whether _latest is up to date
         self._shortfall = ""  # why the newest save that was found is not complete
-        self._pending: _Pending | None = None
+        self._writing: set[SaveId] = set()  # asynchronous saves that have not ended
 
-    def save(self, state: Tree, iteration: int, is_async: bool = False) -> AsyncSave | None:
+    @property
+    def local_ckpt_dir(self) -> Path:
+        """The directory of this job, which the ranks of the node share."""
+        return self.root_local_ckpt_dir / self.session_id
+
+    def save(self, state_dict: Tree, iteration: int, is_async: bool = False) -> AsyncRequest | None:
         """Save this rank's state, and the copies that it keeps for its peers.
 
         Copies are exchanged before this method returns. They need host memory: as much as the peers' parts take,
         and with ``is_async`` also as much as this rank's part takes, until the files are written.
 
         Args:
-            state: a nested state, or an object that has one as its ``state_dict``.
+            state_dict: a tensor-aware state, a nested one, or an object that has one as its ``state_dict``. It is
+                not changed.
             iteration: the iteration, at least 0 and the same on all ranks.
-            is_async: write the files in a thread. The state has been copied when this method returns, so training
-                can go on.
+            is_async: only copy the state, so that training can go on, and return what is still to be done.
 
         Returns:
-            With ``is_async``, a handle to wait for this rank's files; the save counts as complete from the next
-            call of this manager on, in which all ranks tell each other. Otherwise None; the save is then complete
-            on all ranks.
+            With ``is_async``, a request for the ``AsyncCallsQueue`` of Megatron-core or nvidia-resiliency-ext, or
+            for :class:`~checkpointless.local_checkpoint.AsyncSave`. The save is complete when the request has been
+            carried out and ended on all ranks. Otherwise None; the save is then complete, or a warning says why it
+            is not.
 
         Raises:
-            LocalCheckpointError: on every rank, if the save failed on any rank, or if the asynchronous save before
-                it did. What was complete before is still there.
+            LocalCheckpointError: on every rank, if the state of any rank cannot be stored, or if the ranks call
+                different things.
         """
-        content, problem = attempt(lambda: self._prepare(state, iteration, is_async))
-        token = self._open("asynchronous save" if is_async else "save", problem, iteration)
+        content, problem = attempt(lambda: self._prepare(state_dict, iteration, is_async))
+        token, writing = self._open("asynchronous save" if is_async else "save", problem, iteration)
         if not self._searched:
             self._search()
         save = SaveId(iteration, token)
-        self._storage.delete_all_but({self._latest, save})
+        self._storage.delete_all_but({self._latest, save} | writing)
         own = present(content)
         kept, problem = attempt(lambda: self._replicate(own, PartId(save, own_rank())))
         agree(problem, f"replicating iteration {iteration}")
-        parts = present(kept)
+        self._writing = writing | {save}
+        request = AsyncRequest(
+            write_parts, (self._storage, present(kept), own_rank(), world_size()), [lambda: self._finish(save)]
+        )
         if is_async:
-            work = AsyncSave(lambda: self._write(parts), f"iteration {iteration} on rank {own_rank()}")
-            self._pending = _Pending(save, work)
-            return work
+            return request
         # Not in a thread: one that outlives an interruption would write tensors that are being trained by then.
-        _, problem = attempt(lambda: self._write(parts))
-        agree(problem, f"writing iteration {iteration}")
-        self._complete(save)
+        request.write()
+        request.execute_finalize_fns()
         return None
 
     def find_latest(self) -> int:
@@ -163,10 +174,6 @@ class LocalCheckpointManager:
 
         Returns:
             The iteration, or -1 if there is none.
-
-        Raises:
-            LocalCheckpointError: on every rank, if an asynchronous save has failed on any rank since the last call.
-                The next call searches.
         """
         self._open("find_latest")
         self._search()
@@ -178,7 +185,8 @@ class LocalCheckpointManager:
         A part that is missing or damaged on this node comes from a peer, and is written to this node's directory.
 
         Returns:
-            The state, with its tensors on the CPU, and the name of the part.
+            The state, of the class that was saved, and the name of the part. The tensors of a tensor-aware state
+            are on the devices that they came from, those of a nested state on the CPU.
 
         Raises:
             NoReplicasAvailableError: on every rank, if a part cannot be obtained; the message names the part and
@@ -192,52 +200,58 @@ class LocalCheckpointManager:
         if self._latest is None:
             if self._shortfall:
                 raise NoReplicasAvailableError(self._shortfall)
-            raise LocalCheckpointError(f"no rank has a local checkpoint; this one looked in {self._root}")
+            raise LocalCheckpointError(f"no rank has a local checkpoint; this one looked in {self.local_ckpt_dir}")
         return self._load(PartId(self._latest, own_rank()))
 
     # --- agreement ------------------------------------------------------------------------------------------------
 
-    def _open(self, call: str, problem: Exception | None = None, iteration: int | None = None) -> str:
-        """Begin a call: all ranks learn how the pending save ended, that all make the same call, and who cannot.
+    def _open(
+        self, call: str, problem: Exception | None = None, iteration: int | None = None
+    ) -> tuple[str, set[SaveId]]:
+        """Begin a call: all ranks learn that all make the same call, and who cannot.
 
         A rank whose process is new may know less than the others; then no rank relies on what it knew.
 
         Returns:
-            A token for a new save, the same on all ranks.
+            A token for a new save, the same on all ranks, and the saves that any rank takes for being made.
         """
-        pending, self._pending = self._pending, None
-        failed = None
-        if pending is not None:
-            _, failed = attempt(pending.work.wait)
         told = gather(
             {
                 "call": [call, iteration],
-                "pending": str(pending.save) if pending else None,
                 "latest": [self._searched, str(self._latest)],
-                "failed": words(failed),
+                "writing": sorted(map(str, self._writing)),
                 "problem": words(problem),
                 "token": f"{time.time_ns():016x}{secrets.token_hex(4)}",
             }
         )
-        if any(each["failed"] for each in told):
-            raise LocalCheckpointError(by_rank("writing", [each["failed"] for each in told])) from failed
-        finished = {each["pending"] for each in told}
-        if len(finished) == 1 and pending is not None:
-            self._complete(pending.save)
-        elif len(finished) > 1 or any(each["latest"] != told[0]["latest"] for each in told):
+        if any(each["latest"] != told[0]["latest"] for each in told):
             self._searched = False
         if any(each["call"] != told[0]["call"] for each in told):
             calls = [" ".join(str(word) for word in each["call"] if word is not None) for each in told]
             raise LocalCheckpointError(by_rank("the ranks call different things", calls)) from problem
         if any(each["problem"] for each in told):
             raise LocalCheckpointError(by_rank(call, [each["problem"] for each in told])) from problem
-        return str(told[0]["token"])
+        return str(told[0]["token"]), {SaveId.parse(name) for each in told for name in each["writing"]}
 
-    def _complete(self, save: SaveId) -> None:
-        """Record that all ranks have written ``save``."""
+    def _finish(self, save: SaveId) -> None:
+        """End a save whose files are written where they could be: keep it if no part is missing. Collective."""
+        shelf, problem = attempt(self._shelf)
+        if problem is not None:
+            logger.warning("local checkpoints cannot be looked at: %s", problem)
+        parts = sorted((shelf or {}).get(save, {}))
+        told = gather({"save": str(save), "parts": parts, "peers": list(self._peers())})
+        if any(each["save"] != told[0]["save"] for each in told):
+            raise LocalCheckpointError(by_rank("the ranks end different saves", [each["save"] for each in told]))
+        self._writing.discard(save)
+        lost = missing_parts([each["parts"] for each in told], [each["peers"] for each in told], world_size())
+        if lost:
+            logger.warning("iteration %d is not kept: %s", save.iteration, _without_copy(save, lost))
+            self._storage.delete_all_but({self._latest} | self._writing)
+            return
         before, self._latest, self._searched = self._latest, save, True
+        self._writing = {each for each in self._writing if each > save}  # the others will hardly end any more
         if before is not None and before > save:
-            self._storage.delete_all_but({save})  # else a search finds the older save: its iteration is later
+            self._storage.delete_all_but({save} | self._writing)  # else a search finds it: its iteration is later
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -253,11 +267,12 @@ class LocalCheckpointManager:
         """Return the parts that this rank has to keep."""
         if self.repl_strategy is None:
             return [(part, content)]
-        states, names = self.repl_strategy.replicate(content.state(), str(part))
+        try:
+            states, names = self.repl_strategy.replicate(content.state(), str(part))
+        except TransferError as error:
+            logger.warning("%s is kept without what the peers sent: %s", part.words, error)
+            return [(part, content)]
         return [(PartId.parse(name), Content.of(state)) for state, name in zip(states, names)]
-
-    def _write(self, parts: Sequence[tuple[PartId, Content]]) -> None:
-        self._storage.write(parts, own_rank(), world_size())
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -313,7 +328,9 @@ class LocalCheckpointManager:
             copies, trouble = attempt(lambda: self._read_copies(part.save, wanting))
             agree(problem or trouble, f"reading iteration {part.save.iteration}")
             own = self._exchange(part, own, present(copies))
-        return present(own).state(), str(part)
+        state, problem = attempt(lambda: _in_place(present(own)))
+        agree(problem, f"putting iteration {part.save.iteration} together")
+        return state, str(part)
 
     def _exchange(self, part: PartId, own: Content | None, copies: Mapping[int, Content]) -> Content:
         """Give every rank its part, if there is an undamaged copy of each part. Collective."""
@@ -359,14 +376,43 @@ class LocalCheckpointManager:
         """Write a part that came from a peer, so that it is in two places again. The load succeeds without it."""
         try:
             self._storage.make()
-            self._write([(part, content)])
+            self._storage.write([(part, content)], own_rank(), world_size())
         except OSError as error:
             logger.warning("%s was loaded from a peer and cannot be kept here: %s", part.words, error)
 
 
+def write_parts(
+    storage: PartStorage, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int
+) -> None:
+    """Write the parts that can be written; a warning says which cannot. It may run in a process of its own.
+
+    Args:
+        storage: where to.
+        parts: this rank's own part and those of other ranks.
+        holder: this rank.
+        world_size: the number of ranks of the job.
+    """
+    _, problem = attempt(storage.make)
+    for part, content in parts if problem is None else ():
+        try:
+            storage.write([(part, content)], holder, world_size)
+        except OSError as error:
+            logger.warning("%s cannot be written by rank %d: %s", part.words, holder, error)
+    if problem is not None:
+        logger.warning("rank %d can write no local checkpoint: %s", holder, problem)
+
+
+def _in_place(content: Content) -> Tree:
+    """Return the state of a content, a tensor-aware one with its tensors on the devices that they came from."""
+    state = content.state()
+    if is_tensor_aware(state):
+        state.restore_tensor_device(non_blocking=False)
+    return state
+
+
 def _plain(state: Tree) -> Tree:
     """Return the nested state in ``state``: itself, or its ``state_dict`` (an attribute, or a module's method)."""
-    if isinstance(state, (dict, list, tuple)) or not hasattr(state, "state_dict"):
+    if isinstance(state, (dict, list, tuple)) or is_tensor_aware(state) or not hasattr(state, "state_dict"):
         return state
     return state.state_dict() if callable(state.state_dict) else state.state_dict
 

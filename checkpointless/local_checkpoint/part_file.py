@@ -5,10 +5,10 @@ The format, all numbers little-endian::
     magic, 8 bytes | length of the header, 8 bytes | header | raw tensors, end to end | digests | seal
 
 The header is a state tree (:mod:`checkpointless.serialization.state_tree`) with the part's name, the world size,
-the structure of the state and each tensor's dtype and shape. The digests are one xxh3-64 per tensor. The seal is
-the number of digests and the xxh3-64 of everything but the tensors. It is read first, so nothing is parsed that
-was not written completely. The digests follow the tensors, so that a part is written in one pass, wherever its
-tensors lie.
+the form and the structure of the state and each tensor's dtype and shape. The digests are one xxh3-64 per tensor.
+The seal is the number of digests and the xxh3-64 of everything but the tensors. It is read first, so nothing is
+parsed that was not written completely. The digests follow the tensors, so that a part is written in one pass,
+wherever its tensors lie.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def read_part(path: Path) -> Content:
     """
     with open(path, "rb") as file:
         opened = _open_part(file, path)
-        return Content(opened.structure, tuple(_tensors(file, opened, path)))
+        return Content(opened.structure, tuple(_tensors(file, opened, path)), opened.form)
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ class _Opened:
     """The sealed header and digests of a part file that is positioned at its first tensor."""
 
     world_size: int
+    form: str
     structure: bytes
     entries: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     digests: tuple[int, ...]
@@ -155,6 +156,7 @@ def _write(file: BinaryIO, part: PartId, world_size: int, content: Content) -> N
         {
             "id": str(part),
             "world_size": world_size,
+            "form": content.form,
             "structure": content.structure,
             "tensors": [[dtype_name(tensor.dtype), list(tensor.shape)] for tensor in content.tensors],
         }
@@ -215,7 +217,7 @@ def _parse(header: bytes, digests: bytes, path: Path) -> _Opened:
     """Parse a sealed header, and check it against the file's name and its digests."""
     try:
         fields = state_tree.loads(header)
-        part, structure = PartId.parse(fields["id"]), fields["structure"]
+        part, form, structure = PartId.parse(fields["id"]), str(fields["form"]), fields["structure"]
         entries = tuple((dtype_of(dtype), tuple(shape)) for dtype, shape in fields["tensors"])
         world_size = int(fields["world_size"])
     except (ValueError, KeyError, TypeError) as error:
@@ -226,7 +228,7 @@ def _parse(header: bytes, digests: bytes, path: Path) -> _Opened:
     values = tuple(value for (value,) in _NUMBER.iter_unpack(digests))
     if len(values) != len(entries):
         raise PartFileError(f"{path} has {len(entries)} tensors and {len(values)} digests")
-    return _Opened(world_size, structure, entries, values)
+    return _Opened(world_size, form, structure, entries, values)
 
 
 def _tensors(file: BinaryIO, opened: _Opened, path: Path) -> Iterator[torch.Tensor]:

@@ -11,8 +11,9 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from checkpointless.transfer.wire import wire_device
 logger = logging.getLogger(__name__)
 
 _Round = TypeVar("_Round")
+_Eager = TypeVar("_Eager", bound="ReplicationStrategy")
 
 #: How wanted checkpoints come to this rank: each strategy makes plans of its own kind, and alone reads them.
 Plan: TypeAlias = Any
@@ -81,6 +83,37 @@ class ReplicationStrategy(ABC):
         """
 
 
+@dataclass(frozen=True)
+class GroupWrapper:
+    """A process group and its members.
+
+    Attributes:
+        group: the process group; None: that of all ranks.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def wrap(cls, group: GroupWrapper | dist.ProcessGroup | None) -> GroupWrapper:
+        """Return a process group as a wrapper; a wrapper is returned as it is."""
+        return group if isinstance(group, GroupWrapper) else cls(group)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the members, in the order of the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    def world_size(self) -> int:
+        """The number of members."""
+        return len(self.ranks)
+
+    @property
+    def my_group_rank(self) -> int:
+        """This rank's place among the members."""
+        return self.ranks.index(dist.get_rank())
+
+
 class CliqueReplicationStrategy(ReplicationStrategy):
     """Keeps, on every member of a process group, a copy of what each of the others saves.
 
@@ -92,10 +125,12 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         target_device: the device on which the tensors of received checkpoints are put.
     """
 
-    def __init__(self, local_group: dist.ProcessGroup, target_device: torch.device | str = "cpu") -> None:
-        self.local_group = local_group
+    def __init__(
+        self, local_group: GroupWrapper | dist.ProcessGroup, target_device: torch.device | str = "cpu"
+    ) -> None:
+        self.local_group = GroupWrapper.wrap(local_group)
         self.target_device = torch.device(target_device)
-        self._members = tuple(dist.get_process_group_ranks(local_group))
+        self._members = self.local_group.ranks
 
     @classmethod
     def from_replication_params(
@@ -180,7 +215,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         Raises:
             NoReplicasAvailableError: on every member, if no rank in the clique has what one of them wants.
         """
-        everybodys = all_gather_json(list(wanted), self.local_group)
+        everybodys = all_gather_json(list(wanted), self.local_group.group)
         return plan_retrieval(self._members, globally_available_ids, dict(zip(self._members, everybodys)))
 
     def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Tree]) -> dict[str, Tree]:
@@ -221,7 +256,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 raise ValueError(f"there are {len(content.structure)} bytes of state that is no tensor: too many")
         except (TypeError, ValueError) as error:
             problem = error
-        problems = all_gather_json(str(problem or ""), self.local_group)
+        problems = all_gather_json(str(problem or ""), self.local_group.group)
         if problem is not None:
             raise problem
         for member, theirs in zip(self._members, problems):
@@ -240,14 +275,53 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             return room
 
         about, _ = receive_state(holders, allocate)
-        return Content(about["structure"], tuple(room.values())).state(), about["id"]
+        return Content(about["structure"], tuple(room.values()), about["form"]).state(), about["id"]
 
 
-class LazyCliqueReplicationStrategy(ReplicationStrategy):
+class LazyReplicationStrategyBuilder(ReplicationStrategy, Generic[_Eager]):
+    """A replication strategy that is made when it is first used, because process groups do not exist before.
+
+    If the job's process groups are made anew after a fault, so is the strategy. The first use is collective: every
+    rank of the job takes part. A subclass says what is made, in ``_eager_build``.
+    """
+
+    def __init__(self) -> None:
+        self._built: _Eager | None = None
+        self._built_in: Callable[[], object] = lambda: None
+
+    @abstractmethod
+    def _eager_build(self) -> _Eager:
+        """Make the strategy. Collective."""
+
+    @property
+    def replication_strategy(self) -> _Eager:
+        """The strategy, made if the process groups that it belongs to are new."""
+        world = dist.group.WORLD
+        if self._built is None or self._built_in() is not world:
+            self._built = self._eager_build()
+            self._built_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
+        return self._built
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The global ranks that this rank exchanges parts with, this rank included."""
+        return self.replication_strategy.peers
+
+    def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
+        """Exchange checkpoints as the strategy does."""
+        return self.replication_strategy.replicate(local_ckpt, id_)
+
+    def retrieve_plan(self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]) -> Plan:
+        """Plan a retrieval as the strategy does."""
+        return self.replication_strategy.retrieve_plan(globally_available_ids, wanted)
+
+    def retrieve_execute(self, *args: Any, **kwargs: Any) -> dict[str, Tree]:
+        """Carry a plan out as the strategy does."""
+        return self.replication_strategy.retrieve_execute(*args, **kwargs)
+
+
+class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplicationStrategy]):
     """A :class:`CliqueReplicationStrategy` whose process groups are made when it is first used.
-
-    It can therefore be created before the job's process groups. If these are made anew after a fault, so are the
-    cliques'. The first use is collective: every rank of the job takes part.
 
     Args:
         replication_jump: the distance between the ranks of a clique; see
@@ -259,6 +333,7 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
     """
 
     def __init__(self, replication_jump: int = 0, replication_factor: int = 2) -> None:
+        super().__init__()
         if replication_jump < 0 or replication_factor < 1:
             raise ValueError(
                 f"replication_jump must be 0 or more and replication_factor 1 or more, "
@@ -266,38 +341,9 @@ class LazyCliqueReplicationStrategy(ReplicationStrategy):
             )
         self.replication_jump = replication_jump
         self.replication_factor = replication_factor
-        self._built: CliqueReplicationStrategy | None = None
-        self._built_in: Callable[[], object] = lambda: None
 
-    @property
-    def replication_strategy(self) -> CliqueReplicationStrategy:
-        """The strategy, made if the process groups that it belongs to are new."""
-        world = dist.group.WORLD
-        if self._built is None or self._built_in() is not world:
-            self._built = CliqueReplicationStrategy.from_replication_params(
-                self.replication_jump, self.replication_factor
-            )
-            self._built_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
-        return self._built
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The global ranks of the clique, in ascending order."""
-        return self.replication_strategy.peers
-
-    def replicate(self, local_ckpt: Tree, id_: str) -> tuple[list[Tree], list[str]]:
-        """Exchange checkpoints as :meth:`CliqueReplicationStrategy.replicate` does."""
-        return self.replication_strategy.replicate(local_ckpt, id_)
-
-    def retrieve_plan(
-        self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
-    ) -> ExchangePlan:
-        """Plan a retrieval as :meth:`CliqueReplicationStrategy.retrieve_plan` does."""
-        return self.replication_strategy.retrieve_plan(globally_available_ids, wanted)
-
-    def retrieve_execute(self, plan: ExchangePlan, held: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Carry a plan out as :meth:`CliqueReplicationStrategy.retrieve_execute` does."""
-        return self.replication_strategy.retrieve_execute(plan, held)
+    def _eager_build(self) -> CliqueReplicationStrategy:
+        return CliqueReplicationStrategy.from_replication_params(self.replication_jump, self.replication_factor)
 
 
 def _timeout_of_the_job() -> timedelta | None:
@@ -314,7 +360,7 @@ def _timeout_of_the_job() -> timedelta | None:
 
 def _send(content: Content, id_: str, fills: Sequence[Fill]) -> None:
     tensors: dict[Key, torch.Tensor] = {(index,): tensor for index, tensor in enumerate(content.tensors)}
-    send_state(tensors, {"id": id_, "structure": content.structure}, fills)
+    send_state(tensors, {"id": id_, "form": content.form, "structure": content.structure}, fills)
 
 
 def _all_of(exchange: Callable[[_Round], None], rounds: Sequence[_Round]) -> None:

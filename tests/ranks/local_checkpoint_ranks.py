@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.local_checkpoint.async_save import AsyncSave
+from checkpointless.local_checkpoint import AsyncSave
 from checkpointless.recovery import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -100,7 +100,7 @@ class Player:
         self.folder = folder
         self.strategy = strategy
         self.rank = dist.get_rank()
-        self.manager = LocalCheckpointManager(folder, strategy)
+        self.manager = LocalCheckpointManager(folder, repl_strategy=strategy)
         self.work: AsyncSave | None = None
 
     def save(self, *iterations: int) -> None:
@@ -117,7 +117,9 @@ class Player:
     def save_async(self, iteration: int) -> None:
         """Save, and train on at once."""
         tree = state(self.rank, iteration)
-        self.work = self.manager.save(tree, iteration, is_async=True)
+        request = self.manager.save(tree, iteration, is_async=True)
+        assert request is not None
+        self.work = AsyncSave(request)
         tree["model"]["layers.0.weight"].zero_()
         tree["dtypes"].clear()
 
@@ -159,7 +161,7 @@ class Player:
     def renew(self, rank: int) -> None:
         """``rank`` has a new process, which knows nothing."""
         if self.rank == rank:
-            self.manager = LocalCheckpointManager(self.folder, self.strategy)
+            self.manager = LocalCheckpointManager(self.folder, repl_strategy=self.strategy)
 
     def regroup(self) -> None:
         """Make all process groups again, as after a fault."""
@@ -180,6 +182,8 @@ def strategy_alone(jump: int, factor: int) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, world = dist.get_rank(), dist.get_world_size()
     strategy = CliqueReplicationStrategy.from_replication_params(jump, factor)
+    group = strategy.local_group.group
+    assert group is not None
     states, ids = strategy.replicate(state(rank, 3), f"of-{rank}")
     kept = {} if rank < 2 else dict(zip(ids, states))
     available = {each: [] if each < 2 else [f"of-{peer}" for peer in range(world)] for each in range(world)}
@@ -199,7 +203,7 @@ def strategy_alone(jump: int, factor: int) -> dict[str, Any]:
         "equal": all(bits(each) == bits(state(rank, 3)) for each in arrived.values()),
         "plan": [[transfer.id, transfer.receiver, list(transfer.holders)] for transfer in plan.transfers],
         "refused": refused,
-        "timeout_s": strategy.local_group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+        "timeout_s": group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
     }
 
 

@@ -202,22 +202,20 @@ def test_two_saves_are_kept_on_every_rank(job: Job) -> None:
     assert len(job.files("iter_0000000003.*")) == len(job.files("iter_0000000004.*")) == 8
 
 
-def test_a_rank_that_cannot_write_fails_the_save_on_all_and_the_one_before_stays(
+def test_a_rank_that_cannot_write_costs_the_save_and_the_one_before_stays(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
     job = Job(nemo_zygote, tmp_path, jump=None)
     outcomes = job.run(["save", 5], ["full_disk", 1], ["save", 6], ["find"], ["room_again"], ["save", 7], ["load"])
-    words = raised(outcomes, 2, "LocalCheckpointError")
-    assert all("rank 1: [Errno 27]" in each and "rank 0" not in each for each in words)
+    assert returned(outcomes, 2) == [None] * 4
     assert returned(outcomes, 3) == [5] * 4
     assert returned(outcomes, 6) == whole(7)
     assert not job.files("*.tmp")
     assert not job.files("iter_0000000006*")
 
 
-def test_with_replication_what_one_rank_could_not_write_is_still_there(job: Job) -> None:
+def test_with_replication_what_one_rank_could_not_write_costs_nothing(job: Job) -> None:
     outcomes = job.run(["save", 5], ["full_disk", 1], ["save", 6], ["room_again"], ["find"], ["load"])
-    raised(outcomes, 2, "LocalCheckpointError")
     assert returned(outcomes, 4) == [6] * 4
     assert returned(outcomes, 5) == whole(6)
 
@@ -225,34 +223,20 @@ def test_with_replication_what_one_rank_could_not_write_is_still_there(job: Job)
 @pytest.mark.parametrize("jump", [None, 0])
 def test_asynchronous_saves(nemo_zygote: Zygote, tmp_path: Path, jump: int | None) -> None:
     job = Job(nemo_zygote, tmp_path, jump=jump)
-    outcomes = job.run(["save_async", 5], ["wait"], ["save_async", 6], ["load"])
+    outcomes = job.run(["save_async", 5], ["wait"], ["save_async", 6], ["wait"], ["load"])
     assert returned(outcomes, 1) == [True] * 4
-    assert returned(outcomes, 3) == whole(6), "what was trained on meanwhile is not in it"
+    assert returned(outcomes, 4) == whole(6), "what was trained on meanwhile is not in it"
     assert returned(job.run(["find"], ["load"]), 1) == whole(6)
 
 
-def test_an_asynchronous_save_that_fails_is_told_at_wait_and_then_to_every_rank(
-    nemo_zygote: Zygote, tmp_path: Path
-) -> None:
+def test_an_asynchronous_save_that_one_rank_cannot_write(nemo_zygote: Zygote, tmp_path: Path) -> None:
     job = Job(nemo_zygote, tmp_path, jump=None)
     outcomes = job.run(
-        ["save", 5], ["full_disk", 1], ["save_async", 6], ["wait"], ["room_again"], ["find"], ["find"], ["load"]
+        ["save", 5], ["full_disk", 1], ["save_async", 6], ["wait"], ["room_again"], ["find"], ["load"]
     )
-    assert [rank[3].get("raised") for rank in outcomes] == [None, "LocalCheckpointError", None, None]
-    assert "iteration 6 on rank 1 could not be written" in outcomes[1][3]["words"]
-    words = raised(outcomes, 5, "LocalCheckpointError")
-    assert all("rank 1: iteration 6" in each for each in words)
-    assert returned(outcomes, 6) == [5] * 4
-    assert returned(outcomes, 7) == whole(5)
-
-
-def test_the_next_save_tells_of_one_that_failed(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    job = Job(nemo_zygote, tmp_path, jump=None)
-    outcomes = job.run(
-        ["save", 5], ["full_disk", 2], ["save_async", 6], ["save", 7], ["room_again"], ["save", 7], ["find"]
-    )
-    assert all("rank 2: iteration 6" in each for each in raised(outcomes, 3, "LocalCheckpointError"))
-    assert returned(outcomes, 6) == [7] * 4
+    assert returned(outcomes, 3) == [True] * 4
+    assert returned(outcomes, 5) == [5] * 4
+    assert returned(outcomes, 6) == whole(5)
 
 
 def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(job: Job) -> None:

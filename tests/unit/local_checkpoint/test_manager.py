@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
+import re
+import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -15,10 +18,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest as MegatronsRequest
 
 import checkpointless
 from checkpointless.local_checkpoint import disk_storage, part_file
-from checkpointless.local_checkpoint.async_save import AsyncSave
+from checkpointless.local_checkpoint.async_request import AsyncRequest, AsyncSave
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.manager import missing_parts
 from checkpointless.local_checkpoint.part_file import PartName, write_part
@@ -153,17 +157,34 @@ def fail(error: OSError) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_save_before_as_it_was(
-    manager: LocalCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+def test_a_full_disk_costs_the_save_and_leaves_the_one_before(
+    manager: LocalCheckpointManager,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    call: str,
 ) -> None:
     manager.save(state(0, 5), 5)
     with monkeypatch.context() as full:
         full.setattr(part_file.os, call, fail(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(LocalCheckpointError, match=r"writing iteration 6: rank 0: .*No space left on device"):
-            manager.save(state(0, 6), 6)
+        manager.save(state(0, 6), 6)
+    assert "part 0 of iteration 6 cannot be written by rank 0: [Errno 28] No space left on device" in caplog.text
+    assert "iteration 6 is not kept: no undamaged copy is left of part 0 of iteration 6" in caplog.text
     assert len(files(tmp_path)) == 1
     assert bits(manager.load()[0]) == bits(state(0, 5))
     assert manager.find_latest() == 5
+
+
+def test_a_disk_without_room_is_not_written_to(
+    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr(disk_storage.os, "statvfs", lambda path: room)
+    monkeypatch.setattr(disk_storage, "write_part", fail(OSError("it was written to")))
+    manager.save({"weights": torch.zeros(2048)}, 1)
+    assert re.search(
+        r"iteration 1 cannot be written by rank 0: .* 8\d+ bytes are needed and 4096 are free", caplog.text
+    )
 
 
 def test_an_interrupted_save_leaves_nothing(
@@ -211,16 +232,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
+def begun(manager: LocalCheckpointManager, tree: Any, iteration: int) -> AsyncSave:
+    request = manager.save(tree, iteration, is_async=True)
+    assert isinstance(request, AsyncRequest)
+    return AsyncSave(request)
+
+
 def test_training_goes_on_while_a_copy_is_written(
     manager: LocalCheckpointManager, gate: threading.Event, tmp_path: Path
 ) -> None:
     tree = state(0, 5)
-    work = manager.save(tree, 5, is_async=True)
-    assert isinstance(work, AsyncSave)
+    work = begun(manager, tree, 5)
     tree["model"]["layers.0.weight"].add_(1)
     tree["model"]["strided"].zero_()
     assert not work.done()
-    with pytest.raises(TimeoutError, match="iteration 5 on rank 0 is still being written"):
+    with pytest.raises(TimeoutError, match="a local checkpoint is still being written"):
         work.wait(timedelta(seconds=0.01))
     assert files(tmp_path) == []
     gate.set()
@@ -229,34 +255,106 @@ def test_training_goes_on_while_a_copy_is_written(
     assert bits(manager.load()[0]) == bits(state(0, 5))
 
 
-def test_a_call_waits_for_the_save_before(manager: LocalCheckpointManager, gate: threading.Event) -> None:
+def test_saves_that_are_being_written_are_left_alone_by_others(
+    manager: LocalCheckpointManager, gate: threading.Event, tmp_path: Path
+) -> None:
+    first, second = begun(manager, {"n": 1}, 1), begun(manager, {"n": 2}, 2)
+    assert manager.find_latest() == -1
+    gate.set()
+    first.wait()
+    second.wait()
+    assert manager.find_latest() == 2
+    manager.save({"n": 3}, 3)
+    assert [len(files(tmp_path, iteration)) for iteration in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_a_request_that_nobody_carried_out_stands_in_no_way(
+    manager: LocalCheckpointManager, tmp_path: Path
+) -> None:
     manager.save({"n": 1}, 1, is_async=True)
-    threading.Timer(0.1, gate.set).start()
-    assert manager.find_latest() == 1
-    manager.save({"n": 2}, 2, is_async=True)
+    manager.save({"n": 2}, 2)
     manager.save({"n": 3}, 3)
     assert manager.find_latest() == 3
+    assert manager.load()[0] == {"n": 3}
+    assert [int(path.name[5:15]) for path in files(tmp_path)] == [2, 3]
 
 
-@pytest.mark.parametrize("waited", [True, False])
-def test_the_error_of_an_asynchronous_save_is_raised(
-    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch, waited: bool, tmp_path: Path
+def test_a_full_disk_costs_an_asynchronous_save_only(
+    manager: LocalCheckpointManager,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     manager.save({}, 1)
     with monkeypatch.context() as full:
         full.setattr(part_file.os, "fsync", fail(OSError(errno.ENOSPC, "No space left on device")))
-        work = manager.save({}, 2, is_async=True)
-        assert work is not None
-        while not work.done():
-            pass
-    if waited:
-        with pytest.raises(LocalCheckpointError, match=r"iteration 2 on rank 0 .*No space left"):
-            work.wait()
-    with pytest.raises(LocalCheckpointError, match=r"rank 0: iteration 2 .*No space left"):
-        manager.save({}, 3)
+        begun(manager, {}, 2).wait()
+    assert "iteration 2 is not kept" in caplog.text
     assert [int(path.name[5:15]) for path in files(tmp_path)] == [1]
     manager.save({}, 3)
     assert manager.find_latest() == 3
+
+
+def test_what_is_no_failure_of_the_disk_is_raised(
+    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_storage, "write_part", lambda *arguments: 1 / 0)
+    with pytest.raises(LocalCheckpointError, match="could not be written: division by zero"):
+        begun(manager, {}, 2).wait()
+
+
+def test_a_killed_writer_costs_its_save(manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture) -> None:
+    manager.save({"n": 1}, 1)
+    request = manager.save({"n": 2}, 2, is_async=True)
+    assert request is not None
+    writer = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGKILL,))
+    writer.start()
+    writer.join()
+    request.execute_finalize_fns()
+    assert "iteration 2 is not kept" in caplog.text
+    assert manager.load()[0] == {"n": 1}
+
+
+def test_another_process_carries_a_request_out(manager: LocalCheckpointManager) -> None:
+    """As Megatron's persistent worker does it: what is to be done has to travel to a process that is not forked."""
+    request = manager.save(state(0, 4), 4, is_async=True)
+    assert request is not None
+    writer = multiprocessing.get_context("spawn").Process(target=request.async_fn, args=request.async_fn_args)
+    writer.start()
+    writer.join()
+    assert writer.exitcode == 0
+    request.execute_finalize_fns()
+    assert bits(manager.load()[0]) == bits(state(0, 4))
+
+
+def test_a_request_is_like_those_of_the_frameworks(manager: LocalCheckpointManager) -> None:
+    request = manager.save({}, 1, is_async=True)
+    assert request is not None
+    assert request._fields == MegatronsRequest._fields
+    ended = []
+    request.add_finalize_fn(lambda: ended.append(manager.find_latest()))
+    frozen = request.freeze()
+    with pytest.raises(RuntimeError, match="nothing can be added"):
+        frozen.add_finalize_fn(print)
+    frozen.execute_sync()
+    assert ended == [1]
+
+
+# --- where --------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_that_share_a_directory_have_names(tmp_path: Path) -> None:
+    one, other = (LocalCheckpointManager(tmp_path, session_id) for session_id in ("one", "other"))
+    one.save({"job": 1}, 5)
+    assert other.find_latest() == -1
+    assert one.local_ckpt_dir == tmp_path / "one"
+    assert LocalCheckpointManager(tmp_path, "one").load()[0] == {"job": 1}
+
+
+@pytest.mark.parametrize("session_id", ["..", ".", "a/b", "a\0b"])
+def test_a_session_is_a_name_of_a_folder(tmp_path: Path, session_id: str) -> None:
+    with pytest.raises(ValueError, match="a name for a folder"):
+        LocalCheckpointManager(tmp_path, session_id)
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 4)), st.sets(st.integers(0, 4))), min_size=5, max_size=5))

@@ -1,0 +1,128 @@
+"""Test states that know their tensors: how they are taken apart and come back as the class that they were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nvidia_resiliency_ext.checkpointing.local import basic_state_dict as nvrx
+
+from checkpointless.local_checkpoint import (
+    BasicTensorAwareStateDict,
+    LocalCheckpointError,
+    LocalCheckpointManager,
+    TensorAwareStateDict,
+    register_form,
+)
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.serialization.state_tree import StateTreeError
+from tests.ranks.local_checkpoint_ranks import bits, state
+
+
+def test_tensors_are_taken_out_and_put_back_in_order() -> None:
+    aware = BasicTensorAwareStateDict(state(0, 5))
+    taken = aware.pop_tensors()
+    assert aware.is_hollow
+    assert not any(isinstance(each, torch.Tensor) for each in aware.state_dict["model"].values())
+    aware.insert_tensors(taken)
+    assert not aware.is_hollow
+    assert bits(aware.state_dict) == bits(state(0, 5))
+    assert list(map(id, aware.tensors)) == list(map(id, taken))
+
+
+def test_new_tensors_are_like_those_that_were_taken_out() -> None:
+    aware = BasicTensorAwareStateDict({"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": [(torch.zeros(1),)]})
+    aware.pop_tensors()
+    aware.init_tensors()
+    assert [(each.dtype, tuple(each.shape)) for each in aware.tensors] == [
+        (torch.bfloat16, (2, 3)),
+        (torch.float32, (1,)),
+    ]
+
+
+def test_a_copy_in_host_memory_shares_nothing_with_what_was_given() -> None:
+    given = torch.zeros(3)
+    aware = BasicTensorAwareStateDict({"a": given})
+    aware.copy_tensors_to_cpu()
+    given.fill_(1)
+    aware.restore_tensor_device()
+    assert aware.state_dict["a"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("call", ["pop_tensors", "copy_tensors_to_cpu", "restore_tensor_device"])
+def test_a_hollow_state_says_so(call: str) -> None:
+    aware = BasicTensorAwareStateDict({"a": torch.zeros(3)})
+    aware.pop_tensors()
+    with pytest.raises(RuntimeError, match="the tensors of this state have been taken out"):
+        getattr(aware, call)()
+    with pytest.raises(ValueError, match="2 tensors cannot be put in 1 places"):
+        aware.insert_tensors([torch.zeros(3)] * 2)
+    aware.init_tensors()
+    with pytest.raises(RuntimeError, match="have not been taken out"):
+        aware.init_tensors()
+
+
+def test_a_saved_state_comes_back_as_its_class_and_the_given_one_stays(tmp_path: Path) -> None:
+    manager = LocalCheckpointManager(tmp_path)
+    given = BasicTensorAwareStateDict(state(0, 5))
+    manager.save(given, 5)
+    assert bits(given.state_dict) == bits(state(0, 5))
+    loaded, _ = manager.load()
+    assert type(loaded) is BasicTensorAwareStateDict
+    assert bits(loaded.state_dict) == bits(state(0, 5))
+
+
+def test_a_state_of_nvrx_stays_one_of_nvrx() -> None:
+    given = object.__new__(nvrx.BasicTensorAwareStateDict)  # its constructor wants a GPU
+    given.state_dict, given._is_hollow = {"a": torch.ones(3)}, False
+    made = Content.of(given).state()
+    assert type(made) is nvrx.BasicTensorAwareStateDict
+    assert bits(made.state_dict) == bits({"a": torch.ones(3)})
+    assert not made.is_hollow
+
+
+def test_a_hollow_state_is_not_saved(tmp_path: Path) -> None:
+    aware = BasicTensorAwareStateDict({"a": torch.zeros(3)})
+    aware.pop_tensors()
+    with pytest.raises(LocalCheckpointError, match="state is hollow: put its tensors back first"):
+        LocalCheckpointManager(tmp_path).save(aware, 1)
+
+
+@dataclass
+class Pair(TensorAwareStateDict):
+    """Represents a state of a user's own class."""
+
+    one: torch.Tensor
+    other: torch.Tensor
+
+    is_hollow = False
+
+    @property
+    def tensors(self) -> Any:
+        return self.one, self.other
+
+    def _unused(self, *arguments: Any, **settings: Any) -> Any:
+        raise NotImplementedError
+
+    pop_tensors = insert_tensors = init_tensors = copy_tensors_to_cpu = _unused
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        pass
+
+
+def test_a_class_of_ones_own_has_to_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpointless.local_checkpoint.tensor_aware._forms", {})
+    given = Pair(torch.zeros(1), torch.ones(2))
+    with pytest.raises(StateTreeError, match="Pair, which is not known: give it to register_form, on every rank"):
+        Content.of(given)
+    register_form(Pair, lambda pair: [pair.one, pair.other], lambda tree: Pair(*tree))
+    manager = LocalCheckpointManager(tmp_path)
+    manager.save(given, 1)
+    loaded, _ = manager.load()
+    assert (type(loaded), loaded.other.tolist()) == (Pair, [1, 1])
+    monkeypatch.setattr("checkpointless.local_checkpoint.tensor_aware._forms", {})
+    with pytest.raises(LocalCheckpointError, match="Pair is not known on this rank: call register_form"):
+        manager.load()

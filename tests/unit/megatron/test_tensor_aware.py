@@ -1,0 +1,85 @@
+"""Test that Megatron-core's tensor-aware state comes back as it was, without being pickled."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+
+from checkpointless.local_checkpoint import LocalCheckpointError, LocalCheckpointManager
+from checkpointless.local_checkpoint.content import Content
+from tests.ranks.local_checkpoint_ranks import bits
+
+
+def made() -> MCoreTensorAwareStateDict:
+    """Return a state with all kinds of leaves."""
+    flat = ShardedTensor.from_rank_offsets_flat(
+        "optimizer", torch.arange(3.0), (2, 4), (0, 1, 2), flattened_range=slice(2, 5)
+    )
+    elsewhere = ShardedTensor.from_rank_offsets("elsewhere", torch.ones(2), (0, 0, 2))
+    elsewhere.data = None  # another rank saves it
+    return MCoreTensorAwareStateDict(
+        common={"iteration": 5, "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}], "rng": torch.arange(4)},
+        sharded_state_dict={
+            "model": {
+                "weight": ShardedTensor.from_rank_offsets(
+                    "weight", torch.randn(4, 3), (0, 1, 2), replica_id=(0, 0, 1)
+                ),
+                "half": ShardedTensor.from_rank_offsets("half", torch.randn(5).bfloat16(), prepend_axis_num=0),
+                "elsewhere": elsewhere,
+            },
+            "optimizer": [flat],
+            "extra": ShardedObject("extra", io.BytesIO(b"bytes of TransformerEngine's"), (1,), (0,)),
+            "plain": ShardedObject("plain", {"seed": 3, "state": torch.ones(2)}, (1,), (0,), replica_id=2),
+        },
+    )
+
+
+def leaves(state: MCoreTensorAwareStateDict) -> list[Any]:
+    """Return all that is in the leaves, and their order."""
+    sharded = state.sharded_state_dict
+    return [*sharded["model"].values(), *sharded["optimizer"], sharded["extra"], sharded["plain"]]
+
+
+def told(leaf: Any) -> list[Any]:
+    values = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
+    if isinstance(leaf.data, io.BytesIO):
+        values["data"] = leaf.data.getvalue()
+    return [type(leaf), bits(values)]
+
+
+def test_all_leaves_come_back(tmp_path: Path) -> None:
+    manager, given = LocalCheckpointManager(tmp_path), made()
+    before = [told(leaf) for leaf in leaves(given)]
+    manager.save(given, 5)
+    assert [told(leaf) for leaf in leaves(given)] == before
+    loaded, _ = manager.load()
+    assert type(loaded) is MCoreTensorAwareStateDict
+    assert not loaded.is_hollow
+    assert bits(loaded.common) == bits(given.common)
+    assert [told(leaf) for leaf in leaves(loaded)] == before
+    assert bits(list(loaded.tensors)) == bits(list(given.tensors))
+    assert list(loaded.sharded_state_dict) == list(given.sharded_state_dict)
+
+
+def test_a_tensor_in_host_memory_keeps_the_device_that_it_came_from() -> None:
+    """Megatron-core then moves it back; this test has no such device, and asks for it only."""
+    given = made()
+    next(iter(given._sharded_tensors)).orig_device = "cuda"
+    taken = Content.of(given)
+    assert [getattr(leaf, "orig_device", "") for leaf in leaves(taken.state())][:2] == ["cuda", ""]
+
+
+def test_a_leaf_that_is_not_known_is_named(tmp_path: Path) -> None:
+    given = made()
+    given.sharded_state_dict["model"]["stray"] = object()
+    with pytest.raises(
+        LocalCheckpointError, match=r"sharded_state_dict\['model'\]\['stray'\] is a builtins.object"
+    ):
+        LocalCheckpointManager(tmp_path).save(given, 1)
