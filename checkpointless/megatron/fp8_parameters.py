@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from megatron.core.fp8_utils import is_float8tensor
@@ -65,9 +64,7 @@ def quantize(optimizers: Sequence[object]) -> None:
             optimizer._copy_main_params_to_model_params()
 
 
-def unsupported_optimizer(
-    optimizer: Any, recipe: str
-) -> str | None:  # Any: Megatron's optimizers share no interface
+def unsupported_optimizer(optimizer: object, recipe: str) -> str | None:
     """Return why parameters in FP8 cannot be recovered exactly with one Megatron optimizer.
 
     Args:
@@ -77,7 +74,7 @@ def unsupported_optimizer(
     Returns:
         One line that says what to set; None if there is no obstacle.
     """
-    if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+    if getattr(getattr(optimizer, "config", None), "use_precision_aware_optimizer", False):
         return (
             "checkpointless cannot derive parameters in FP8 from a precision-aware optimizer: "
             "set use_precision_aware_optimizer=False or fp8_param_gather=False"

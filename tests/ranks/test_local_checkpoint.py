@@ -298,3 +298,21 @@ def test_a_member_that_cannot_replicate_is_not_waited_for(nemo_zygote: Zygote) -
 def test_cliques_that_cannot_be(nemo_zygote: Zygote, jumps: list[int], env: dict[str, str], expected: str) -> None:
     words = nemo_zygote.run(2, f"{RANKS}:cliques_asked_for", {"jumps": jumps}, env=env)
     assert all(expected in each for each in words)
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize("in_background", [False, True])
+def test_nemos_own_callback_saves_and_resumes_although_a_node_is_lost(
+    nemo_zygote: Zygote, tmp_path: Path, in_background: bool
+) -> None:
+    """NeMo's ``MCoreHierarchicalCheckpointIO`` and NVRx's ``LocalCheckpointCallback`` are given our manager."""
+    function = "tests.ranks.local_checkpoint_nemo:train"
+    common = {"root": str(tmp_path), "overrides": ["trainer.max_steps=6", "model.config.num_layers=2"]}
+    trained = nemo_zygote.run(2, function, {**common, "every": 4, "in_background": in_background}, limit_s=120)
+    assert [(rank["found"], rank["files"]) for rank in trained] == [(4, 2)] * 2
+    shutil.rmtree(tmp_path / "node0")
+    resumed = nemo_zygote.run(2, function, {**common, "resume": True}, limit_s=120)
+    for before, after in zip(trained, resumed):
+        assert after["losses"] == before["losses"][4:]
+        assert after["samples"] == before["samples"][-len(after["samples"]) :]
+    assert len(resumed[0]["losses"]) == 2

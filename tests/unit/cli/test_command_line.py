@@ -406,7 +406,6 @@ def _nemo(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["tiny_gpt_cpu", "optim.config.overlap_param_gather_with_optimizer_step=true"], "cannot be guarded"),
         (["tiny_gpt_cpu", "model.config.fp4=e2m1"], "set fp4=None"),
-        (["tiny_gpt_cpu", "model.config.fp8=hybrid", "model.config.fp8_param=true"], "set fp8_param=False"),
         (["tiny_gpt_cpu", "strategy.expert_model_parallel_size=2"], "needs experts"),
         (["tiny_moe_cpu", "model.config.num_moe_experts=3", "strategy.expert_model_parallel_size=2"], "3 experts"),
         (["tiny_moe_cpu", "--nproc-per-node", "8", "strategy.tensor_model_parallel_size=2"], "sequence_parallel"),

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest as MegatronsRequest
 
 import checkpointless
 from checkpointless.local_checkpoint import disk_storage, part_file
@@ -325,19 +324,6 @@ def test_another_process_carries_a_request_out(manager: LocalCheckpointManager) 
     assert writer.exitcode == 0
     request.execute_finalize_fns()
     assert bits(manager.load()[0]) == bits(state(0, 4))
-
-
-def test_a_request_is_like_those_of_the_frameworks(manager: LocalCheckpointManager) -> None:
-    request = manager.save({}, 1, is_async=True)
-    assert request is not None
-    assert request._fields == MegatronsRequest._fields
-    ended = []
-    request.add_finalize_fn(lambda: ended.append(manager.find_latest()))
-    frozen = request.freeze()
-    with pytest.raises(RuntimeError, match="nothing can be added"):
-        frozen.add_finalize_fn(print)
-    frozen.execute_sync()
-    assert ended == [1]
 
 
 # --- where --------------------------------------------------------------------------------------------------------

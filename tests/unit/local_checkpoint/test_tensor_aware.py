@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from nvidia_resiliency_ext.checkpointing.local import basic_state_dict as nvrx
 
 from checkpointless.local_checkpoint import (
     BasicTensorAwareStateDict,
@@ -73,15 +72,6 @@ def test_a_saved_state_comes_back_as_its_class_and_the_given_one_stays(tmp_path:
     loaded, _ = manager.load()
     assert type(loaded) is BasicTensorAwareStateDict
     assert bits(loaded.state_dict) == bits(state(0, 5))
-
-
-def test_a_state_of_nvrx_stays_one_of_nvrx() -> None:
-    given = object.__new__(nvrx.BasicTensorAwareStateDict)  # its constructor wants a GPU
-    given.state_dict, given._is_hollow = {"a": torch.ones(3)}, False
-    made = Content.of(given).state()
-    assert type(made) is nvrx.BasicTensorAwareStateDict
-    assert bits(made.state_dict) == bits({"a": torch.ones(3)})
-    assert not made.is_hollow
 
 
 def test_a_hollow_state_is_not_saved(tmp_path: Path) -> None:

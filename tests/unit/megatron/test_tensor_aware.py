@@ -1,4 +1,4 @@
-"""Test that Megatron-core's tensor-aware state comes back as it was, without being pickled."""
+"""Test that tensor-aware states and requests are those of the frameworks, and come back without being pickled."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest as MegatronsRequest
 from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
+from nvidia_resiliency_ext.checkpointing.local import basic_state_dict as nvrx
 
 from checkpointless.local_checkpoint import LocalCheckpointError, LocalCheckpointManager
 from checkpointless.local_checkpoint.content import Content
 from tests.ranks.local_checkpoint_ranks import bits
+
+pytestmark = pytest.mark.nemo
 
 
 def made() -> MCoreTensorAwareStateDict:
@@ -83,3 +87,26 @@ def test_a_leaf_that_is_not_known_is_named(tmp_path: Path) -> None:
         LocalCheckpointError, match=r"sharded_state_dict\['model'\]\['stray'\] is a builtins.object"
     ):
         LocalCheckpointManager(tmp_path).save(given, 1)
+
+
+def test_a_request_is_like_those_of_the_frameworks(tmp_path: Path) -> None:
+    manager = LocalCheckpointManager(tmp_path)
+    request = manager.save({}, 1, is_async=True)
+    assert request is not None
+    assert request._fields == MegatronsRequest._fields
+    ended = []
+    request.add_finalize_fn(lambda: ended.append(manager.find_latest()))
+    frozen = request.freeze()
+    with pytest.raises(RuntimeError, match="nothing can be added"):
+        frozen.add_finalize_fn(print)
+    frozen.execute_sync()
+    assert ended == [1]
+
+
+def test_a_state_of_nvrx_stays_one_of_nvrx() -> None:
+    given = object.__new__(nvrx.BasicTensorAwareStateDict)  # its constructor wants a GPU
+    given.state_dict, given._is_hollow = {"a": torch.ones(3)}, False
+    made = Content.of(given).state()
+    assert type(made) is nvrx.BasicTensorAwareStateDict
+    assert bits(made.state_dict) == bits({"a": torch.ones(3)})
+    assert not made.is_hollow
