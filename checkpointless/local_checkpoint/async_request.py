@@ -109,7 +109,7 @@ class AsyncSave:
 
         Raises:
             TimeoutError: the files are not written yet.
-            LocalCheckpointError: the files were not written for a reason that is none of the disk's.
+            LocalCheckpointError: writing raised an error that costs more than a copy.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while self._thread.is_alive():  # in turns: a thread that waits for a lock hears no interruption

@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,11 +82,18 @@ class DiskStorage:
         for part, content in parts:
             write_part(self.root, PartName(part, holder, finished=True), world_size, content)
 
+    def delete(self, save: SaveId) -> None:
+        """Delete all files, also unfinished ones, of one save."""
+        self._delete(lambda each: each == save)
+
     def delete_all_but(self, keep: Collection[SaveId | None]) -> None:
         """Delete all files, also unfinished ones, of saves not in ``keep``. A node's ranks share the work."""
+        self._delete(lambda each: each not in keep)
+
+    def _delete(self, is_meant: Callable[[SaveId], bool]) -> None:
         try:
             for name, path in self._files():
-                if name.id.save not in keep:
+                if is_meant(name.id.save):
                     path.unlink(missing_ok=True)
         except OSError as error:  # there may still be room for the next save; if not, its write raises
             logger.warning("an old local checkpoint cannot be deleted: %s", error)

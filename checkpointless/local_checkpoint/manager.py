@@ -70,12 +70,13 @@ class LocalCheckpointManager:
     """Saves and loads checkpoints in a directory of each node. All ranks of the job call each method together.
 
     Its names and its use are those of nvidia-resiliency-ext's class of this name, so NeMo's
-    ``MCoreHierarchicalCheckpointIO`` and Megatron's ``checkpointing_context["local_checkpoint_manager"]`` take it.
+    ``MCoreHierarchicalCheckpointIO`` takes it.
 
     The manager keeps the newest save that is complete on all ranks, and the saves that are being made. For each
     rank of its node, the directory therefore takes at least twice the rank's part times the replication factor. An
-    older save is deleted when the next but one begins. A save that all ranks have completed supersedes any save of
-    a later iteration, because training went back from there.
+    older save is deleted when the next but one begins; as long as none is complete, nothing is deleted. A save that
+    all ranks have completed supersedes any save of a later iteration that was begun before, because training went
+    back from there.
 
     Only this user can access the files. They are written under another name and renamed when they are on the disk,
     and contain nothing that is evaluated when they are loaded. A state is nested dicts, lists and tuples of plain
@@ -118,7 +119,9 @@ class LocalCheckpointManager:
         self._latest: SaveId | None = None  # the newest that is complete on all ranks
         self._searched = False  # whether _latest is up to date
         self._shortfall = ""  # why the newest save that was found is not complete
-        self._writing: set[SaveId] = set()  # asynchronous saves that have not ended
+        self._begun = 0  # how many saves this process has begun
+        self._latest_order = 0  # which of them _latest is; 0: it was found
+        self._writing: dict[SaveId, int] = {}  # asynchronous saves that have not ended, and which ones they are
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -147,16 +150,18 @@ class LocalCheckpointManager:
             LocalCheckpointError: on every rank, if the state of any rank cannot be stored, or if the ranks call
                 different things.
         """
-        content, problem = attempt(lambda: self._prepare(state_dict, iteration, is_async))
+        prepared, problem = attempt(lambda: self._prepare(state_dict, iteration, is_async))
         token, writing = self._open("asynchronous save" if is_async else "save", problem, iteration)
         if not self._searched:
             self._search()
         save = SaveId(iteration, token)
-        self._storage.delete_all_but({self._latest, save} | writing)
-        own = present(content)
-        kept, problem = attempt(lambda: self._replicate(own, PartId(save, own_rank())))
+        if self._latest is not None:
+            self._storage.delete_all_but({self._latest, save} | writing)
+        own, state = present(prepared)
+        kept, problem = attempt(lambda: self._replicate(own, state, PartId(save, own_rank())))
         agree(problem, f"replicating iteration {iteration}")
-        self._writing = writing | {save}
+        self._begun += 1
+        self._writing[save] = self._begun
         request = AsyncRequest(
             write_parts, (self._storage, present(kept), own_rank(), world_size()), [lambda: self._finish(save)]
         )
@@ -235,40 +240,43 @@ class LocalCheckpointManager:
 
     def _finish(self, save: SaveId) -> None:
         """End a save whose files are written where they could be: keep it if no part is missing. Collective."""
-        shelf, problem = attempt(self._shelf)
-        if problem is not None:
-            logger.warning("local checkpoints cannot be looked at: %s", problem)
-        parts = sorted((shelf or {}).get(save, {}))
+        parts = sorted(self._readable_shelf().get(save, {}))
         told = gather({"save": str(save), "parts": parts, "peers": list(self._peers())})
         if any(each["save"] != told[0]["save"] for each in told):
             raise LocalCheckpointError(by_rank("the ranks end different saves", [each["save"] for each in told]))
-        self._writing.discard(save)
+        order = self._writing.pop(save, 0)
+        if order <= self._latest_order:
+            return  # it has ended before, or one that was begun later has
         lost = missing_parts([each["parts"] for each in told], [each["peers"] for each in told], world_size())
         if lost:
             logger.warning("iteration %d is not kept: %s", save.iteration, _without_copy(save, lost))
-            self._storage.delete_all_but({self._latest} | self._writing)
+            self._storage.delete(save)
             return
-        before, self._latest, self._searched = self._latest, save, True
-        self._writing = {each for each in self._writing if each > save}  # the others will hardly end any more
-        if before is not None and before > save:
-            self._storage.delete_all_but({save} | self._writing)  # else a search finds it: its iteration is later
+        before, self._latest, self._searched, self._latest_order = self._latest, save, True, order
+        self._writing = {each: number for each, number in self._writing.items() if number > order}
+        older = before if before is not None and before < save else None
+        self._storage.delete_all_but({older, save, *self._writing})  # a search would find those of later iterations
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
-    def _prepare(self, state: Tree, iteration: int, is_async: bool) -> Content:
-        """Check what can be checked, and copy what must be copied, before other ranks are needed."""
+    def _prepare(self, state: Tree, iteration: int, is_async: bool) -> tuple[Content, Tree]:
+        """Check what can be checked, and copy what must be copied, before other ranks are needed.
+
+        Returns:
+            The content, and the state of it for the peers, if there are any.
+        """
         if type(iteration) is not int or iteration < 0:
             raise ValueError(f"an iteration must be a whole number of at least 0, not {iteration!r}")
-        self._storage.make()
         content = Content.of(_plain(state))
-        return content.on_host(copy=True) if is_async else content
+        content = content.on_host(copy=True) if is_async else content
+        return content, None if self.repl_strategy is None else content.state()
 
-    def _replicate(self, content: Content, part: PartId) -> list[tuple[PartId, Content]]:
+    def _replicate(self, content: Content, state: Tree, part: PartId) -> list[tuple[PartId, Content]]:
         """Return the parts that this rank has to keep."""
         if self.repl_strategy is None:
             return [(part, content)]
         try:
-            states, names = self.repl_strategy.replicate(content.state(), str(part))
+            states, names = self.repl_strategy.replicate(state, str(part))
         except TransferError as error:
             logger.warning("%s is kept without what the peers sent: %s", part.words, error)
             return [(part, content)]
@@ -279,20 +287,25 @@ class LocalCheckpointManager:
     def _shelf(self) -> Shelf:
         return self._storage.shelf(own_rank(), world_size())
 
+    def _readable_shelf(self) -> Shelf:
+        """Return the shelf; an empty one, with a warning, if the place cannot be read."""
+        shelf, problem = attempt(self._shelf)
+        if problem is not None:
+            logger.warning("rank %d cannot look at its local checkpoints: %s", own_rank(), problem)
+        return shelf or {}
+
     def _peers(self) -> tuple[int, ...]:
         return self.repl_strategy.peers if self.repl_strategy is not None else (own_rank(),)
 
     def _search(self) -> None:
         """Find the newest save of which all parts are undamaged. Collective."""
         peers = self._peers()
-        shelf, problem = attempt(self._shelf)
-        agree(problem, "looking for local checkpoints")
-        parts_of = present(shelf)
+        parts_of = self._readable_shelf()
         told = gather(
             {"shelf": {str(each): sorted(parts) for each, parts in parts_of.items()}, "peers": list(peers)}
         )
         everybodys_peers = [each["peers"] for each in told]
-        self._latest, self._searched, self._shortfall = None, True, ""
+        self._latest, self._searched, self._shortfall, self._latest_order = None, True, "", 0
         for save in _candidates([each["shelf"] for each in told]):
             parts = [each["shelf"].get(str(save), []) for each in told]
             lost = missing_parts(parts, everybodys_peers, world_size())
@@ -342,9 +355,12 @@ class LocalCheckpointManager:
             self._searched = False  # an older save may still be whole
             raise NoReplicasAvailableError(_without_copy(part.save, lost))
         available = {rank: [str(PartId(part.save, each)) for each in numbers] for rank, numbers in enumerate(parts)}
-        held = {str(PartId(part.save, number)): content.state() for number, content in copies.items()}
+        held, problem = attempt(
+            lambda: {str(PartId(part.save, number)): content.state() for number, content in copies.items()}
+        )
+        agree(problem, f"reading iteration {part.save.iteration}")
         wanted = [] if own is not None else [str(part)]
-        arrived, problem = attempt(lambda: self._retrieve(available, wanted, held))
+        arrived, problem = attempt(lambda: self._retrieve(available, wanted, present(held)))
         agree(problem, f"fetching iteration {part.save.iteration}")
         if own is None:
             own = Content.of(present(arrived)[str(part)]).on_host()
@@ -386,6 +402,8 @@ def write_parts(
 ) -> None:
     """Write the parts that can be written; a warning says which cannot. It may run in a process of its own.
 
+    Nothing that goes wrong is raised: the other ranks wait to hear which parts there are.
+
     Args:
         storage: where to.
         parts: this rank's own part and those of other ranks.
@@ -398,6 +416,8 @@ def write_parts(
             storage.write([(part, content)], holder, world_size)
         except OSError as error:
             logger.warning("%s cannot be written by rank %d: %s", part.words, holder, error)
+        except Exception:
+            logger.exception("%s cannot be written by rank %d", part.words, holder)
     if problem is not None:
         logger.warning("rank %d can write no local checkpoint: %s", holder, problem)
 

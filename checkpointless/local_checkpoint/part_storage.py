@@ -76,6 +76,9 @@ class PartStorage(Protocol):
             OSError: the place cannot be read.
         """
 
+    def delete(self, save: SaveId) -> None:
+        """Delete everything, also what is unfinished, of one save. A failure is only logged."""
+
     def delete_all_but(self, keep: Collection[SaveId | None]) -> None:
         """Delete everything, also what is unfinished, of saves not in ``keep``. A failure is only logged."""
 

@@ -367,13 +367,14 @@ def _all_of(exchange: Callable[[_Round], None], rounds: Sequence[_Round]) -> Non
     """Go through all rounds, even after damage in one: the others in the clique wait for the next round.
 
     Raises:
-        TransferError: the first one that a round raised, raised again at the end.
+        TransferError: a part did not arrive whole.
+        ValueError: a part cannot be put together here. The first error of all rounds is raised.
     """
-    damage: TransferError | None = None
+    damage: TransferError | ValueError | None = None
     for each in rounds:
         try:
             exchange(each)
-        except TransferError as error:
+        except (TransferError, ValueError) as error:
             logger.warning("a part arrived incomplete: %s", error)
             damage = damage or error
     if damage is not None:

@@ -280,8 +280,9 @@ def _mapped(tree: Tree, kind: type, function: Callable[[Any], Any]) -> Tree:
         tree.update({key: _mapped(value, kind, function) for key, value in tree.items()})
     elif isinstance(tree, list):
         tree[:] = [_mapped(value, kind, function) for value in tree]
-    elif type(tree) is tuple:
-        return tuple(_mapped(value, kind, function) for value in tree)
+    elif isinstance(tree, tuple):
+        items = (_mapped(value, kind, function) for value in tree)
+        return tree._make(items) if hasattr(tree, "_make") else tuple(items)
     return tree
 
 
@@ -289,7 +290,7 @@ def _found(tree: Tree, kind: type) -> Iterator[Any]:
     """Yield the leaves of a kind in a nested state, in the order in which :func:`_mapped` comes to them."""
     if isinstance(tree, kind):
         yield tree
-    elif isinstance(tree, dict) or type(tree) in (list, tuple):
+    elif isinstance(tree, (dict, list, tuple)):
         for value in tree.values() if isinstance(tree, dict) else tree:
             yield from _found(value, kind)
 

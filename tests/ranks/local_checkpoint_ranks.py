@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointless.local_checkpoint import AsyncSave
+from checkpointless.local_checkpoint import AsyncSave, BasicTensorAwareStateDict, register_form
 from checkpointless.recovery import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -86,6 +86,10 @@ def play(
     return outcomes
 
 
+class Unknown(BasicTensorAwareStateDict):
+    """Represents a state of a user's own class."""
+
+
 class Player:
     """Makes the calls.
 
@@ -113,6 +117,14 @@ class Player:
     def save_unsafe(self, iteration: int, rank: int) -> None:
         """Save, with something in the state of one rank that cannot be saved."""
         self.manager.save({"callbacks": [object() if self.rank == rank else 0]}, iteration)
+
+    def save_of_a_class_known_to(self, rank: int) -> None:
+        """Save on ``rank`` a state of a class that no other rank has registered."""
+        if self.rank != rank:
+            self.manager.save({}, 5)
+            return
+        register_form(Unknown, lambda own: own.state_dict, Unknown)
+        self.manager.save(Unknown({"n": torch.ones(1)}), 5)
 
     def save_async(self, iteration: int) -> None:
         """Save, and train on at once."""

@@ -247,6 +247,13 @@ def test_a_state_that_cannot_be_saved_is_refused_on_all_ranks(job: Job) -> None:
     assert job.files() == []
 
 
+def test_a_class_that_not_all_ranks_know_is_told_to_all_of_them(job: Job) -> None:
+    outcomes = job.run(["save", 4], ["save_of_a_class_known_to", 1], ["find"], ["load"])
+    words = raised(outcomes, 1, "LocalCheckpointError")
+    assert all("rank 3" in each and "is not known on this rank: call register_form" in each for each in words)
+    assert returned(outcomes, 3) == whole(4)
+
+
 def test_ranks_that_save_different_iterations_are_all_told(job: Job) -> None:
     words = raised(job.run(["save_different"]), 0, "LocalCheckpointError")
     assert all("rank 0: save 10; rank 1: save 11" in each for each in words)

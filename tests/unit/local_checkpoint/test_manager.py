@@ -1,15 +1,11 @@
-"""Test local checkpoints of a job of one process: saves, asynchronous saves, another storage, what is refused."""
+"""Test local checkpoints of a job of one process: saves, another storage, what is lost and what is refused."""
 
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import re
-import signal
-import threading
-from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +17,6 @@ from hypothesis import strategies as st
 
 import checkpointless
 from checkpointless.local_checkpoint import disk_storage, part_file
-from checkpointless.local_checkpoint.async_request import AsyncRequest, AsyncSave
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.manager import missing_parts
 from checkpointless.local_checkpoint.part_file import PartName, write_part
@@ -29,18 +24,9 @@ from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import PartError, Shelf
 from checkpointless.recovery import LocalCheckpointError, LocalCheckpointManager
 from tests.ranks.local_checkpoint_ranks import bits, state
+from tests.unit.local_checkpoint.disk import fail, files
 
 PART = PartId(SaveId(5, "0123456789abcdef00000000"), 3)
-
-
-@pytest.fixture
-def manager(tmp_path: Path) -> LocalCheckpointManager:
-    return LocalCheckpointManager(tmp_path / "local" / "checkpoints")
-
-
-def files(folder: Path, iteration: int | None = None) -> list[Path]:
-    pattern = "*" if iteration is None else f"iter_{iteration:010d}*"
-    return sorted((folder / "local" / "checkpoints").glob(pattern))
 
 
 def test_the_names_are_public() -> None:
@@ -148,13 +134,6 @@ def test_a_directory_that_is_lost_while_training_is_made_again(
     assert manager.find_latest() == 1
 
 
-def fail(error: OSError) -> Callable[..., None]:
-    def failing(*arguments: Any, **settings: Any) -> None:
-        raise error
-
-    return failing
-
-
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_full_disk_costs_the_save_and_leaves_the_one_before(
     manager: LocalCheckpointManager,
@@ -214,116 +193,29 @@ def test_what_cannot_be_deleted_does_not_fail_the_save(
     assert "an old local checkpoint cannot be deleted" in caplog.text
 
 
-# --- asynchronous saves -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Keep files from being written until the event is set."""
-    opened = threading.Event()
-    write = disk_storage.write_part
-
-    def gated(*arguments: Any) -> Path:
-        assert opened.wait(20)
-        return write(*arguments)
-
-    monkeypatch.setattr(disk_storage, "write_part", gated)
-    return opened
-
-
-def begun(manager: LocalCheckpointManager, tree: Any, iteration: int) -> AsyncSave:
-    request = manager.save(tree, iteration, is_async=True)
-    assert isinstance(request, AsyncRequest)
-    return AsyncSave(request)
-
-
-def test_training_goes_on_while_a_copy_is_written(
-    manager: LocalCheckpointManager, gate: threading.Event, tmp_path: Path
+def test_nothing_is_deleted_before_a_newer_save_is_complete(
+    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tree = state(0, 5)
-    work = begun(manager, tree, 5)
-    tree["model"]["layers.0.weight"].add_(1)
-    tree["model"]["strided"].zero_()
-    assert not work.done()
-    with pytest.raises(TimeoutError, match="a local checkpoint is still being written"):
-        work.wait(timedelta(seconds=0.01))
-    assert files(tmp_path) == []
-    gate.set()
-    work.wait()
-    assert work.done()
-    assert bits(manager.load()[0]) == bits(state(0, 5))
-
-
-def test_saves_that_are_being_written_are_left_alone_by_others(
-    manager: LocalCheckpointManager, gate: threading.Event, tmp_path: Path
-) -> None:
-    first, second = begun(manager, {"n": 1}, 1), begun(manager, {"n": 2}, 2)
-    assert manager.find_latest() == -1
-    gate.set()
-    first.wait()
-    second.wait()
-    assert manager.find_latest() == 2
-    manager.save({"n": 3}, 3)
-    assert [len(files(tmp_path, iteration)) for iteration in (1, 2, 3)] == [0, 1, 1]
-
-
-def test_a_request_that_nobody_carried_out_stands_in_no_way(
-    manager: LocalCheckpointManager, tmp_path: Path
-) -> None:
-    manager.save({"n": 1}, 1, is_async=True)
-    manager.save({"n": 2}, 2)
-    manager.save({"n": 3}, 3)
-    assert manager.find_latest() == 3
-    assert manager.load()[0] == {"n": 3}
-    assert [int(path.name[5:15]) for path in files(tmp_path)] == [2, 3]
-
-
-def test_a_full_disk_costs_an_asynchronous_save_only(
-    manager: LocalCheckpointManager,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    manager.save({}, 1)
+    folder = tmp_path / "local" / "checkpoints"
+    write_part(folder, PartName(PartId(PART.save, 0), 0, finished=True), 2, Content.of({}))  # a larger job's
     with monkeypatch.context() as full:
         full.setattr(part_file.os, "fsync", fail(OSError(errno.ENOSPC, "No space left on device")))
-        begun(manager, {}, 2).wait()
-    assert "iteration 2 is not kept" in caplog.text
-    assert [int(path.name[5:15]) for path in files(tmp_path)] == [1]
-    manager.save({}, 3)
-    assert manager.find_latest() == 3
+        manager.save({}, 6)
+    assert [int(path.name[5:15]) for path in files(tmp_path)] == [5]
+    manager.save({}, 7)
+    assert [int(path.name[5:15]) for path in files(tmp_path)] == [7]
 
 
-def test_what_is_no_failure_of_the_disk_is_raised(
-    manager: LocalCheckpointManager, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_that_cannot_be_used_costs_the_copies(
+    manager: LocalCheckpointManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disk_storage, "write_part", lambda *arguments: 1 / 0)
-    with pytest.raises(LocalCheckpointError, match="could not be written: division by zero"):
-        begun(manager, {}, 2).wait()
-
-
-def test_a_killed_writer_costs_its_save(manager: LocalCheckpointManager, caplog: pytest.LogCaptureFixture) -> None:
-    manager.save({"n": 1}, 1)
-    request = manager.save({"n": 2}, 2, is_async=True)
-    assert request is not None
-    writer = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGKILL,))
-    writer.start()
-    writer.join()
-    request.execute_finalize_fns()
-    assert "iteration 2 is not kept" in caplog.text
-    assert manager.load()[0] == {"n": 1}
-
-
-def test_another_process_carries_a_request_out(manager: LocalCheckpointManager) -> None:
-    """As Megatron's persistent worker does it: what is to be done has to travel to a process that is not forked."""
-    request = manager.save(state(0, 4), 4, is_async=True)
-    assert request is not None
-    writer = multiprocessing.get_context("spawn").Process(target=request.async_fn, args=request.async_fn_args)
-    writer.start()
-    writer.join()
-    assert writer.exitcode == 0
-    request.execute_finalize_fns()
-    assert bits(manager.load()[0]) == bits(state(0, 4))
+    folder = tmp_path / "local" / "checkpoints"
+    folder.rmdir()
+    folder.touch()
+    manager.save({}, 1)
+    assert manager.find_latest() == -1
+    assert "rank 0 can write no local checkpoint" in caplog.text
+    assert "rank 0 cannot look at its local checkpoints" in caplog.text
 
 
 # --- where --------------------------------------------------------------------------------------------------------
@@ -385,6 +277,9 @@ class Memory:
 
     def shelf(self, holder: int, world_size: int) -> Shelf:
         return {part.save: {part.part: [stored]} for part, stored in self.parts.items()}
+
+    def delete(self, save: SaveId) -> None:
+        self.parts = {part: stored for part, stored in self.parts.items() if part.save != save}
 
     def delete_all_but(self, keep: Collection[SaveId | None]) -> None:
         self.parts = {part: stored for part, stored in self.parts.items() if part.save in keep}

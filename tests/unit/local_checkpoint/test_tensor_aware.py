@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -72,6 +72,23 @@ def test_a_saved_state_comes_back_as_its_class_and_the_given_one_stays(tmp_path:
     loaded, _ = manager.load()
     assert type(loaded) is BasicTensorAwareStateDict
     assert bits(loaded.state_dict) == bits(state(0, 5))
+
+
+class Moments(NamedTuple):
+    """Represents what an optimizer keeps."""
+
+    first: torch.Tensor
+    step: int
+
+
+def test_tensors_in_a_named_tuple_are_found(tmp_path: Path) -> None:
+    aware = BasicTensorAwareStateDict({"moments": Moments(torch.ones(2), 1), "more": torch.zeros(1)})
+    taken = aware.pop_tensors()
+    aware.insert_tensors(taken)
+    assert type(aware.state_dict["moments"]) is Moments
+    manager = LocalCheckpointManager(tmp_path)
+    manager.save(aware, 1)
+    assert [each.tolist() for each in manager.load()[0].tensors] == [[1, 1], [0]]
 
 
 def test_a_hollow_state_is_not_saved(tmp_path: Path) -> None:

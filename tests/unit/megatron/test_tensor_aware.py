@@ -80,6 +80,14 @@ def test_a_tensor_in_host_memory_keeps_the_device_that_it_came_from() -> None:
     assert [getattr(leaf, "orig_device", "") for leaf in leaves(taken.state())][:2] == ["cuda", ""]
 
 
+def test_a_leaf_that_could_not_be_loaded_is_refused(tmp_path: Path) -> None:
+    given = made()
+    weight = given.sharded_state_dict["model"]["weight"]
+    weight.data = weight.data.half()
+    with pytest.raises(LocalCheckpointError, match="Data dtype should match"):
+        LocalCheckpointManager(tmp_path).save(given, 1)
+
+
 def test_a_leaf_that_is_not_known_is_named(tmp_path: Path) -> None:
     given = made()
     given.sharded_state_dict["model"]["stray"] = object()
