@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpointless.coordinator.roster import Node
@@ -288,12 +288,12 @@ class Observer:
             self.ready(rank, *more)
         elif kind == "all ready":
             for each in coordinator.ranks:
-                if not self.is_away(each.node) and each.number not in self.at_barrier:
+                if not (self.is_away(each.node) or each.node.is_back or each.number in self.at_barrier):
                     self.ready(each.number, each.incarnation, 1)
                     self.look()
         elif kind == "all done":
             for each in coordinator.ranks:
-                if not self.is_away(each.node):
+                if not (self.is_away(each.node) or each.node.is_back):
                     job.tell(each.number, RankDone(each.number, coordinator.generation))
         elif kind == "ended":
             if self.incarnations.get(rank) == more[0]:
@@ -329,6 +329,7 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
 
 @settings(max_examples=400)
 @given(st.booleans(), st.lists(EVENTS, max_size=60))
+@example(True, [("all done", 0), ("lost", 0), ("admitted", 0), ("all ready", 2)])
 def test_no_order_of_messages_makes_it_raise_or_begin_without_every_rank(begun: bool, events: list[Any]) -> None:
     observer = Observer()
     for index in (0, 1):
