@@ -10,7 +10,6 @@ file or a peer.
 from __future__ import annotations
 
 import importlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -212,7 +211,6 @@ _KNOWN = {
     "megatron.core.dist_checkpointing.tensor_aware_state_dict.MCoreTensorAwareStateDict": (
         "checkpointless.megatron.tensor_aware"
     ),
-    "nvidia_resiliency_ext.checkpointing.local.basic_state_dict.BasicTensorAwareStateDict": __name__,
 }
 _NVRX = "nvidia_resiliency_ext.checkpointing.local.basic_state_dict"
 
@@ -307,7 +305,7 @@ def _basic_together(tree: Tree) -> BasicTensorAwareStateDict:
 
 
 def _nvrx_together(tree: Tree) -> Any:
-    module = sys.modules.get(_NVRX) or importlib.import_module(_NVRX)
+    module = importlib.import_module(_NVRX)
     made = object.__new__(module.BasicTensorAwareStateDict)  # whose own constructor refuses tensors in host memory
     made.state_dict, made._is_hollow = tree["state_dict"], False
     return made

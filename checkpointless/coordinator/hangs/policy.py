@@ -69,6 +69,10 @@ def grace_s(limit_s: float) -> float:
     return min(MOST_GRACE_S, max(LEAST_GRACE_S, limit_s / 2))
 
 
+#: States in which a process may be held up by the same thing as the others, and cannot answer.
+_EXCUSED = (ProcessState.BUSY, ProcessState.BLOCKED, ProcessState.TRACED)
+
+
 class Stance(Enum):
     """A silent rank's answer to the question where its main thread stands."""
 
@@ -207,8 +211,13 @@ def judge(
             return Diagnosis(Finding.NOTHING)
         if all(silent[rank].age_s < ceiling_s for rank in standing):
             return Diagnosis(Finding.WAIT, tuple(standing))
-        gone = [rank for rank in standing if silent[rank].stance is Stance.MUTE]
-        gone = [rank for rank in gone if _is_culprit(silent[rank], ceiling_s)]
+        gone = [
+            rank
+            for rank in standing
+            if silent[rank].stance is Stance.MUTE
+            and silent[rank].state not in _EXCUSED
+            and _is_culprit(silent[rank], ceiling_s)
+        ]
         if gone and not is_shared(gone, world, nproc):
             return Diagnosis(Finding.CULPRITS, tuple(gone))
         return Diagnosis(Finding.TOO_LONG, tuple(standing))

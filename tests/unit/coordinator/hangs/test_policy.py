@@ -93,6 +93,8 @@ def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
     if is_shared(standing, 8, nproc):
         assert any(silent[rank].age_s >= CEILING_S for rank in standing)
         assert all(silent[rank].stance is Stance.MUTE for rank in verdict.ranks)
+        held = (ProcessState.BUSY, ProcessState.BLOCKED, ProcessState.TRACED)
+        assert not any(silent[rank].state in held for rank in verdict.ranks)
     for rank in verdict.ranks:
         each = silent[rank]
         assert each.age_s >= each.limit_s
@@ -151,7 +153,8 @@ def test_the_one_that_is_known_to_be_behind_is_accused_beside_those_that_may_wai
     ("mute", "state", "gone"),
     [
         ((1,), ProcessState.STOPPED, (1,)),
-        ((1,), ProcessState.BLOCKED, (1,)),
+        ((1,), ProcessState.BLOCKED, ()),
+        ((1,), ProcessState.BUSY, ()),
         ((1, 4), ProcessState.UNKNOWN, (1, 4)),
         ((0, 1), ProcessState.STOPPED, ()),
         ((1, 3, 5, 7), ProcessState.STOPPED, ()),
