@@ -211,13 +211,7 @@ def judge(
             return Diagnosis(Finding.NOTHING)
         if all(silent[rank].age_s < ceiling_s for rank in standing):
             return Diagnosis(Finding.WAIT, tuple(standing))
-        gone = [
-            rank
-            for rank in standing
-            if silent[rank].stance is Stance.MUTE
-            and silent[rank].state not in _EXCUSED
-            and _is_culprit(silent[rank], ceiling_s)
-        ]
+        gone = [rank for rank in standing if _is_gone(silent[rank], ceiling_s)]
         if gone and not is_shared(gone, world, nproc):
             return Diagnosis(Finding.CULPRITS, tuple(gone))
         return Diagnosis(Finding.TOO_LONG, tuple(standing))
@@ -234,6 +228,12 @@ def judge(
     return Diagnosis(
         Finding.WAIT if mute or unclear else Finding.NOTHING, tuple(standing) if mute or unclear else ()
     )
+
+
+def _is_gone(evidence: Evidence, ceiling_s: float) -> bool:
+    """Return whether a rank of a shared stall does not answer, and nothing says that it shares the cause."""
+    is_excused = evidence.stance is not Stance.MUTE or evidence.state in _EXCUSED
+    return not is_excused and _is_culprit(evidence, ceiling_s)
 
 
 def _is_culprit(evidence: Evidence, ceiling_s: float) -> bool:
