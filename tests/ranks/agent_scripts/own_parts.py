@@ -44,7 +44,7 @@ if WHAT == "clean-up":
 if WHAT == "device":
     cuda.synchronize = Part("device")
     cuda.reset_peak_memory_stats = Part("nothing")
-    parts = {"health_check": lambda *_: setattr(cuda, "is_initialized", lambda: False)}
+    parts = {"health_check": lambda *_: setattr(cuda, "is_initialized", lambda: False)}  # that is undone
 if WHAT == "health":
     parts = {"health_check": Part("health")}
 
@@ -56,7 +56,7 @@ def main(cfg: str, caller: HPCallWrapper | None = None) -> None:
     pair = dist.new_group([0, 1])
     for step in range(1, 6):
         caller.begin_step(step)
-        if WHAT == "device" and step == 3 and caller.generation == 0:  # the health check undoes it
+        if WHAT == "device" and step == 2 and caller.generation == 0:  # before what rank 1 waits for in that step
             cuda.is_initialized = lambda: True
         if RANK == 1 and step == 3 and caller.generation == 0:
             raise ValueError("the loss is not a number")
