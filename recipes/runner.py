@@ -23,6 +23,7 @@ from checkpointless.recipes.checks import PLAIN_STRATEGY, check_settings
 from checkpointless.recipes.layout import check_layout, layout_of
 from checkpointless.recipes.requirements import Machine, check_requirements
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, load, needs_gpu, require_complete
+from checkpointless.recipes.tiers import tiers_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -133,6 +134,7 @@ def train(config: DictConfig) -> "nl.Trainer":
         allow_restart_from_scratch=config.checkpointless.get("allow_restart_from_scratch", False),
         memory_budget_bytes=config.checkpointless.get("memory_budget_bytes", MEMORY_BUDGET_BYTES),
         rng_replication_jump=config.checkpointless.get("rng_replication_jump"),
+        tiers=tiers_of(config),
     )
     return HPWrapper(checkpoint_manager=manager)(fit)(config)
 

@@ -113,12 +113,12 @@ class IncidentTracker:
             self.emit(EventName.RUNG, "point", rung=rung.label, why=why)
 
     def fell_back(self, high_water: int, newest: int) -> None:
-        """Record that storage brought back the state after step ``newest``; ``high_water`` had been committed."""
+        """Record that the state after step ``newest`` was brought back; ``high_water`` had been committed."""
         self._history = self._history.fell_back(high_water, newest)
         if self.recovering is not None:
             self.recovering.steps_lost += high_water - newest
             back = "nothing" if newest == NO_STEP else f"step {newest}"
-            why = f"storage brought {back} back; step {high_water} had been committed"
+            why = f"storage or copies brought {back} back; step {high_water} had been committed"
             self.step_up(Rung.JOB, why)
             self._say(f"incident {self.recovering.id}: {why}")
 

@@ -89,5 +89,6 @@ class MemoryStorage:
 
 def content_digests(content: Content) -> tuple[int, ...]:
     """Return the xxh3-64 of the structure of ``content``, and of each of its tensors, which are on the host."""
-    parts = [content.structure, *(tensor_bytes(tensor).numpy().data for tensor in content.tensors)]
-    return tuple(xxhash.xxh3_64_intdigest(part) for part in parts)
+    digests = [xxhash.xxh3_64_intdigest(content.structure)]
+    digests += [xxhash.xxh3_64_intdigest(tensor_bytes(tensor).numpy().data) for tensor in content.tensors]
+    return tuple(digests)

@@ -22,11 +22,11 @@ from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.inprocess.context import aside
 from checkpointless.local_checkpoint.cliques import ExchangePlan, PartTransfer, clique_of, plan_retrieval
 from checkpointless.local_checkpoint.content import Content
+from checkpointless.local_checkpoint.part_transfer import receive_part, send_part
 from checkpointless.serialization.state_tree import Tree
 from checkpointless.transfer.bucket_rounds import TransferError
 from checkpointless.transfer.exchange import MAX_BYTES, all_gather_json
-from checkpointless.transfer.tensor_entry import Key, TensorEntry
-from checkpointless.transfer.transfer import Fill, receive_state, send_state
+from checkpointless.transfer.transfer import Fill
 from checkpointless.transfer.wire import wire_device
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         if not jump:
             raise ValueError(f"{LOCAL_WORLD_SIZE_ENV} is not set: give replication_jump, the ranks of a node")
         ranks = clique_of(dist.get_rank(), dist.get_world_size(), jump, replication_factor)
-        group = dist.new_group(list(ranks), timeout=_timeout_of_the_job(), use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout=timeout_of_the_job(), use_local_synchronization=True)
         if group is None:
             raise RuntimeError(f"rank {dist.get_rank()} is not in its own clique {ranks}")
         return cls(group)
@@ -187,13 +187,13 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             RuntimeError: another member's state cannot travel.
             TransferError: a checkpoint arrived damaged and could not be mended.
         """
-        content = self._agree_to_send(local_ckpt)
+        content = self._agree_tosend_part(local_ckpt)
         rank = dist.get_rank()
         found: dict[int, tuple[Tree, str]] = {rank: (local_ckpt, id_)}
 
         def exchange_with(sender: int) -> None:
             if rank == sender:
-                _send(content, id_, [Fill(other, 0, 1) for other in self._members if other != rank])
+                send_part(content, id_, [Fill(other, 0, 1) for other in self._members if other != rank])
             else:
                 found[sender] = self._receive([sender])
 
@@ -240,14 +240,14 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         def carry_out(transfer: PartTransfer) -> None:
             if rank in transfer.holders:
                 place = transfer.holders.index(rank)
-                _send(sent[transfer.id], transfer.id, [Fill(transfer.receiver, place, len(transfer.holders))])
+                send_part(sent[transfer.id], transfer.id, [Fill(transfer.receiver, place, len(transfer.holders))])
             elif rank == transfer.receiver:
                 arrived[transfer.id], _ = self._receive(transfer.holders)
 
         aside(lambda: _all_of(carry_out, plan.transfers))
         return arrived
 
-    def _agree_to_send(self, state: Tree) -> Content:
+    def _agree_tosend_part(self, state: Tree) -> Content:
         """Return this rank's checkpoint if every member's can travel, so that no rank waits for one that cannot."""
         content, problem = None, None
         try:
@@ -267,15 +267,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
     def _receive(self, holders: Sequence[int]) -> tuple[Tree, str]:
         """Receive a checkpoint, of which each holder sends a share, and its name."""
-        room: dict[Key, torch.Tensor] = {}
-
-        def allocate(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-            for entry in entries:
-                room[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=self.target_device)
-            return room
-
-        about, _ = receive_state(holders, allocate)
-        return Content(about["structure"], tuple(room.values()), about["form"]).state(), about["id"]
+        content, id_ = receive_part(holders, self.target_device)
+        return content.state(), id_
 
 
 class LazyReplicationStrategyBuilder(ReplicationStrategy, Generic[_Eager]):
@@ -346,7 +339,7 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
         return CliqueReplicationStrategy.from_replication_params(self.replication_jump, self.replication_factor)
 
 
-def _timeout_of_the_job() -> timedelta | None:
+def timeout_of_the_job() -> timedelta | None:
     """Return the timeout of the default process group, which a new group does not inherit."""
     world = dist.distributed_c10d._get_default_group()
     try:
@@ -356,11 +349,6 @@ def _timeout_of_the_job() -> timedelta | None:
         RuntimeError,
     ):  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in one without options
         return None
-
-
-def _send(content: Content, id_: str, fills: Sequence[Fill]) -> None:
-    tensors: dict[Key, torch.Tensor] = {(index,): tensor for index, tensor in enumerate(content.tensors)}
-    send_state(tensors, {"id": id_, "form": content.form, "structure": content.structure}, fills)
 
 
 def _all_of(exchange: Callable[[_Round], None], rounds: Sequence[_Round]) -> None:

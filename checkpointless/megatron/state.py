@@ -62,14 +62,31 @@ class MegatronTensors(TrainingTensors):
 
         What is left out is neither held through a re-entry, where it would be there twice, nor sent to a peer.
         """
-        derived = {id(parameter) for parameter in derived_parameters(self.optimizers)}
-        keys = {
+        keys = self._keys_of(derived_parameters(self.optimizers))
+        return {key: tensor for key, tensor in super().tensors().items() if key not in keys}
+
+    @override
+    def essentials(self) -> dict[Key, torch.Tensor]:
+        """Return the shard, and of the model what no gather makes of the shards of all ranks."""
+        gathered = self._keys_of(
+            parameter
+            for optimizer in self.optimizers
+            if isinstance(optimizer, DistributedOptimizer)
+            for buffer in optimizer.buffers
+            for parameter in buffer.params
+        )
+        model = {key: tensor for key, tensor in self.tensors().items() if key not in gathered}
+        return {**model, **self.shard()}
+
+    def _keys_of(self, parameters: Iterable[torch.nn.Parameter]) -> set[Key]:
+        """Return the keys of ``parameters`` as those of the model."""
+        meant = {id(parameter) for parameter in parameters}
+        return {
             ("model", index, name)
             for index, chunk in enumerate(self.modules)
             for name, parameter in self.parameters_of(chunk)
-            if id(parameter) in derived
+            if id(parameter) in meant
         }
-        return {key: tensor for key, tensor in super().tensors().items() if key not in keys}
 
     def scalers(self) -> list[dict[str, Any] | None]:
         """Return a copy of every optimizer's loss-scaler state; None for an optimizer without a loss scaler."""

@@ -15,6 +15,9 @@ from checkpointless.local_checkpoint.replication import (
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.peft import PEFTCheckpointManager
 from checkpointless.recovery.plain import PlainTraining
+from checkpointless.recovery.tiers.directories import LocalDirectory, SharedDirectory
+from checkpointless.recovery.tiers.neighbor_memory import NeighborMemory
+from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.serialization.checksum import MemoryChecksumManager
 
 __all__ = [
@@ -23,11 +26,15 @@ __all__ = [
     "LazyCliqueReplicationStrategy",
     "LocalCheckpointError",
     "LocalCheckpointManager",
+    "LocalDirectory",
     "MemoryChecksumManager",
+    "NeighborMemory",
     "NoReplicasAvailableError",
     "PEFTCheckpointManager",
     "Place",
     "PlainTraining",
     "ReplicationStrategy",
+    "SharedDirectory",
+    "Tier",
     "seed_data_workers",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, cast
@@ -19,11 +19,14 @@ from checkpointless.recovery.base_model import BaseModel, NoBaseModel
 from checkpointless.recovery.conference import decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.held_state import HeldState
+from checkpointless.recovery.ladder import hold_snapshot, snapshot_of, take_copies
 from checkpointless.recovery.live_state import LiveState, LiveStrategy, LiveTrainer
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
 from checkpointless.recovery.rng import RngStates
+from checkpointless.recovery.tiers.copies import Copies
+from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import share_plain
@@ -51,9 +54,13 @@ class CheckpointManager:
         memory_budget_bytes: how many bytes the buffers of a transfer may take on each rank that takes part.
         rng_replication_jump: how many ranks further on a copy of a rank's random streams is kept, in case its node
             is lost. None: on the next node, if there is more than one. 0: no copy is kept.
+        tiers: where copies of the state are kept for when all holders of a shard are lost at once, each tier once:
+            :class:`~checkpointless.recovery.NeighborMemory`, :class:`~checkpointless.recovery.LocalDirectory`,
+            :class:`~checkpointless.recovery.SharedDirectory`.
 
     Raises:
-        ValueError: ``memory_budget_bytes`` is not positive, or ``rng_replication_jump`` is negative.
+        ValueError: ``memory_budget_bytes`` is not positive, ``rng_replication_jump`` is negative, or a tier is
+            given twice.
 
     Attributes:
         global_step: the optimizer step of the held state, or None.
@@ -78,6 +85,7 @@ class CheckpointManager:
         allow_restart_from_scratch: bool = False,
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
         rng_replication_jump: int | None = None,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         if memory_budget_bytes < 1:
             raise ValueError(f"memory_budget_bytes must be positive, not {memory_budget_bytes}")
@@ -86,6 +94,7 @@ class CheckpointManager:
         self.allow_restart_from_scratch = allow_restart_from_scratch
         self.checksum_manager = MemoryChecksumManager(enable_checksum)
         self._own = OwnState(rng_replication_jump)
+        self._copies = Copies(tiers)
         self._base_model: BaseModel = NoBaseModel()
         self._refill = Refill()
         self.refusal = ""
@@ -162,7 +171,7 @@ class CheckpointManager:
         """Record that the rank's state is whole, is the state after ``step``, and lives in ``live`` from now on.
 
         The held state is dropped here and not earlier: until the trainer has loaded everything, a further fault
-        goes back to it.
+        goes back to it. If there are tiers, this is a collective.
         """
         self._base_model.attached(live)
         self._attached = live
@@ -173,6 +182,19 @@ class CheckpointManager:
         call = active_call_wrapper()
         if call is not None:
             call.committed(step)
+            if self._copies:
+                self._copies.begin(call.generation, step, call.facts)
+
+    def make_copies(self, step: int) -> None:
+        """Begin to copy this rank's state into the tiers in which that is due. Collective.
+
+        Args:
+            step: the optimizer step that has just been committed.
+        """
+        live = self._attached
+        if self._copies and live is not None:
+            fit, offset = self._attached_fit
+            self._copies.make(step, lambda: snapshot_of(live, self._own, step, fit, offset))
 
     def store_rng_states(
         self,
@@ -234,6 +256,7 @@ class CheckpointManager:
             step: the optimizer step, whose streams and buffers have been stored.
         """
         self._own.replicate(step, self._attached.group if self._attached is not None else None)
+        self._copies.settle(step)
 
     def load_rng_states(self, step: int | None = None) -> bool:
         """Put back the newest streams after ``step`` (default: the step that was resumed at).
@@ -267,6 +290,7 @@ class CheckpointManager:
         If that generation had not got its state back yet, what was held before stays. The state of a trainer is
         held through :meth:`save_checkpoint`.
         """
+        self._copies.leave()
         attached, self._attached = self._attached, None
         trainer = getattr(attached, "trainer", None)
         if trainer is not None and trainer.strategy.live_state() is attached:  # not of a fit that has not begun
@@ -336,23 +360,48 @@ class CheckpointManager:
             (:attr:`verdict`: a first start, or a fit that was over) or if recovery is refused (:attr:`refusal` says
             why).
         """
-        self.refusal = ""
         self.resumed_at = None
-        decision = self._decide(live)
+        decision = self._ask_memory(live)
+        if self.refusal and self._copies and self._take_copies():
+            decision = self._ask_memory(live)
         self.verdict = decision.verdict
         if decision.verdict in (Verdict.START, Verdict.SKIP):
             return None
-        self.offset = decision.offset
-        if decision.verdict is Verdict.REFUSE or decision.target is None:
-            self.refusal = decision.reason
-        else:
-            self.refusal = find_loss(live, self._held, self._own, decision, decision.target)
         if self.refusal or decision.target is None:
             logger.error("recovery from memory is not possible: %s", self.refusal)
             return None
         objects = self._restore(live, decision, decision.target)
         self.resumed_at = decision.target, Stage(decision.stage)
         return objects
+
+    def _ask_memory(self, live: LiveState) -> Decision:
+        """Decide how the job resumes from what the ranks hold; :attr:`refusal` says why it cannot. Collective."""
+        self.refusal = ""
+        decision = self._decide(live)
+        if decision.verdict in (Verdict.START, Verdict.SKIP):
+            return decision
+        self.offset = decision.offset
+        if decision.verdict is Verdict.REFUSE or decision.target is None:
+            self.refusal = decision.reason
+        else:
+            self.refusal = find_loss(live, self._held, self._own, decision, decision.target)
+        return decision
+
+    def _take_copies(self) -> bool:
+        """Hold, on every rank, the state of the newest step of which tiers and living ranks have all. Collective.
+
+        Returns:
+            Whether there is such a step; if not, :attr:`refusal` says why.
+        """
+        snapshot, why = take_copies(self._copies, self._held, self.refusal)
+        if why:
+            self.refusal = f"{self.refusal}; {why}"
+            return False
+        if snapshot is not None:
+            self._refill.forget()
+            self._begun = max(self._begun, snapshot.fit)
+            self._held = hold_snapshot(snapshot, self._own)
+        return True
 
     def checkpointless_recovery_feasible(
         self, trainer: LiveTrainer, include_checksum_verification: bool = True

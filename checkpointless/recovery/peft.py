@@ -27,7 +27,10 @@ class PEFTCheckpointManager(CheckpointManager):
     Args:
         *args: the arguments of ``CheckpointManager``. With ``enable_checksum``, the base weights are compared
             between replicas, too, and those of a rank that is refilled are compared with its sources'.
-        **kwargs: the keyword arguments of ``CheckpointManager``.
+        **kwargs: the keyword arguments of ``CheckpointManager``, without ``tiers``.
+
+    Raises:
+        ValueError: as of ``CheckpointManager``, or ``tiers`` are given.
 
     Attributes:
         params_to_save: the names of all parameters and buffers that training may change; the strategy sets it when
@@ -40,6 +43,8 @@ class PEFTCheckpointManager(CheckpointManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self._copies:
+            raise ValueError("fine-tuning with adapters keeps no copies in tiers: leave out tiers")
         self._frozen = FrozenBaseModel(self.checksum_manager)
         self._base_model = self._frozen
 

@@ -115,7 +115,7 @@ class PlainTraining(TrainingTensors):
             self.apply_held_update,
             lock=self._call.parameter_update_lock,
             ready=self._ready,
-            committed=self._call.committed,
+            committed=self._committed,
             phase=self._call.enter_phase,
         )
         self.step = self._call.steps.making
@@ -138,6 +138,10 @@ class PlainTraining(TrainingTensors):
         self._manager.store_rng_states(step, loss=self._call.steps.loss)
         self._manager.replicate_rng_states(step)
         self._call.parameter_update_lock.mark_ready(step)
+
+    def _committed(self, step: int) -> None:
+        self._call.committed(step)
+        self._manager.make_copies(step)
 
     def _restore(self) -> None:
         call, manager = self._call, self._manager

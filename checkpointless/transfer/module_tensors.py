@@ -76,6 +76,10 @@ class TrainingTensors:
         }
         return {**model, **shard}
 
+    def essentials(self) -> dict[Key, torch.Tensor]:
+        """Return the tensors from which, with those of all other ranks, the whole state can be made again."""
+        return self.tensors()
+
     def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
         """Let frozen parameters and the optimizer use ``tensors`` themselves, where they lie on the right device.
 

@@ -32,6 +32,13 @@ class StateTensors(Protocol):
         out. The tensors stay valid when the trainer that they belong to is dropped.
         """
 
+    def essentials(self) -> dict[Key, torch.Tensor]:
+        """Return the tensors from which, with those of all other ranks, the whole state can be made again.
+
+        They are those of :meth:`tensors` without what follows from the shards of all ranks, but all of this rank's
+        shard.
+        """
+
     def shard(self) -> dict[Key, torch.Tensor]:
         """Return the tensors that this rank's optimizer update owns, on which replicas must agree."""
 

@@ -48,6 +48,10 @@ class TrainerLiveState:
         """Return the tensors of model and optimizer that do not follow from others."""
         return self._tensors.tensors()
 
+    def essentials(self) -> dict[Key, torch.Tensor]:
+        """Return the tensors from which, with those of all other ranks, the whole state can be made again."""
+        return self._tensors.essentials()
+
     def shard(self) -> dict[Key, torch.Tensor]:
         """Return the tensors that this rank's update owns."""
         return self._tensors.shard()

@@ -55,7 +55,7 @@ class StepKeeper:
             step=lambda: call.steps.making,
             ready=self._gradients_are_final,
             applied=live.applied,
-            committed=call.committed,
+            committed=self._committed,
             phase=call.enter_phase,
         )
 
@@ -76,6 +76,11 @@ class StepKeeper:
         manager.keep_buffers(step, stage, buffers)  # first: streams of a moment imply its buffers
         store = partial(manager.store_rng_states, step, stage=stage)
         self.live.reached(step, stage, buffers, lambda objects: store(own=own_part(objects["kinds"][ACCUMULATED])))
+
+    def _committed(self, step: int) -> None:
+        self._call.committed(step)
+        if self._manager is not None:
+            self._manager.make_copies(step)
 
     def _gradients_are_final(self, step: int) -> None:
         call, manager = self._call, self._manager

@@ -37,6 +37,9 @@ class MadeUpState:
     def tensors(self) -> dict[Key, torch.Tensor]:
         return dict(self.present)
 
+    def essentials(self) -> dict[Key, torch.Tensor]:
+        return self.tensors()
+
     def shard(self) -> dict[Key, torch.Tensor]:
         return {MOMENTUM: self.present[MOMENTUM]}
 
