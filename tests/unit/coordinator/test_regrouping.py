@@ -91,9 +91,9 @@ def test_every_step_up_says_why(logged: Job, tmp_path: Path) -> None:
     assert [(up.incident, up.fields["rung"], up.fields["why"]) for up in ups] == [
         ("2", "process", "rank 1 killed by SIGKILL at step 4"),
         ("2", "node", "node 1 was lost at step 4: it closed the connection"),
-        ("2", "job", "storage brought step 0 back; step 3 had been committed"),
+        ("2", "job", "storage or copies brought step 0 back; step 3 had been committed"),
     ]
-    assert job.said[-1] == "incident 2: storage brought step 0 back; step 3 had been committed"
+    assert job.said[-1] == "incident 2: storage or copies brought step 0 back; step 3 had been committed"
 
 
 def test_a_rank_at_the_barrier_of_a_running_generation_has_left_it() -> None:
