@@ -12,7 +12,8 @@ from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.verify import Steps, compare
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Event, read_events
-from tests.ranks.jobs import Job, run_job
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job, run_nodes
 from tests.ranks.layouts import DROPOUT, TP2
 from tests.ranks.nemo_zygote import Zygote
 
@@ -116,3 +117,121 @@ def test_both_holders_of_a_shard_are_lost(
     assert {sources(job, 2)[rank][0] for rank in (0, 2)} == {tier}
     lost = {event.fields["steps_lost"] for event in taken(job)}
     assert lost == {7 - after}
+
+
+def test_a_damaged_copy_is_taken_from_its_copy_on_another_rank(kept: Kept, tmp_path: Path) -> None:
+    settings = f"path: {tmp_path / 'copies'}, every: 3, parts: [0], holders: [0]"
+    wanted = tiers(**{"tests.ranks.tier_defects.DamagedDirectory": settings})
+    job = kept.run(wanted, 9, *both_holders_at(9), args=DROPOUT)
+    assert job.incidents[-1].resumed_after == 6
+    assert "taken for missing" in job.log(0), "nobody was told"
+
+
+def test_the_first_two_tiers_are_damaged(kept: Kept, tmp_path: Path) -> None:
+    """Of rank 0 only the third tier has a copy, of an older step: all ranks go back to that one."""
+    names = ("tests.ranks.tier_defects.DamagedMemory", "tests.ranks.tier_defects.DamagedDirectory")
+    wanted = tiers(
+        **{
+            names[0]: "parts: [0]",
+            names[1]: f"path: {tmp_path / 'local'}, every: 2, parts: [0], holders: [0, 1, 2, 3]",
+            "shared_directory": f"path: {tmp_path / 'shared'}, every: 3",
+        }
+    )
+    job = kept.run(wanted, 8, *both_holders_at(6), args=DROPOUT)
+    assert job.incidents[-1].resumed_after == 3
+    assert sources(job, 2) == {rank: ("shared directory", rank) for rank in range(4)}
+    assert {event.fields["steps_lost"] for event in taken(job)} == {2}
+
+
+def test_copies_while_the_next_step_is_made(kept: Kept) -> None:
+    """By default training does not wait: a rank that dies early in a step may cost the step before."""
+    faults = [f"sigkill@{phase}:rank={rank},step={3 * rank + 3}" for rank, phase in enumerate(PHASES[:4])]
+    job = kept.run(tiers(neighbor_memory="every: 1"), 14, *faults, args=(*ONE_INSTANCE, *DROPOUT))
+    assert all(incident.steps_lost in (0, 1) for incident in job.incidents)
+
+
+def test_faults_while_a_recovery_is_made_of_copies(kept: Kept) -> None:
+    faults = ("sigkill@forward:rank=0,step=4", "exception@recovery:rank=3,step=3", "sigkill@data:rank=1,step=7")
+    job = kept.run(tiers(neighbor_memory="overlap: false"), 8, *faults, args=(*ONE_INSTANCE, *DROPOUT))
+    assert [incident.resumed_after for incident in job.incidents[-2:]] == [3, 6]
+
+
+def test_a_rank_and_its_neighbor_are_lost_and_nothing_else_has_a_copy(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    faults = ("sigkill@forward:rank=0,step=4", "sigkill@recovery:rank=1,step=3")
+    args = ("trainer.max_steps=5", *ONE_INSTANCE, *tiers(neighbor_memory="overlap: false"))
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
+    assert job.code == 1
+    assert "no tier (neighbor memory) has the state of ranks 0, 1 after step 3" in job.said[-1]
+
+
+def test_a_node_is_lost_whose_shards_nobody_else_trains_with(
+    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
+) -> None:
+    args = ("trainer.max_steps=6", *ONE_INSTANCE, *DROPOUT)
+    jobs = run_nodes(
+        nemo_zygote,
+        tmp_path / "run",
+        2,
+        2,
+        args=(*args, *tiers(neighbor_memory="overlap: false")),
+        faults=("node@backward:rank=2,step=4",),
+        spares=1,
+        lost=(1,),
+        node_timeout_s=4.0,
+    )
+    job = next(job for job in jobs if job is not None)
+    assert job.code == 0, job.story()
+    verdict = compare(undisturbed(4, args), job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert job.incidents[-1].resumed_after == 3
+    assert {rank: holder for rank, (_, holder) in sources(job, 1).items()} == {0: 0, 1: 1, 2: 0, 3: 1}
+
+
+def test_after_many_incidents_nothing_is_left_behind(kept: Kept) -> None:
+    steps = range(2, 20, 3)
+    faults = [f"exception@{PHASES[step % 4]}:rank={step % 4},step={step}" for step in steps]
+    wanted = tiers(neighbor_memory="every: 1")
+    job = kept.run(wanted, steps[-1] + 3, *faults, args=(*ONE_INSTANCE, *TP2))
+    for rank in range(4):
+        residues = [
+            (event.fields["threads"], event.fields["descriptors"])
+            for event in read_events(job.run_dir)
+            if event.rank == rank and event.stage == EventName.SETTLED
+        ]
+        assert len(residues) == len(steps)
+        assert residues[-1] <= residues[0], f"rank {rank}: threads and descriptors {residues}"
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+def test_a_plain_loop(nemo_zygote: Zygote, tmp_path: Path, overlap: str) -> None:
+    def train(name: str, *faults: str, args: tuple[str, ...] = ()) -> Job:
+        script = str(SCRIPTS / "plain_adamw.py")
+        job = run_job(nemo_zygote, tmp_path / name, 4, script=script, args=("8", "2", *args), faults=faults)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+        return job
+
+    both = ("sigkill@before_optimizer:rank=1,step=5", "sigkill@recovery:rank=3,step=4")
+    job = train("disturbed", *both, args=(overlap,))
+    verdict = compare(train("undisturbed").steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert job.incidents[-1].resumed_after == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"neighbor_memory": "jump: 3"}, "4 ranks cannot keep a copy each, 3 ranks apart"),
+        ({"local_directory": "path: /proc/none"}, "copies of the state cannot be kept: rank 0: local directory"),
+        ({"neighbour": "every: 1"}, "no tier is called neighbour: use neighbor_memory"),
+        ({"neighbor_memory": "every: 0"}, "a tier needs every >= 1"),
+    ],
+    ids=["jump", "directory", "name", "every"],
+)
+def test_what_cannot_be_kept_is_said_before_training(
+    nemo_zygote: Zygote, tmp_path: Path, settings: dict[str, str], line: str
+) -> None:
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=("trainer.max_steps=3", *tiers(**settings)))
+    assert job.code != 0
+    assert line in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])
+    assert not any((job.run_dir / "steps").iterdir()), "a step was made"

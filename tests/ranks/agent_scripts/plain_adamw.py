@@ -1,4 +1,8 @@
-"""Train a Megatron-core GPT in a loop of one's own with ``torch.optim.AdamW``: ``STEPS [TENSOR_PARALLEL]``."""
+"""Train a Megatron-core GPT in a loop of one's own with ``torch.optim.AdamW``.
+
+``STEPS [TENSOR_PARALLEL [OVERLAP]]``: with the last, copies are kept in neighbors' memory, while the next step is made
+(``true``) or before (``false``).
+"""
 
 import os
 import sys
@@ -13,12 +17,14 @@ from megatron.core.transformer import TransformerConfig
 
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 from checkpointless.megatron import cleanup
+from checkpointless.recovery import CheckpointManager, NeighborMemory
 
 STEPS, VOCABULARY, LENGTH = int(sys.argv[1]), 64, 16
 TENSOR_PARALLEL = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+TIERS = [NeighborMemory(overlap=sys.argv[3] == "true")] if len(sys.argv) > 3 else []
 
 
-@HPWrapper()
+@HPWrapper(checkpoint_manager=CheckpointManager(tiers=TIERS))
 def main(caller: HPCallWrapper) -> None:
     cleanup.install()
     dist.init_process_group("gloo")
