@@ -160,7 +160,9 @@ def stage_table(report: Report) -> Table:
 
 def _sources(incident: IncidentSummary) -> str:
     ranks = wording.numbered("rank", incident.sources)
-    return f"{ranks}: {wording.size(incident.nbytes)}" if incident.sources else ""
+    filled = [f"{ranks}: {wording.size(incident.nbytes)}"] if incident.sources else []
+    copies = [f"{tier}: {wording.numbered('rank', filled)}" for tier, filled in incident.tiers.items()]
+    return "; ".join([*filled, *copies])
 
 
 def _lost(incident: IncidentSummary, report: Report) -> str:

@@ -14,11 +14,10 @@ from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.rng import RngStates
-from checkpointless.recovery.tiers.choice import LIVING
 from checkpointless.recovery.tiers.copies import Copies
 from checkpointless.recovery.tiers.retrieval import retrieve
 from checkpointless.recovery.tiers.snapshot import Snapshot
-from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.event_names import LIVING, EventName
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ def take_copies(copies: Copies, held: HeldState | None, refusal: str) -> tuple[S
     call = active_call_wrapper()
     whole = held is not None and not held.commit.torn and COPIED_AT in held.moments
     living = held.commit.committed if whole and held is not None else None
-    with span(EventName.COPIES, reason=refusal) as fields:
+    with span(EventName.COPIES, why=refusal) as fields:
         found = retrieve(copies, living, call.facts if call is not None else None)
         choice = found.choice
         if choice.save is None:

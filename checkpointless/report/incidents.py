@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from checkpointless.telemetry.event_names import STAGES, EventName
+from checkpointless.telemetry.event_names import LIVING, STAGES, EventName
 from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.rungs import Rung
 
@@ -45,6 +45,7 @@ class IncidentSummary:
         target: step after which training resumes; None if nothing was decided, or nothing had been committed.
         nbytes: bytes received by the ranks that were filled.
         sources: ranks that sent state to the ranks that were filled.
+        tiers: ranks that were filled from copies, by the name of the tier that had them.
         peak_growth_bytes: largest growth of host memory, from the fault until the state was back, on any rank that
             survived the fault; None if no rank reported it.
         respawned: ranks that got a new process.
@@ -71,6 +72,7 @@ class IncidentSummary:
     target: int | None = None
     nbytes: int = 0
     sources: tuple[int, ...] = ()
+    tiers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     peak_growth_bytes: int | None = None
     respawned: tuple[int, ...] = ()
     rung: Rung = Rung.IN_PROCESS
@@ -208,6 +210,7 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
             default=None,
         ),
         sources=tuple(sorted({rank for event in fills for rank in _ranks(event.fields["sources"])})),
+        tiers=_tiers(ends),
         respawned=tuple(sorted({e.rank for e in events if e.stage == EventName.RESPAWN and e.rank is not None})),
         rung=max(ups, default=Rung.IN_PROCESS),
         steps_up=tuple(why for _, why in sorted(ups.items())),
@@ -218,6 +221,17 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
         outcome=outcome,
         reason="" if end is not None else _reason(events, None if superseded else job_end),
     )
+
+
+def _tiers(ends: Sequence[Event]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that were filled from copies, by tier; the newest word of each rank counts."""
+    tier_of = {
+        event.rank: str(event.fields["tier"])
+        for event in ends
+        if event.stage == EventName.COPIES and event.rank is not None and "tier" in event.fields
+    }
+    named = sorted(set(tier_of.values()) - {LIVING})
+    return {tier: tuple(sorted(rank for rank, each in tier_of.items() if each == tier)) for tier in named}
 
 
 def _detection(events: Sequence[Event]) -> Event:

@@ -188,6 +188,7 @@ def _of_incident(incident: IncidentSummary) -> dict[str, Any]:
         "steps_lost": incident.steps_lost,
         "bytes": incident.nbytes,
         "sources": list(incident.sources),
+        "tiers": {tier: list(ranks) for tier, ranks in incident.tiers.items()},
     }
 
 

@@ -51,6 +51,9 @@ class EventName(str, enum.Enum):
         return self.value
 
 
+#: In the place of a tier's name: a rank needs no copy, since it lives and has the very state.
+LIVING = "living rank"
+
 #: The stages of an incident, in the order in which they occur.
 STAGES = (
     EventName.DETECT,

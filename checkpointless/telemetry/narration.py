@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.event_names import LIVING, EventName
 from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.tracebacks import traceback_path
 
@@ -64,6 +64,8 @@ class _Generation:
         target: step after which training resumes.
         reason: why training does not resume from memory.
         nbytes: bytes that the ranks in ``filled`` received from the ranks in ``sources``.
+        tiers: ranks that were filled from copies, by tier.
+        steps_lost: finished steps of which there was no copy.
         step: first step that the generation completed.
     """
 
@@ -74,6 +76,8 @@ class _Generation:
     nbytes: int = 0
     filled: set[int] = field(default_factory=set)
     sources: set[int] = field(default_factory=set)
+    tiers: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    steps_lost: int = 0
     step: int | None = None
 
 
@@ -201,6 +205,9 @@ class Narrator:
         spent[rank] = spent.get(rank, 0.0) + float(fields.get("seconds", 0.0))
         if event.stage == EventName.DECIDE and isinstance(fields.get("target"), int):
             generation.target = fields["target"]
+        elif event.stage == EventName.COPIES and "tier" in fields:
+            generation.tiers[str(fields["tier"])].add(rank)
+            generation.steps_lost = int(fields.get("steps_lost") or 0)
         elif event.stage == EventName.TRANSFER and fields.get("sources"):
             generation.filled.add(rank)
             generation.sources.update(fields["sources"])
@@ -250,6 +257,8 @@ class Narrator:
                 return f"not from memory: {generation.reason}"
             return "" if generation.target is None else f"resume after step {generation.target}"
         if stage == EventName.TRANSFER:
+            if generation.tiers:
+                return _from_copies(generation)
             if not generation.filled:
                 return "every rank has kept its own state"
             filled, sources = _ranks(generation.filled), _ranks(generation.sources)
@@ -277,6 +286,16 @@ class Narrator:
 
 def _line(stage: str, seconds: float, note: str) -> str:
     return f"{_INDENT}{stage:<10} {seconds:6.2f} s  {note}".rstrip()
+
+
+def _from_copies(generation: _Generation) -> str:
+    """Return which ranks were filled from copies, and what that cost."""
+    tiers = sorted(generation.tiers.items(), key=lambda each: (each[0] == LIVING, each[0]))
+    names = [f"{_ranks(ranks)} {'kept their state' if tier == LIVING else f'from {tier}'}" for tier, ranks in tiers]
+    lost = {0: "", 1: "; 1 finished step is lost"}.get(
+        generation.steps_lost, f"; {generation.steps_lost} finished steps are lost"
+    )
+    return f"after step {generation.target}: {', '.join(names)}{lost}"
 
 
 def _ranks(numbers: set[int]) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
-
-LIVING = "living rank"  # in the place of a tier: the rank lives, and has this very state
+from checkpointless.telemetry.event_names import LIVING
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Copy:
     """One copy of one rank's state.
 
     Attributes:
-        tier: the name of its tier, or :data:`LIVING`.
+        tier: the name of its tier, or :data:`~checkpointless.telemetry.event_names.LIVING`.
         holder: the rank that can read it.
         part: which save, and whose state.
     """

@@ -16,9 +16,10 @@ from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import StoredPart, read_any
 from checkpointless.local_checkpoint.part_transfer import receive_part, send_part
-from checkpointless.recovery.tiers.choice import LIVING, Choice, Copy, Holding, choose
+from checkpointless.recovery.tiers.choice import Choice, Copy, Holding, choose
 from checkpointless.recovery.tiers.copies import Copies
 from checkpointless.recovery.tiers.snapshot import Snapshot
+from checkpointless.telemetry.event_names import LIVING
 from checkpointless.transfer.transfer import Fill
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Train a Megatron-core GPT in a loop of one's own with ``torch.optim.AdamW``.
 
-``STEPS [TENSOR_PARALLEL [OVERLAP]]``: with the last, copies are kept in neighbors' memory, while the next step is made
-(``true``) or before (``false``).
+``STEPS [TENSOR_PARALLEL [OVERLAP]]``: with the last, neighbors keep copies, which are made beside the next step
+(``true``) or before it (``false``).
 """
 
 import os

@@ -1,0 +1,81 @@
+"""A lane does one task after the other, and none after it was left or after one that failed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from checkpointless.recovery.tiers import lane as lanes
+from checkpointless.recovery.tiers.lane import Lane
+
+LIMIT_S = 30.0
+
+
+def ended(lane: Lane) -> bool:
+    lane._thread.join(LIMIT_S)
+    return not lane._thread.is_alive()
+
+
+def test_tasks_are_done_in_their_order() -> None:
+    lane, done, last = Lane("testing"), [], threading.Event()
+    for number in range(5):
+        lane.do(lambda number=number: done.append(number))  # type: ignore[misc]
+    lane.do(last.set)
+    assert last.wait(LIMIT_S)
+    lane.leave()
+    assert ended(lane)
+    assert lane.is_idle
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_no_task_begins_after_it_was_left() -> None:
+    lane, begun, go_on, done = Lane("testing"), threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        begun.set()
+        go_on.wait(LIMIT_S)
+        done.append("first")
+
+    lane.do(first)
+    lane.do(lambda: done.append("second"))
+    assert begun.wait(LIMIT_S)
+    assert not lane.is_idle
+    lane.leave()
+    go_on.set()
+    assert ended(lane)
+    assert done == ["first"]
+
+
+def test_an_error_ends_it_and_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(lanes, "_LEAVING_S", 0.05)
+    lane, done = Lane("copying"), []
+
+    def fail() -> None:
+        raise RuntimeError("a disk is gone")
+
+    with caplog.at_level(logging.ERROR):
+        lane.do(fail)
+        lane.do(lambda: done.append("later"))
+        assert ended(lane)
+    assert lane.has_failed
+    assert lane.is_idle
+    assert not done
+    assert "copying: nothing is copied until the next recovery: a disk is gone" in caplog.text
+
+
+def test_an_error_of_a_fault_that_is_being_handled_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    lane, begun, go_on = Lane("copying"), threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        go_on.wait(LIMIT_S)
+        raise RuntimeError("connection closed by peer")
+
+    lane.do(fail)
+    assert begun.wait(LIMIT_S)
+    go_on.set()
+    lane.leave()
+    assert ended(lane)
+    assert not caplog.text

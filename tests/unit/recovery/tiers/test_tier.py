@@ -1,0 +1,91 @@
+"""Tiers: when copies are due, how far apart they are kept, and what cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.local_checkpoint.disk_storage import DiskStorage
+from checkpointless.recovery import (
+    CheckpointManager,
+    LocalDirectory,
+    NeighborMemory,
+    PEFTCheckpointManager,
+    SharedDirectory,
+)
+from checkpointless.recovery.tiers.copies import Copies
+from checkpointless.recovery.tiers.table import TIERS, make_tiers
+
+
+def test_copies_are_due_after_each_so_many_steps() -> None:
+    assert [step for step in range(-1, 10) if NeighborMemory(every=3).is_due(step)] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(("world", "node", "jump", "distance"), [(8, 4, 0, 4), (4, 4, 0, 1), (8, 4, 2, 2)])
+def test_neighbors_are_on_other_nodes_if_there_are_any(world: int, node: int, jump: int, distance: int) -> None:
+    assert NeighborMemory(jump=jump).distance(world, node) == distance
+
+
+def test_ranks_that_cannot_be_divided_are_told_what_is_possible() -> None:
+    with pytest.raises(
+        ValueError, match=r"neighbor memory: 12 ranks cannot keep a copy each, 4 ranks apart: .* = 8"
+    ):
+        NeighborMemory().distance(12, 4)
+    with pytest.raises(ValueError, match="cannot keep 2 copies each"):
+        LocalDirectory("x", copies=2).distance(4, 4)
+
+
+@pytest.mark.parametrize("settings", [{"every": 0}, {"copies": 0}, {"jump": -1}])
+def test_numbers_out_of_range(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=">="):
+        NeighborMemory(**settings)
+
+
+def test_directories_have_a_folder_for_each_job(tmp_path: Path) -> None:
+    local = LocalDirectory(tmp_path / "local").open("abc", 3)
+    shared = SharedDirectory(tmp_path / "shared").open("abc", 3)
+    assert isinstance(local, DiskStorage)
+    assert isinstance(shared, DiskStorage)
+    assert local.root == tmp_path / "local" / "job-abc"
+    assert shared.root == tmp_path / "shared" / "job-abc" / "rank-3"
+
+
+def test_tiers_of_a_recipe_are_made_by_name(tmp_path: Path) -> None:
+    settings = {"neighbor_memory": None, "shared_directory": {"path": str(tmp_path), "every": 5}}
+    neighbor, shared = make_tiers(settings)
+    assert isinstance(neighbor, NeighborMemory)
+    assert isinstance(shared, SharedDirectory)
+    assert shared.every == 5
+    (own,) = make_tiers({"checkpointless.recovery.tiers.neighbor_memory.NeighborMemory": {"every": 2}})
+    assert own.every == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"neighbor": {}}, "no tier is called neighbor: use neighbor_memory, local_directory, shared_directory"),
+        ({"os.path.join": {}}, "no tier is called os.path.join"),
+        ({"nowhere.Tier": {}}, "no tier is called nowhere.Tier"),
+        ({"local_directory": {}}, "tier local_directory: missing 1 required positional argument: 'path'"),
+        ({"neighbor_memory": {"evry": 1}}, "tier neighbor_memory: got an unexpected keyword argument 'evry'"),
+        ({"neighbor_memory": {"every": 0}}, "tier neighbor_memory: a tier needs every >= 1"),
+    ],
+)
+def test_what_cannot_be_made_is_said_in_one_line(settings: dict[str, dict[str, int]], message: str) -> None:
+    with pytest.raises(ValueError, match="^") as raised:
+        make_tiers(settings)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+def test_each_tier_is_given_once_and_the_cheapest_is_asked_first(tmp_path: Path) -> None:
+    given = [SharedDirectory(tmp_path), NeighborMemory(), LocalDirectory(tmp_path)]
+    assert [tier.name for tier in Copies(given).tiers] == [kind.name for kind in TIERS.values()]
+    with pytest.raises(ValueError, match="each tier can be given once"):
+        CheckpointManager(tiers=[NeighborMemory(), NeighborMemory(every=2)])
+
+
+def test_adapters_have_no_tiers() -> None:
+    with pytest.raises(ValueError, match="leave out tiers"):
+        PEFTCheckpointManager(tiers=[NeighborMemory()])
