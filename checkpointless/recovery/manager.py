@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
-from checkpointless.inprocess.context import own_board, span
+from checkpointless.inprocess.context import span
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.recovery.base_model import BaseModel, NoBaseModel
 from checkpointless.recovery.conference import decide_together, find_loss
@@ -22,21 +21,20 @@ from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.ladder import hold_snapshot, snapshot_of, take_copies
 from checkpointless.recovery.live_state import LiveState, LiveStrategy, LiveTrainer
 from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own.keeper import OwnStateKeeper
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.refill import Refill, announce_transfer
-from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.tiers.copies import Copies
 from checkpointless.recovery.tiers.tier import Tier
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import share_plain
-from checkpointless.transfer.tensor_entry import Key
 from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointManager:
+class CheckpointManager(OwnStateKeeper):
     """Restores training from memory after a fault: keeps the state, decides, fills, verifies.
 
     A rank whose process lived through the fault keeps references to its model and optimizer (no copy). After the
@@ -89,11 +87,11 @@ class CheckpointManager:
     ) -> None:
         if memory_budget_bytes < 1:
             raise ValueError(f"memory_budget_bytes must be positive, not {memory_budget_bytes}")
+        super().__init__(OwnState(rng_replication_jump))
         self.memory_budget_bytes = memory_budget_bytes
         self.enable_offload = enable_offload
         self.allow_restart_from_scratch = allow_restart_from_scratch
         self.checksum_manager = MemoryChecksumManager(enable_checksum)
-        self._own = OwnState(rng_replication_jump)
         self._copies = Copies(tiers)
         self._base_model: BaseModel = NoBaseModel()
         self._refill = Refill()
@@ -102,11 +100,9 @@ class CheckpointManager:
         self._fallback_lock = ParameterUpdateLock()
         self._held: HeldState | None = None
         self._attached: LiveState | None = None
-        self.resumed_at: tuple[int, Stage] | None = None
         self.verdict: Verdict | None = None
         self.was_filled = False
         self.fit = 0
-        self.offset = 0
         self.finished: dict[int, dict[str, Any]] = {}
         self.saves: Any = None  # Any: the Saves of a strategy, a floor above
         self._begun = 0
@@ -122,15 +118,6 @@ class CheckpointManager:
     def global_step(self) -> int | None:
         """The optimizer step of the held state, or None if none is held."""
         return self._held.commit.committed if self._held is not None else None
-
-    @property
-    def rng_states(self) -> dict[tuple[int, Stage], RngStates] | None:
-        """This rank's random streams at the moments after its newest two steps; None: it has none."""
-        return self._own.streams.states
-
-    @rng_states.setter
-    def rng_states(self, states: dict[tuple[int, Stage], RngStates] | None) -> None:
-        self._own.streams.states = states
 
     @property
     def enable_checksum(self) -> bool:
@@ -196,57 +183,6 @@ class CheckpointManager:
             fit, offset = self._attached_fit
             self._copies.make(step, lambda: snapshot_of(live, self._own, step, fit, offset))
 
-    def store_rng_states(
-        self,
-        step: int | None = None,
-        loss: float | None = None,
-        stage: Stage = Stage.COMMITTED,
-        own: Mapping[str, Any] | None = MappingProxyType({}),
-    ) -> None:
-        """Keep this rank's random streams as those after ``step``, here and on its board.
-
-        Args:
-            step: the optimizer step; default: the committed step.
-            loss: the loss of that step, which is kept with the streams.
-            stage: the moment after the step.
-            own: what else this rank alone has at that moment, as plain data that nobody changes; it is kept with
-                the streams. None: it is too large to be kept.
-        """
-        step = self.parameter_update_lock.committed if step is None else step
-        self._own.streams.capture(step, loss, stage, own)
-
-    def own_of(self, step: int, stage: Stage) -> Mapping[str, Any] | None:
-        """Return what :meth:`store_rng_states` kept as ``own`` at ``stage`` after ``step``; None: it is lost."""
-        states = self._own.streams.at(step).get(stage)
-        return states.own if states is not None else None
-
-    def begin_buffers(self, live: LiveState) -> None:
-        """Begin a training with the state of ``live``: find out which buffers are a rank's own. Collective."""
-        group, board = live.group(), own_board()
-        if board is not None:
-            board.set_shard(min(group))
-        self._own.buffers.begin(live.copy_buffers(), group)
-
-    def keep_buffers(self, step: int, stage: Stage, buffers: Mapping[Key, torch.Tensor]) -> None:
-        """Keep this rank's buffers as those after ``step``, here and on its board, if they may be its own.
-
-        Call this before :meth:`store_rng_states`, so that a rank that has the streams of a moment has its buffers.
-
-        Args:
-            step: the optimizer step.
-            stage: the moment after the step.
-            buffers: copies of the buffers, which nobody changes.
-        """
-        self._own.buffers.keep(step, stage, buffers, own_board())
-
-    def keep_data_start(self, streams: RngStates) -> None:
-        """Keep ``streams``, from which a new iterator over the training data draws its order, also on the board."""
-        self._own.streams.keep_data_start(streams)
-
-    def data_start(self) -> RngStates | None:
-        """Return this rank's streams as they were when the newest iterator over the training data began."""
-        return self._own.streams.data_start()
-
     def replicate_rng_states(self, step: int) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
 
@@ -257,22 +193,6 @@ class CheckpointManager:
         """
         self._own.replicate(step, self._attached.group if self._attached is not None else None)
         self._copies.settle(step)
-
-    def load_rng_states(self, step: int | None = None) -> bool:
-        """Put back the newest streams after ``step`` (default: the step that was resumed at).
-
-        Returns:
-            False if this rank has no streams for that step.
-        """
-        step = self.parameter_update_lock.committed if step is None else step
-        states = self.rng_of(step)
-        if states is not None:
-            states.restore()
-        return states is not None
-
-    def rng_of(self, step: int) -> RngStates | None:
-        """Return this rank's newest streams after ``step``, from memory or, in a new process, from the board."""
-        return self._own.streams.newest(step)
 
     # --- when a fault comes -----------------------------------------------------------------------------------
 
@@ -417,30 +337,6 @@ class CheckpointManager:
         if decision.verdict is not Verdict.RESUME or decision.target is None:
             return False
         return not self._own.find_streams(decision.target, Stage(decision.stage))
-
-    def restore_streams(self, stage: Stage | None = None) -> None:
-        """Put back the random streams that this rank had after the step that was resumed at.
-
-        Args:
-            stage: the moment after that step; default: the moment that was resumed at.
-
-        Raises:
-            RuntimeError: the streams are not known, and it is not the start of a fit.
-        """
-        if self.resumed_at is None:
-            return
-        step, resumed = self.resumed_at
-        stage = resumed if stage is None else stage
-        if not self.restore_streams_of(step, stage) and step > self.offset and stage is not Stage.LOADED:
-            raise RuntimeError(f"the random streams of this rank after step {step} ({stage.name}) are not known")
-
-    def restore_streams_of(self, step: int, stage: Stage) -> bool:
-        """Put back the random streams that this rank had at ``stage`` after ``step``.
-
-        Returns:
-            False if the streams are not known.
-        """
-        return self._own.streams.restore(step, stage)
 
     def _decide(self, live: LiveState, compare_digests: bool = True) -> Decision:
         self.bytes_received = 0

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -271,7 +271,12 @@ class Copies:
     # --- in the lanes ---------------------------------------------------------------------------------------------
 
     def _copy(
-        self, making: _Making, snapshot: Snapshot, due: Sequence[Tier], ready: Any, lanes: Sequence[Lane]
+        self,
+        making: _Making,
+        snapshot: Snapshot,
+        due: Sequence[Tier],
+        ready: torch.cuda.Event | None,
+        lanes: Sequence[Lane],
     ) -> None:
         """Copy the state to the host, exchange it with the neighbors, and have it written where that is due."""
         making.begun = True
@@ -343,7 +348,7 @@ class Copies:
             self._writing.pop(tier.name, None)
 
 
-def _recorded() -> Any:
+def _recorded() -> torch.cuda.Event | None:
     """Return an event of this thread's CUDA stream after all that is in its queue; None without CUDA."""
     if not torch.cuda.is_initialized():
         return None

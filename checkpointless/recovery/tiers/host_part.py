@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -98,7 +97,7 @@ def room_for(header: bytes, nbytes: int, pool: HostMemoryPool) -> HostPart:
     return HostPart(Content(structure, _views(memory, entries)), memory)
 
 
-def copy_into(part: HostPart, tensors: Sequence[torch.Tensor], ready: Any = None) -> None:
+def copy_into(part: HostPart, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None = None) -> None:
     """Copy ``tensors`` into their places in ``part``, and wait until they are there.
 
     Args:
