@@ -15,6 +15,7 @@ from checkpointless.environment import TOKEN_ENV
 from checkpointless.layout import Layout
 from checkpointless.recipes.memory import GIB, Memory, Precision, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import missing
+from checkpointless.recipes.tiers import copy_bytes, tier_lines
 
 _PORT = 29400
 
@@ -58,6 +59,11 @@ def show(plan: Plan, console: Console) -> None:
     _headline(console, "memory of the state, per GPU" if not plan.cpu else "memory of the state, per rank")
     for part in memory_lines(plan):
         console.print(part, soft_wrap=isinstance(part, str))
+    lines = tier_lines(plan.config, plan.layout, _bytes_of_a_copy(plan)) if plan.enabled else []
+    if lines:
+        _headline(console, "copies in tiers")
+        for line in lines:
+            console.print(line, soft_wrap=True)
     _headline(console, "launch")
     for line in launch_lines(plan):
         console.print(line, soft_wrap=True)
@@ -144,6 +150,15 @@ def memory_lines(plan: Plan) -> list[str | Table]:
         lines.append(f"While a rank is filled, buffers take at most {_size(budget)} more.")
     lines.append("Activations, buffers of collectives and CUDA's own are not in it.")
     return lines
+
+
+def _bytes_of_a_copy(plan: Plan) -> int | None:
+    """Return how many bytes a copy of the state takes on the fullest rank; None if that is not known."""
+    if isinstance(plan.stages, str):
+        return None
+    precision = precision_of(plan.config)
+    _, most = fullest(plan.stages, plan.layout, precision)
+    return copy_bytes(most, precision, plan.layout)
 
 
 def memory_table(size: Memory, precision: Precision, instances: int) -> Table:

@@ -23,7 +23,7 @@ from checkpointless.recipes.checks import PLAIN_STRATEGY, check_settings
 from checkpointless.recipes.layout import check_layout, layout_of
 from checkpointless.recipes.requirements import Machine, check_requirements
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, load, needs_gpu, require_complete
-from checkpointless.recipes.tiers import tiers_of
+from checkpointless.recipes.tiers import check_tiers, tiers_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -154,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = layout_of(config, 1, own_world_size())
         check_layout(config, layout)
         check_settings(config, layout)
+        check_tiers(config, layout)
         check_requirements(config, layout, Machine.here())
         train(config)
     except RecipeError as error:

@@ -47,6 +47,9 @@ def begin_manager(call: HPCallWrapper, callback: CheckpointlessCallback, peft: b
 
     Returns:
         The manager; None if recovery from memory is switched off.
+
+    Raises:
+        UnrecoverableError: the manager cannot keep the state of such a fit.
     """
     call.restart_in_process = callback.enable_inprocess
     if not callback.enable_checkpointless:
@@ -54,6 +57,8 @@ def begin_manager(call: HPCallWrapper, callback: CheckpointlessCallback, peft: b
     manager = manager_of(call)
     if manager is None:
         call.checkpoint_manager = manager = PEFTCheckpointManager() if peft else CheckpointManager()
+    if peft and manager.tiers:
+        raise UnrecoverableError("fine-tuning with adapters keeps no copies in tiers: leave out tiers")
     if callback.enable_checksum:
         manager.enable_checksum = True
     manager.begin_fit()

@@ -17,3 +17,6 @@ class StateKeeper(Protocol):
         It runs in the main thread after the abort, before the frames of the block are cleared and before anything
         is cleaned up.
         """
+
+    def end(self) -> None:
+        """Let go of everything that was kept for a fault, since the block has returned on all ranks."""

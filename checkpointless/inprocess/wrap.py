@@ -243,6 +243,8 @@ class HPCallWrapper:
             if is_return(error):
                 notice = self._wait_until_all_are_done()
                 if notice is None:
+                    if self.checkpoint_manager is not None:
+                        self.checkpoint_manager.end()
                     return result
             elif type(error) is SystemExit:
                 self._end_job(error)

@@ -115,6 +115,11 @@ class CheckpointManager(OwnStateKeeper):
         return call.parameter_update_lock if call is not None else self._fallback_lock
 
     @property
+    def tiers(self) -> Sequence[Tier]:
+        """The tiers in which copies of the state are kept, the cheapest first."""
+        return self._copies.tiers
+
+    @property
     def global_step(self) -> int | None:
         """The optimizer step of the held state, or None if none is held."""
         return self._held.commit.committed if self._held is not None else None
@@ -142,6 +147,7 @@ class CheckpointManager(OwnStateKeeper):
             objects: the non-tensor state in which the fit ended, for a block that is entered again later.
         """
         self.finished = {**self.finished, self.fit: objects}
+        self.finish_copies()
 
     def finished_fit(self) -> dict[str, Any] | None:
         """Return the non-tensor state in which the fit under way ended before the fault. Collective.
@@ -170,7 +176,11 @@ class CheckpointManager(OwnStateKeeper):
         if call is not None:
             call.committed(step)
             if self._copies:
-                self._copies.begin(call.generation, step, call.facts)
+                self._copies.begin(call.generation, step, call.facts, live.group())
+
+    def finish_copies(self) -> None:
+        """Finish the copies that are being made, and make no more of this training, which is over."""
+        self._copies.finish()
 
     def make_copies(self, step: int) -> None:
         """Begin to copy this rank's state into the tiers in which that is due. Collective.
@@ -219,6 +229,10 @@ class CheckpointManager(OwnStateKeeper):
             self._hold(attached)
         self.parameter_update_lock.forget()
         self.fit = self.offset = 0
+
+    def end(self) -> None:
+        """Let go of the copies in tiers, since the block has returned on all ranks."""
+        self._copies.end()
 
     def _hold(self, live: LiveState) -> None:
         held = HeldState.of(live, self.parameter_update_lock.state(), self.checksum_manager, *self._attached_fit)

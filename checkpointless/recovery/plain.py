@@ -102,6 +102,7 @@ class PlainTraining(TrainingTensors):
                 raise RuntimeError(f"step {self._call.steps.making} ended without a call of update()")
             self._call.end_step()
             self._call.enter_phase("between", self.step)
+        self._manager.finish_copies()
 
     def update(self, loss: float | None = None) -> None:
         """Apply the gradients, on all ranks or on none, and clear them.

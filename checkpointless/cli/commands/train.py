@@ -93,6 +93,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
             needs_gpu,
             require_complete,
         )
+        from checkpointless.recipes.tiers import check_tiers
     except ImportError as error:
         raise UsageError(f"`train` needs {error.name}: pip install 'checkpointless[nemo]'") from error
     name = options.recipe
@@ -113,6 +114,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         layout = layout_of(config, options.nnodes or (None if options.dry_run else 1), options.nproc_per_node)
         check_layout(config, layout)
         check_settings(config, layout)
+        check_tiers(config, layout)
         if not options.dry_run:  # a dry run may be done on another machine
             check_requirements(config, layout, Machine.here())
         if options.dry_run and checkpointless_enabled(config):

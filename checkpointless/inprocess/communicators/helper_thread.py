@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 _TURN_S = 0.05
@@ -18,6 +19,21 @@ _awaited: int | None = None  # identifier of the thread that the main thread wai
 def awaited_thread() -> int | None:
     """Return the identifier of the thread that currently works on behalf of the main thread, or None."""
     return _awaited
+
+
+@contextmanager
+def awaiting(thread: int | None) -> Iterator[None]:
+    """Say, as long as the context lasts, that the main thread waits for another one.
+
+    Args:
+        thread: the identifier of that thread.
+    """
+    global _awaited
+    before, _awaited = _awaited, thread
+    try:
+        yield
+    finally:
+        _awaited = before
 
 
 class HelperThread:
@@ -47,14 +63,10 @@ class HelperThread:
                 outcome.append(error)
             done.set()
 
-        global _awaited
-        before, _awaited = _awaited, self._thread.ident
-        try:
+        with awaiting(self._thread.ident):
             self._calls.put(call)
             while not done.wait(_TURN_S):
                 pass
-        finally:
-            _awaited = before
         result = outcome[0]
         if isinstance(result, BaseException):
             raise result

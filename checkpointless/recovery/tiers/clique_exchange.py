@@ -28,12 +28,38 @@ _PART_BYTES = 1 << 44  # the same of a part
 
 
 @dataclass(frozen=True)
-class _Announcement:
-    """What is said of a part before it is sent."""
+class _Offer:
+    """A part as it is sent: two flat uint8 tensors, both empty if there is none.
 
-    header: int  # bytes
-    memory: int  # bytes
-    digest: int  # of header and memory, as a signed number of 64 bits
+    Attributes:
+        header: everything but the tensors.
+        memory: the tensors.
+    """
+
+    header: torch.Tensor
+    memory: torch.Tensor
+
+    def announced(self) -> torch.Tensor:
+        """Return the sizes in bytes, and the digest, as an int64 tensor of shape ``(3,)``."""
+        digest = _digest(self.header, self.memory)
+        return torch.tensor([self.header.numel(), self.memory.numel(), digest], dtype=torch.int64)
+
+    def headers(self) -> list[torch.Tensor]:
+        """Return the header as what is to be sent: nothing, if there is no part."""
+        return [self.header] if self.header.numel() else []
+
+
+@dataclass(frozen=True)
+class _Wants:
+    """Whether a part is still to be sent.
+
+    Attributes:
+        mine: whether this rank wants the sender's.
+        theirs: whether the receiver wants this rank's.
+    """
+
+    mine: bool
+    theirs: bool
 
 
 class CliqueExchange:
@@ -51,54 +77,58 @@ class CliqueExchange:
             list(members), backend="gloo", timeout=timeout, use_local_synchronization=True
         )
 
-    def exchange(self, part: HostPart, pool: HostMemoryPool) -> Iterator[tuple[int, HostPart]]:
+    def exchange(self, part: HostPart | None, pool: HostMemoryPool) -> Iterator[tuple[int, HostPart]]:
         """Give ``part`` to all other members, and yield each of theirs, with the global rank that it is of.
 
-        A part that does not arrive undamaged in three tries is left out, with a warning.
+        What a member cannot give, has no room for, or receives damaged three times costs that copy and a warning.
 
         Args:
-            part: this rank's part.
+            part: this rank's part; None: it has none this time.
             pool: gives the memory for what arrives.
 
         Raises:
             RuntimeError: a member is gone, or the group was aborted.
             ValueError: a member sent something that is no part.
         """
-        header = to_tensor(part.header(), torch.device("cpu"))
-        digest = _digest(header, part.memory)
+        header = to_tensor(part.header(), torch.device("cpu")) if part is not None else torch.empty(0).byte()
+        offer = _Offer(header, part.memory if part is not None else torch.empty(0).byte())
         for distance in range(1, len(self.members)):
             receiver = self.members[(self._place + distance) % len(self.members)]
             sender = self.members[(self._place - distance) % len(self.members)]
-            arrived = self._turn(header, digest, part, receiver, sender, pool)
+            arrived = self._turn(offer, receiver, sender, pool)
             if arrived is not None:
                 yield sender, arrived
 
-    def _turn(
-        self, header: torch.Tensor, digest: int, part: HostPart, receiver: int, sender: int, pool: HostMemoryPool
-    ) -> HostPart | None:
-        sizes = torch.tensor([header.numel(), part.memory.numel(), digest], dtype=torch.int64)
-        heard = torch.zeros_like(sizes)
-        self._pass([sizes], receiver, [heard], sender)
-        coming = _Announcement(*map(int, heard))
-        if not 0 < coming.header <= _HEADER_BYTES or not 0 <= coming.memory <= _PART_BYTES:
-            raise ValueError(f"rank {sender} announced a part of {coming.header} and {coming.memory} bytes")
-        their_header = torch.empty(coming.header, dtype=torch.uint8)
-        self._pass([header], receiver, [their_header], sender)
-        room = room_for(to_bytes(their_header), coming.memory, pool)
-        wants = is_wanted = True  # whether the sender's part is still to come, and ours is still to be sent
+    def _turn(self, offer: _Offer, receiver: int, sender: int, pool: HostMemoryPool) -> HostPart | None:
+        told = torch.zeros(3, dtype=torch.int64)
+        self._pass([offer.announced()], receiver, [told], sender)
+        header_bytes, memory_bytes, digest = map(int, told)
+        if not 0 <= header_bytes <= _HEADER_BYTES or not 0 <= memory_bytes <= _PART_BYTES:
+            raise ValueError(f"rank {sender} announced a part of {header_bytes} and {memory_bytes} bytes")
+        header = torch.empty(header_bytes, dtype=torch.uint8)
+        self._pass(offer.headers(), receiver, [header] if header_bytes else [], sender)
+        room = _room(header, memory_bytes, sender, pool)
+        wants = self._agree(room is not None, sender, receiver)
         for _ in range(_TRIES):
-            self._pass(
-                _chunks(part.memory) if is_wanted else [], receiver, _chunks(room.memory) if wants else [], sender
-            )
-            again = wants and _digest(their_header, room.memory) != coming.digest
-            answer, heard = torch.tensor([again], dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-            self._pass([answer] if wants else [], sender, [heard] if is_wanted else [], receiver)
-            wants, is_wanted = again, bool(heard.item())
-            if not wants and not is_wanted:
+            if not wants.mine and not wants.theirs:
                 break
-        if wants:
+            self._pass(
+                _chunks(offer.memory) if wants.theirs else [],
+                receiver,
+                _chunks(room.memory) if wants.mine and room is not None else [],
+                sender,
+            )
+            again = wants.mine and room is not None and _digest(header, room.memory) != digest
+            wants = self._agree(again, sender, receiver)
+        if wants.mine:
             logger.warning("the copy of rank %d's state arrived damaged %d times; it is not kept", sender, _TRIES)
-        return None if wants else room
+        return None if wants.mine else room
+
+    def _agree(self, wants: bool, sender: int, receiver: int) -> _Wants:
+        """Tell the sender whether its part is wanted (again), and hear the same from the receiver."""
+        told = torch.zeros(1, dtype=torch.uint8)
+        self._pass([torch.tensor([wants], dtype=torch.uint8)], sender, [told], receiver)
+        return _Wants(wants, bool(told.item()))
 
     def _pass(
         self, mine: Sequence[torch.Tensor], receiver: int, theirs: Sequence[torch.Tensor], sender: int
@@ -108,6 +138,17 @@ class CliqueExchange:
         works += [dist.isend(each, receiver, group=self._group) for each in mine]
         for work in works:
             work.wait()
+
+
+def _room(header: torch.Tensor, nbytes: int, sender: int, pool: HostMemoryPool) -> HostPart | None:
+    """Return room for what a member sends; None, with a warning, if this rank has none or there is nothing."""
+    if not header.numel():
+        return None
+    try:
+        return room_for(to_bytes(header), nbytes, pool)
+    except (MemoryError, RuntimeError) as error:  # torch raises the latter if it cannot allocate memory
+        logger.warning("no room for the copy of rank %d's state, %d bytes: %s", sender, nbytes, error)
+        return None
 
 
 def _digest(header: torch.Tensor, memory: torch.Tensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 import time
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.inprocess import UnrecoverableError
+from checkpointless.inprocess.communicators.helper_thread import awaiting
 from checkpointless.inprocess.facts import Facts
 from checkpointless.local_checkpoint.agreement import attempt, by_rank, gather, words
 from checkpointless.local_checkpoint.cliques import clique_of
@@ -29,8 +28,10 @@ from checkpointless.recovery.tiers.clique_exchange import CliqueExchange
 from checkpointless.recovery.tiers.host_part import HostMemoryPool, HostPart, copy_into, laid_out
 from checkpointless.recovery.tiers.lane import Lane
 from checkpointless.recovery.tiers.lineage import Lineage
+from checkpointless.recovery.tiers.neighborhoods import neighborhoods
 from checkpointless.recovery.tiers.snapshot import Snapshot
 from checkpointless.recovery.tiers.tier import Tier
+from checkpointless.recovery.tiers.unusable_storage import UnusableStorage
 
 if TYPE_CHECKING:
     from checkpointless.wire.plain import Json
@@ -109,6 +110,8 @@ class Copies:
         self._kept: Mapping[SaveId, Sequence[HostPart]] = {}  # what lies in memory of the pool
         self._writing: dict[str, SaveId] = {}  # by tier, the save that is being written to its directory
         self._lanes: list[Lane] = []  # the first copies, the second writes to directories
+        self._left_lanes: list[Lane] = []  # that may still be at their last task
+        self._jumps: Mapping[str, int] = {}
         self._exchanges: dict[tuple[int, int], CliqueExchange] = {}
         self._making: _Making | None = None
 
@@ -117,31 +120,34 @@ class Copies:
 
     # --- at the begin of a generation -----------------------------------------------------------------------------
 
-    def begin(self, generation: int, step: int, facts: Facts | None) -> None:
+    def begin(self, generation: int, step: int, facts: Facts | None, group: Sequence[int]) -> None:
         """Begin to make copies, in a generation whose training begins after ``step``. Collective.
 
         Args:
             generation: the generation.
             step: the optimizer step.
             facts: what outlives this process; None: nothing does.
+            group: the ranks that hold the same shard as this one.
 
         Raises:
-            UnrecoverableError: a tier cannot be used on some rank, or the ranks have different ones.
+            UnrecoverableError: in the first generation, a tier cannot be used on some rank; or the ranks have
+                different tiers, or too few ranks for them.
         """
+        self.leave()  # an earlier fit of this block
         self.lineage = self.agree(facts).begin(generation, step)
         if facts is not None:
             facts.keep(_FACT, self.lineage.to_json())
-        self.open()
+        self.open(required=generation == 0)
+        self._jumps = neighborhoods(self.tiers, group)
         self._exchanges = {}
         for tier in self.tiers:
-            jump = self._distance(tier)
-            if tier.copies and (jump, tier.copies) not in self._exchanges:
-                members = clique_of(dist.get_rank(), dist.get_world_size(), jump, tier.copies + 1)
-                self._exchanges[jump, tier.copies] = CliqueExchange(members, timeout_of_the_job())
+            clique = self._clique(tier)
+            if tier.copies and clique not in self._exchanges:
+                members = clique_of(dist.get_rank(), dist.get_world_size(), clique[0], clique[1] + 1)
+                self._exchanges[clique] = CliqueExchange(members, timeout_of_the_job())
         self._lanes = [Lane("copying the state"), Lane("writing copies of the state")]
         # A process that is new does not know what the others wrote.
         self._directories = {name: _Directory() for name in self._directories}
-        self._making = None
 
     def agree(self, facts: Facts | None) -> Lineage:
         """Learn from the other ranks what the training comes from, and require the same tiers. Collective.
@@ -167,38 +173,38 @@ class Copies:
         self.lineage = max(lineages, key=lambda each: each.newest) if lineages else Lineage(told[0][2])
         return self.lineage
 
-    def open(self) -> None:
+    def open(self, required: bool = False) -> None:
         """Open the storages of all tiers, unless that was done. Collective.
 
+        Args:
+            required: whether every tier has to be there. Else one that is not costs its copies, with a warning.
+
         Raises:
-            UnrecoverableError: a place cannot be used on some rank.
+            UnrecoverableError: a place that is required cannot be used on some rank.
         """
         assert self.lineage is not None
-        job, rank = self.lineage.job, dist.get_rank()
-
-        def storage_of(tier: Tier) -> PartStorage:
-            return self._storages.get(tier.name) or tier.open(job, rank)
-
         problems = []
         for tier in self.tiers:
-            storage, problem = attempt(partial(storage_of, tier))
-            problems.append("" if storage is not None else f"{tier.name}: {words(problem)}")
-            if storage is not None:
-                self._storages[tier.name] = storage
-        told = gather("; ".join(each for each in problems if each))
-        if any(told):
-            raise UnrecoverableError(by_rank("copies of the state cannot be kept", [str(each) for each in told]))
+            if tier.name in self._storages:
+                continue
+            storage, problem = attempt(partial(tier.open, self.lineage.job, dist.get_rank()))
+            if storage is None:
+                problems.append(f"{tier.name}: {words(problem)}")
+                storage = UnusableStorage(words(problem))
+            self._storages[tier.name] = storage
+        told = [str(each) for each in gather("; ".join(problems))]
+        if any(told) and required:
+            raise UnrecoverableError(by_rank("copies of the state cannot be kept", told))
+        for each in problems:
+            logger.warning("no copies are kept here until this process ends: %s", each)
 
     def storage(self, tier: str) -> PartStorage:
         """Return the storage of the tier of that name, which is open."""
         return self._storages[tier]
 
-    def _distance(self, tier: Tier) -> int:
-        world = dist.get_world_size()
-        try:
-            return tier.distance(world, int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)))
-        except ValueError as error:
-            raise UnrecoverableError(str(error)) from error
+    def _clique(self, tier: Tier) -> tuple[int, int]:
+        """Return how far apart the ranks are that keep a tier's copies, and how many other ranks keep each."""
+        return self._jumps[tier.name], tier.copies
 
     # --- while training -------------------------------------------------------------------------------------------
 
@@ -234,10 +240,29 @@ class Copies:
         if any(tier.is_due(step) for tier in self.tiers):
             self._wait(making.arrived)
 
+    def finish(self) -> None:
+        """Wait until the copies that are being made are where they belong, and make no more."""
+        if self._making is not None:
+            self._wait(self._making.arrived)
+        self.leave()
+
+    def end(self) -> None:
+        """Remove all copies, since nothing will be recovered from them any more."""
+        deadline_s = time.monotonic() + _COPYING_S
+        self.leave()
+        while not all(lane.has_ended for lane in self._left_lanes) and time.monotonic() < deadline_s:
+            time.sleep(_TURN_S)
+        for tier in self.tiers:
+            if tier.name in self._storages:
+                tier.clear(self._storages[tier.name])
+        self._storages, self._kept = {}, {}
+        self._pool = HostMemoryPool()
+
     def leave(self) -> None:
         """Stop making copies, because a fault has ended the generation. What is complete stays."""
         making, lanes = self._making, self._lanes
         self._lanes, self._exchanges, self._making = [], {}, None
+        self._left_lanes = [lane for lane in [*self._left_lanes, *lanes] if not lane.has_ended]
         for lane in lanes:
             lane.leave()
         deadline_s = time.monotonic() + _COPYING_S
@@ -249,8 +274,11 @@ class Copies:
 
     def _wait(self, event: threading.Event) -> None:
         """Wait interruptibly for an event of what is being made, unless making it was given up."""
-        while not event.wait(_TURN_S) and self._lanes and not self._lanes[0].is_idle:
-            pass
+        lanes = self._lanes
+        if lanes and not event.is_set():
+            with awaiting(lanes[0].thread):
+                while not event.wait(_TURN_S) and not lanes[0].is_idle:
+                    pass
 
     def _without_busy(self, due: Sequence[Tier]) -> list[Tier]:
         """Learn what became of the last saves in directories, and leave out those that are busy. Collective."""
@@ -281,37 +309,45 @@ class Copies:
         """Copy the state to the host, exchange it with the neighbors, and have it written where that is due."""
         making.begun = True
         rank, world, save = dist.get_rank(), dist.get_world_size(), making.save
-        memories = {tier.name: self._storages[tier.name] for tier in due if tier.is_memory}
-        theirs: dict[tuple[int, int], list[tuple[PartId, Content]]] = defaultdict(list)
+        parts: dict[tuple[int, int] | None, list[tuple[PartId, Content]]] = defaultdict(list)
+
+        def keep(part: HostPart, owner: int, tiers: Sequence[Tier], clique: tuple[int, int] | None) -> None:
+            parts[clique].append((PartId(save, owner), part.content))
+            self._kept = {**self._kept, save: [*self._kept.get(save, ()), part]}
+            for tier in tiers:
+                if tier.is_memory:
+                    self._storages[tier.name].write(parts[clique][-1:], rank, world)
+
         try:
             self._make_room(save)
-            content = snapshot.content()
-            mine = laid_out(content, self._pool)
-            copy_into(mine, content.tensors, ready)
+            mine = self._on_host(snapshot, ready)
             making.copied.set()
-            if making.void:
-                return
-            own = PartId(save, rank), mine.content
-            self._kept = {**self._kept, save: [mine]}
-            for storage in memories.values():
-                storage.write([own], rank, world)
+            if mine is not None and not making.void:
+                keep(mine, rank, due, None)
             for clique, tiers in self._by_clique(due).items():
-                for sender, part in self._exchanges[clique].exchange(mine, self._pool):
+                for sender, part in self._exchanges[clique].exchange(None if making.void else mine, self._pool):
                     if lanes[0].is_left:
                         return
-                    theirs[clique].append((PartId(save, sender), part.content))
-                    self._kept = {**self._kept, save: [*self._kept[save], part]}
-                    for tier in tiers:
-                        if tier.is_memory:
-                            memories[tier.name].write(theirs[clique][-1:], rank, world)
+                    keep(part, sender, tiers, clique)
         finally:
             making.copied.set()
             making.arrived.set()
         for tier in due:
             if not tier.is_memory:
                 self._writing[tier.name] = save
-                kept = [own, *(theirs[self._distance(tier), tier.copies] if tier.copies else ())]
-                lanes[1].do(partial(self._write, tier, save, kept))
+                written = [*parts[None], *parts[self._clique(tier)]]
+                lanes[1].do(partial(self._write, tier, save, written, bool(parts[None])))
+
+    def _on_host(self, snapshot: Snapshot, ready: torch.cuda.Event | None) -> HostPart | None:
+        """Copy the state to host memory; return None, with a warning, if that is not possible."""
+        try:
+            content = snapshot.content()
+            part = laid_out(content, self._pool)
+            copy_into(part, content.tensors, ready)
+        except (MemoryError, RuntimeError, TypeError) as error:  # torch has no exception of its own for the second
+            logger.warning("the state after step %d is not copied: %s", snapshot.step, error)
+            return None
+        return part
 
     def _make_room(self, save: SaveId) -> None:
         """Let go of all copies in memory but those of the last save, and what is still being written."""
@@ -328,11 +364,18 @@ class Copies:
         found: dict[tuple[int, int], list[Tier]] = defaultdict(list)
         for tier in due:
             if tier.copies:
-                found[self._distance(tier), tier.copies].append(tier)
+                found[self._clique(tier)].append(tier)
         return found
 
-    def _write(self, tier: Tier, save: SaveId, parts: _Parts) -> None:
-        """Write parts to a directory, in which the newest whole save and this one stay."""
+    def _write(self, tier: Tier, save: SaveId, parts: _Parts, is_whole: bool) -> None:
+        """Write parts to a directory, in which the newest whole save and this one stay.
+
+        Args:
+            tier: the directory.
+            save: the save.
+            parts: what this rank has of it.
+            is_whole: whether this rank's own part is among them.
+        """
         directory, storage = self._directories[tier.name], self._storages[tier.name]
         try:
             if directory.whole is not None:
@@ -343,7 +386,7 @@ class Copies:
             storage.delete(save)
             logger.warning("%s: the copy of step %d is lost: %s", tier.name, save.iteration, error)
         else:
-            directory.outcome = "whole"
+            directory.outcome = "whole" if is_whole else "failed"
         finally:
             self._writing.pop(tier.name, None)
 

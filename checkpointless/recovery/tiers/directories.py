@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -34,6 +35,13 @@ class LocalDirectory(Tier):
         self.path = Path(path)
 
     @override
+    def clear(self, storage: PartStorage) -> None:
+        """Remove the copies and, with the last of them, the job's folder."""
+        super().clear(storage)
+        if isinstance(storage, DiskStorage):
+            _remove_if_empty(storage.root)
+
+    @override
     def open(self, job: str, rank: int) -> PartStorage:
         """Return the part files of the node in the job's folder.
 
@@ -62,6 +70,14 @@ class SharedDirectory(Tier):
         self.path = Path(path)
 
     @override
+    def clear(self, storage: PartStorage) -> None:
+        """Remove the copies, the rank's folder and, with the last of these, the job's folder."""
+        super().clear(storage)
+        if isinstance(storage, DiskStorage):
+            _remove_if_empty(storage.root)
+            _remove_if_empty(storage.root.parent)
+
+    @override
     def open(self, job: str, rank: int) -> PartStorage:
         """Return the part files of the rank in the job's folder.
 
@@ -69,3 +85,8 @@ class SharedDirectory(Tier):
             OSError: the folder cannot be made, or other users can write to it.
         """
         return DiskStorage(self.path / f"job-{job}" / f"rank-{rank}")
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # another rank's copies are still in it, or it is gone
+        folder.rmdir()

@@ -35,6 +35,16 @@ class Lane:
         return self._done >= self._asked or not self._thread.is_alive()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the thread is gone: the lane was left, and the last task is done."""
+        return not self._thread.is_alive()
+
+    @property
+    def thread(self) -> int | None:
+        """The identifier of the thread."""
+        return self._thread.ident
+
+    @property
     def is_left(self) -> bool:
         """Whether no task is begun any more."""
         return self._left.is_set()

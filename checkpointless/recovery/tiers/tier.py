@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from checkpointless.local_checkpoint.cliques import check_layout
 from checkpointless.local_checkpoint.part_storage import PartStorage
 
 
@@ -54,6 +53,14 @@ class Tier(ABC):
             OSError: the place cannot be used.
         """
 
+    def clear(self, storage: PartStorage) -> None:
+        """Remove what this rank keeps, since the job has ended well. A failure is only logged.
+
+        Args:
+            storage: what :meth:`open` returned.
+        """
+        storage.delete_all_but(())
+
     @property
     def is_memory(self) -> bool:
         """Whether what this rank keeps is lost with its process."""
@@ -63,8 +70,8 @@ class Tier(ABC):
         """Return whether a copy is to be made after ``step``."""
         return step > 0 and step % self.every == 0
 
-    def distance(self, world_size: int, node_size: int) -> int:
-        """Return how many ranks apart the ranks are that keep each other's copies.
+    def distances(self, world_size: int, node_size: int) -> list[int]:
+        """Return how many ranks apart the ranks may be that keep each other's copies, the best first.
 
         Args:
             world_size: the number of ranks of the job.
@@ -73,15 +80,16 @@ class Tier(ABC):
         Raises:
             ValueError: the ranks cannot be divided like that; the message says what is possible.
         """
-        jump = self.jump or (node_size if world_size > node_size else 1)
-        try:
-            check_layout(world_size, jump, self.copies + 1)
-        except ValueError:
+        across = range(node_size, world_size, node_size)
+        wanted = [self.jump] if self.jump else [*across, *range(1, min(node_size, world_size))]
+        possible = [jump for jump in wanted if world_size % (jump * (self.copies + 1)) == 0]
+        best = (wanted or [1])[0]
+        if self.copies and (not possible or (not self.jump and world_size > node_size and possible[0] < node_size)):
             raise ValueError(
-                f"{self.name}: {world_size} ranks cannot keep {_copies(self.copies)} each, {jump} ranks apart: "
-                f"the number of ranks has to be a multiple of jump * (copies + 1) = {jump * (self.copies + 1)}"
-            ) from None
-        return jump
+                f"{self.name}: {world_size} ranks cannot keep {_copies(self.copies)} each, {best} ranks apart: "
+                f"the number of ranks has to be a multiple of jump * (copies + 1) = {best * (self.copies + 1)}"
+            )
+        return possible or [1]
 
 
 def _copies(number: int) -> str:

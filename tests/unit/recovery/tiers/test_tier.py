@@ -23,18 +23,30 @@ def test_copies_are_due_after_each_so_many_steps() -> None:
     assert [step for step in range(-1, 10) if NeighborMemory(every=3).is_due(step)] == [3, 6, 9]
 
 
-@pytest.mark.parametrize(("world", "node", "jump", "distance"), [(8, 4, 0, 4), (4, 4, 0, 1), (8, 4, 2, 2)])
-def test_neighbors_are_on_other_nodes_if_there_are_any(world: int, node: int, jump: int, distance: int) -> None:
-    assert NeighborMemory(jump=jump).distance(world, node) == distance
+@pytest.mark.parametrize(
+    ("world", "node", "jump", "distances"),
+    [(8, 4, 0, [4, 1, 2]), (4, 4, 0, [1, 2]), (8, 4, 2, [2]), (16, 4, 0, [4, 8, 1, 2])],
+)
+def test_neighbors_are_on_other_nodes_if_there_are_any(
+    world: int, node: int, jump: int, distances: list[int]
+) -> None:
+    assert NeighborMemory(jump=jump).distances(world, node) == distances
+
+
+def test_without_neighbors_there_is_no_distance_to_choose(tmp_path: Path) -> None:
+    assert SharedDirectory(tmp_path).distances(5, 5)
+    assert LocalDirectory(tmp_path, copies=0).distances(1, 1) == [1]
 
 
 def test_ranks_that_cannot_be_divided_are_told_what_is_possible() -> None:
     with pytest.raises(
         ValueError, match=r"neighbor memory: 12 ranks cannot keep a copy each, 4 ranks apart: .* = 8"
     ):
-        NeighborMemory().distance(12, 4)
+        NeighborMemory().distances(12, 4)
+    with pytest.raises(ValueError, match="1 ranks cannot keep a copy each"):
+        NeighborMemory().distances(1, 1)
     with pytest.raises(ValueError, match="cannot keep 2 copies each"):
-        LocalDirectory("x", copies=2).distance(4, 4)
+        LocalDirectory("x", copies=2).distances(4, 3)
 
 
 @pytest.mark.parametrize("settings", [{"every": 0}, {"copies": 0}, {"jump": -1}])
