@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -236,3 +237,40 @@ def test_what_cannot_be_kept_is_said_before_training(
     assert job.code != 0
     assert line in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])
     assert not list((job.run_dir / "steps").glob("*")), "a step was made"
+
+
+def exchanged(zygote: Zygote, world: int, **settings: Any) -> list[dict[int, Any]]:
+    """Return what each rank has after an exchange, by sender."""
+    arguments = {"nothing": [], "no_room": [], "flips": {}, **settings}
+    return [
+        {sender: part for sender, part in each["found"][-1]}
+        for each in zygote.run(world, "tests.ranks.tier_ranks:exchange", arguments)
+    ]
+
+
+def all_of(world: int, *absent: int) -> dict[int, list[Any]]:
+    """Return the parts of all ranks but ``absent``, as :func:`exchanged` has them."""
+    present = [rank for rank in range(world) if rank not in absent]
+    return {rank: [f"rank {rank}", float(rank * (1000 + rank)), float(rank)] for rank in present}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_member_gets_the_parts_of_all_others(nemo_zygote: Zygote, world: int) -> None:
+    found = exchanged(nemo_zygote, world, times=3)
+    assert found == [all_of(world, rank) for rank in range(world)]
+
+
+def test_a_part_that_arrives_damaged_is_sent_again(nemo_zygote: Zygote) -> None:
+    found = exchanged(nemo_zygote, 3, flips={"1": 2})
+    assert found == [all_of(3, rank) for rank in range(3)]
+
+
+def test_a_part_that_is_damaged_each_time_is_not_kept(nemo_zygote: Zygote) -> None:
+    first, second = exchanged(nemo_zygote, 2, flips={"1": 100})
+    assert first == {}
+    assert second == all_of(2, 1)
+
+
+def test_a_member_that_has_nothing_or_no_room_holds_nobody_up(nemo_zygote: Zygote) -> None:
+    found = exchanged(nemo_zygote, 4, nothing=[2], no_room=[0], times=2)
+    assert found == [{}, all_of(4, 1, 2), all_of(4, 2), all_of(4, 2, 3)]

@@ -108,7 +108,7 @@ class CliqueExchange:
         header = torch.empty(header_bytes, dtype=torch.uint8)
         self._pass(offer.headers(), receiver, [header] if header_bytes else [], sender)
         room = _room(header, memory_bytes, sender, pool)
-        wants = self._agree(room is not None, sender, receiver)
+        wants = self._agree(room is not None, _Wants(mine=True, theirs=True), sender, receiver)
         for _ in range(_TRIES):
             if not wants.mine and not wants.theirs:
                 break
@@ -119,16 +119,20 @@ class CliqueExchange:
                 sender,
             )
             again = wants.mine and room is not None and _digest(header, room.memory) != digest
-            wants = self._agree(again, sender, receiver)
+            wants = self._agree(again, wants, sender, receiver)
         if wants.mine:
             logger.warning("the copy of rank %d's state arrived damaged %d times; it is not kept", sender, _TRIES)
         return None if wants.mine else room
 
-    def _agree(self, wants: bool, sender: int, receiver: int) -> _Wants:
-        """Tell the sender whether its part is wanted (again), and hear the same from the receiver."""
+    def _agree(self, again: bool, before: _Wants, sender: int, receiver: int) -> _Wants:
+        """Tell the sender whether its part is wanted again, and hear the same from the receiver.
+
+        A part that was not wanted before is not spoken of any more: at its other end, the turn may be over.
+        """
         told = torch.zeros(1, dtype=torch.uint8)
-        self._pass([torch.tensor([wants], dtype=torch.uint8)], sender, [told], receiver)
-        return _Wants(wants, bool(told.item()))
+        mine = [torch.tensor([again], dtype=torch.uint8)] if before.mine else []
+        self._pass(mine, sender, [told] if before.theirs else [], receiver)
+        return _Wants(again, bool(told.item()))
 
     def _pass(
         self, mine: Sequence[torch.Tensor], receiver: int, theirs: Sequence[torch.Tensor], sender: int

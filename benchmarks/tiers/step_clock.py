@@ -1,0 +1,37 @@
+"""A callback that writes down how long each step of a rank took, and what its copies take."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from lightning.pytorch import Callback
+
+
+class StepClock(Callback):
+    """Notes when each step begins, and what lies in memory at the end.
+
+    Args:
+        directory: where each rank writes its file.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+        self._begun: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._begun.append(time.perf_counter_ns())
+
+    def on_train_end(self, trainer: Any, _: Any) -> None:
+        rank = int(os.environ["RANK"])
+        kept = trainer.strategy.checkpoint_manager._copies._kept
+        steps = [after - before for before, after in zip(self._begun, self._begun[1:])]
+        part = next((parts[0].nbytes for parts in kept.values() if parts), 0)
+        held = sum(each.nbytes for parts in kept.values() for each in parts)
+        taken = {"rank": rank, "steps_ns": steps, "part_bytes": part, "kept_bytes": held}
+        taken["rss_bytes"] = psutil.Process().memory_info().rss
+        (self._directory / f"clock-{rank}.json").write_text(json.dumps(taken))

@@ -1,0 +1,70 @@
+"""The ranks of test_tiers.py that exchange parts without training."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.recovery.tiers import clique_exchange
+from checkpointless.recovery.tiers.clique_exchange import CliqueExchange
+from checkpointless.recovery.tiers.host_part import HostMemoryPool, HostPart, copy_into, laid_out
+
+
+def part_of(rank: int, pool: HostMemoryPool) -> HostPart:
+    """Return a part that tells whose it is, of several chunks."""
+    content = Content(f"rank {rank}".encode(), (torch.full((1000 + rank,), float(rank)), torch.tensor(rank)))
+    part = laid_out(content, pool)
+    copy_into(part, content.tensors)
+    return part
+
+
+def exchange(nothing: list[int], no_room: list[int], flips: dict[str, int], times: int = 1) -> dict[str, Any]:
+    """Exchange parts in one clique of all ranks.
+
+    Args:
+        nothing: the ranks that have no part.
+        no_room: the ranks that cannot take memory for the others'.
+        flips: how many of the messages that a rank sends are damaged, by rank.
+        times: how many exchanges there are.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    clique_exchange._CHUNK_BYTES = 1024
+    pool, arrivals = HostMemoryPool(), HostMemoryPool()
+    members = CliqueExchange(range(dist.get_world_size()), timedelta(seconds=60))
+    damaged = flips.get(str(rank), 0)
+    send = dist.isend
+
+    def sent(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal damaged
+        if damaged and tensor.numel() == 1024:
+            damaged -= 1
+            tensor = tensor.clone()
+            tensor[7] ^= 1
+        return send(tensor, *args, **kwargs)
+
+    dist.isend = sent
+    if rank in no_room:
+
+        def refused(nbytes: int) -> torch.Tensor:
+            raise MemoryError(f"{nbytes} bytes")
+
+        arrivals.take = refused  # type: ignore[method-assign]
+
+    found: list[dict[int, Any]] = []
+    for _ in range(times):
+        mine = None if rank in nothing else part_of(rank, pool)
+        arrived = dict(members.exchange(mine, arrivals))
+        found.append(
+            {
+                sender: [part.content.structure.decode(), *(float(each.sum()) for each in part.content.tensors)]
+                for sender, part in arrived.items()
+            }
+        )
+    dist.isend = send
+    dist.destroy_process_group()
+    return {"found": [sorted(each.items()) for each in found]}
