@@ -32,9 +32,7 @@ def tiers_of(config: DictConfig) -> list[Tier]:
             "for example {neighbor_memory: {every: 1}, shared_directory: {path: /shared/copies, every: 1000}}"
         )
     if OmegaConf.select(config, "peft") is not None:
-        raise RecipeError(
-            "checkpointless.tiers: fine-tuning with adapters keeps no copies in tiers: leave them out"
-        )
+        raise RecipeError("checkpointless.tiers: when adapters are fine-tuned no copies are kept: leave tiers out")
     from checkpointless.recovery.tiers.table import make_tiers
 
     try:

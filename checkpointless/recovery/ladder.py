@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 COPIED_AT = Stage.COMMITTED
 
 
-def snapshot_of(live: LiveState, own: OwnState, step: int, fit: int, offset: int) -> Snapshot:
-    """Return the state of this rank after ``step``, its tensors as they live.
+def snapshot_of(live: LiveState, own: OwnState, step: int, fit: int, offset: int) -> Snapshot | None:
+    """Return the state of this rank after ``step``, its tensors as they live; None if it has no such moment.
 
     Args:
         live: the state, right after the update.
@@ -35,6 +35,9 @@ def snapshot_of(live: LiveState, own: OwnState, step: int, fit: int, offset: int
         fit: the fit of the block, counted from 1.
         offset: how many steps of the job precede that fit.
     """
+    moment, streams = live.moments(step).get(COPIED_AT), own.streams.at(step).get(COPIED_AT)
+    if moment is None or streams is None:
+        return None
     start = own.streams.data_start()
     before = own.streams.newest(step - 1)
     return Snapshot(
@@ -43,8 +46,8 @@ def snapshot_of(live: LiveState, own: OwnState, step: int, fit: int, offset: int
         fit=fit,
         offset=offset,
         tensors=live.essentials(),
-        moment=live.moments(step)[COPIED_AT],
-        streams=own.streams.at(step)[COPIED_AT].to_bytes(),
+        moment=moment,
+        streams=streams.to_bytes(),
         streams_before=before.to_bytes() if before is not None else None,
         data_start=start.to_bytes() if start is not None else None,
         own_buffers=own.buffers.record(step, COPIED_AT, own_board()),

@@ -208,12 +208,12 @@ class Copies:
 
     # --- while training -------------------------------------------------------------------------------------------
 
-    def make(self, step: int, take: Callable[[], Snapshot]) -> None:
+    def make(self, step: int, take: Callable[[], Snapshot | None]) -> None:
         """Begin to make copies of the state after ``step`` in the tiers in which they are due. Collective.
 
         Args:
             step: the optimizer step that has just been committed.
-            take: returns the state; its tensors are the live ones.
+            take: returns the state, whose tensors are the live ones; None if this rank has none to copy.
         """
         lanes = self._lanes
         if self.lineage is None or not lanes:
@@ -301,7 +301,7 @@ class Copies:
     def _copy(
         self,
         making: _Making,
-        snapshot: Snapshot,
+        snapshot: Snapshot | None,
         due: Sequence[Tier],
         ready: torch.cuda.Event | None,
         lanes: Sequence[Lane],
@@ -338,8 +338,10 @@ class Copies:
                 written = [*parts[None], *parts[self._clique(tier)]]
                 lanes[1].do(partial(self._write, tier, save, written, bool(parts[None])))
 
-    def _on_host(self, snapshot: Snapshot, ready: torch.cuda.Event | None) -> HostPart | None:
-        """Copy the state to host memory; return None, with a warning, if that is not possible."""
+    def _on_host(self, snapshot: Snapshot | None, ready: torch.cuda.Event | None) -> HostPart | None:
+        """Copy the state to host memory; return None if there is none or, with a warning, if that is impossible."""
+        if snapshot is None:
+            return None
         try:
             content = snapshot.content()
             part = laid_out(content, self._pool)

@@ -400,6 +400,11 @@ def _nemo(capsys: pytest.CaptureFixture[str]) -> None:
         (["tiny_gpt_cpu", "--fault", "sigkill:rank=4,step=1"], "rank 4 is not one of the 4"),
         (["tiny_gpt_cpu", "checkpointless.memory_budget_bytes=0"], "at least 1"),
         (["tiny_gpt_cpu", "checkpointless.rng_replication_jump=-1"], "at least 0"),
+        (["tiny_gpt_cpu", "checkpointless.tiers={neighbor_memory: {jump: 3}}"], "3 ranks apart"),
+        (["tiny_gpt_cpu", "checkpointless.tiers={neighbor_memory: 3}"], "has to name tiers"),
+        (["tiny_gpt_cpu", "checkpointless.tiers={nowhere: {}}"], "no tier is called nowhere"),
+        (["tiny_gpt_cpu", "checkpointless.tiers=[1]"], "checkpointless.tiers must be a mapping"),
+        (["tiny_lora_cpu", "checkpointless.tiers={neighbor_memory: {}}"], "leave tiers out"),
         (
             ["tiny_gpt_cpu", "strategy._target_=nemo.lightning.FSDPStrategy"],
             "knows nemo.lightning.MegatronStrategy",
