@@ -1,0 +1,70 @@
+"""Read chunks from storage by the strategy that is wrapped: one rank reads each. All ranks read together."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from checkpointless.local_checkpoint.agreement import attempt, by_rank, gather
+from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Kind, Leaf
+
+
+class StorageError(RuntimeError):
+    """Chunks cannot be read from storage; the message says on which rank, and why."""
+
+
+def read(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[int, Leaf]) -> dict[int, Any]:
+    """Read this rank's share. Collective.
+
+    Args:
+        wrapped: the load strategy.
+        checkpoint_dir: the checkpoint.
+        leaves: by number, what this rank reads.
+
+    Returns:
+        The values: tensors, in the leaves' own if they have any, and objects.
+
+    Raises:
+        StorageError: on every rank, if something is missing or cannot be read on any rank.
+    """
+    _, problem = attempt(lambda: _look_up(wrapped, checkpoint_dir, leaves.values()))
+    _agree(problem, checkpoint_dir)
+    asked = {str(number): copy.copy(leaf) for number, leaf in leaves.items()}
+    values, problem = attempt(lambda: wrapped.load(asked, Path(checkpoint_dir)))
+    _agree(problem, checkpoint_dir)
+    return {int(number): value for number, value in (values or {}).items()}
+
+
+def _look_up(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Collection[Leaf]) -> None:
+    """Raise if the checkpoint lacks something, while no rank waits for another one."""
+    if not leaves:
+        return
+    there = wrapped.load_sharded_metadata(Path(checkpoint_dir))
+    for chunk in map(Chunk.of, leaves):
+        leaf = next(each for each in leaves if each.key == chunk.key)
+        name = leaf.unique_key if chunk.kind is Kind.OBJECT else chunk.key
+        if name not in there:
+            raise LookupError(
+                f"{chunk.words} is in no copy and not in the checkpoint: check that the model is the one that was "
+                "saved, or load with a strictness that leaves out what is missing"
+            )
+
+
+def _agree(problem: Exception | None, checkpoint_dir: str | os.PathLike[str]) -> None:
+    told = gather("" if problem is None else line_of(problem))
+    if any(told):
+        raise StorageError(by_rank(f"loading {checkpoint_dir}", told)) from problem
+
+
+def line_of(error: BaseException) -> str:
+    """Return one line about an error; of torch's, which holds those of several ranks, the first one."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {line_of(first)}"
+    text = " ".join(str(error).split())
+    return text if type(error) is LookupError else f"{type(error).__name__}: {text}"
