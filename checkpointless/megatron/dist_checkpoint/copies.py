@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from checkpointless.local_checkpoint.agreement import attempt, own_rank, world_size
 from checkpointless.local_checkpoint.content import Content
@@ -120,7 +120,7 @@ class Copies:
 
     def _forget_all_but(self, *keep: SaveId | None) -> None:
         for place in self.places:
-            _, problem = attempt(lambda: place.storage.delete_all_but(keep))
+            _, problem = attempt(partial(place.storage.delete_all_but, keep))
             if problem is not None:
                 logger.warning("old copies in %s cannot be deleted: %s", place.name, problem)
 

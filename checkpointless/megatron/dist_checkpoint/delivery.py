@@ -26,7 +26,8 @@ def deliver(
     """Carry deliveries out, and return what arrived, by chunk. Every rank with a delivery calls it.
 
     Args:
-        rounds: the deliveries, the same on all ranks (:func:`~checkpointless.megatron.dist_checkpoint.plan.rounds_of`).
+        rounds: the deliveries, the same on all ranks, as
+            :func:`~checkpointless.megatron.dist_checkpoint.plan.rounds_of` sorts them.
         values: what this rank has: tensors, and encoded objects.
         room: returns the tensor that a chunk's bytes go to; None: it goes to a new one, on the CPU.
 

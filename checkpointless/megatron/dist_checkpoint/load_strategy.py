@@ -61,10 +61,10 @@ class CopiesLoadStrategy(LoadShardedStrategy):
     """Loads a checkpoint from copies of it, and what they lack from storage by the strategy that it wraps.
 
     Each unique chunk comes from the memory of a living rank that saved it, else from the memory of a neighbour that
-    keeps it for that rank, else from a lasting place, else from storage. There one rank reads it, whatever the number
-    of ranks that need it, and sends it to them in digest-checked buckets. A copy is used only if it is a copy of exactly
-    this checkpoint and of exactly the chunk that is asked for; if the model is cut differently than when it was
-    saved, those chunks come from storage. All ranks of the job load together.
+    keeps it for that rank, else from a lasting place, else from storage. There one rank reads it, whatever the
+    number of ranks that need it, and sends it to them in digest-checked buckets. A copy is used only if it is one of
+    exactly this checkpoint and of exactly the chunk that is asked for; if the model is cut differently than when it
+    was saved, those chunks come from storage. All ranks of the job load together.
 
     A copy that is damaged costs a warning, and the next one is taken. If a chunk is nowhere, all ranks raise. What
     has been loaded by then is in the tensors of the sharded state, which are not to be used.
@@ -101,7 +101,9 @@ class CopiesLoadStrategy(LoadShardedStrategy):
         mine, problem = attempt(lambda: identities.read(checkpoint_dir) if own_rank() == 0 else None)
         if problem is not None:
             logger.warning("copies of %s are not used: %s", checkpoint_dir, problem)
-        told = gather({"wanted": wanted.told(), "identity": mine and mine.to_json(), "places": places})
+        told = gather(
+            {"wanted": wanted.told(), "identity": None if mine is None else mine.to_json(), "places": places}
+        )
         if any(each["places"] != places for each in told):
             raise LoadError(f"the ranks keep copies in different places: {[each['places'] for each in told]}")
         identity = None if told[0]["identity"] is None else Identity.from_json(told[0]["identity"])

@@ -18,17 +18,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from checkpointless.local_checkpoint.agreement import attempt, by_rank, gather, own_rank, world_size
+from checkpointless.local_checkpoint.agreement import attempt, gather, own_rank, world_size
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import PartStorage
 from checkpointless.megatron.dist_checkpoint import copies as copies_of
 from checkpointless.megatron.dist_checkpoint import identity as identities
-from checkpointless.megatron.dist_checkpoint.chunk import Leaf, leaves_of, replaced
+from checkpointless.megatron.dist_checkpoint.chunk import Leaf, replaced
 from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
 from checkpointless.megatron.dist_checkpoint.identity import Identity
 from checkpointless.megatron.dist_checkpoint.part import can_keep, content_of
-from checkpointless.megatron.dist_checkpoint.storage import line_of
+from checkpointless.megatron.dist_checkpoint.storage import attempt_megatrons, told_by
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,9 @@ class DrainError(CheckpointingException):
 class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     """Saves in Megatron's ``torch_dist`` format, and keeps copies of what this rank writes.
 
-    The copies in memory, this rank's and those that it keeps for its peers, are made first; then training may go on.
-    The copies in lasting places, and the checkpoint itself, are written in the background. All ranks save together.
+    The copies in memory, this rank's and those that it keeps for its peers, are made first; then training may go
+    on. The copies in lasting places, and the checkpoint itself, are written in the background. All ranks save
+    together.
 
     A write to storage that fails costs a warning, and that checkpoint: it is not finished, so that Megatron's and
     NeMo's functions that finish it are not called, and its copies are dropped. The copies of the newest checkpoint
@@ -69,8 +70,8 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
             checkpoint_dir: the directory to save to.
 
         Returns:
-            A request that writes to storage, for an ``AsyncCallsQueue`` of Megatron-core. Its state is a copy, so the
-            model may be changed at once.
+            A request that writes to storage, for an ``AsyncCallsQueue`` of Megatron-core. Its state is a copy, so
+            the model may be changed at once.
         """
         return self._request(sharded_state_dict, checkpoint_dir, forgiving=True)
 
@@ -136,12 +137,11 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         theirs, metadata, fns = tuple(request.finalize_fns), self._metadata, list[Callable[[], None]]()
 
         def finish() -> None:
-            _, problem = attempt(lambda: [each() for each in theirs])
+            _, problem = attempt_megatrons(lambda: [each() for each in theirs])
             problem = problem or (metadata.problem if metadata is not None else None)
-            told = gather("" if problem is None else line_of(problem))
-            if any(told):
+            words = told_by(f"{checkpoint_dir} did not get to storage", problem)
+            if words:
                 self.copies.end(identity.save, is_whole=False)
-                words = by_rank(f"{checkpoint_dir} did not get to storage", told)
                 if not forgiving:
                     raise DrainError(words) from problem
                 del fns[1:]  # what finishes the checkpoint

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from checkpointless.local_checkpoint.agreement import attempt, gather, own_rank
 from checkpointless.local_checkpoint.memory_storage import KeptPart
@@ -50,7 +51,7 @@ def find(places: Sequence[Place], identity: Identity, numbers: Mapping[str, int]
     for place in places:
         if len(found.sources) == len(numbers):
             break
-        shelf, problem = attempt(lambda: place.storage.shelf(own_rank(), identity.world_size))
+        shelf, problem = attempt(partial(place.storage.shelf, own_rank(), identity.world_size))
         if problem is not None:
             logger.warning("rank %d cannot look at the copies in %s: %s", own_rank(), place.name, problem)
         copies = (shelf or {}).get(identity.save, {})

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpointless.local_checkpoint.agreement import attempt, by_rank, gather
 from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Kind, Leaf
+
+
+_T = TypeVar("_T")
+_ELSEWHERE = "it failed on another rank"
 
 
 class StorageError(RuntimeError):
@@ -32,10 +36,10 @@ def read(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[i
     Raises:
         StorageError: on every rank, if something is missing or cannot be read on any rank.
     """
-    _, problem = attempt(lambda: _look_up(wrapped, checkpoint_dir, leaves.values()))
+    _, problem = attempt_megatrons(lambda: _look_up(wrapped, checkpoint_dir, leaves.values()))
     _agree(problem, checkpoint_dir)
     asked = {str(number): copy.copy(leaf) for number, leaf in leaves.items()}
-    values, problem = attempt(lambda: wrapped.load(asked, Path(checkpoint_dir)))
+    values, problem = attempt_megatrons(lambda: wrapped.load(asked, Path(checkpoint_dir)))
     _agree(problem, checkpoint_dir)
     return {int(number): value for number, value in (values or {}).items()}
 
@@ -56,15 +60,44 @@ def _look_up(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Colle
 
 
 def _agree(problem: Exception | None, checkpoint_dir: str | os.PathLike[str]) -> None:
+    words = told_by(f"loading {checkpoint_dir}", problem)
+    if words:
+        raise StorageError(words) from problem
+
+
+def told_by(doing: str, problem: Exception | None) -> str:
+    """Return one line about what went wrong on any rank; "" if nothing did. Collective.
+
+    Args:
+        doing: what the ranks were doing.
+        problem: what went wrong on this rank.
+    """
     told = gather("" if problem is None else line_of(problem))
-    if any(told):
-        raise StorageError(by_rank(f"loading {checkpoint_dir}", told)) from problem
+    known = ["" if each == _ELSEWHERE else each for each in told]
+    return by_rank(doing, known if any(known) else told) if any(told) else ""
+
+
+def attempt_megatrons(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Return what a function of Megatron's returned, or what it raised, as ``attempt`` does.
+
+    Torch's exception for what several ranks raised is none that ``except Exception`` catches.
+    """
+
+    def calmly() -> _T:
+        try:
+            return do()
+        except CheckpointException as error:
+            raise StorageError(line_of(error)) from error
+
+    return attempt(calmly)
 
 
 def line_of(error: BaseException) -> str:
     """Return one line about an error; of torch's, which holds those of several ranks, the first one."""
-    if isinstance(error, CheckpointException) and error.failures:
+    if isinstance(error, CheckpointException):
+        if not error.failures:
+            return _ELSEWHERE  # only the rank that coordinates is told
         rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
         return f"rank {rank}: {line_of(first)}"
     text = " ".join(str(error).split())
-    return text if type(error) is LookupError else f"{type(error).__name__}: {text}"
+    return text if type(error) in (LookupError, StorageError) else f"{type(error).__name__}: {text}"
