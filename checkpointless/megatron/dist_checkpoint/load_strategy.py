@@ -62,9 +62,9 @@ class CopiesLoadStrategy(LoadShardedStrategy):
 
     Each unique chunk comes from the memory of a living rank that saved it, else from the memory of a neighbour that
     keeps it for that rank, else from a lasting place, else from storage. There one rank reads it, whatever the
-    number of ranks that need it, and sends it to them in digest-checked buckets. A copy is used only if it is one of
-    exactly this checkpoint and of exactly the chunk that is asked for; if the model is cut differently than when it
-    was saved, those chunks come from storage. All ranks of the job load together.
+    number of ranks that need it, and sends it to them in digest-checked buckets. A copy is used only if it is one
+    of exactly this checkpoint and of exactly the chunk that is asked for; if the model is cut differently than when
+    it was saved, those chunks come from storage. All ranks of the job load together.
 
     A copy that is damaged costs a warning, and the next one is taken. If a chunk is nowhere, all ranks raise. What
     has been loaded by then is in the tensors of the sharded state, which are not to be used.

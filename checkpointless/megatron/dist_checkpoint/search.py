@@ -108,4 +108,4 @@ def bytes_by_place(sizes: Mapping[int, int], places: Mapping[int, str], rest: Co
         counted[place] += sizes[chunk]
     for chunk in rest:
         counted["storage"] += sizes[chunk]
-    return dict(counted)
+    return {place: nbytes for place, nbytes in counted.items() if nbytes}

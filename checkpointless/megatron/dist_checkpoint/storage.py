@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from checkpointless.local_checkpoint.agreement import attempt, by_rank, gather
 from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Kind, Leaf
 
-
 _T = TypeVar("_T")
 _ELSEWHERE = "it failed on another rank"
 
