@@ -255,8 +255,11 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         load = partial(super().load_checkpoint, checkpoint_path, selective_restore)
         if self._call is None or self._call.generation == 0:
             return load()
-        with loading_from_copies(self.checkpoint_io):
-            return load()
+        with loading_from_copies(self.checkpoint_io) as strategy:
+            loaded = load()
+        if strategy is not None and dist.get_rank() == 0:
+            logger.warning("%s was loaded after a fault: %s", checkpoint_path, strategy.report)
+        return loaded
 
     def rebuilt(self) -> None:
         """Record that everything is built anew and waits for its state."""

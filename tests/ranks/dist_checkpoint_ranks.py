@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -151,7 +152,15 @@ def play(
             outcome.update(raised=type(error).__name__, words=str(error))
         outcomes.append({**outcome, "warnings": list(player.notes.lines)})
         dist.barrier()
+    end_reports()
     return outcomes
+
+
+def end_reports() -> None:
+    """End the process that Megatron's writers report to: a forked rank exits without doing so."""
+    manager = getattr(filesystem_async._results_queue, "_manager", None)
+    if manager is not None:
+        manager.shutdown()
 
 
 class Player:
@@ -320,4 +329,4 @@ class Player:
             player.read_bytes += sum(self.storage_data[item.storage_index].length for item in plan.items)
             return original(self, plan, planner)
 
-        FileSystemReader.read_data = read_data
+        FileSystemReader.read_data = read_data  # type: ignore[method-assign]

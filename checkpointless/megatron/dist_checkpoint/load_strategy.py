@@ -5,21 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from checkpointless.local_checkpoint.agreement import agree, attempt, gather, own_rank, world_size
+from checkpointless.local_checkpoint.agreement import (
+    LocalCheckpointError,
+    agree,
+    attempt,
+    gather,
+    own_rank,
+    world_size,
+)
 from checkpointless.megatron.dist_checkpoint import identity as identities
 from checkpointless.megatron.dist_checkpoint import storage
 from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
-from checkpointless.megatron.dist_checkpoint.delivery import deliver
+from checkpointless.megatron.dist_checkpoint.delivery import Deliveries
 from checkpointless.megatron.dist_checkpoint.identity import Identity
 from checkpointless.megatron.dist_checkpoint.part import encoded
-from checkpointless.megatron.dist_checkpoint.plan import deliveries_of, readers_of, rounds_of
+from checkpointless.megatron.dist_checkpoint.plan import batches_of, deliveries_of, readers_of, rounds_of
 from checkpointless.megatron.dist_checkpoint.search import Found, bytes_by_place, find
 from checkpointless.megatron.dist_checkpoint.wanted import Encoded, Table, Wanted
 
@@ -113,9 +120,7 @@ class CopiesLoadStrategy(LoadShardedStrategy):
             values, borrowed = self._gathered(wanted, table, found, checkpoint_dir)
             state, problem = attempt(lambda: wanted.loaded(values, borrowed))
             agree(problem, f"loading {checkpoint_dir}")
-        except RuntimeError as error:
-            if isinstance(error, torch.distributed.DistError):
-                raise
+        except (LocalCheckpointError, storage.StorageError) as error:
             raise LoadError(str(error)) from error
         if identity is not None:
             self.copies.found(identity.save)
@@ -133,17 +138,26 @@ class CopiesLoadStrategy(LoadShardedStrategy):
         rest = {chunk: size for chunk, size in table.sizes.items() if chunk not in found.sources}
         readers = readers_of(rest, table.needers)
         read: dict[int, Any] = {}
-        opaque: frozenset[int] = frozenset()  # objects that can be read from storage only by who needs them
-        if rest:
-            own = [chunk for chunk, reader in readers.items() if reader == own_rank()]
-            read = storage.read(self.wrapped, checkpoint_dir, {each: wanted.leaf(table.ids[each]) for each in own})
-            opaque = self._read_opaque(wanted, table, readers, read, checkpoint_dir)
-        sources = {**found.sources, **{chunk: rank for chunk, rank in readers.items() if chunk not in opaque}}
-        held = {**found.values, **{chunk: _sendable(chunk, value, table) for chunk, value in read.items()}}
-        rounds = rounds_of(deliveries_of(sources, table.needers), world_size())
-        arrived, problem = attempt(lambda: deliver(rounds, held, lambda chunk: wanted.room(table.ids[chunk])))
-        if problem is not None and not isinstance(problem, RuntimeError | ValueError):
-            raise problem
+        held = dict(found.values)
+        deliveries = Deliveries(held, lambda chunk: wanted.room(table.ids[chunk]))
+        deliveries.add(rounds_of(deliveries_of(found.sources, table.needers), world_size()))
+        try:
+            for number, batch in enumerate(batches_of(rest, readers)):
+                own = [chunk for chunk in batch if readers[chunk] == own_rank()]
+                every = [chunk for chunk, reader in readers.items() if reader == own_rank()] if number == 0 else own
+                leaves = {chunk: wanted.leaf(table.ids[chunk]) for chunk in every}
+                if number == 0:
+                    storage.look_up(self.wrapped, checkpoint_dir, leaves)
+                new = storage.read(self.wrapped, checkpoint_dir, {chunk: leaves[chunk] for chunk in own})
+                opaque = self._read_opaque(wanted, table, batch, new, checkpoint_dir)
+                held.update({chunk: _sendable(chunk, value, table) for chunk, value in new.items()})
+                read.update(new)
+                sources = {chunk: readers[chunk] for chunk in batch if chunk not in opaque}
+                deliveries.add(rounds_of(deliveries_of(sources, table.needers), world_size()))
+        except storage.StorageError:  # all ranks raise it here, after the same deliveries
+            attempt(deliveries.end)
+            raise
+        arrived, problem = attempt(deliveries.end)
         agree(problem, f"bringing {checkpoint_dir} to all ranks")
         values = {table.ids[chunk]: value for chunk, value in {**found.values, **(arrived or {}), **read}.items()}
         for chunk in table.objects:
@@ -156,12 +170,12 @@ class CopiesLoadStrategy(LoadShardedStrategy):
         self,
         wanted: Wanted,
         table: Table,
-        readers: dict[int, int],
+        batch: Collection[int],
         read: dict[int, Any],
         checkpoint_dir: str | os.PathLike[str],
     ) -> frozenset[int]:
         """Have objects that cannot be sent read by every rank that needs them, and return which they are."""
-        if not table.objects & readers.keys():
+        if not table.objects.intersection(batch):
             return frozenset()
         told = gather([chunk for chunk in sorted(table.objects & read.keys()) if encoded(read[chunk]) is None])
         opaque = frozenset(chunk for each in told for chunk in each)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpointless.local_checkpoint.agreement import attempt, by_rank, gather
-from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Kind, Leaf
+from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Leaf
 
 _T = TypeVar("_T")
 _ELSEWHERE = "it failed on another rank"
@@ -33,28 +34,31 @@ def read(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[i
         The values: tensors, in the leaves' own if they have any, and objects.
 
     Raises:
-        StorageError: on every rank, if something is missing or cannot be read on any rank.
+        StorageError: on every rank, if something cannot be read on any rank.
     """
-    _, problem = attempt_megatrons(lambda: _look_up(wrapped, checkpoint_dir, leaves.values()))
-    _agree(problem, checkpoint_dir)
     asked = {str(number): copy.copy(leaf) for number, leaf in leaves.items()}
     values, problem = attempt_megatrons(lambda: wrapped.load(asked, Path(checkpoint_dir)))
     _agree(problem, checkpoint_dir)
     return {int(number): value for number, value in (values or {}).items()}
 
 
+def look_up(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[int, Leaf]) -> None:
+    """See whether a checkpoint has what this rank reads, while no rank waits for another one to read. Collective.
+
+    Raises:
+        StorageError: on every rank, if something is missing on any rank.
+    """
+    _, problem = attempt_megatrons(lambda: _look_up(wrapped, checkpoint_dir, leaves.values()))
+    _agree(problem, checkpoint_dir)
+
+
 def _look_up(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Collection[Leaf]) -> None:
-    """Raise if the checkpoint lacks something, while no rank waits for another one."""
-    if not leaves:
-        return
-    there = wrapped.load_sharded_metadata(Path(checkpoint_dir))
-    for chunk in map(Chunk.of, leaves):
-        leaf = next(each for each in leaves if each.key == chunk.key)
-        name = leaf.unique_key if chunk.kind is Kind.OBJECT else chunk.key
-        if name not in there:
+    there = wrapped.load_sharded_metadata(Path(checkpoint_dir)) if leaves else {}
+    for leaf in leaves:
+        if (leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key) not in there:
             raise LookupError(
-                f"{chunk.words} is in no copy and not in the checkpoint: check that the model is the one that was "
-                "saved, or load with a strictness that leaves out what is missing"
+                f"{Chunk.of(leaf).words} is in no copy and not in the checkpoint: check that the model is the one "
+                "that was saved, or load with a strictness that leaves out what is missing"
             )
 
 
