@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpointless.report.verify import Steps, compare
+from tests.ranks.jobs import run_job
 from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.test_recovery import with_checkpoints
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
 RANKS = "tests.ranks.dist_checkpoint_ranks"
@@ -119,9 +123,7 @@ def test_a_flipped_bit_on_a_disk_is_found_and_taken_from_the_copy(nemo_zygote: Z
     assert loaded(outcomes, 1)[1] == {"disk"}
     said = warnings(outcomes, 1)
     assert "part_0.held_0.ckpt is damaged" in said or "part_0.held_0.ckpt is truncated or damaged" in said
-    outcomes = job.run(["damage", "disk*/*part_0.*"], ["damage", "disk0/*part_0.held_0.ckpt"], ["load", "a", 1])
-    assert loaded(outcomes, 2)[1] == {"disk"}, "the first bit was flipped back"
-    outcomes = job.run(["damage", "disk0/*part_0.*"], ["load", "a", 1])
+    outcomes = job.run(["damage", "disk1/*part_0.*"], ["load", "a", 1])
     assert loaded(outcomes, 1)[1] == {"disk", "storage"}, "now both copies are damaged"
 
 
@@ -218,3 +220,23 @@ def test_bad_input_is_one_line_on_all_ranks(job: Job) -> None:
 
 def test_the_strategies_are_registered_by_one_call(job: Job) -> None:
     assert returned(job.run(["load_registered", "a", 1]), 0) == [True] * 2
+
+
+def test_a_job_goes_on_from_the_copies_of_nemos_checkpoint(
+    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path
+) -> None:
+    # Rank 2 dies before it can give what it holds; ranks 1 and 3 keep copies for the two.
+    faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
+    keep = (
+        "callbacks.copies={_target_: checkpointless.strategies.KeepCopies, replication_jump: 1, "
+        "replication_factor: 2}"
+    )
+    args = ("trainer.max_steps=7", *with_checkpoints(tmp_path / "nemo"), keep)
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
+    assert job.code == 0, job.story()
+    verdict = compare(undisturbed(4, ("trainer.max_steps=7",)), job.steps)
+    assert verdict.difference is None, "what was done again has other bits"
+    assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
+    said = next(line for line in job.log(0).splitlines() if "was loaded after a fault" in line)
+    assert "bytes from memory" in said
+    assert "from storage" not in said
