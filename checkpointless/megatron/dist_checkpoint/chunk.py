@@ -109,7 +109,7 @@ class Chunk:
             start_and_stop = None if flat is None else (int(flat[0]), int(flat[1]))
             shapes = _numbers(global_shape), _numbers(global_offset), _numbers(local_shape)
             return cls(Kind(kind), str(key), *shapes, start_and_stop, str(dtype))
-        except (TypeError, IndexError) as error:
+        except (TypeError, IndexError, ValueError) as error:
             raise ValueError(f"no chunk: {error}") from error
 
 
