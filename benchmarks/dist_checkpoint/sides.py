@@ -69,13 +69,13 @@ def weights(seed: int) -> dict[str, Any]:
 
 
 def moments() -> dict[str, Any]:
-    """Return this rank's share of the optimizer's state: the main weights and two moments, in fp32."""
+    """Return this rank's share of the optimizer's state: two moments, in fp32."""
     rank, world = dist.get_rank(), dist.get_world_size()
     return {
         f"{name}.{index}": ShardedTensor.from_rank_offsets(
             f"{name}.{index}", torch.full((WIDTH // world, WIDTH), float(index)), (0, rank, world)
         )
-        for name in ("main", "exp_avg", "exp_avg_sq")
+        for name in ("exp_avg", "exp_avg_sq")
         for index in range(LAYERS)
     }
 
@@ -116,20 +116,25 @@ def measure_saves(root: str, repeats: int) -> dict[str, list[list[float]]]:
     """Return, by side, for how many seconds each save stopped this rank, and after how many it was whole."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     queue = AsyncCallsQueue()
-    copies, replicated = Copies(), Copies(replication=LazyCliqueReplicationStrategy(1, 2))
-    ours = FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(copies))
-    with_neighbour = FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(replicated))
-    megatrons = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1))
-    sides = {
+
+    def ours(copies: Copies) -> Any:  # new ones each time, or those of all sides would take much memory
+        return FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(copies))
+
+    def megatrons() -> Any:
+        return FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1))
+
+    neighbour = LazyCliqueReplicationStrategy(1, 2)
+    sides: dict[str, tuple[Side, bool]] = {
         "Megatron, synchronous": (megatrons, False),
         "Megatron, asynchronous": (megatrons, True),
-        "copies in memory": (ours, True),
-        "copies in memory and at a neighbour": (with_neighbour, True),
+        "copies in memory": (lambda: ours(Copies()), True),
+        "copies in memory and at a neighbour": (lambda: ours(Copies(replication=neighbour)), True),
     }
     state = {"model": weights(1), "optimizer": moments()}
     measured: dict[str, list[list[float]]] = {side: [] for side in sides}
     for repeat in range(repeats + 1):  # the first is not counted
-        for number, (side, (strategy, is_async)) in enumerate(sides.items()):
+        for number, (side, (make, is_async)) in enumerate(sides.items()):
+            strategy = make()
             folder = Path(root) / f"save-{repeat}-{number}"
             folder.mkdir(exist_ok=True)
             dist.barrier()
@@ -142,6 +147,7 @@ def measure_saves(root: str, repeats: int) -> dict[str, list[list[float]]]:
             if repeat:
                 measured[side].append([stopped_s, time.monotonic() - began_s])
             dist.barrier()
+            del strategy, request
             if dist.get_rank() == 0:
                 shutil.rmtree(folder)
             dist.barrier()

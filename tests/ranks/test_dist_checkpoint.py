@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class Job:
     def __init__(self, zygote: Zygote, root: Path, world: int = 2, **settings: Any) -> None:
         self.zygote, self.root, self.world, self.settings = zygote, root, world, settings
 
-    def run(self, *calls: list[Any], world: int | None = None) -> Outcomes:
+    def run(self, *calls: Sequence[Any], world: int | None = None) -> Outcomes:
         """Make the calls on every rank, and return each rank's outcomes."""
         arguments = {"root": str(self.root), "calls": calls, **self.settings}
         return self.zygote.run(world or self.world, f"{RANKS}:play", arguments)

@@ -75,12 +75,12 @@ def test_replicas_have_one_name_and_different_chunks_have_different_ones() -> No
 def test_a_part_gives_back_what_can_be_kept() -> None:
     given_ = leaves()
     values = values_of(content_of(IDENTITY, given_), IDENTITY)
-    weight, layers, extra, plain, opaque = (values.get(Chunk.of(leaf).id) for leaf in given_)
+    weight, layers, extra, plain, opaque = (values.get(Chunk.of(leaf).id, {}) for leaf in given_)
     assert torch.equal(weight, given_[0].data)
     assert torch.equal(layers, given_[1].data)
     assert decoded(extra).getvalue() == b"state"
     assert decoded(plain)["seed"] == 3
-    assert opaque is None
+    assert opaque == {}
     assert encoded(object()) is None
 
 
