@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.parallel_state import get_data_parallel_group
@@ -62,7 +63,7 @@ def _copies(disk: str, jump: int, factor: int) -> Copies:
     )
 
 
-def keep_copies(checkpoint_io: Any, copies: Copies | None = None) -> None:
+def keep_copies(checkpoint_io: CheckpointIO, copies: Copies | None = None) -> None:
     """Have NeMo's checkpoint IO keep copies of what it saves.
 
     Args:
@@ -91,7 +92,7 @@ def keep_copies(checkpoint_io: Any, copies: Copies | None = None) -> None:
 
 
 @contextmanager
-def loading_from_copies(checkpoint_io: Any) -> Iterator[CopiesLoadStrategy | None]:
+def loading_from_copies(checkpoint_io: CheckpointIO) -> Iterator[CopiesLoadStrategy | None]:
     """Return a context in which NeMo's checkpoint IO loads from the copies that it keeps, or else from storage.
 
     Args:
@@ -113,9 +114,9 @@ def loading_from_copies(checkpoint_io: Any) -> Iterator[CopiesLoadStrategy | Non
         io.parallel_load = parallel_load
 
 
-def megatrons(checkpoint_io: Any) -> MegatronCheckpointIO | None:
+def megatrons(checkpoint_io: CheckpointIO) -> MegatronCheckpointIO | None:
     """Return NeMo's checkpoint IO for ``torch_dist`` in its wrappers; None if it is another one."""
-    while isinstance(checkpoint_io, _WrappingCheckpointIO):
-        checkpoint_io = checkpoint_io.checkpoint_io
-    fits = isinstance(checkpoint_io, MegatronCheckpointIO) and checkpoint_io.save_ckpt_format == _FORMAT
-    return checkpoint_io if fits else None
+    inner: CheckpointIO | None = checkpoint_io
+    while isinstance(inner, _WrappingCheckpointIO):
+        inner = inner.checkpoint_io
+    return inner if isinstance(inner, MegatronCheckpointIO) and inner.save_ckpt_format == _FORMAT else None

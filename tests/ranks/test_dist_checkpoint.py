@@ -178,7 +178,7 @@ def test_a_save_goes_on_while_training_does(nemo_zygote: Zygote, tmp_path: Path)
 def test_a_failed_write_to_storage_costs_that_checkpoint_only(job: Job, fault: str) -> None:
     before = [["no_room", "b"]] if fault == "no_room" else []
     after = [["kill_writer"]] if fault == "kill_writer" else []
-    calls = [
+    calls: list[list[Any]] = [
         ["save", "a", 1],
         *before,
         ["save_async", "b", 2],

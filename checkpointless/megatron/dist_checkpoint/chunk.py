@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 #: A leaf of a sharded state (Megatron-core's ``dist_checkpointing/mapping.py``).
 Leaf: TypeAlias = ShardedTensor | ShardedObject
+#: A sharded state, nested dicts and lists with leaves; or what was loaded, with anything in their places.
+State: TypeAlias = Any
+#: One of Megatron-core's strategies, by what it can do: not all versions have base classes for them.
+Strategy: TypeAlias = Any
 
 
 class Kind(str, Enum):
@@ -113,7 +117,7 @@ class Chunk:
             raise ValueError(f"no chunk: {error}") from error
 
 
-def leaves_of(state: Any) -> list[Leaf]:
+def leaves_of(state: State) -> list[Leaf]:
     """Return the leaves of a sharded state, nested dicts and lists, in their order."""
     if isinstance(state, Leaf):
         return [state]
@@ -121,7 +125,7 @@ def leaves_of(state: Any) -> list[Leaf]:
     return [leaf for item in items for leaf in leaves_of(item)]
 
 
-def replaced(state: Any, replace: Callable[[Leaf], Any]) -> Any:
+def replaced(state: State, replace: Callable[[Leaf], Any]) -> State:
     """Return a sharded state of the same nesting, with what ``replace`` makes of each leaf in its place."""
     if isinstance(state, Leaf):
         return replace(state)

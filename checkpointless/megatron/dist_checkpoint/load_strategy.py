@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint import Metadata
 
 from checkpointless.local_checkpoint.agreement import (
     LocalCheckpointError,
@@ -22,6 +23,7 @@ from checkpointless.local_checkpoint.agreement import (
 )
 from checkpointless.megatron.dist_checkpoint import identity as identities
 from checkpointless.megatron.dist_checkpoint import storage
+from checkpointless.megatron.dist_checkpoint.chunk import State, Strategy
 from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
 from checkpointless.megatron.dist_checkpoint.delivery import Deliveries
 from checkpointless.megatron.dist_checkpoint.identity import Identity
@@ -84,13 +86,13 @@ class CopiesLoadStrategy(LoadShardedStrategy):
         report: what the newest load took from where; None before.
     """
 
-    def __init__(self, wrapped: Any = None, copies: Copies | None = None) -> None:
+    def __init__(self, wrapped: Strategy = None, copies: Copies | None = None) -> None:
         super().__init__()
         self.wrapped = _default() if wrapped is None else wrapped
         self.copies = process_copies() if copies is None else copies
         self.report: LoadReport | None = None
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:
+    def load(self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str]) -> State:
         """Load the sharded part of a checkpoint. Collective.
 
         Args:
@@ -185,25 +187,25 @@ class CopiesLoadStrategy(LoadShardedStrategy):
             read.update(storage.read(self.wrapped, checkpoint_dir, leaves))
         return opaque
 
-    def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> Any:
+    def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> State:
         """Return what the wrapped strategy knows of the tensors in a checkpoint."""
         return self.wrapped.load_tensors_metadata(Path(checkpoint_dir))
 
-    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> Any:
+    def load_sharded_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> State:
         """Return what the wrapped strategy knows of the tensors and objects in a checkpoint."""
         return self.wrapped.load_sharded_metadata(Path(checkpoint_dir))
 
-    def check_backend_compatibility(self, loaded_version: Any) -> Any:
+    def check_backend_compatibility(self, loaded_version: str) -> None:
         """Let the wrapped strategy say whether it reads this backend."""
-        return self.wrapped.check_backend_compatibility(loaded_version)
+        self.wrapped.check_backend_compatibility(loaded_version)
 
-    def check_version_compatibility(self, loaded_version: Any) -> Any:
+    def check_version_compatibility(self, loaded_version: int) -> None:
         """Let the wrapped strategy say whether it reads this version."""
-        return self.wrapped.check_version_compatibility(loaded_version)
+        self.wrapped.check_version_compatibility(loaded_version)
 
-    def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> Any:
+    def remove_sharded_tensors(self, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
         """Let the wrapped strategy remove tensors whose keys begin with ``key_prefix``."""
-        return self.wrapped.remove_sharded_tensors(checkpoint_dir, key_prefix)
+        self.wrapped.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -212,12 +214,12 @@ class CopiesLoadStrategy(LoadShardedStrategy):
         return bool(can() if callable(can) else can)
 
     @property
-    def cached_global_metadata(self) -> Any:
+    def cached_global_metadata(self) -> Metadata | None:
         """The checkpoint's metadata, if the wrapped strategy has read them; saves may use them again."""
         return getattr(self.wrapped, "cached_global_metadata", None)
 
 
-def _default() -> Any:
+def _default() -> Strategy:
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     return TorchDistLoadShardedStrategy()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ def can_keep(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
 
 
-def encoded(value: Any) -> Tree | None:
+def encoded(value: object) -> Tree | None:
     """Return an object as plain values that can be kept and sent; None if it is not made of plain values.
 
     Tensors in it are copied into host memory.
@@ -76,7 +75,7 @@ def encoded(value: Any) -> Tree | None:
         return None
 
 
-def decoded(tree: Mapping[str, Tree]) -> Any:
+def decoded(tree: Mapping[str, Tree]) -> Tree:
     """Return the object that :func:`encoded` encoded, which shares no memory with it.
 
     Raises:

@@ -24,7 +24,7 @@ from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import PartStorage
 from checkpointless.megatron.dist_checkpoint import copies as copies_of
 from checkpointless.megatron.dist_checkpoint import identity as identities
-from checkpointless.megatron.dist_checkpoint.chunk import Leaf, replaced
+from checkpointless.megatron.dist_checkpoint.chunk import Leaf, State, replaced
 from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
 from checkpointless.megatron.dist_checkpoint.identity import Identity
 from checkpointless.megatron.dist_checkpoint.part import can_keep, content_of
@@ -62,7 +62,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         self.copies = process_copies() if copies is None else copies
         self._metadata: _Guarded | None = None  # writes the metadata of the newest save
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
         """Copy the state, keep the copies, and return what is left to do. Collective.
 
         Args:
@@ -75,7 +75,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         """
         return self._request(sharded_state_dict, checkpoint_dir, forgiving=True)
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
+    def save(self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str]) -> None:
         """Save now. Collective.
 
         Raises:
@@ -84,7 +84,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         self._request(sharded_state_dict, checkpoint_dir, forgiving=False).execute_sync()
 
     def _request(
-        self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], forgiving: bool
+        self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str], forgiving: bool
     ) -> AsyncRequest:
         identity = self._identity(checkpoint_dir)
         self.copies.begin(identity.save)
@@ -101,7 +101,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         number = re.search(r"(?:step=|iter_)(\d+)", name)  # as NeMo and Megatron-LM name checkpoints
         return Identity(SaveId(int(number[1]) if number else 0, token), name, world_size())
 
-    def _on_host(self, sharded_state_dict: Any) -> tuple[Any, list[Leaf]]:
+    def _on_host(self, sharded_state_dict: State) -> tuple[State, list[Leaf]]:
         """Return the state with copies in host memory of what this rank writes, and what that is."""
         written: list[Leaf] = []
 

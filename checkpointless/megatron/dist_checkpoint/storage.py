@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from checkpointless.local_checkpoint.agreement import attempt, by_rank, gather
-from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Leaf
+from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Leaf, Strategy
 
 _T = TypeVar("_T")
 _ELSEWHERE = "it failed on another rank"
@@ -22,7 +22,7 @@ class StorageError(RuntimeError):
     """Chunks cannot be read from storage; the message says on which rank, and why."""
 
 
-def read(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[int, Leaf]) -> dict[int, Any]:
+def read(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[int, Leaf]) -> dict[int, Any]:
     """Read this rank's share. Collective.
 
     Args:
@@ -42,7 +42,7 @@ def read(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[i
     return {int(number): value for number, value in (values or {}).items()}
 
 
-def look_up(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[int, Leaf]) -> None:
+def look_up(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: Mapping[int, Leaf]) -> None:
     """See whether a checkpoint has what this rank reads, while no rank waits for another one to read. Collective.
 
     Raises:
@@ -52,7 +52,7 @@ def look_up(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Mappin
     _agree(problem, checkpoint_dir)
 
 
-def _look_up(wrapped: Any, checkpoint_dir: str | os.PathLike[str], leaves: Collection[Leaf]) -> None:
+def _look_up(wrapped: Strategy, checkpoint_dir: str | os.PathLike[str], leaves: Collection[Leaf]) -> None:
     there = wrapped.load_sharded_metadata(Path(checkpoint_dir)) if leaves else {}
     for leaf in leaves:
         if (leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key) not in there:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Kind, Leaf, leaves_of, replaced
+from checkpointless.megatron.dist_checkpoint.chunk import Chunk, Kind, Leaf, State, leaves_of, replaced
 from checkpointless.megatron.dist_checkpoint.part import decoded
 from checkpointless.megatron.dist_checkpoint.plan import needers_of
 from checkpointless.serialization.state_tree import Tree
@@ -25,7 +25,7 @@ class Wanted:
         state: the sharded state. It is not changed, but the tensors in it are loaded into.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
         self.chunks: dict[str, Chunk] = {}
         self._leaves: dict[str, list[Leaf]] = defaultdict(list)
@@ -49,7 +49,7 @@ class Wanted:
         data = self.leaf(id_).data
         return data if isinstance(data, torch.Tensor) else None
 
-    def loaded(self, values: Mapping[str, Any], borrowed: frozenset[str]) -> Any:
+    def loaded(self, values: Mapping[str, Any], borrowed: frozenset[str]) -> State:
         """Return the sharded state with values in the places of its leaves.
 
         Args:
