@@ -34,6 +34,7 @@ from checkpointless.strategies.boundary.replay import KeptReduction
 from checkpointless.strategies.boundary.restoration import skip_fit
 from checkpointless.strategies.checkpoints.background import PendingSaves
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
+from checkpointless.strategies.checkpoints.copies import loading_from_copies
 from checkpointless.strategies.checkpoints.unfinished import leave_unfinished
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
@@ -245,6 +246,20 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         finish = (storage_options or {}).get("finalize_fn")
         calls = getattr(self.checkpoint_io, "async_calls_queue", None)
         self._fit.save(str(filepath), calls, finish, save)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], selective_restore: bool = False
+    ) -> dict[str, Any]:
+        """Load a checkpoint; after a fault from copies of it, and each chunk that they lack from storage once."""
+        load = partial(super().load_checkpoint, checkpoint_path, selective_restore)
+        if self._call is None or self._call.generation == 0:
+            return load()
+        with loading_from_copies(self.checkpoint_io) as strategy:
+            loaded = load()
+        if strategy is not None and dist.get_rank() == 0:
+            logger.warning("%s was loaded after a fault: %s", checkpoint_path, strategy.report)
+        return loaded
 
     def rebuilt(self) -> None:
         """Record that everything is built anew and waits for its state."""

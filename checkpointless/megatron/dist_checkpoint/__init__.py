@@ -1,0 +1,23 @@
+"""Megatron-core's ``dist_checkpointing`` with copies: strategies that save and load ``torch_dist`` checkpoints.
+
+The save strategy keeps a copy of what each rank writes, and the load strategy takes from storage only what no copy
+has, each chunk once.
+"""
+
+from checkpointless.megatron.dist_checkpoint.copies import Copies, Place, process_copies
+from checkpointless.megatron.dist_checkpoint.load_strategy import CopiesLoadStrategy, LoadError
+from checkpointless.megatron.dist_checkpoint.registration import are_defaults, register, unregister
+from checkpointless.megatron.dist_checkpoint.save_strategy import CopiesSaveStrategy, DrainError
+
+__all__ = [
+    "Copies",
+    "CopiesLoadStrategy",
+    "CopiesSaveStrategy",
+    "DrainError",
+    "LoadError",
+    "Place",
+    "are_defaults",
+    "process_copies",
+    "register",
+    "unregister",
+]

@@ -1,0 +1,150 @@
+"""Who reads what, and who sends what to whom: pure functions of plain values, equal on all ranks.
+
+Chunks are numbers here, from 0; ranks are global ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+BATCH_BYTES = 24 * 1024 * 1024
+MAX_BATCHES = 8
+
+
+@dataclass(frozen=True, order=True)
+class Delivery:
+    """What one rank sends to another one.
+
+    Attributes:
+        source: the rank that has the chunks.
+        destination: the rank that needs them.
+        chunks: the chunks, ascending.
+    """
+
+    source: int
+    destination: int
+    chunks: tuple[int, ...]
+
+
+def needers_of(needs: Sequence[Collection[int]]) -> dict[int, tuple[int, ...]]:
+    """Return, by chunk, the ranks that need it, ascending.
+
+    Args:
+        needs: by rank, the chunks that it needs.
+    """
+    needers: dict[int, list[int]] = defaultdict(list)
+    for rank, chunks in enumerate(needs):
+        for chunk in chunks:
+            needers[chunk].append(rank)
+    return {chunk: tuple(ranks) for chunk, ranks in sorted(needers.items())}
+
+
+def readers_of(sizes: Mapping[int, int], candidates: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """Return, by chunk, the one rank that reads it, so that all ranks read about equally much.
+
+    The largest chunks are assigned first, each to the candidate with the fewest bytes so far. So no rank reads
+    more than its even share and one chunk, if every rank is a candidate for every chunk.
+
+    Args:
+        sizes: bytes of each chunk.
+        candidates: for each chunk, the ranks that could read it, at least one.
+    """
+    load: dict[int, int] = defaultdict(int)
+    readers = {}
+    for chunk in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        reader = min(candidates[chunk], key=lambda rank: (load[rank], rank))
+        readers[chunk] = reader
+        load[reader] += max(1, sizes[chunk])
+    return readers
+
+
+def batches_of(sizes: Mapping[int, int], readers: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Return chunks in the batches in which they are read, so that one can be sent while the next is read.
+
+    A batch has about equally many bytes for every rank. There are at most :data:`MAX_BATCHES`, and no more than it
+    takes for a rank to read :data:`BATCH_BYTES` in each, since every batch costs the ranks a meeting.
+
+    Args:
+        sizes: bytes of each chunk.
+        readers: by chunk, the rank that reads it.
+    """
+    total: dict[int, int] = defaultdict(int)
+    for chunk, reader in readers.items():
+        total[reader] += sizes[chunk]
+    most = max(total.values(), default=0)
+    batch_bytes = max(BATCH_BYTES, -(-most // MAX_BATCHES))
+    begun: dict[int, int] = defaultdict(int)
+    batches: dict[int, list[int]] = defaultdict(list)
+    for chunk, reader in sorted(readers.items()):
+        batches[begun[reader] // batch_bytes].append(chunk)
+        begun[reader] += sizes[chunk]
+    return tuple(tuple(chunks) for _, chunks in sorted(batches.items()))
+
+
+def part_readers(
+    shelves: Sequence[Collection[int]], done: Collection[int], failed: Collection[tuple[int, int]]
+) -> dict[int, int]:
+    """Return, by part, the rank that reads it next: the part's own rank, or else the one with the fewest to read.
+
+    Args:
+        shelves: by rank, the parts that it has copies of.
+        done: the parts that were read.
+        failed: pairs of a part and a rank whose copies of it cannot be used.
+    """
+    holders: dict[int, list[int]] = defaultdict(list)
+    for rank, parts in enumerate(shelves):
+        for part in parts:
+            if part not in done and (part, rank) not in failed:
+                holders[part].append(rank)
+    load: dict[int, int] = defaultdict(int)
+    readers = {}
+    for part in sorted(holders, key=lambda each: (each not in holders[each], each)):
+        reader = part if part in holders[part] else min(holders[part], key=lambda rank: (load[rank], rank))
+        readers[part] = reader
+        load[reader] += 1
+    return readers
+
+
+def deliveries_of(sources: Mapping[int, int], needers: Mapping[int, Collection[int]]) -> tuple[Delivery, ...]:
+    """Return what has to be sent, so that every rank has each chunk that it needs.
+
+    Args:
+        sources: by chunk, the rank that has it.
+        needers: by chunk, the ranks that need it.
+    """
+    chunks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for chunk, source in sources.items():
+        for rank in needers.get(chunk, ()):
+            if rank != source:
+                chunks[source, rank].append(chunk)
+    return tuple(Delivery(*ends, tuple(sorted(each))) for ends, each in sorted(chunks.items()))
+
+
+def rounds_of(deliveries: Sequence[Delivery], world_size: int) -> tuple[tuple[Delivery, ...], ...]:
+    """Sort deliveries into rounds in which no rank takes part twice, so that many pairs work at the same time.
+
+    Every rank goes through its rounds in their order. So a rank that waits, waits for one that is not further, and
+    no ranks wait for each other in a circle. Pairs that are equally far apart come one after the other, which keeps
+    the rounds few when all ranks send to all others.
+
+    Args:
+        deliveries: what has to be sent.
+        world_size: the number of ranks.
+    """
+    busy = [0] * world_size  # by rank, a bit for each round that it takes part in
+    rounds: list[list[Delivery]] = []
+
+    def distance(each: Delivery) -> tuple[int, int]:
+        return (each.destination - each.source) % world_size, each.source
+
+    for each in sorted(deliveries, key=distance):
+        taken = busy[each.source] | busy[each.destination]
+        number = (~taken & (taken + 1)).bit_length() - 1  # the first round in which both ends are free
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(each)
+        busy[each.source] |= 1 << number
+        busy[each.destination] |= 1 << number
+    return tuple(tuple(each) for each in rounds)

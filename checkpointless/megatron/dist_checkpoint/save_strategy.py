@@ -1,0 +1,198 @@
+"""A save strategy that keeps copies of what each rank writes, and lets the writing to storage fail."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from checkpointless.local_checkpoint.agreement import attempt, gather, own_rank, world_size
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.local_checkpoint.part_id import PartId, SaveId
+from checkpointless.local_checkpoint.part_storage import PartStorage
+from checkpointless.megatron.dist_checkpoint import copies as copies_of
+from checkpointless.megatron.dist_checkpoint import identity as identities
+from checkpointless.megatron.dist_checkpoint.chunk import Leaf, State, replaced
+from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
+from checkpointless.megatron.dist_checkpoint.identity import Identity
+from checkpointless.megatron.dist_checkpoint.part import can_keep, content_of
+from checkpointless.megatron.dist_checkpoint.storage import attempt_megatrons, told_by
+
+logger = logging.getLogger(__name__)
+
+
+class DrainError(CheckpointingException):
+    """A checkpoint did not get to storage; the message says on which rank, and why."""
+
+
+class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
+    """Saves in Megatron's ``torch_dist`` format, and keeps copies of what this rank writes.
+
+    The copies in memory, this rank's and those that it keeps for its peers, are made first; then training may go
+    on. The copies in lasting places, and the checkpoint itself, are written in the background. All ranks save
+    together.
+
+    A write to storage that fails costs a warning, and that checkpoint: it is not finished, so that Megatron's and
+    NeMo's functions that finish it are not called, and its copies are dropped. The copies of the newest checkpoint
+    that is whole are kept.
+
+    Args:
+        copies: where copies are kept; None: in the memory of this process.
+        backend: the name of the format, as Megatron-core knows it.
+        version: the version of the format.
+        **kwargs: the other arguments of Megatron-core's ``TorchDistSaveShardedStrategy``.
+    """
+
+    def __init__(
+        self, copies: Copies | None = None, backend: str = "torch_dist", version: int = 1, **kwargs: Any
+    ) -> None:
+        super().__init__(backend, version, **kwargs)
+        self.copies = process_copies() if copies is None else copies
+        self._metadata: _Guarded | None = None  # writes the metadata of the newest save
+
+    def async_save(self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str]) -> AsyncRequest:
+        """Copy the state, keep the copies, and return what is left to do. Collective.
+
+        Args:
+            sharded_state_dict: nested dicts and lists of Megatron-core's ``ShardedTensor`` and ``ShardedObject``.
+            checkpoint_dir: the directory to save to.
+
+        Returns:
+            A request that writes to storage, for an ``AsyncCallsQueue`` of Megatron-core. Its state is a copy, so
+            the model may be changed at once.
+        """
+        return self._request(sharded_state_dict, checkpoint_dir, forgiving=True)
+
+    def save(self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Save now. Collective.
+
+        Raises:
+            DrainError: on every rank, if the checkpoint did not get to storage.
+        """
+        self._request(sharded_state_dict, checkpoint_dir, forgiving=False).execute_sync()
+
+    def _request(
+        self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str], forgiving: bool
+    ) -> AsyncRequest:
+        identity = self._identity(checkpoint_dir)
+        self.copies.begin(identity.save)
+        state, leaves = self._on_host(sharded_state_dict)
+        content = content_of(identity, leaves)
+        parts = self.copies.keep(identity.save, content)
+        request = super().async_save(state, checkpoint_dir)
+        return self._with_copies(request, identity, checkpoint_dir, parts, forgiving)
+
+    def _identity(self, checkpoint_dir: str | os.PathLike[str]) -> Identity:
+        """Return the identity of a new save, the same on all ranks. Collective."""
+        token = str(gather(f"{time.time_ns():016x}{secrets.token_hex(4)}")[0])
+        name = identities.name_of(checkpoint_dir)
+        number = re.search(r"(?:step=|iter_)(\d+)", name)  # as NeMo and Megatron-LM name checkpoints
+        return Identity(SaveId(int(number[1]) if number else 0, token), name, world_size())
+
+    def _on_host(self, sharded_state_dict: State) -> tuple[State, list[Leaf]]:
+        """Return the state with copies in host memory of what this rank writes, and what that is."""
+        written: list[Leaf] = []
+
+        def copied(leaf: Leaf) -> Leaf:
+            if self.keep_only_main_replica and not is_main_replica(leaf.replica_id):
+                return leaf
+            mine = copy.copy(leaf)
+            if isinstance(leaf, ShardedTensor) and can_keep(leaf.data):
+                data = leaf.data.detach()
+                mine.data = torch.empty(data.shape, dtype=data.dtype).copy_(data, non_blocking=True)
+            written.append(mine)
+            return mine
+
+        state = replaced(sharded_state_dict, copied)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return state, written
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        """Keep the writer whose end is about to be prepared, so that an error on one rank holds up no other one."""
+        self._metadata = writer.finish = _Guarded(writer.finish)
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+
+    def _with_copies(
+        self,
+        request: AsyncRequest,
+        identity: Identity,
+        checkpoint_dir: str | os.PathLike[str],
+        parts: Sequence[tuple[PartId, Content]],
+        forgiving: bool,
+    ) -> AsyncRequest:
+        """Return Megatron's request, with the lasting copies before it and with an end that may fail."""
+        theirs, metadata, fns = tuple(request.finalize_fns), self._metadata, list[Callable[[], None]]()
+
+        def finish() -> None:
+            _, problem = attempt_megatrons(lambda: [each() for each in theirs])
+            problem = problem or (metadata.problem if metadata is not None else None)
+            words = told_by(f"{checkpoint_dir} did not get to storage", problem)
+            if words:
+                self.copies.end(identity.save, is_whole=False)
+                if not forgiving:
+                    raise DrainError(words) from problem
+                del fns[1:]  # what finishes the checkpoint
+                logger.warning("%s; training goes on, and the checkpoint before it is still there", words)
+                return
+            self._finish(identity, checkpoint_dir)
+
+        fns.append(finish)
+        write = request.async_fn
+        if self.copies.lasting:
+            write = partial(_write, request.async_fn, self.copies.lasting, parts, own_rank(), world_size())
+        return request._replace(async_fn=write, finalize_fns=fns)
+
+    def _finish(self, identity: Identity, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """End a save that is on storage."""
+        if own_rank() == 0 and identities.is_local(checkpoint_dir):
+            _, problem = attempt(lambda: identities.write(identity, checkpoint_dir))
+            if problem is not None:
+                logger.warning("copies of %s will not be used: %s", checkpoint_dir, problem)
+        self.copies.end(identity.save, is_whole=True)
+
+
+class _Guarded:
+    """Calls a function on one rank for which others wait, and keeps what it raises.
+
+    Args:
+        function: the function.
+
+    Attributes:
+        problem: what it raised.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self.problem: Exception | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Call the function, and keep what it raises."""
+        _, self.problem = attempt(lambda: self._function(*args, **kwargs))
+
+
+def _write(
+    theirs: Callable[..., None] | None,
+    storages: Sequence[PartStorage],
+    parts: Sequence[tuple[PartId, Content]],
+    holder: int,
+    ranks: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Write the copies to lasting places, and then what Megatron writes."""
+    copies_of.write(storages, parts, holder, ranks)
+    if theirs is not None:
+        theirs(*args, **kwargs)

@@ -1,0 +1,332 @@
+"""Provide what the ranks of test_dist_checkpoint.py do: save and load checkpoints by several strategies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from torch.distributed.checkpoint import FileSystemReader
+
+from checkpointless.local_checkpoint import LazyCliqueReplicationStrategy
+from checkpointless.local_checkpoint.disk_storage import DiskStorage
+from checkpointless.megatron.dist_checkpoint import (
+    Copies,
+    CopiesLoadStrategy,
+    CopiesSaveStrategy,
+    register,
+    unregister,
+)
+from tests.ranks.local_checkpoint_ranks import bits
+
+ROWS = 24  # divisible by all numbers of ranks
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Stands for an object of a class of the user's, which only Megatron pickles."""
+
+    value: int
+
+
+def sharded(seed: int, missing: bool = False, empty: bool = False) -> dict[str, Any]:
+    """Return a state with replicated, divided and opaque leaves; the same seed gives the same global state.
+
+    Args:
+        seed: of the values.
+        missing: with a tensor that no other state has.
+        empty: with other values in place of those of the seed, to be loaded into.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        value = torch.randn(*shape, generator=generator)
+        return torch.zeros_like(value) if empty else value
+
+    rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    thing: dict[str, Any] = {"seed": seed, "at": noise(3), "words": ("a", b"b")}
+    own = None if empty else rank * seed
+    replicated = {
+        "weight": ShardedTensor.from_rank_offsets("weight", noise(64, 33), replica_id=rank),
+        "half": ShardedTensor.from_rank_offsets("half", noise(1000).bfloat16(), replica_id=rank),
+        "scalar": ShardedTensor.from_rank_offsets("scalar", noise(1)[0], replica_id=rank),
+        "strided": ShardedTensor.from_rank_offsets("strided", noise(8, 6).t().contiguous(), replica_id=rank),
+    }
+    if missing:
+        replicated["new"] = ShardedTensor.from_rank_offsets("new", noise(2), replica_id=rank)
+    return {
+        "model": replicated,
+        "optimizer": [
+            {"exp_avg": ShardedTensor.from_rank_offsets("exp_avg", noise(ROWS, 50)[rows], (0, rank, world))},
+            {
+                "layers": ShardedTensor.from_rank_offsets(
+                    "layers", noise(9), (0, 0, 1), replica_id=rank, prepend_axis_num=1
+                )
+            },
+        ],
+        "extra": ShardedObject("extra", None if empty else thing, (1,), (0,), replica_id=rank),
+        "stream": ShardedObject("stream", io.BytesIO(b"" if empty else b"%d" % seed), (1,), (0,), replica_id=rank),
+        "opaque": ShardedObject("opaque", None if empty else Opaque(seed), (1,), (0,), replica_id=rank),
+        "own": ShardedObject("own", own, (world,), (rank,)),
+        "common": {"lr": 0.1},
+    }
+
+
+def plain(state: Any) -> Any:
+    """Return a state with the data of its leaves in their places."""
+    if isinstance(state, ShardedTensor | ShardedObject):
+        return plain(state.data)
+    if isinstance(state, dict):
+        return {key: plain(state[key]) for key in sorted(state)}
+    if isinstance(state, list):
+        return [plain(each) for each in state]
+    return state.getvalue() if isinstance(state, io.BytesIO) else state
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a state, which another number of ranks can load, too."""
+    return {"model": state["model"], "optimizer": state["optimizer"]}
+
+
+class Notes(logging.Handler):
+    """Keeps the warnings of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        self.lines.append(record.getMessage())
+
+
+def play(
+    root: str, calls: Sequence[Sequence[Any]], factor: int = 1, disk: bool = False, memory: bool = True
+) -> list[dict[str, Any]]:
+    """Make calls of a :class:`Player`, one after the other, with a barrier between two.
+
+    Args:
+        root: where checkpoints and disks are.
+        calls: names of methods, and their arguments.
+        factor: how many ranks keep each part.
+        disk: whether copies are kept on disks: each rank's is its own.
+        memory: whether copies are kept in memory.
+
+    Returns:
+        What each call returned, or the type and words of what it raised; and what was warned of.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    storage = DiskStorage(Path(root) / f"disk{dist.get_rank()}") if disk else None
+    replication = LazyCliqueReplicationStrategy(1, factor) if factor > 1 else None
+    player = Player(Path(root), Copies(memory=memory, disk=storage, replication=replication))
+    outcomes = []
+    for name, *arguments in calls:
+        call: Callable[..., Any] = getattr(player, name)
+        player.notes.lines.clear()
+        outcome: dict[str, Any] = {}
+        try:
+            outcome["returned"] = call(*arguments)
+        except Exception as error:
+            outcome.update(raised=type(error).__name__, words=str(error))
+        outcomes.append({**outcome, "warnings": list(player.notes.lines)})
+        dist.barrier()
+    end_reports()
+    return outcomes
+
+
+def end_reports() -> None:
+    """End the process that Megatron's writers report to: a forked rank exits without doing so."""
+    manager = getattr(filesystem_async._results_queue, "_manager", None)
+    if manager is not None:
+        manager.shutdown()
+
+
+class Player:
+    """Makes the calls.
+
+    Args:
+        root: where checkpoints and disks are.
+        copies: the copies of this rank.
+    """
+
+    def __init__(self, root: Path, copies: Copies) -> None:
+        self.root, self.copies = root, copies
+        self.rank = dist.get_rank()
+        self.queue = AsyncCallsQueue()
+        self.notes = Notes()
+        logging.getLogger().addHandler(self.notes)
+        self.read_bytes = 0
+        self._count_reads()
+
+    def save(self, name: str, seed: int, how: str = "copies") -> None:
+        """Save the state of a seed, now."""
+        self._save(name, sharded(seed), how, False)
+
+    def save_async(self, name: str, seed: int, how: str = "copies") -> None:
+        """Begin to save the state of a seed, and change what was saved at once."""
+        state = sharded(seed)
+        kept = copy.deepcopy(state)
+        request = self._save(name, kept, how, True)
+        self.queue.schedule_async_request(request)
+        for leaf in (*kept["model"].values(), kept["optimizer"][0]["exp_avg"]):
+            leaf.data.zero_()
+
+    def finish(self) -> list[int]:
+        """Wait for the saves to end."""
+        return self.queue.maybe_finalize_async_calls(blocking=True)
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether Megatron takes a directory for a checkpoint."""
+        return dist_checkpointing.check_is_distributed_checkpoint(str(self.root / name))
+
+    def load(self, name: str, seed: int, how: str = "copies", missing: bool = False) -> dict[str, Any]:
+        """Load into another state, and compare it with that of the seed."""
+        self.read_bytes = 0
+        strategy = self._load_strategy(how)
+        target = sharded(seed, missing=missing, empty=True)
+        if dist.get_world_size() != self.saved_by(name):
+            del target["own"]  # objects cannot be cut differently
+        tensor = target["model"]["weight"].data
+        loaded = dist_checkpointing.load(target, str(self.root / name), strategy)
+        report = getattr(strategy, "report", None)
+        return {
+            "equal": bits(plain(loaded)) == bits(plain(sharded(seed))),
+            "tensors": bits(plain(tensors(loaded))) == bits(plain(tensors(sharded(seed)))),
+            "in_place": loaded["model"]["weight"].data_ptr() == tensor.data_ptr(),
+            "read": self.read_bytes,
+            "from": {} if report is None else report.nbytes,
+        }
+
+    def saved_by(self, name: str) -> int:
+        """Return how many ranks saved a checkpoint."""
+        return sum(
+            1 for key in self._load_strategy("megatron").load_sharded_metadata(self.root / name) if "own" in key
+        )
+
+    def load_registered(self, name: str, seed: int) -> bool:
+        """Save and load without giving a strategy, with ours registered; return whether ours loaded."""
+        register(self.copies)
+        try:
+            self._save(name, sharded(seed), "default", False)
+            outcome = self.load(name, seed, "default")
+        finally:
+            unregister()
+        return bool(outcome["equal"]) and outcome["read"] < 3000
+
+    def metadata(self, name: str) -> list[str]:
+        """Return what is known of a checkpoint, which is what Megatron's strategy knows."""
+        strategy, megatrons = self._load_strategy("copies"), TorchDistLoadShardedStrategy()
+        strategy.check_backend_compatibility("torch_dist")
+        strategy.check_version_compatibility(1)
+        assert strategy.can_handle_sharded_objects is True
+        for method in ("load_tensors_metadata", "load_sharded_metadata"):
+            ours, theirs = (getattr(each, method)(self.root / name) for each in (strategy, megatrons))
+            assert ours == theirs
+        return sorted(strategy.load_sharded_metadata(self.root / name))
+
+    def forget(self, *ranks: int) -> None:
+        """These ranks have new processes, which have nothing in memory."""
+        if self.rank in ranks:
+            self.copies = Copies(
+                disk=self.copies.places[-1].storage if self.copies.lasting else None,
+                replication=self.copies.replication,
+            )
+
+    def damage(self, pattern: str) -> None:
+        """Let rank 0 flip a bit in files."""
+        for path in self.root.glob(pattern) if self.rank == 0 else ():
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+    def damage_memory(self, rank: int, part: int) -> None:
+        """Flip a bit in what a rank keeps of a part in its memory."""
+        if self.rank == rank:
+            storage: Any = self.copies.places[0].storage
+            for id_, kept in storage._parts.items():
+                if id_.part == part:
+                    next(each for each in kept.content.tensors if each.numel()).view(-1)[0].add_(1)
+
+    def no_room(self, name: str) -> None:
+        """Let rank 1 be unable to write the checkpoint: files that cannot be made are in the way."""
+        folder = self.root / name
+        if self.rank == 0:
+            for number in range(4):
+                (folder / f"__1_{number}.distcp").mkdir(parents=True)
+
+    def rename(self, old: str, new: str) -> None:
+        """Let rank 0 rename a checkpoint."""
+        if self.rank == 0:
+            (self.root / old).rename(self.root / new)
+
+    def remove(self, pattern: str) -> None:
+        """Let rank 0 remove files."""
+        for path in self.root.glob(pattern) if self.rank == 0 else ():
+            path.unlink()
+
+    def kill_writer(self) -> None:
+        """Kill this rank's writer of the newest save, on rank 1."""
+        process = self.queue.async_calls[-1].async_caller.process
+        if self.rank == 1 and process is not None:
+            os.kill(process.pid, signal.SIGKILL)
+
+    def parts(self) -> list[list[int]]:
+        """Return the parts that this rank has, by place."""
+        return [
+            sorted(
+                part for parts in place.storage.shelf(self.rank, dist.get_world_size()).values() for part in parts
+            )
+            for place in self.copies.places
+        ]
+
+    def _save(self, name: str, state: dict[str, Any], how: str, is_async: bool) -> Any:
+        folder = self.root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        strategy: Any = {
+            "copies": lambda: CopiesSaveStrategy(self.copies),
+            "parallel": lambda: FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(self.copies)),
+            "megatron": lambda: TorchDistSaveShardedStrategy("torch_dist", 1),
+            "default": lambda: None,
+        }[how]()
+        return dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=is_async)
+
+    def _load_strategy(self, how: str) -> Any:
+        return {
+            "copies": lambda: CopiesLoadStrategy(copies=self.copies),
+            "megatron": TorchDistLoadShardedStrategy,
+            "parallel": lambda: FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()),
+            "default": lambda: None,
+        }[how]()
+
+    def _count_reads(self) -> None:
+        original = FileSystemReader.read_data
+        player = self
+
+        def read_data(self: Any, plan: Any, planner: Any) -> Any:
+            player.read_bytes += sum(self.storage_data[item.storage_index].length for item in plan.items)
+            return original(self, plan, planner)
+
+        FileSystemReader.read_data = read_data  # type: ignore[method-assign]

@@ -1,0 +1,172 @@
+"""Test names, parts, identities and registration, without ranks.
+
+By hand with another Megatron-core, which is not installed beside NeMo:
+
+    pip install --no-deps --target /tmp/mc16 'megatron-core==0.16.*'
+    PYTHONPATH=/tmp/mc16 python -m pytest tests/unit/megatron/dist_checkpoint
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from checkpointless.local_checkpoint.memory_storage import MemoryStorage
+from checkpointless.local_checkpoint.part_id import PartId, SaveId
+from checkpointless.local_checkpoint.part_storage import PartError
+from checkpointless.megatron.dist_checkpoint import (
+    Copies,
+    CopiesLoadStrategy,
+    CopiesSaveStrategy,
+    are_defaults,
+    register,
+    unregister,
+)
+from checkpointless.megatron.dist_checkpoint import identity as identities
+from checkpointless.megatron.dist_checkpoint.chunk import Chunk, leaves_of, replaced
+from checkpointless.megatron.dist_checkpoint.identity import Identity
+from checkpointless.megatron.dist_checkpoint.part import content_of, decoded, encoded, values_of
+from checkpointless.megatron.dist_checkpoint.plan import BATCH_BYTES, MAX_BATCHES, batches_of
+
+pytestmark = pytest.mark.nemo
+SAVES = [SaveId(number, f"{number:024x}") for number in range(4)]
+IDENTITY = Identity(SAVES[1], "run/weights", 4)
+
+
+def leaves() -> list[ShardedTensor | ShardedObject]:
+    """Return leaves of different kinds."""
+    return [
+        ShardedTensor.from_rank_offsets("weight", torch.randn(4, 3), (0, 1, 2), replica_id=(0, 0, 1)),
+        ShardedTensor.from_rank_offsets("layers", torch.randn(5).bfloat16(), (0, 1, 2), prepend_axis_num=1),
+        ShardedObject("extra", io.BytesIO(b"state"), (1,), (0,)),
+        ShardedObject("plain", {"seed": 3, "at": torch.ones(2)}, (2,), (1,)),
+        ShardedObject("opaque", object(), (1,), (0,)),
+    ]
+
+
+def test_replicas_have_one_name_and_different_chunks_have_different_ones() -> None:
+    chunks = [Chunk.of(leaf) for leaf in leaves()]
+    assert chunks == [Chunk.of(replace(leaf, replica_id=7)) for leaf in leaves()]
+    assert [Chunk.from_json(json.loads(json.dumps(each.to_json()))) for each in chunks] == chunks
+    others = [replace(chunks[0], global_offset=(0, 0)), replace(chunks[0], dtype="float64")]
+    assert len({each.id for each in [*chunks, *others]}) == len(chunks) + 2
+    with pytest.raises(ValueError, match="no chunk"):
+        Chunk.from_json([1])
+
+
+def test_a_part_gives_back_what_can_be_kept() -> None:
+    given_ = leaves()
+    values = values_of(content_of(IDENTITY, given_), IDENTITY)
+    weight, layers, extra, plain, opaque = (values.get(Chunk.of(leaf).id, {}) for leaf in given_)
+    assert torch.equal(weight, given_[0].data)
+    assert torch.equal(layers, given_[1].data)
+    assert decoded(extra).getvalue() == b"state"
+    assert decoded(plain)["seed"] == 3
+    assert opaque == {}
+    assert encoded(object()) is None
+
+
+@pytest.mark.parametrize("other", [{"save": SAVES[2]}, {"name": "other/weights"}, {"world_size": 2}])
+def test_a_part_of_another_checkpoint_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(PartError, match="is of the checkpoint"):
+        values_of(content_of(IDENTITY, leaves()), replace(IDENTITY, **other))
+
+
+def test_an_identity_holds_as_long_as_the_checkpoint_is_as_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "weights"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"metadata")
+    assert identities.read(folder) is None
+    identity = replace(IDENTITY, name=identities.name_of(folder))
+    identities.write(identity, folder)
+    assert identities.read(folder) == identity
+    moved = folder.rename(tmp_path / "weights")
+    assert identities.read(moved) is None
+    moved.rename(folder)
+    os.utime(folder / ".metadata", (1, 1))
+    assert identities.read(folder) is None
+    (folder / identities.FILE).write_text("[]")
+    assert identities.read(folder) is None
+    assert identities.read("msc://bucket/weights") is None
+
+
+def test_a_state_is_walked_through_and_replaced_leaf_by_leaf() -> None:
+    given_ = leaves()
+    state = {"a": given_[0], "b": [given_[1], {3: given_[2]}]}
+    assert leaves_of(state) == given_[:3]
+    assert replaced(state, lambda leaf: leaf.key) == {"a": "weight", "b": ["layers", {3: "extra"}]}
+
+
+def test_the_newest_whole_checkpoint_and_the_one_being_written_are_kept() -> None:
+    copies = Copies()
+    storage = copies.places[0].storage
+    assert isinstance(storage, MemoryStorage)
+
+    def begin(save: SaveId) -> None:
+        copies.begin(save)
+        storage.write([(PartId(save, 0), content_of(IDENTITY, []))], 0, 1)
+
+    begin(SAVES[0])
+    copies.end(SAVES[0], is_whole=True)
+    begin(SAVES[1])
+    assert storage.shelf(0, 1).keys() == {SAVES[0], SAVES[1]}
+    copies.end(SAVES[1], is_whole=False)
+    assert storage.shelf(0, 1).keys() == {SAVES[0]}
+    begin(SAVES[2])
+    copies.end(SAVES[2], is_whole=True)
+    assert storage.shelf(0, 1).keys() == {SAVES[2]}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3 * BATCH_BYTES), st.integers(0, 3)), max_size=40))
+def test_batches_have_every_chunk_once_and_are_few(chunks: list[tuple[int, int]]) -> None:
+    sizes = {number: size for number, (size, _) in enumerate(chunks)}
+    readers = {number: reader for number, (_, reader) in enumerate(chunks)}
+    batches = batches_of(sizes, readers)
+    assert sorted(chunk for batch in batches for chunk in batch) == sorted(sizes)
+    assert len(batches) <= MAX_BATCHES + 1
+    assert all(batches)
+
+
+def test_the_strategies_are_what_megatron_looks_for() -> None:
+    save, load = CopiesSaveStrategy(Copies()), CopiesLoadStrategy(copies=Copies())
+    assert isinstance(save, TorchDistSaveShardedStrategy | AsyncSaveShardedStrategy)
+    assert isinstance(load, LoadShardedStrategy)
+    assert (save.backend, save.version) == ("torch_dist", 1)
+    assert load.can_handle_sharded_objects is True
+    assert save.can_handle_sharded_objects
+
+
+def test_they_are_registered_and_unregistered() -> None:
+    copies = Copies()
+    try:
+        register(Copies())
+        register(copies)
+        for _ in range(2):  # Megatron registers its own again at each look-up
+            load = get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1)
+            save = get_default_save_sharded_strategy()
+            assert isinstance(load, CopiesLoadStrategy)
+            assert isinstance(save, CopiesSaveStrategy)
+            assert load.copies is save.copies is copies
+            assert are_defaults()
+    finally:
+        unregister()
+    assert type(get_default_save_sharded_strategy()) is TorchDistSaveShardedStrategy
+    assert not are_defaults()
