@@ -187,6 +187,7 @@ class RecoverableFit:
         if call.generation > 0:
             manager.saves.agree(resumed_at, self._trainer.strategy)
             leave_unfinished(False)
+        manager.saves.failed.watch(self._trainer.strategy)
         if manager.verdict is Verdict.SKIP:
             return
         step = resumed_at[0] if resumed_at is not None else self._job_step()
@@ -270,7 +271,6 @@ class RecoverableFit:
         if failed is None or self.manager is None or self._keeper is None:
             make()
             return
-        failed.watch(self._trainer.strategy)
         try:
             self.manager.saves.save(path, self._keeper.live.newest_moment, calls, finish, make)
         except SaveFailed:

@@ -269,4 +269,6 @@ class FailedSaves:
 
 def _reason(error: BaseException) -> str:
     """Return in one line what went wrong with a rank's writers."""
+    if str(error) == "results_queue should not be empty":
+        return "the process that wrote it in the background was lost"
     return " ".join(str(error).removeprefix("Worker failure: ").split()) or type(error).__name__

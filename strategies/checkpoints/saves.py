@@ -180,7 +180,6 @@ class Saves:
             }
         )
         self.failed.give_up([each["raised"] for each in everyone])
-        self.failed.watch(strategy)
         calls: Any = getattr(strategy.checkpoint_io, "async_calls_queue", None)
         agreed = Agreement.of(everyone, calls is not None)
         self._again, self._whole = set(agreed.again), dict(agreed.whole)

@@ -29,10 +29,10 @@ class Spoiler(pl.Callback):
     """Spoils the saves of the steps from ``FIRST`` to ``LAST``.
 
     The kinds are: ``full`` (rank 0 fills the file system), ``untold`` (the same, and nobody knows how much is
-    free), ``gone`` (rank 0 unmounts it), ``blocked`` (a file is where the folder was), ``writer`` (the process that
-    writes rank 1's part dies), ``proxy`` (the process that a background save is handed to dies), ``rank`` (rank 1 is
-    killed while its part is written), ``common`` (rank 0 is killed after it has written its common part) and
-    ``alone`` (rank 1 alone raises before it has written). The last five happen once.
+    free), ``gone`` (rank 0 unmounts it), ``blocked`` (a file is where the folder was), ``writer`` (the process
+    that writes rank 1's part dies), ``proxy`` (the process that a background save is handed to dies), ``rank``
+    (rank 1 is killed while its part is written), ``common`` (rank 0 is killed after it has written its common
+    part) and ``alone`` (rank 1 alone raises before it has written). The last five happen once.
     """
 
     def __init__(self) -> None:
