@@ -206,6 +206,8 @@ class FailedSaves:
         def maybe_finalize_save_checkpoint(blocking: bool = False) -> bool:
             while True:
                 before = list(queue.async_calls_queue.async_calls)
+                if not before:
+                    return finalize(blocking)
                 try:
                     with tolerant_writes(self.errors):
                         return finalize(blocking)

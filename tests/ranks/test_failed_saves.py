@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from checkpointless.report.failed_saves import failed_saves
-from checkpointless.report.verify import compare
 from checkpointless.telemetry.events import read_events
-from checkpointless.telemetry.steps import Recording
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.users.end import read_ends
@@ -73,9 +71,14 @@ def not_saved(job: Job) -> dict[str, str]:
     return {Path(each.path).name: each.reason for each in found}
 
 
+def trained(job: Job) -> dict[int, list[tuple[int, float, str]]]:
+    """Return what each rank's steps led to, without the callbacks' books."""
+    return {rank: [(each.step, each.loss, each.params) for each in steps] for rank, steps in job.steps.items()}
+
+
 def books(job: Job) -> list[dict[str, Any]]:
     """Return what the callback of each rank believes to be on storage at the end."""
-    return [end["fits"][0]["callbacks"]["ModelCheckpoint"] for end in read_ends(job.run_dir, NPROC)]
+    return [end["fits"]["0"]["callbacks"]["ModelCheckpoint"] for end in read_ends(job.run_dir, NPROC)]
 
 
 def saved(job: Job) -> set[str]:
@@ -150,9 +153,7 @@ def test_a_save_that_fails_costs_that_checkpoint(
     assert saved(job) == whole
     for each in books(job):
         assert {each["best_model_path"], each["last_model_path"]} <= {f"{name}.ckpt" for name in whole}
-    undisturbed = calm.job(Run("modelckpt", 13, nproc=NPROC))
-    verdict = compare(*(Recording(each.steps, each.steps.validations, None) for each in (undisturbed, job)))
-    assert verdict.equal, verdict.sentence
+    assert trained(job) == trained(calm.job(Run("modelckpt", 13, nproc=NPROC)))
 
 
 @pytest.mark.parametrize("more", ["", pytest.param(",async-save", marks=pytest.mark.long)])
