@@ -7,12 +7,14 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.utils import get_model_config
+from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -32,10 +34,12 @@ from checkpointless.strategies.boundary.loops import make_resumable
 from checkpointless.strategies.boundary.peft import StateBeforeAdapters, peft_of
 from checkpointless.strategies.boundary.replay import KeptReduction
 from checkpointless.strategies.boundary.restoration import skip_fit
+from checkpointless.strategies.checkpoints import callbacks as checkpoint_callbacks
 from checkpointless.strategies.checkpoints.background import PendingSaves
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.checkpoints.copies import loading_from_copies
-from checkpointless.strategies.checkpoints.unfinished import leave_unfinished
+from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
+from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, remove_whole, wait_for_removals
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.strategies.frameworks import chatter, cleanup, one_logger
@@ -57,14 +61,23 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         *args: the positional arguments of ``MegatronStrategy``.
         num_distributed_optimizer_instances: the number of replicas of the optimizer's shards. Default: 2
             (``MegatronStrategy``: 1). With 1, a rank that dies can only be replaced from storage.
+        failed_saves_end_job: whether a checkpoint that cannot be saved ends the job. Default: False; a warning says
+            why, training goes on, and the next checkpoint that is due is made.
         **kwargs: the keyword arguments of ``MegatronStrategy``.
 
     Attributes:
         base_store: the store on which the process groups were built; None before that.
     """
 
-    def __init__(self, *args: Any, num_distributed_optimizer_instances: int = 2, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        num_distributed_optimizer_instances: int = 2,
+        failed_saves_end_job: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, num_distributed_optimizer_instances=num_distributed_optimizer_instances, **kwargs)
+        self.failed_saves_end_job = failed_saves_end_job
         self.base_store: dist.Store | None = None
         self._call = active_call_wrapper()
         self._rebuild = Rebuild(self._call) if self._call is not None else None
@@ -84,6 +97,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         cleanup.install()
         chatter.install()
         one_logger.install()
+        checkpoint_callbacks.install()
         if self._call.generation > 0:  # also in a new process, which has logged nothing yet
             chatter.quiet()
 
@@ -131,6 +145,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         call, trainer = self._call, self.lightning_module.trainer if self.lightning_module is not None else None
         if call is None or call.generation == 0 or trainer is None:
             return
+        wait_for_removals()
         manager = manager_of(call)
         leave_unfinished(manager is not None and manager.saves is not None and manager.saves.pending is not None)
         LoggerFacts(trainer, call.facts).write_on((manager.fit if manager is not None else 0) + 1)
@@ -166,6 +181,8 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             if register is not None:
                 register(trainer)
         manager = begin_manager(call, callback, self._awaits_adapters)
+        if manager is not None:
+            manager.saves.failed.end_job = self.failed_saves_end_job
         self._fit = RecoverableFit(trainer, call, manager, self._data, self._worker_seed)
         make_resumable(trainer, self._fit)
         trainer._checkpoint_connector = CheckpointlessCompatibleConnector.adopt(trainer._checkpoint_connector)
@@ -233,6 +250,20 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         pending = PendingSaves.of(self._checkpoint_io)
         if pending is not None and self.checkpoint_manager is not None:
             self.checkpoint_manager.saves.pending = pending
+
+    @property
+    def failed_saves(self) -> FailedSaves | None:
+        """What is done about saves that fail; None: there is no fit under way that could be recovered."""
+        return self._fit.failed_saves if self._fit is not None else None
+
+    @override
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint so that, whenever the process is killed, nothing half removed passes for one."""
+        folder = Path(ckpt_to_dir(filepath))
+        if not self.is_global_zero or self._call is None or "://" in str(filepath) or folder.is_symlink():
+            super().remove_checkpoint(filepath)
+        else:
+            remove_whole(folder)
 
     @override
     def save_checkpoint(
@@ -363,12 +394,14 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
 
 
 def _signature() -> inspect.Signature:
-    """Return the signature of ``MegatronStrategy`` with our default, which editors show and NeMo-Run relies on."""
-    name = "num_distributed_optimizer_instances"
-    default = inspect.signature(CheckpointlessMegatronStrategy.__init__).parameters[name].default
+    """Return the signature of ``MegatronStrategy`` with what is ours, which editors show and NeMo-Run relies on."""
+    ours = inspect.signature(CheckpointlessMegatronStrategy.__init__).parameters
     theirs = inspect.signature(MegatronStrategy)
-    parameters = {**theirs.parameters, name: theirs.parameters[name].replace(default=default)}
-    return theirs.replace(parameters=list(parameters.values()))
+    name, more = "num_distributed_optimizer_instances", "failed_saves_end_job"
+    parameters = {**theirs.parameters, name: theirs.parameters[name].replace(default=ours[name].default)}
+    ends = [each for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    begins = [each for each in parameters.values() if each not in ends]
+    return theirs.replace(parameters=[*begins, ours[more], *ends])
 
 
 CheckpointlessMegatronStrategy.__signature__ = _signature()  # type: ignore[attr-defined]

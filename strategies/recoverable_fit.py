@@ -24,7 +24,9 @@ from checkpointless.strategies.boundary.replay import StepOutcome
 from checkpointless.strategies.boundary.restoration import Restoration
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
 from checkpointless.strategies.checkpoints.background import let_go
+from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
 from checkpointless.strategies.checkpoints.saves import Saves
+from checkpointless.strategies.checkpoints.tolerance import SaveFailed
 from checkpointless.strategies.checkpoints.unfinished import leave_unfinished
 from checkpointless.strategies.data.position import samples_per_step, several_loaders
 from checkpointless.strategies.data.training import TrainingData
@@ -190,6 +192,7 @@ class RecoverableFit:
         if call.generation > 0:
             manager.saves.agree(resumed_at, self._trainer.strategy)
             leave_unfinished(False)
+        manager.saves.failed.watch(self._trainer.strategy)
         if manager.verdict is Verdict.SKIP:
             return
         step = resumed_at[0] if resumed_at is not None else self._job_step()
@@ -265,11 +268,24 @@ class RecoverableFit:
             calls: Megatron's queue of background saves; None: the save is made at once.
             finish: the function that ends the save; None: there is none.
             make: makes the save.
+
+        Raises:
+            SaveFailed: the save has failed, and its caller makes up for that.
         """
-        if self.manager is None or self._keeper is None or not self.is_under_way:
+        failed = self.failed_saves
+        if failed is None or self.manager is None or self._keeper is None:
             make()
             return
-        self.manager.saves.save(path, self._keeper.live.newest_moment, calls, finish, make)
+        try:
+            self.manager.saves.save(path, self._keeper.live.newest_moment, calls, finish, make)
+        except SaveFailed:
+            if failed.is_caught:
+                raise
+
+    @property
+    def failed_saves(self) -> FailedSaves | None:
+        """What is done about saves that fail; None: no fit is under way that could be recovered."""
+        return self.manager.saves.failed if self.manager is not None and self.is_under_way else None
 
     def finish(self) -> None:
         """End the fit, if it is under way. Collective."""

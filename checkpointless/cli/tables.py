@@ -92,6 +92,15 @@ def device_table(report: Report) -> Table:
     return table
 
 
+def failed_save_table(report: Report) -> Table:
+    """Return a table of the checkpoints that could not be saved."""
+    table = Table("checkpoint", "ranks", "why", title="not saved", title_justify="left")
+    for each in report.failed_saves:
+        why = wording.printable(each.reason, _LONGEST_CAUSE)
+        table.add_row(wording.printable(each.path, _LONGEST_CAUSE), ", ".join(map(str, each.ranks)), why)
+    return table
+
+
 def incident_table(report: Report) -> Table:
     """Return a table of what each incident was and how it ended; if there are many, only the newest are shown."""
     incidents = report.incidents

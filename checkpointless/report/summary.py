@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpointless.report.devices import DeviceTrouble, device_troubles
 from checkpointless.report.ettr import TimeAccount, account, milestones, step_time_s
+from checkpointless.report.failed_saves import FailedSave, failed_saves
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.report.restart import Comparison, RestartOptions, compare_with_restart
 from checkpointless.telemetry.event_names import STAGES, EventName
@@ -107,6 +108,7 @@ class Report:
         spent: what the run's time was spent on; None without events.
         comparison: what restarts from a checkpoint would have cost; None without events.
         devices: what was wrong with devices.
+        failed_saves: checkpoints on storage that could not be saved.
     """
 
     run: Run
@@ -115,6 +117,7 @@ class Report:
     spent: TimeAccount | None = None
     comparison: Comparison | None = None
     devices: tuple[DeviceTrouble, ...] = ()
+    failed_saves: tuple[FailedSave, ...] = ()
 
     @property
     def outcomes(self) -> Mapping[Outcome, int]:
@@ -193,7 +196,9 @@ def build_report(
         caused=caused,
         lines_left_out=lines_left_out,
     )
-    return Report(run, incidents, _stage_figures(incidents), spent, comparison, device_troubles(events))
+    return Report(
+        run, incidents, _stage_figures(incidents), spent, comparison, device_troubles(events), failed_saves(events)
+    )
 
 
 def as_json(report: Report) -> str:
@@ -232,6 +237,7 @@ def as_json(report: Report) -> str:
         "kinds": report.kinds,
         "stages": [asdict(each) for each in report.stages],
         "devices": [asdict(each) for each in report.devices],
+        "failed_saves": [asdict(each) for each in report.failed_saves],
         "incidents": [_incident(number, each, report) for number, each in enumerate(report.incidents, start=1)],
         "restart_from_checkpoint": report.comparison and _comparison(report.comparison),
     }

@@ -20,6 +20,7 @@ class EventName(str, enum.Enum):
     DEVICE = "device"  # something is wrong with a device of a node
     BAD_DEVICE = "bad_device"  # a rank's device must not be used, and what is done about it
     TRAINED = "trained"  # a rank has made its last step
+    SAVE_FAILED = "save_failed"  # a checkpoint could not be saved, and why; training goes on
 
     # The stages of an incident, in their order.
     DETECT = "detect"  # the cause of an incident is known, or is known better

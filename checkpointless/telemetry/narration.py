@@ -53,6 +53,13 @@ def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int | N
     return f"{INCIDENT}{incident}: recovered in {seconds:.2f} s ({rung}){lost.get(steps_lost, many)}"
 
 
+def failed_save_line(event: Event) -> str:
+    """Return the line that says that a checkpoint could not be saved."""
+    ranks = event.fields.get("ranks") or [event.rank]
+    where = f"{_ranks(set(ranks))}: {event.fields.get('reason')}"
+    return f"checkpoint {event.fields.get('path')} could not be saved ({where}); training goes on"
+
+
 @dataclass
 class _Generation:
     """What the ranks said about a generation.
@@ -130,6 +137,8 @@ class Narrator:
         """
         if event.stage == EventName.JOB and event.edge == "begin":
             self._world = int(event.fields.get("nproc", 0))
+        elif event.stage == EventName.SAVE_FAILED:
+            yield failed_save_line(event)
         elif event.rank is not None:
             self._rank_said(event, event.rank)
         elif (event.node, event.pid) == self._coordinator:

@@ -26,6 +26,7 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.checkpoints.agreement import Agreement
 from checkpointless.strategies.checkpoints.background import PendingSaves, report_separately, reset_reports
+from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
 from checkpointless.strategies.checkpoints.unfinished import remove, remove_unfinished
 from checkpointless.transfer.exchange import all_gather_json
 
@@ -72,11 +73,13 @@ class Saves:
     Attributes:
         pending: the background saves that were not finished when the block was left; None: there are none.
         has_lost: whether a background save was lost in the last recovery.
+        failed: what is done about saves that fail.
     """
 
     def __init__(self) -> None:
         self.pending: PendingSaves | None = None
         self.has_lost = False
+        self.failed = FailedSaves()
         self._made: list[_Save] = []
         self._again: set[str] = set()  # paths that will be saved to again
         self._whole: dict[str, int | None] = {}  # those of them that miss nothing, with their numbers
@@ -99,6 +102,9 @@ class Saves:
             calls: Megatron's queue of background saves; None: the save is made at once.
             finish: the present caller's function that ends the save; None: there is none.
             make: makes the save.
+
+        Raises:
+            SaveFailed: the save has failed on some rank, and all ranks raise this.
         """
         if after[0] != self._resumed_step:
             self._again, self._whole = set(), {}
@@ -113,13 +119,21 @@ class Saves:
             if save.number is not None:
                 _finish_by(save, before, calls)
         else:
-            make()
+            self.failed.make(path, make)
             for call in () if calls is None else calls.async_calls:
                 if call.idx == save.number:
                     call.async_request.finalize_fns.append(save.finished)
         save.is_made = True
         self._again.discard(path)
         report_separately()
+
+    def path_of(self, number: int) -> str | None:
+        """Return the path of the background save with ``number``; None if this rank does not know it."""
+        return next((each.path for each in self._made if each.number == number), None)
+
+    def forget(self, path: str) -> None:
+        """Forget the save to ``path``, which has failed."""
+        self._made = [each for each in self._made if each.path != path]
 
     @property
     def unfinished(self) -> tuple[tuple[int, int, int, bool], ...]:
@@ -156,8 +170,16 @@ class Saves:
         newest = pending.newest if pending else -1
         paths = [[each.number, each.path] for each in self._made if each.is_unfinished]
         everyone = all_gather_json(
-            {"again": mine, "pending": numbers, "newest": newest, "failed": failed, "paths": paths}
+            {
+                "again": mine,
+                "pending": numbers,
+                "newest": newest,
+                "failed": failed,
+                "paths": paths,
+                "raised": self.failed.raised,
+            }
         )
+        self.failed.give_up([each["raised"] for each in everyone])
         calls: Any = getattr(strategy.checkpoint_io, "async_calls_queue", None)
         agreed = Agreement.of(everyone, calls is not None)
         self._again, self._whole = set(agreed.again), dict(agreed.whole)

@@ -112,6 +112,7 @@ def _show(report: Report) -> None:
         bar_table,
         console,
         device_table,
+        failed_save_table,
         incident_table,
         restart_table,
         stage_table,
@@ -140,6 +141,8 @@ def _show(report: Report) -> None:
         page.print(stage_table(report))
     if report.devices:
         page.print(device_table(report))
+    if report.failed_saves:
+        page.print(failed_save_table(report))
     page.print(time_table(report))
     if report.comparison is not None and report.comparison.restarts:
         page.print(restart_table(report.comparison))

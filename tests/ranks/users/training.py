@@ -50,6 +50,7 @@ FEATURES = (
     "modelckpt",  # a checkpoint every second step and one at the end
     "monitored",  # the best checkpoints by the validation's loss
     "async-save",  # checkpoints that are written in the background
+    "strict-saves",  # a checkpoint that cannot be saved ends the job
     "dated",  # checkpoints in NeMo's folder of the day
     "moe-bias",  # experts with a bias in their router
     "global-aux-loss",  # experts with counters in their router
@@ -275,6 +276,7 @@ def trainer_of(options: argparse.Namespace, features: frozenset[str], fit: int, 
                 overlap_param_gather="overlap" in features,
             ),
             ckpt_async_save="async-save" in features,
+            failed_saves_end_job="strict-saves" in features,
         ),
         callbacks=callbacks_of(options, features, fit),
         logger=loggers_of(features, fit) or False,

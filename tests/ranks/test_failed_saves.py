@@ -1,0 +1,188 @@
+"""Test that a checkpoint that cannot be saved costs that checkpoint, and neither the job nor what else is there."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.report.failed_saves import failed_saves
+from checkpointless.telemetry.events import read_events
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.users.end import read_ends
+from tests.ranks.users.runs import SCRIPTS, Calm, Run
+from tests.ranks.users.spoiler import SPOILS_ENV, STORAGE
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+NPROC = 2
+
+
+@pytest.fixture(scope="module")
+def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    return Calm(nemo_zygote, tmp_path_factory.mktemp)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """Yield a run directory with a small file system of its own for the checkpoints."""
+    folder = tmp_path / "run"
+    mounted = folder / STORAGE, folder / "nemo"
+    for each in mounted:
+        each.mkdir(parents=True)
+    mounts = ["-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mounted[0])], ["--bind", *map(str, mounted)]
+    done: list[Path] = []
+    try:
+        for words, each in zip(mounts, mounted):
+            if subprocess.run(["mount", *words], capture_output=True, check=False).returncode:
+                pytest.skip("file systems cannot be mounted here")
+            done.append(each)
+        yield folder
+    finally:
+        for each in reversed(done):
+            subprocess.run(["umount", "-l", str(each)], capture_output=True, check=False)
+
+
+def spoiled(zygote: Zygote, run_dir: Path, run: Run, spoils: str, code: int = 0) -> Job:
+    """Make ``run`` with storage that is spoiled as ``spoils`` asks."""
+    job = run_job(
+        zygote,
+        run_dir,
+        run.nproc,
+        script=str(SCRIPTS / "spoiled.py"),
+        args=run.words(None),
+        heartbeat_timeout_s=60.0,
+        limit_s=200.0,
+        extra_env={SPOILS_ENV: spoils},
+    )
+    assert job.code == code, job.story()
+    return job
+
+
+def not_saved(job: Job) -> dict[str, str]:
+    """Return why checkpoints could not be saved, by their names; each is told once."""
+    found = failed_saves(read_events(job.run_dir))
+    logs = "".join(job.log(rank) for rank in range(NPROC))
+    assert logs.count("could not be saved (rank") == len(found)
+    return {Path(each.path).name: each.reason for each in found}
+
+
+def trained(job: Job) -> dict[int, list[tuple[int, float, str]]]:
+    """Return what each rank's steps led to, without the callbacks' books."""
+    return {rank: [(each.step, each.loss, each.params) for each in steps] for rank, steps in job.steps.items()}
+
+
+def books(job: Job) -> list[dict[str, Any]]:
+    """Return what the callback of each rank believes to be on storage at the end."""
+    return [end["fits"]["0"]["callbacks"]["ModelCheckpoint"] for end in read_ends(job.run_dir, NPROC)]
+
+
+def saved(job: Job) -> set[str]:
+    """Return the names of the checkpoints on storage, of which every one is whole."""
+    found = {path for path in (job.run_dir / "nemo").glob("**/checkpoints/*") if path.name != "filler"}
+    for path in found:
+        assert (path / "weights" / ".metadata").is_file(), path
+        assert (path / "weights" / "metadata.json").is_file(), path
+    return {path.name for path in found}
+
+
+@pytest.mark.parametrize(
+    ("features", "spoils", "failed", "whole"),
+    [
+        pytest.param(
+            "modelckpt",
+            "untold 3 4,writer 7 8,blocked 11 12",
+            {
+                "users-step=3": "No space left on device",
+                "users-step=3-last": "No space left on device",
+                "users-step=7": "the process that wrote a part of it ended with signal 9",
+                "users-step=11": "File exists",
+                "users-step=11-last": "File exists",
+            },
+            {"users-step=1", "users-step=5", "users-step=9", "users-step=12-last"},
+            id="at-once",
+        ),
+        pytest.param(
+            "modelckpt,async-save",
+            "untold 3 4,writer 5 6,proxy 9 10",
+            {
+                "users-step=3": "No space left on device",
+                "users-step=3-last": "No space left on device",
+                "users-step=5": "the process that wrote a part of it ended with signal 9",
+                "users-step=9": "the process that wrote it in the background was lost",
+            },
+            {"users-step=1", "users-step=7", "users-step=11", "users-step=12-last"},
+            id="in-the-background",
+        ),
+        pytest.param(
+            "modelckpt",
+            "full 3 4,gone 7 8,alone 11 12",
+            {
+                "users-step=3": "0 B are free",
+                "users-step=3-last": "0 B are free",
+                "users-step=7": "is not mounted any more",
+                "users-step=7-last": "is not mounted any more",
+                "users-step=11": "Input/output error",
+            },
+            {"users-step=1", "users-step=5", "users-step=9", "users-step=12-last"},
+            id="seen-before",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_save_that_fails_costs_that_checkpoint(
+    nemo_zygote: Zygote,
+    calm: Calm,
+    run_dir: Path,
+    features: str,
+    spoils: str,
+    failed: dict[str, str],
+    whole: set[str],
+) -> None:
+    run = Run(features, 13, nproc=NPROC)
+    job = spoiled(nemo_zygote, run_dir, run, spoils)
+    assert len(job.incidents) == ("alone" in spoils)
+    reasons = {name: reason for name, reason in not_saved(job).items() if name != "users-step=1-last"}
+    assert reasons.keys() == failed.keys()
+    for name, reason in failed.items():
+        assert reason in reasons[name]
+    assert saved(job) == whole
+    for each in books(job):
+        assert {each["best_model_path"], each["last_model_path"]} <= {f"{name}.ckpt" for name in whole}
+    assert trained(job) == trained(calm.job(Run("modelckpt", 13, nproc=NPROC)))
+
+
+@pytest.mark.parametrize("more", ["", pytest.param(",async-save", marks=pytest.mark.long)])
+def test_what_a_failed_save_would_have_replaced_stays(nemo_zygote: Zygote, run_dir: Path, more: str) -> None:
+    """Two are kept, the best; each validation is better than the one before."""
+    run = Run(f"monitored{more}", 8, ("--validate-every", "2"), nproc=NPROC)
+    job = spoiled(nemo_zygote, run_dir, run, "writer 7 8")
+    assert set(not_saved(job)) == {"users-step=7"}
+    assert saved(job) == {"users-step=3", "users-step=5", "users-step=7-last"}
+    for each in books(job):
+        assert set(each["best_k"]) == {"users-step=3.ckpt", "users-step=5.ckpt"}
+        assert each["best_model_path"] == "users-step=5.ckpt"
+        assert each["last_model_path"] == "users-step=7-last.ckpt"
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["common", pytest.param("rank", marks=pytest.mark.long)],
+)
+def test_a_rank_that_is_killed_in_a_save_costs_no_checkpoint(nemo_zygote: Zygote, run_dir: Path, how: str) -> None:
+    job = spoiled(nemo_zygote, run_dir, Run("modelckpt", 5, nproc=NPROC), f"{how} 3 4")
+    assert len(job.incidents) == 1
+    assert not not_saved(job)
+    assert saved(job) == {"users-step=1", "users-step=3", "users-step=4-last"}
+
+
+def test_a_failed_save_ends_the_job_if_that_is_asked_for(nemo_zygote: Zygote, run_dir: Path) -> None:
+    job = spoiled(nemo_zygote, run_dir, Run("modelckpt,strict-saves", 7, nproc=NPROC), "full 3 4", code=1)
+    assert "could not be saved" in job.said[-1]
+    assert "failed_saves_end_job is set" in job.said[-1]
+    assert not job.incidents or len(job.incidents) == 1
+    assert saved(job) == {"users-step=1", "users-step=1-last"}

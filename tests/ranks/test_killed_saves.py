@@ -1,0 +1,104 @@
+"""Test that a job whose processes are all killed in a save goes on from the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from checkpointless.report.verify import Steps
+from checkpointless.telemetry.steps import read_steps
+from tests.ranks.jobs import Scene, run_job, run_nodes
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
+
+NPROC = 2
+SAVE_S = 2.0  # the moments of the kills are drawn from so many seconds, from the moment at which a save begins
+LIMIT_S = 120.0
+
+
+def overrides(storage: Path, steps: int, in_background: bool) -> tuple[str, ...]:
+    """Return overrides for a checkpoint every second step, of which one is kept, and for NeMo's auto-resume."""
+    return (
+        f"trainer.max_steps={steps}",
+        "trainer.enable_checkpointing=true",
+        f"strategy.ckpt_async_save={str(in_background).lower()}",
+        "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, every_n_train_steps: 2, "
+        "save_last: true, save_top_k: 0, monitor: null, save_context_on_train_end: false, filename: 'it-{step}'}",
+        f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{storage}', name: tiny_gpt, "
+        "use_datetime_version: false}",
+        "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, resume_ignore_no_checkpoint: true}",
+    )
+
+
+def newest(storage: Path) -> int:
+    """Return after which step the newest checkpoint was made that is not marked as unfinished; 0: there is none."""
+    whole = [
+        path
+        for path in storage.glob("**/checkpoints/*-last")
+        if not path.with_name(f"{path.name}-unfinished").exists()
+    ]
+    return max((int(path.name.split("step=")[1].split("-")[0]) + 1 for path in whole), default=0)
+
+
+def kill_in_a_save(seed: int, storage: Path, killed: list[int]) -> Callable[[Scene], None]:
+    """Return what kills all processes of a job at a random moment of a save, and notes the newest whole one."""
+
+    def kill(scene: Scene) -> None:
+        agents = scene.run_dir / "events.jsonl"
+        scene.wait_for(agents.exists, LIMIT_S)
+        scene.wait_for(lambda: scene.stages("job"), LIMIT_S)
+        # What an earlier job has left unfinished is removed before the first step.
+        scene.wait_for(lambda: list((scene.run_dir / "steps").glob("rank-0.jsonl")), LIMIT_S)
+        scene.wait_for(lambda: list(storage.glob("**/checkpoints/*-last-unfinished")), LIMIT_S)
+        time.sleep(random.Random(seed).uniform(0.0, SAVE_S))
+        (agent,) = (psutil.Process(event.pid) for event in scene.stages("job") if event.edge == "begin")
+        for process in [agent, *agent.children(recursive=True)]:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        killed.append(seed)
+
+    return kill
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        pytest.param(3, marks=pytest.mark.timeout(400)),
+        pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_after_a_kill_in_a_save_the_newest_whole_checkpoint_is_resumed_from(
+    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path, saves: int
+) -> None:
+    steps, storage, killed = 2 * saves + 4, tmp_path / "nemo", list[int]()
+    reference = undisturbed(NPROC, (f"trainer.max_steps={steps}",))
+    resumed: list[int] = []
+    for number in range(saves + 1):
+        expected, run_dir = newest(storage), tmp_path / f"run-{number}"
+        args = overrides(storage, steps, in_background=number % 2 == 1)
+        if number < saves:
+            act = kill_in_a_save(number, storage, killed)
+            run_nodes(nemo_zygote, run_dir, 1, NPROC, args=args, lost=(0,), meanwhile=act, limit_s=LIMIT_S)
+        else:
+            job = run_job(nemo_zygote, run_dir, NPROC, args=args, limit_s=LIMIT_S)
+            assert job.code == 0, job.story()
+        for rank, records in read_steps(run_dir).items():
+            assert records[0].step == expected + 1, f"job {number} did not resume after step {expected}"
+            for record in records:
+                (same,) = (each for each in reference[rank] if each.step == record.step)
+                assert (record.loss, record.params) == (same.loss, same.params), f"job {number}, step {record.step}"
+        resumed.append(expected)
+    assert killed == list(range(saves))
+    assert resumed == sorted(resumed)
+    (left,) = storage.glob("**/checkpoints/*")
+    assert left.name.endswith("-last")
+    assert newest(storage) == steps

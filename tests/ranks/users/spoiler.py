@@ -1,0 +1,174 @@
+"""A callback that makes storage fail, or ends who writes to it, while a user's run saves."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+from checkpointless.strategies.checkpoints import failed_saves
+from checkpointless.strategies.checkpoints.space import free_bytes
+from tests.ranks.users.end import note, notes, run_dir
+
+SPOILS_ENV = "CHECKPOINTLESS_TEST_SPOILS"  # ``HOW FIRST LAST``, a kind and steps, any number with commas
+STORAGE = "storage"  # the folder of the run's that is mounted at ``nemo``
+FILLER = "filler"
+
+
+class Spoiler(pl.Callback):
+    """Spoils the saves of the steps from ``FIRST`` to ``LAST``.
+
+    The kinds are: ``full`` (rank 0 fills the file system), ``untold`` (the same, and nobody knows how much is
+    free), ``gone`` (rank 0 unmounts it), ``blocked`` (a file is where the folder was), ``writer`` (the process
+    that writes rank 1's part dies), ``proxy`` (the process that a background save is handed to dies), ``rank``
+    (rank 1 is killed while its part is written), ``common`` (rank 0 is killed after it has written its common
+    part) and ``alone`` (rank 1 alone raises before it has written). The last five happen once.
+    """
+
+    def __init__(self) -> None:
+        asked = [each.split() for each in os.environ.get(SPOILS_ENV, "").split(",")]
+        self.asked = [(how, int(first), int(last)) for how, first, last in asked]
+        self.rank = int(os.environ["RANK"])
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Spoil storage, or mend it."""
+        step = trainer.global_step + 1
+        for how, first, last in self.asked:
+            spoils = first <= step <= last
+            if how == "untold":
+                failed_saves.free_bytes = (lambda folder: None) if spoils else free_bytes
+            if how in _ONCE and spoils and not _done(how, self.rank):
+                _ONCE[how](self.rank)
+            if how in _STORAGE and self.rank == 0 and (spoils or step == last + 1):
+                _STORAGE[how][0 if spoils else 1](run_dir() / "nemo")
+        trainer.strategy.barrier()
+
+
+def _fill(storage: Path) -> None:
+    with (storage / FILLER).open("ab", buffering=0) as file:
+        for size in (65536, 4096):
+            try:
+                while True:
+                    file.write(b"\0" * size)
+            except OSError:
+                continue
+
+
+def _empty(storage: Path) -> None:
+    (storage / FILLER).unlink(missing_ok=True)
+
+
+def _unmount(storage: Path) -> None:
+    if os.path.ismount(storage):
+        subprocess.run(["umount", "-l", str(storage)], check=True)
+
+
+def _mount(storage: Path) -> None:
+    if not os.path.ismount(storage):
+        subprocess.run(["mount", "--bind", str(run_dir() / STORAGE), str(storage)], check=True)
+
+
+def _block(storage: Path) -> None:
+    checkpoints = storage / "fit-0" / "checkpoints"
+    if checkpoints.is_dir():
+        checkpoints.rename(checkpoints.with_name("away"))
+        checkpoints.touch()
+
+
+def _unblock(storage: Path) -> None:
+    checkpoints = storage / "fit-0" / "checkpoints"
+    if checkpoints.is_file():
+        checkpoints.unlink()
+        checkpoints.with_name("away").rename(checkpoints)
+
+
+_STORAGE: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
+    "full": (_fill, _empty),
+    "gone": (_unmount, _mount),
+    "untold": (_fill, _empty),
+    "blocked": (_block, _unblock),
+}
+
+
+def _done(how: str, rank: int) -> bool:
+    """Return whether a rank has been spoiled like that."""
+    return any(each["how"] == how for each in notes(run_dir(), rank, "spoiled"))
+
+
+def _once(how: str, kill: Callable[[], None]) -> None:
+    """Do it once in a job."""
+    if not _done(how, int(os.environ["RANK"])):
+        note("spoiled", how=how)
+        kill()
+
+
+def _writer(rank: int) -> None:
+    if rank != 1:
+        return
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    def dies(*args: Any, **kwargs: Any) -> None:
+        _once("writer", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        write(*args, **kwargs)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(dies)
+
+
+def _parent(how: str, rank: int) -> None:
+    if rank != 1:
+        return
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    def kills(*args: Any, **kwargs: Any) -> None:
+        _once(how, lambda: os.kill(os.getppid(), signal.SIGKILL))
+        write(*args, **kwargs)
+        time.sleep(0.3)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(kills)
+
+
+def _alone(rank: int) -> None:
+    if rank != 1:
+        return
+    preload = FileSystemWriterAsync.preload_tensors
+
+    def fails() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def loads(*args: Any) -> Any:
+        _once("alone", fails)
+        return preload(*args)
+
+    FileSystemWriterAsync.preload_tensors = staticmethod(loads)
+
+
+def _common(rank: int) -> None:
+    if rank != 0:
+        return
+    save = TorchCommonSaveStrategy.save_common
+
+    def dies(self: Any, *args: Any) -> None:
+        save(self, *args)
+        _once("common", lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    TorchCommonSaveStrategy.save_common = dies
+
+
+#: ``proxy`` is the parent of the writing process in a background save, ``rank`` in one that is made at once.
+_ONCE: dict[str, Callable[[int], None]] = {
+    "writer": _writer,
+    "proxy": functools.partial(_parent, "proxy"),
+    "rank": functools.partial(_parent, "rank"),
+    "common": _common,
+    "alone": _alone,
+}

@@ -1,0 +1,50 @@
+"""Test what a report says of checkpoints that could not be saved, on the terminal, in JSON and on the page."""
+
+import json
+
+from checkpointless.cli.tables import failed_save_table
+from checkpointless.report.failed_saves import FailedSave, failed_saves
+from checkpointless.report.page import render
+from checkpointless.report.summary import as_json
+from checkpointless.telemetry.narration import failed_save_line
+from tests.unit.made_up_run import MadeUpRun
+from tests.unit.report.reports import report_of
+
+
+def run_with_failed_saves() -> MadeUpRun:
+    run = MadeUpRun()
+    run.start()
+    run.add(20.0, "save_failed", "point", rank=1, path="/ckpt/step=3", reason="disk <full>", ranks=[1])
+    run.add(31.0, "save_failed", "point", rank=0, path="/ckpt/step=5", reason="no mount", ranks=[0, 1])
+    return run
+
+
+def test_every_one_is_told_in_order() -> None:
+    events = run_with_failed_saves().events
+    assert failed_saves(events) == (
+        FailedSave("/ckpt/step=3", "disk <full>", (1,)),
+        FailedSave("/ckpt/step=5", "no mount", (0, 1)),
+    )
+    assert failed_saves([]) == ()
+
+
+def test_the_report_shows_them_everywhere() -> None:
+    run = run_with_failed_saves()
+    report = report_of(run)
+    assert [each["path"] for each in json.loads(as_json(report))["failed_saves"]] == [
+        "/ckpt/step=3",
+        "/ckpt/step=5",
+    ]
+    assert failed_save_table(report).row_count == 2
+    assert "/ckpt/step=3 (rank 1): disk &lt;full&gt;" in render(report, run.events)
+    plain = MadeUpRun()
+    plain.start()
+    assert "could not be saved" not in render(report_of(plain), plain.events)
+
+
+def test_the_terminal_tells_of_them() -> None:
+    lines = [failed_save_line(event) for event in run_with_failed_saves().events if event.stage == "save_failed"]
+    assert lines == [
+        "checkpoint /ckpt/step=3 could not be saved (rank 1: disk <full>); training goes on",
+        "checkpoint /ckpt/step=5 could not be saved (ranks 0, 1: no mount); training goes on",
+    ]

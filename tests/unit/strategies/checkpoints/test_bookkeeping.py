@@ -1,0 +1,91 @@
+"""Test that the books of checkpoint callbacks are right when a save has failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.nemo
+
+
+def callback_with(**models: float) -> Any:
+    """Return a callback that keeps the two best."""
+    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+
+    callback = ModelCheckpoint(dirpath="/ckpt", monitor="loss", save_top_k=2)
+    callback.best_k_models = {f"/ckpt/{name}.ckpt": torch.tensor(score) for name, score in models.items()}
+    callback.last_model_path = "/ckpt/old-last.ckpt"
+    return callback
+
+
+def save(callback: Any) -> None:
+    """Do to the books what NeMo does in a background save of ``new``, which is the best."""
+    worst = max(callback.best_k_models, key=lambda path: float(callback.best_k_models[path]))
+    del callback.best_k_models[worst]
+    callback.best_k_models["/ckpt/new.ckpt"] = torch.tensor(0.1)
+    callback.best_model_path, callback.kth_best_model_path = "/ckpt/new.ckpt", "/ckpt/good.ckpt"
+    callback.best_model_score, callback.kth_value = torch.tensor(0.1), torch.tensor(0.5)
+    callback.deferred_ckpts_to_remove.append([worst])
+
+
+def books(callback: Any) -> dict[str, Any]:
+    return {
+        "models": {path: float(score) for path, score in callback.best_k_models.items()},
+        "best": (callback.best_model_path, float(callback.best_model_score)),
+        "worst": (callback.kth_best_model_path, float(callback.kth_value)),
+        "last": callback.last_model_path,
+    }
+
+
+RIGHT = {
+    "models": {"/ckpt/good.ckpt": 0.5, "/ckpt/bad.ckpt": pytest.approx(0.9)},
+    "best": ("/ckpt/good.ckpt", 0.5),
+    "worst": ("/ckpt/bad.ckpt", pytest.approx(0.9)),
+    "last": "/ckpt/old-last.ckpt",
+}
+
+
+def test_books_are_put_back_in_place() -> None:
+    from checkpointless.strategies.checkpoints.bookkeeping import Bookkeeping
+
+    callback = callback_with(good=0.5, bad=0.9)
+    earlier = ["/ckpt/earlier"]
+    callback.deferred_ckpts_to_remove.append(earlier)
+    removals = callback.deferred_ckpts_to_remove
+    before = Bookkeeping.of(callback)
+    save(callback)
+    assert before.new_paths(callback) == ["/ckpt/new.ckpt"]
+    before.put_back(callback)
+    assert callback.deferred_ckpts_to_remove is removals
+    assert len(removals) == 1
+    assert removals[0] is earlier
+    assert set(callback.best_k_models) == {"/ckpt/good.ckpt", "/ckpt/bad.ckpt"}
+
+
+@pytest.mark.parametrize("other_process", [False, True])
+def test_a_background_save_that_fails_later_is_struck_out(other_process: bool) -> None:
+    from checkpointless.strategies.checkpoints.bookkeeping import Bookkeeping, BookkeepingOfSave, undo
+
+    callback = callback_with(good=0.5, bad=0.9)
+    callback.deferred_ckpts_to_remove.append(["/ckpt/earlier"])
+    before = Bookkeeping.of(callback)
+    save(callback)
+    of_save = before.changed(callback)
+    callback.deferred_ckpts_to_remove.append(["/ckpt/later"])
+    of_save.drop_removals()
+    assert callback.deferred_ckpts_to_remove == [["/ckpt/earlier"], ["/ckpt/later"]]
+    undo(callback, "/ckpt/new", BookkeepingOfSave.from_plain(of_save.to_plain()) if other_process else of_save)
+    assert books(callback) == RIGHT
+    undo(callback, "/ckpt/new", of_save)  # there is nothing of it any more
+    assert books(callback) == RIGHT
+
+
+def test_the_last_checkpoint_is_the_one_before() -> None:
+    from checkpointless.strategies.checkpoints.bookkeeping import BookkeepingOfSave, undo
+
+    callback = callback_with(good=0.5, bad=0.9)
+    callback.last_model_path = "/ckpt/new-last.ckpt"
+    undo(callback, "/ckpt/new-last", BookkeepingOfSave(last="/ckpt/old-last.ckpt"))
+    assert books(callback) == RIGHT
