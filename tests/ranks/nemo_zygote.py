@@ -26,6 +26,7 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 150.0
+_ENDED_BADLY = "ended-badly"
 MODULES = ("nemo.lightning", "nemo.collections.llm", "checkpointless.demo.text")
 
 
@@ -138,7 +139,7 @@ def _run_ranks(request: dict[str, Any]) -> dict[str, Any]:
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="checkpointless-ranks-") as folder:
         pids = {_fork_rank(request, rank, port, Path(folder)): rank for rank in range(world_size)}
-        failed = _wait(pids, time.monotonic() + request["limit_s"], request["expendable"])
+        failed = _wait(pids, Path(folder), time.monotonic() + request["limit_s"], request["expendable"])
         if failed:
             logs = [
                 f"--- rank {rank}: {why}\n{_tail(Path(folder) / f'{rank}.log')}" for rank, why in failed.items()
@@ -166,6 +167,7 @@ def _fork_rank(request: dict[str, Any], rank: int, port: int, folder: Path) -> i
         result = getattr(importlib.import_module(module), name)(**request["arguments"])
         (folder / f"{rank}.json").write_text(json.dumps(result))
         status = 0
+        _outlive(folder, request["world_size"])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -173,6 +175,17 @@ def _fork_rank(request: dict[str, Any], rank: int, port: int, folder: Path) -> i
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _outlive(folder: Path, world_size: int) -> None:
+    """Wait until all ranks have ended well, or one has not: a store and connections end with their process."""
+    import torch.distributed as dist
+
+    deadline = time.monotonic() + START_LIMIT_S
+    while dist.is_initialized() and not (folder / _ENDED_BADLY).exists() and time.monotonic() < deadline:
+        if all((folder / f"{rank}.json").exists() for rank in range(world_size)):
+            return
+        time.sleep(0.01)
 
 
 def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -190,7 +203,7 @@ def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, st
     }
 
 
-def _wait(pids: dict[int, int], deadline: float, expendable: list[int]) -> dict[int, str]:
+def _wait(pids: dict[int, int], folder: Path, deadline: float, expendable: list[int]) -> dict[int, str]:
     """Reap the ranks, and return the reason of each failure. The first failure ends the others a second later."""
     failed: dict[int, str] = {}
     waiting = dict(pids)
@@ -200,6 +213,8 @@ def _wait(pids: dict[int, int], deadline: float, expendable: list[int]) -> dict[
             time.sleep(0.01)
             continue
         rank = waiting.pop(pid)
+        if status:
+            (folder / _ENDED_BADLY).touch()
         if status and rank not in expendable:
             failed[rank] = f"exit code {os.waitstatus_to_exitcode(status)}"
             deadline = min(deadline, time.monotonic() + 1.0)
