@@ -169,10 +169,8 @@ def test_what_a_failed_save_would_have_replaced_stays(nemo_zygote: Zygote, run_d
         assert each["last_model_path"] == "users-step=7-last.ckpt"
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["common", pytest.param("rank", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["common", "rank"])
 def test_a_rank_that_is_killed_in_a_save_costs_no_checkpoint(nemo_zygote: Zygote, run_dir: Path, how: str) -> None:
     job = spoiled(nemo_zygote, run_dir, Run("modelckpt", 5, nproc=NPROC), f"{how} 3 4")
     assert len(job.incidents) == 1

@@ -44,11 +44,19 @@ def newest(storage: Path) -> int:
         for path in storage.glob("**/checkpoints/*-last")
         if not path.with_name(f"{path.name}-unfinished").exists()
     ]
-    return max((int(path.name.split("step=")[1].split("-")[0]) + 1 for path in whole), default=0)
+    return max(map(made_after, whole), default=0)
+
+
+def made_after(path: Path) -> int:
+    """Return the step after which a checkpoint, or the one that a marker marks, was made."""
+    return int(path.name.split("step=")[1].split("-")[0]) + 1
 
 
 def kill_in_a_save(seed: int, storage: Path, killed: list[int]) -> Callable[[Scene], None]:
     """Return what kills all processes of a job at a random moment of a save, and notes the newest whole one."""
+
+    def saving() -> bool:
+        return any(made_after(path) > newest(storage) for path in storage.glob("**/checkpoints/*-last-unfinished"))
 
     def kill(scene: Scene) -> None:
         agents = scene.run_dir / "events.jsonl"
@@ -56,7 +64,8 @@ def kill_in_a_save(seed: int, storage: Path, killed: list[int]) -> Callable[[Sce
         scene.wait_for(lambda: scene.stages("job"), LIMIT_S)
         # What an earlier job has left unfinished is removed before the first step.
         scene.wait_for(lambda: list((scene.run_dir / "steps").glob("rank-0.jsonl")), LIMIT_S)
-        scene.wait_for(lambda: list(storage.glob("**/checkpoints/*-last-unfinished")), LIMIT_S)
+        # NeMo refuses to resume where there is no last checkpoint but an unfinished one.
+        scene.wait_for(lambda: newest(storage) and saving(), LIMIT_S)
         time.sleep(random.Random(seed).uniform(0.0, SAVE_S))
         (agent,) = (psutil.Process(event.pid) for event in scene.stages("job") if event.edge == "begin")
         for process in [agent, *agent.children(recursive=True)]:
@@ -79,7 +88,7 @@ def kill_in_a_save(seed: int, storage: Path, killed: list[int]) -> Callable[[Sce
 def test_after_a_kill_in_a_save_the_newest_whole_checkpoint_is_resumed_from(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path, saves: int
 ) -> None:
-    steps, storage, killed = 2 * saves + 4, tmp_path / "nemo", list[int]()
+    steps, storage, killed = 2 * saves + 6, tmp_path / "nemo", list[int]()
     reference = undisturbed(NPROC, (f"trainer.max_steps={steps}",))
     resumed: list[int] = []
     for number in range(saves + 1):
