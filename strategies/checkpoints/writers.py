@@ -12,9 +12,12 @@ import multiprocessing
 import signal
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, _disable_gc
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class _Report:
 
 @_disable_gc()
 def write_buckets(
-    transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any
+    transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Queue[Any]
 ) -> None:
     """Write a rank's part of a checkpoint, each bucket in a process of its own.
 
