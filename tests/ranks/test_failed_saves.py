@@ -146,11 +146,13 @@ def test_a_save_that_fails_costs_that_checkpoint(
     run = Run(features, 13, nproc=NPROC)
     job = spoiled(nemo_zygote, run_dir, run, spoils)
     assert len(job.incidents) == ("alone" in spoils)
-    reasons = {name: reason for name, reason in not_saved(job).items() if name != "users-step=1-last"}
-    assert reasons.keys() == failed.keys()
+    reasons = not_saved(job)
+    early = {"users-step=1", "users-step=1-last"} & reasons.keys()  # the background may still be writing them
+    assert not early or "async-save" in features
+    assert reasons.keys() - early == failed.keys()
     for name, reason in failed.items():
         assert reason in reasons[name]
-    assert saved(job) == whole
+    assert saved(job) == whole - early
     for each in books(job):
         assert {each["best_model_path"], each["last_model_path"]} <= {f"{name}.ckpt" for name in whole}
     assert trained(job) == trained(calm.job(Run("modelckpt", 13, nproc=NPROC)))
