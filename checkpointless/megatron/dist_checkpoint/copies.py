@@ -7,9 +7,11 @@ the place lasts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+
+import torch
 
 from checkpointless.local_checkpoint.agreement import attempt, own_rank, world_size
 from checkpointless.local_checkpoint.content import Content
@@ -21,6 +23,34 @@ from checkpointless.local_checkpoint.replication import ReplicationStrategy
 from checkpointless.transfer.bucket_rounds import TransferError
 
 logger = logging.getLogger(__name__)
+
+
+class ReusedMemory:
+    """Tensors in host memory that are used for save after save: new memory is slow when it is first written to."""
+
+    def __init__(self) -> None:
+        self._of: dict[SaveId, list[torch.Tensor]] = {}
+        self._ended: set[SaveId] = set()
+        self._free: dict[tuple[torch.dtype, torch.Size], list[torch.Tensor]] = {}
+
+    def take(self, save: SaveId, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for ``save``, of the shape and dtype of ``like``, that nothing else uses."""
+        free = self._free.get((like.dtype, like.shape))
+        taken = free.pop() if free else torch.empty(like.shape, dtype=like.dtype, device="cpu")
+        self._of.setdefault(save, []).append(taken)
+        return taken
+
+    def ended(self, save: SaveId) -> None:
+        """Note that no writer reads the tensors of ``save`` any more."""
+        self._ended.add(save)
+
+    def free_all_but(self, keep: Collection[SaveId | None]) -> None:
+        """Use the tensors of saves that have ended and are not in ``keep`` again; what was free is given back."""
+        self._free = {}
+        for save in [save for save in self._of if save in self._ended and save not in keep]:
+            for tensor in self._of.pop(save):
+                self._free.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
+        self._ended &= self._of.keys()
 
 
 @dataclass(frozen=True)
@@ -61,6 +91,7 @@ class Copies:
         places += [Place("disk", disk, False)] if disk is not None else []
         self.places: tuple[Place, ...] = tuple(places)
         self.replication = replication
+        self._room = ReusedMemory()
         self._whole: SaveId | None = None  # the newest that is on storage, too
         self._writing: SaveId | None = None
 
@@ -68,7 +99,12 @@ class Copies:
         """Begin a save: forget all others but the newest whole one and the one that may still be written."""
         if self._whole is not None:
             self._forget_all_but(self._whole, self._writing, save)
+            self._room.free_all_but((self._whole, self._writing, save))
         self._writing = save
+
+    def room(self, save: SaveId, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in host memory for a part of ``save``, of the shape and dtype of ``like``."""
+        return self._room.take(save, like)
 
     def keep(self, save: SaveId, content: Content) -> list[tuple[PartId, Content]]:
         """Keep this rank's part in memory, and exchange it with the peers'. Collective.
@@ -105,6 +141,7 @@ class Copies:
             save: the save.
             is_whole: whether all of the checkpoint is on storage. Otherwise its copies are of no use.
         """
+        self._room.ended(save)
         if self._writing == save:
             self._writing = None
         if not is_whole:

@@ -88,7 +88,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     ) -> AsyncRequest:
         identity = self._identity(checkpoint_dir)
         self.copies.begin(identity.save)
-        state, leaves = self._on_host(sharded_state_dict)
+        state, leaves = self._on_host(sharded_state_dict, identity.save)
         content = content_of(identity, leaves)
         parts = self.copies.keep(identity.save, content)
         request = super().async_save(state, checkpoint_dir)
@@ -101,7 +101,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         number = re.search(r"(?:step=|iter_)(\d+)", name)  # as NeMo and Megatron-LM name checkpoints
         return Identity(SaveId(int(number[1]) if number else 0, token), name, world_size())
 
-    def _on_host(self, sharded_state_dict: State) -> tuple[State, list[Leaf]]:
+    def _on_host(self, sharded_state_dict: State, save: SaveId) -> tuple[State, list[Leaf]]:
         """Return the state with copies in host memory of what this rank writes, and what that is."""
         written: list[Leaf] = []
 
@@ -111,7 +111,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
             mine = copy.copy(leaf)
             if isinstance(leaf, ShardedTensor) and can_keep(leaf.data):
                 data = leaf.data.detach()
-                mine.data = torch.empty(data.shape, dtype=data.dtype).copy_(data, non_blocking=True)
+                mine.data = self.copies.room(save, data).copy_(data, non_blocking=True)
             written.append(mine)
             return mine
 
