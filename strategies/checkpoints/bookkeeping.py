@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from checkpointless.strategies.checkpoints.tolerance import folder_of
 
@@ -38,26 +38,26 @@ class Bookkeeping:
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, callback: Any) -> Bookkeeping:
+    def of(cls, callback: ModelCheckpoint) -> Bookkeeping:
         """Return the books of ``callback``, in which nothing changes any more."""
         values = {name: getattr(callback, name) for name in _NAMES if hasattr(callback, name)}
         return cls({name: _copied(value) for name, value in values.items()})
 
-    def put_back(self, callback: Any) -> None:
+    def put_back(self, callback: ModelCheckpoint) -> None:
         """Put the books back; the step of the newest save stays, so that the same step is not tried again."""
         for name, value in self.values.items():
             if name == _REMOVALS:
-                callback.deferred_ckpts_to_remove[:] = value  # earlier saves refer to this list and those in it
+                getattr(callback, _REMOVALS)[:] = value  # earlier saves refer to this list and those in it
             else:
                 setattr(callback, name, _copied(value))
 
-    def new_paths(self, callback: Any) -> list[str]:
+    def new_paths(self, callback: ModelCheckpoint) -> list[str]:
         """Return the paths that ``callback`` has begun to believe in since then."""
         then = {*self.values["best_k_models"], self.values["best_model_path"], self.values["last_model_path"]}
         now = [*callback.best_k_models, callback.best_model_path, callback.last_model_path]
         return list(dict.fromkeys(path for path in now if path and path not in then))
 
-    def changed(self, callback: Any) -> BookkeepingOfSave:
+    def changed(self, callback: ModelCheckpoint) -> BookkeepingOfSave:
         """Return what a save of ``callback`` has changed since then."""
         models = self.values["best_k_models"]
         dropped = {path: score for path, score in models.items() if path not in callback.best_k_models}
@@ -108,7 +108,7 @@ class BookkeepingOfSave:
         self.removals[:] = [each for each in self.removals if each is not self.removal]
 
 
-def undo(callback: Any, folder: str, of_save: BookkeepingOfSave) -> None:
+def undo(callback: Callback, folder: str, of_save: BookkeepingOfSave) -> None:
     """Strike a save that failed out of a callback's books, and take back what it replaced.
 
     Args:

@@ -12,14 +12,25 @@ import multiprocessing
 import signal
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, _disable_gc
+from megatron.core.dist_checkpointing.strategies.filesystem_async import (
+    FileSystemWriterAsync,
+    WriteBucket,
+    _disable_gc,
+)
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _ENDS_S = 5.0
+
+
+class Results(Protocol):
+    """The queue by which the rank learns of its writers."""
+
+    def put(self, results: object) -> None:
+        """Tell the rank."""
 
 
 class _Report:
@@ -45,7 +56,7 @@ class _Report:
 
 @_disable_gc()
 def write_buckets(
-    transforms: Sequence[Any], use_msc: bool, rank: int, buckets: Sequence[Any], results: Any
+    transforms: Sequence[object], use_msc: bool, rank: int, buckets: Sequence[WriteBucket], results: Results
 ) -> None:
     """Write a rank's part of a checkpoint, each bucket in a process of its own.
 
@@ -61,7 +72,9 @@ def write_buckets(
     results.put(_results(transforms, use_msc, buckets))
 
 
-def _results(transforms: Sequence[Any], use_msc: bool, buckets: Sequence[Any]) -> dict[int, Any] | Exception:
+def _results(
+    transforms: Sequence[object], use_msc: bool, buckets: Sequence[WriteBucket]
+) -> dict[int, Any] | Exception:
     """Return what each writer says, by its number, or the first error."""
     context = multiprocessing.get_context("fork")
     writers: list[tuple[Any, Connection]] = []
@@ -103,7 +116,7 @@ def _said(process: Any, receiver: Connection) -> Any:
     return said
 
 
-def _write(transforms: Sequence[Any], use_msc: bool, number: int, bucket: Any, sender: Connection) -> None:
+def _write(transforms: Sequence[object], use_msc: bool, number: int, bucket: Any, sender: Connection) -> None:
     """Be a writer, which ends with the process that started it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     report = _Report(sender)

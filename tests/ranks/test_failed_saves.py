@@ -71,7 +71,7 @@ def not_saved(job: Job) -> dict[str, str]:
     return {Path(each.path).name: each.reason for each in found}
 
 
-def trained(job: Job) -> dict[int, list[tuple[int, float, str]]]:
+def trained(job: Job) -> dict[int, list[tuple[int, str, str]]]:
     """Return what each rank's steps led to, without the callbacks' books."""
     return {rank: [(each.step, each.loss, each.params) for each in steps] for rank, steps in job.steps.items()}
 
