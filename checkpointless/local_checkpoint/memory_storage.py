@@ -60,6 +60,12 @@ class MemoryStorage:
         self._takes_over = takes_over
         self._parts: Mapping[PartId, KeptPart] = {}  # replaced, not changed: threads read it
 
+    def copy(self) -> MemoryStorage:
+        """Return a storage with the same parts, which what is done to this one does not change."""
+        copied = type(self)(self._takes_over)
+        copied._parts = self._parts
+        return copied
+
     def make(self) -> None:
         """Do nothing: memory is there."""
 

@@ -56,7 +56,7 @@ class HostMemory:
         if free:
             return min(free, key=torch.Tensor.numel)
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        lock_pages(buffer)
+        _lock_pages(buffer)
         self._buffers.append(buffer)
         return buffer
 
@@ -69,7 +69,7 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def lock_pages(buffer: torch.Tensor) -> None:
+def _lock_pages(buffer: torch.Tensor) -> None:
     """Lock the pages of ``buffer``, so that copies are quick; without it they are right, too."""
     if not torch.cuda.is_initialized() or buffer.numel() == 0:
         return

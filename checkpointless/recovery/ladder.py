@@ -96,10 +96,10 @@ def hold_snapshot(snapshot: Snapshot, own: OwnState) -> HeldState:
 
     Args:
         snapshot: the copy, which nobody else uses.
-        own: what is this rank's own; what it has of other steps is forgotten.
+        own: what is this rank's own; its streams of other steps are forgotten, but not which buffers differ.
     """
     moment = snapshot.step, snapshot.stage
-    own.forget()
+    own.streams.forget()
     if snapshot.streams_before is not None:
         own.streams.keep(snapshot.step - 1, RngStates.from_bytes(snapshot.streams_before))
     own.streams.keep(snapshot.step, RngStates.from_bytes(snapshot.streams))

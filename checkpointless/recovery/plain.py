@@ -96,6 +96,7 @@ class PlainTraining(TrainingTensors):
             moment = self._moment(self.step)
             self._manager.keep_buffers(self.step, Stage.COMMITTED, moment.buffers)
             self._moments = {self.step: moment}
+            self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
             yield self.step + 1
             if self.step < self._call.steps.making:
@@ -116,7 +117,7 @@ class PlainTraining(TrainingTensors):
             self.apply_held_update,
             lock=self._call.parameter_update_lock,
             ready=self._ready,
-            committed=self._committed,
+            committed=self._call.committed,
             phase=self._call.enter_phase,
         )
         self.step = self._call.steps.making
@@ -139,10 +140,6 @@ class PlainTraining(TrainingTensors):
         self._manager.store_rng_states(step, loss=self._call.steps.loss)
         self._manager.replicate_rng_states(step)
         self._call.parameter_update_lock.mark_ready(step)
-
-    def _committed(self, step: int) -> None:
-        self._call.committed(step)
-        self._manager.make_copies(step)
 
     def _restore(self) -> None:
         call, manager = self._call, self._manager

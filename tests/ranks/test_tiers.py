@@ -15,7 +15,7 @@ from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Event, read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job, run_nodes
-from tests.ranks.layouts import DROPOUT, TP2
+from tests.ranks.layouts import DROPOUT, PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -92,6 +92,14 @@ def test_one_instance_loses_no_finished_step(kept: Kept, args: tuple[str, ...]) 
         assert incident.resumed_after == (step if made else step - 1), phase
         # The others made the step in which the rank was killed in the middle of its update.
         assert incident.steps_lost == (phase == "optimizer"), phase
+
+
+def test_pipeline_stages(kept: Kept) -> None:
+    """Megatron has groups of single stages, so ranks of different stages have made different numbers of groups."""
+    faults = ("sigkill@forward:rank=0,step=3", "sigkill@backward:rank=3,step=5")
+    settings = "overlap: false, jump: 2"
+    job = kept.run(tiers(neighbor_memory=settings), 6, *faults, args=(*ONE_INSTANCE, *PP2, *DROPOUT))
+    assert [incident.resumed_after for incident in job.incidents] == [2, 4]
 
 
 def both_holders_at(step: int) -> tuple[str, str]:

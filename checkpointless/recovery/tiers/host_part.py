@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from checkpointless.local_checkpoint.content import Content
-from checkpointless.recovery.host_memory import lock_pages
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.tensor_memory import dtype_name, dtype_of
 
@@ -53,8 +52,8 @@ class HostMemoryPool:
             if piece.data_ptr() not in self._used and nbytes <= piece.numel() <= max(nbytes * _WASTE, 1 << 20):
                 break
         else:
-            piece = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu")
-            lock_pages(piece)
+            pinned = torch.cuda.is_initialized()
+            piece = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._pieces.append(piece)
         self._used.add(piece.data_ptr())
         return piece[:nbytes]
@@ -119,6 +118,15 @@ def copy_into(part: HostPart, tensors: Sequence[torch.Tensor], ready: torch.cuda
             for place, tensor in zip(part.content.tensors, tensors, strict=True):
                 place.copy_(tensor, non_blocking=True)
         stream.synchronize()
+
+
+def recorded() -> torch.cuda.Event | None:
+    """Return an event of this thread's CUDA stream after all that is in its queue; None without CUDA."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _nbytes(entries: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> int:

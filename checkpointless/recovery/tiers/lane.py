@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
 _LEAVING_S = 5.0  # an error that is followed by a fault's notice belongs to that fault
+_TURN_S = 0.02
+
+_T = TypeVar("_T")
 
 
 class Lane:
@@ -17,6 +22,9 @@ class Lane:
 
     Args:
         name: what the tasks do, for messages.
+
+    Attributes:
+        error: what the task raised that failed; None: none has.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,7 +33,7 @@ class Lane:
         self._asked = 0  # how many tasks; counted by the thread that gives them
         self._done = 0  # counted by the lane
         self._left = threading.Event()
-        self.has_failed = False
+        self.error: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name=f"checkpointless-{name}", daemon=True)
         self._thread.start()
 
@@ -64,10 +72,42 @@ class Lane:
             try:
                 task()
             except Exception as error:
-                self.has_failed = True
+                self.error = error
                 if not self._left.wait(_LEAVING_S):
-                    logger.exception("%s: nothing is copied until the next recovery: %s", self._name, error)
+                    logger.exception("%s: no task is done any more until the next recovery: %s", self._name, error)
                 return
             finally:
                 self._done += 1
             task = None  # it holds a copy of the state
+
+
+def within(seconds: float, call: Callable[[], _T]) -> _T:
+    """Call a function that may block in the kernel, for example on a storage that is gone, in a thread of its own.
+
+    Args:
+        seconds: how long to wait for it.
+        call: the function.
+
+    Raises:
+        TimeoutError: it has not returned in time. Its thread is left behind.
+        Exception: what the function raises.
+    """
+    outcome: list[_T | Exception] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except Exception as error:  # noqa: BLE001 - raised in the waiting thread
+            outcome.append(error)
+        ended.set()
+
+    deadline_s = time.monotonic() + seconds
+    threading.Thread(target=run, name="checkpointless-bounded", daemon=True).start()
+    while not ended.wait(_TURN_S):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"no answer within {seconds:g} s")
+    (found,) = outcome
+    if isinstance(found, Exception):
+        raise found
+    return found

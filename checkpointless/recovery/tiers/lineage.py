@@ -34,7 +34,9 @@ class Lineage:
 
     def begin(self, generation: int, step: int) -> Lineage:
         """Return the lineage of a training that goes on in ``generation`` after ``step``."""
-        kept = [(number, after) for number, after in self.begun if after < step and number < generation]
+        kept = [(number, after) for number, after in self.begun if after < step and number <= generation]
+        if kept and kept[-1][0] == generation:  # another fit of the same block
+            return Lineage(self.job, tuple(kept))
         return Lineage(self.job, (*kept, (generation, step))[-_MOST:])
 
     def save(self, step: int) -> SaveId | None:

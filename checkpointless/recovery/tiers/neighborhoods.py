@@ -31,7 +31,12 @@ def neighborhoods(tiers: Sequence[Tier], group: Sequence[int]) -> Mapping[str, i
         UnrecoverableError: the ranks cannot be divided as a tier wants; the message says what is possible.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    node = int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world))
+    sizes = gather(int(os.environ.get(LOCAL_WORLD_SIZE_ENV, world)))
+    node = int(sizes[0])
+    if len(set(sizes)) > 1 and any(tier.copies and not tier.jump for tier in tiers):
+        raise UnrecoverableError(
+            f"nodes have different numbers of ranks, {sorted(set(sizes))}: say with jump how far apart copies are"
+        )
     possible = {}
     for tier in tiers:
         try:

@@ -17,7 +17,8 @@ from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import StoredPart, read_any
 from checkpointless.local_checkpoint.part_transfer import receive_part, send_part
 from checkpointless.recovery.tiers.choice import Choice, Copy, Holding, choose
-from checkpointless.recovery.tiers.copies import Copies
+from checkpointless.recovery.tiers.copies import ANSWER_S, Copies
+from checkpointless.recovery.tiers.lane import within
 from checkpointless.recovery.tiers.snapshot import Snapshot
 from checkpointless.telemetry.event_names import LIVING
 from checkpointless.transfer.transfer import Fill
@@ -90,9 +91,10 @@ def retrieve(copies: Copies, living: int | None, facts: Facts | None) -> Retriev
 
 def _shelf(copies: Copies, tier: str) -> dict[PartId, Sequence[StoredPart]]:
     """Return the parts of a tier that this rank can read; none, with a warning, if the place cannot be read."""
+    storage, rank, world = copies.storage(tier), dist.get_rank(), dist.get_world_size()
     try:
-        shelf = copies.storage(tier).shelf(dist.get_rank(), dist.get_world_size())
-    except OSError as error:
+        shelf = within(ANSWER_S, lambda: storage.shelf(rank, world))
+    except (OSError, TimeoutError) as error:
         logger.warning("%s: rank %d cannot look at its copies: %s", tier, dist.get_rank(), error)
         return {}
     return {PartId(save, part): stored for save, parts in shelf.items() for part, stored in parts.items()}

@@ -53,6 +53,15 @@ def test_a_flipped_bit_is_found() -> None:
     assert read_any([copy]) is None
 
 
+def test_a_copy_of_the_storage_does_not_change_with_it() -> None:
+    storage = MemoryStorage()
+    written(storage)
+    copied = storage.copy()
+    written(storage, SAVES[1])
+    storage.delete(SAVES[0])
+    assert sorted(copied.shelf(0, 2)) == [SAVES[0]]
+
+
 def test_what_is_not_kept_is_forgotten() -> None:
     storage = MemoryStorage()
     for save in SAVES:

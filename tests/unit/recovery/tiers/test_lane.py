@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from checkpointless.recovery.tiers import lane as lanes
-from checkpointless.recovery.tiers.lane import Lane
+from checkpointless.recovery.tiers.lane import Lane, within
 
 LIMIT_S = 30.0
 
@@ -59,10 +59,24 @@ def test_an_error_ends_it_and_is_told(monkeypatch: pytest.MonkeyPatch, caplog: p
         lane.do(fail)
         lane.do(lambda: done.append("later"))
         assert ended(lane)
-    assert lane.has_failed
+    assert isinstance(lane.error, RuntimeError)
     assert lane.is_idle
     assert not done
-    assert "copying: nothing is copied until the next recovery: a disk is gone" in caplog.text
+    assert "copying: no task is done any more until the next recovery: a disk is gone" in caplog.text
+
+
+def test_a_call_that_does_not_return_is_not_waited_for_for_ever() -> None:
+    go_on = threading.Event()
+    with pytest.raises(TimeoutError, match="no answer within"):
+        within(0.05, lambda: go_on.wait(LIMIT_S))
+    go_on.set()
+    assert within(LIMIT_S, lambda: 3) == 3
+    with pytest.raises(OSError, match="gone"):
+        within(LIMIT_S, lambda: fail())
+
+
+def fail() -> None:
+    raise OSError("gone")
 
 
 def test_an_error_of_a_fault_that_is_being_handled_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,6 +43,12 @@ def test_what_was_made_before_all_that_is_known_has_no_name() -> None:
     assert len(lineage.begun) == 256
 
 
+def test_another_fit_of_a_block_goes_on_with_the_steps_of_the_one_before() -> None:
+    lineage = FIRST.begin(0, 10)
+    assert lineage.save(10) == named(10, 0)
+    assert lineage.save(11) == named(11, 0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
 def test_it_names_what_a_list_of_all_steps_names(generations: list[tuple[int, int]]) -> None:
     """Each generation goes back by some steps, and makes some."""
