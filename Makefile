@@ -61,6 +61,8 @@ gpu: ## run what needs a GPU, with its Python's torch and build/gpu-kit (25 minu
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@# Against the empty tree, so all files: no spaces at ends of lines, nothing left of a merge.
+	git diff --check "$$(git hash-object -t tree /dev/null)"
 	$(BIN)/mypy $(TYPED)
 
 docs: $(STAMP) ## build the documentation, into build/docs/index.html

@@ -28,10 +28,8 @@ class StepClock(Callback):
 
     def on_train_end(self, trainer: Any, _: Any) -> None:
         rank = int(os.environ["RANK"])
-        kept = trainer.strategy.checkpoint_manager._copies._kept
+        part, kept = trainer.strategy.checkpoint_manager.copy_bytes
         steps = [after - before for before, after in zip(self._begun, self._begun[1:])]
-        part = next((parts[0].nbytes for parts in kept.values() if parts), 0)
-        held = sum(each.nbytes for parts in kept.values() for each in parts)
-        taken = {"rank": rank, "steps_ns": steps, "part_bytes": part, "kept_bytes": held}
+        taken = {"rank": rank, "steps_ns": steps, "part_bytes": part, "kept_bytes": kept}
         taken["rss_bytes"] = psutil.Process().memory_info().rss
         (self._directory / f"clock-{rank}.json").write_text(json.dumps(taken))

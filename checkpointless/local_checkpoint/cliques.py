@@ -39,6 +39,12 @@ def clique_of(rank: int, world_size: int, jump: int, factor: int) -> tuple[int, 
     return tuple(range(first, first + jump * factor, jump))
 
 
+def all_cliques(world_size: int, jump: int, factor: int) -> list[tuple[int, ...]]:
+    """Return all cliques, each once, by their first ranks; see :func:`clique_of`."""
+    cliques = (clique_of(rank, world_size, jump, factor) for rank in range(world_size))
+    return list(dict.fromkeys(cliques))
+
+
 def check_layout(world_size: int, jump: int, factor: int) -> None:
     """Check that ``world_size`` ranks can be divided into cliques of ``factor`` ranks that are ``jump`` apart.
 

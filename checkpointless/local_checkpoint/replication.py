@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from checkpointless.environment import LOCAL_WORLD_SIZE_ENV
 from checkpointless.inprocess.context import aside
-from checkpointless.local_checkpoint.cliques import ExchangePlan, PartTransfer, clique_of, plan_retrieval
+from checkpointless.local_checkpoint.cliques import ExchangePlan, PartTransfer, all_cliques, plan_retrieval
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.part_transfer import receive_part, send_part
 from checkpointless.serialization.state_tree import Tree
@@ -160,11 +160,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             )
         if not jump:
             raise ValueError(f"{LOCAL_WORLD_SIZE_ENV} is not set: give replication_jump, the ranks of a node")
-        ranks = clique_of(dist.get_rank(), dist.get_world_size(), jump, replication_factor)
-        group = dist.new_group(list(ranks), timeout=timeout_of_the_job(), use_local_synchronization=True)
-        if group is None:
-            raise RuntimeError(f"rank {dist.get_rank()} is not in its own clique {ranks}")
-        return cls(group)
+        return cls(clique_group(jump, replication_factor, timeout_of_the_job()))
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -337,6 +333,31 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
 
     def _eager_build(self) -> CliqueReplicationStrategy:
         return CliqueReplicationStrategy.from_replication_params(self.replication_jump, self.replication_factor)
+
+
+def clique_group(
+    jump: int, factor: int, timeout: timedelta | None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make the process groups of all cliques, and return that of this rank's. Collective: every rank calls it.
+
+    All ranks make all groups. torch names a group that only its members make after the groups that each has made
+    before, and these differ from rank to rank where Megatron has groups of single pipeline stages.
+
+    Args:
+        jump: the distance between the ranks of a clique.
+        factor: how many members a clique has.
+        timeout: how long a wait for another member may take; None: as long as torch waits by default.
+        backend: the backend of the groups; None: that of the job.
+
+    Raises:
+        ValueError: the ranks of the job cannot be divided that way.
+    """
+    mine = None
+    for members in all_cliques(dist.get_world_size(), jump, factor):
+        group = dist.new_group(list(members), backend=backend, timeout=timeout)
+        mine = group if dist.get_rank() in members else mine
+    assert mine is not None, "every rank is in a clique"
+    return mine
 
 
 def timeout_of_the_job() -> timedelta | None:

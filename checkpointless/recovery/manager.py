@@ -120,6 +120,11 @@ class CheckpointManager(OwnStateKeeper):
         return self._copies.tiers
 
     @property
+    def copy_bytes(self) -> tuple[int, int]:
+        """How many bytes a copy of this rank's state takes, and how many all take that are in its memory."""
+        return self._copies.nbytes
+
+    @property
     def global_step(self) -> int | None:
         """The optimizer step of the held state, or None if none is held."""
         return self._held.commit.committed if self._held is not None else None

@@ -73,6 +73,8 @@ def play(
         What each call returned, or the type and words of what it raised.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    if dist.get_rank() % 2:  # as where Megatron has groups of single pipeline stages: ranks know different groups
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
     strategy = None if jump is None else LazyCliqueReplicationStrategy(jump, factor)
     player = Player(Path(root), Path(root) / f"node{dist.get_rank() // node_size}", strategy)
     outcomes = []

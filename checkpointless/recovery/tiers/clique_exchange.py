@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from checkpointless.local_checkpoint.cliques import clique_of
+from checkpointless.local_checkpoint.replication import clique_group
 from checkpointless.recovery.tiers.host_part import HostMemoryPool, HostPart, room_for
 from checkpointless.transfer.exchange import to_bytes, to_tensor
 
@@ -58,8 +58,7 @@ class _Link:
 class CliqueExchange:
     """Exchanges parts among the members of one clique. All members call each method together.
 
-    Making it is a collective of all ranks of the job: torch names a group after the groups that a rank has made
-    before, and these differ from rank to rank where Megatron has groups of single pipeline stages.
+    Making it is a collective of all ranks of the job.
 
     Args:
         jump: how many ranks apart the members are.
@@ -71,15 +70,9 @@ class CliqueExchange:
     """
 
     def __init__(self, jump: int, factor: int, timeout: timedelta | None) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        self.members = clique_of(rank, world, jump, factor)
-        self._place = self.members.index(rank)
-        self._group: Any = None
-        for first in range(world):
-            members = clique_of(first, world, jump, factor)
-            if members[0] == first:  # each clique once, in the same order on all ranks
-                group = dist.new_group(list(members), backend="gloo", timeout=timeout)
-                self._group = group if rank in members else self._group
+        self._group: Any = clique_group(jump, factor, timeout, backend="gloo")
+        self.members = tuple(dist.get_process_group_ranks(self._group))
+        self._place = self.members.index(dist.get_rank())
 
     def exchange(self, part: HostPart | None, pool: HostMemoryPool) -> Iterator[tuple[int, HostPart]]:
         """Give ``part`` to all other members, and yield each of theirs, with the global rank that it is of.

@@ -164,6 +164,12 @@ class Copies:
         """Return the storage of the tier of that name, which is open."""
         return self._storages[tier]
 
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """How many bytes a copy of this rank's state takes, and how many all take that are in its memory."""
+        kept = [parts for parts in self._last.kept.values() if parts] if self._last is not None else []
+        return (kept[0][0].nbytes if kept else 0), sum(part.nbytes for parts in kept for part in parts)
+
     # --- while training -------------------------------------------------------------------------------------------
 
     def make(self, step: int, take: Callable[[], Snapshot | None]) -> None:

@@ -12,6 +12,7 @@ from checkpointless.local_checkpoint.cliques import (
     ExchangePlan,
     NoReplicasAvailableError,
     PartTransfer,
+    all_cliques,
     check_layout,
     clique_of,
     plan_retrieval,
@@ -28,6 +29,7 @@ having = st.dictionaries(st.integers(0, 7), st.sets(st.sampled_from(PARTS)))
 def test_every_rank_is_in_one_clique_of_the_right_size(layout: tuple[int, int, int]) -> None:
     world, jump, factor = layout
     cliques = {clique_of(rank, world, jump, factor) for rank in range(world)}
+    assert all_cliques(world, jump, factor) == sorted(cliques)
     assert sorted(rank for clique in cliques for rank in clique) == list(range(world))
     assert {len(clique) for clique in cliques} == {factor}
     for clique in cliques:
