@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from checkpointless.local_checkpoint import LazyCliqueReplicationStrategy
 from checkpointless.megatron.dist_checkpoint import Copies, CopiesLoadStrategy, CopiesSaveStrategy
 
 READER_BYTES_PER_S = 100e6
@@ -117,22 +116,22 @@ def measure_saves(root: str, repeats: int) -> dict[str, list[list[float]]]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     queue = AsyncCallsQueue()
 
-    def ours(copies: Copies) -> Any:  # new ones each time, or those of all sides would take much memory
+    def ours(copies: Copies) -> Any:
         return FullyParallelSaveStrategyWrapper(CopiesSaveStrategy(copies))
 
     def megatrons() -> Any:
         return FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1))
 
-    neighbour = LazyCliqueReplicationStrategy(1, 2)
+    alone, with_neighbor = Copies(), Copies(replication_jump=1, replication_factor=2)  # as long as a job lasts
     sides: dict[str, tuple[Side, bool]] = {
         "Megatron, synchronous": (megatrons, False),
         "Megatron, asynchronous": (megatrons, True),
-        "copies in memory": (lambda: ours(Copies()), True),
-        "copies in memory and at a neighbour": (lambda: ours(Copies(replication=neighbour)), True),
+        "copies in memory": (lambda: ours(alone), True),
+        "copies in memory and at a neighbor": (lambda: ours(with_neighbor), True),
     }
     state = {"model": weights(1), "optimizer": moments()}
     measured: dict[str, list[list[float]]] = {side: [] for side in sides}
-    for repeat in range(repeats + 1):  # the first is not counted
+    for repeat in range(repeats + 2):  # the first two, which make memory, are not counted
         for number, (side, (make, is_async)) in enumerate(sides.items()):
             strategy = make()
             folder = Path(root) / f"save-{repeat}-{number}"
@@ -144,7 +143,7 @@ def measure_saves(root: str, repeats: int) -> dict[str, list[list[float]]]:
                 queue.schedule_async_request(request)
             stopped_s = time.monotonic() - began_s
             queue.maybe_finalize_async_calls(blocking=True)
-            if repeat:
+            if repeat > 1:
                 measured[side].append([stopped_s, time.monotonic() - began_s])
             dist.barrier()
             del strategy, request

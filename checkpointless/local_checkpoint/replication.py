@@ -151,15 +151,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             ValueError: the world size is not a multiple of J * F; or the ranks ask for different cliques; or J is
                 to be the size of the node and that is not known.
         """
-        jump = replication_jump or int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "0"))
-        asked = {(each[0], each[1]) for each in all_gather_json([jump, replication_factor])}
-        if len(asked) > 1:
-            raise ValueError(
-                f"the ranks ask for different cliques, as (jump, factor): {sorted(asked)}. "
-                "Where nodes have different numbers of ranks, give replication_jump"
-            )
-        if not jump:
-            raise ValueError(f"{LOCAL_WORLD_SIZE_ENV} is not set: give replication_jump, the ranks of a node")
+        jump = agreed_jump(replication_jump, replication_factor)
         return cls(clique_group(jump, replication_factor, timeout_of_the_job()))
 
     @property
@@ -333,6 +325,28 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
 
     def _eager_build(self) -> CliqueReplicationStrategy:
         return CliqueReplicationStrategy.from_replication_params(self.replication_jump, self.replication_factor)
+
+
+def agreed_jump(jump: int, factor: int) -> int:
+    """Return the distance between the ranks of a clique, if all ranks ask for the same. Collective.
+
+    Args:
+        jump: the distance that this rank asks for; 0: the number of ranks on its node.
+        factor: how many members a clique is to have.
+
+    Raises:
+        ValueError: the ranks ask for different cliques, or the size of the node is not known.
+    """
+    jump = jump or int(os.environ.get(LOCAL_WORLD_SIZE_ENV, "0"))
+    asked = {(each[0], each[1]) for each in all_gather_json([jump, factor])}
+    if len(asked) > 1:
+        raise ValueError(
+            f"the ranks ask for different cliques, as (jump, factor): {sorted(asked)}. "
+            "Where nodes have different numbers of ranks, give replication_jump"
+        )
+    if not jump:
+        raise ValueError(f"{LOCAL_WORLD_SIZE_ENV} is not set: give replication_jump, the ranks of a node")
+    return jump
 
 
 def clique_group(

@@ -17,7 +17,6 @@ from megatron.core.parallel_state import get_data_parallel_group
 from nemo.lightning.io.pl import MegatronCheckpointIO
 from typing_extensions import override
 
-from checkpointless.local_checkpoint import LazyCliqueReplicationStrategy
 from checkpointless.local_checkpoint.disk_storage import DiskStorage
 from checkpointless.megatron.dist_checkpoint import Copies, CopiesLoadStrategy, CopiesSaveStrategy
 from checkpointless.megatron.dist_checkpoint.registration import loading
@@ -52,6 +51,7 @@ class KeepCopies(Callback):
         """
         copies = _copies(self.disk, self.replication_jump, self.replication_factor)
         keep_copies(trainer.strategy.checkpoint_io, copies)
+        copies.prepare()
 
 
 @cache
@@ -59,7 +59,8 @@ def _copies(disk: str, jump: int, factor: int) -> Copies:
     """Return the copies of this process, the same ones in every generation."""
     return Copies(
         disk=DiskStorage(Path(disk)) if disk else None,
-        replication=LazyCliqueReplicationStrategy(jump, factor) if factor > 1 else None,
+        replication_jump=jump,
+        replication_factor=factor,
     )
 
 

@@ -29,7 +29,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from checkpointless.local_checkpoint import LazyCliqueReplicationStrategy
 from checkpointless.local_checkpoint.disk_storage import DiskStorage
 from checkpointless.megatron.dist_checkpoint import (
     Copies,
@@ -139,8 +138,8 @@ def play(
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     storage = DiskStorage(Path(root) / f"disk{dist.get_rank()}") if disk else None
-    replication = LazyCliqueReplicationStrategy(1, factor) if factor > 1 else None
-    player = Player(Path(root), Copies(memory=memory, disk=storage, replication=replication))
+    copies = Copies(memory=memory, disk=storage, replication_jump=1, replication_factor=factor)
+    player = Player(Path(root), copies)
     outcomes = []
     for name, *arguments in calls:
         call: Callable[..., Any] = getattr(player, name)
@@ -250,8 +249,9 @@ class Player:
         """These ranks have new processes, which have nothing in memory."""
         if self.rank in ranks:
             self.copies = Copies(
-                disk=self.copies.places[-1].storage if self.copies.lasting else None,
-                replication=self.copies.replication,
+                disk=next((place.storage for place in self.copies.places if place.name == "disk"), None),
+                replication_jump=self.copies.replication_jump,
+                replication_factor=self.copies.replication_factor,
             )
 
     def damage(self, pattern: str) -> None:

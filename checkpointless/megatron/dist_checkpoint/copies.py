@@ -7,65 +7,20 @@ the place lasts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
 from functools import cache, partial
 
-import torch
+import torch.distributed as dist
 
-from checkpointless.local_checkpoint.agreement import attempt, own_rank, world_size
+from checkpointless.local_checkpoint.agreement import attempt
 from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.manager import write_parts
 from checkpointless.local_checkpoint.memory_storage import MemoryStorage
-from checkpointless.local_checkpoint.part_id import PartId, SaveId
+from checkpointless.local_checkpoint.part_id import SaveId
 from checkpointless.local_checkpoint.part_storage import PartStorage
-from checkpointless.local_checkpoint.replication import ReplicationStrategy
-from checkpointless.transfer.bucket_rounds import TransferError
+from checkpointless.megatron.dist_checkpoint.keeper import Keeper, Place
 
 logger = logging.getLogger(__name__)
-
-
-class ReusedMemory:
-    """Tensors in host memory that are used for save after save: new memory is slow when it is first written to."""
-
-    def __init__(self) -> None:
-        self._of: dict[SaveId, list[torch.Tensor]] = {}
-        self._ended: set[SaveId] = set()
-        self._free: dict[tuple[torch.dtype, torch.Size], list[torch.Tensor]] = {}
-
-    def take(self, save: SaveId, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor for ``save``, of the shape and dtype of ``like``, that nothing else uses."""
-        free = self._free.get((like.dtype, like.shape))
-        taken = free.pop() if free else torch.empty(like.shape, dtype=like.dtype, device="cpu")
-        self._of.setdefault(save, []).append(taken)
-        return taken
-
-    def ended(self, save: SaveId) -> None:
-        """Note that no writer reads the tensors of ``save`` any more."""
-        self._ended.add(save)
-
-    def free_all_but(self, keep: Collection[SaveId | None]) -> None:
-        """Use the tensors of saves that have ended and are not in ``keep`` again; what was free is given back."""
-        self._free = {}
-        for save in [save for save in self._of if save in self._ended and save not in keep]:
-            for tensor in self._of.pop(save):
-                self._free.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
-        self._ended &= self._of.keys()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Somewhere that copies are kept.
-
-    Attributes:
-        name: what messages call it.
-        storage: the place.
-        is_memory: whether it is this process's memory, so that it can be written to only by this process.
-    """
-
-    name: str
-    storage: PartStorage
-    is_memory: bool
 
 
 class Copies:
@@ -77,7 +32,15 @@ class Copies:
         memory: whether to keep copies in the memory of the process.
         disk: a place that lasts longer than the process, such as a
             :class:`~checkpointless.local_checkpoint.disk_storage.DiskStorage`; None: there is none.
-        replication: decides which ranks keep copies for each other; None: each rank keeps only its own.
+        replication_jump: the distance between ranks that keep copies for each other; 0: the number of ranks on a
+            node, so that copies are on the next node.
+        replication_factor: how many ranks keep each copy. 1: each rank keeps only its own.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Attributes:
+        places: where copies are kept, the first to be asked first.
     """
 
     def __init__(
@@ -85,63 +48,68 @@ class Copies:
         *,
         memory: bool = True,
         disk: PartStorage | None = None,
-        replication: ReplicationStrategy | None = None,
+        replication_jump: int = 0,
+        replication_factor: int = 1,
     ) -> None:
-        places = [Place("memory", MemoryStorage(takes_over=True), True)] if memory else []
-        places += [Place("disk", disk, False)] if disk is not None else []
+        if replication_jump < 0 or replication_factor < 1:
+            raise ValueError(
+                "replication_jump must be 0 or more and replication_factor 1 or more, "
+                f"not {replication_jump} and {replication_factor}"
+            )
+        places = [Place("memory", MemoryStorage(takes_over=True))] if memory else []
+        places += [Place("disk", disk)] if disk is not None else []
         self.places: tuple[Place, ...] = tuple(places)
-        self.replication = replication
-        self._room = ReusedMemory()
+        self.replication_jump, self.replication_factor = replication_jump, replication_factor
+        self._keeper: Keeper | None = None
+        self._kept_in: Callable[[], object] = lambda: None  # the default group of the keeper's generation
         self._whole: SaveId | None = None  # the newest that is on storage, too
         self._writing: SaveId | None = None
 
-    def begin(self, save: SaveId) -> None:
-        """Begin a save: forget all others but the newest whole one and the one that may still be written."""
-        if self._whole is not None:
-            self._forget_all_but(self._whole, self._writing, save)
-            self._room.free_all_but((self._whole, self._writing, save))
-        self._writing = save
+    def prepare(self) -> Keeper:
+        """Make what this generation needs to keep copies, unless that was done. Collective.
 
-    def room(self, save: SaveId, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in host memory for a part of ``save``, of the shape and dtype of ``like``."""
-        return self._room.take(save, like)
+        Raises:
+            ValueError: the ranks cannot be divided as replication wants it.
+        """
+        world = dist.group.WORLD
+        if self._keeper is None or self._kept_in() is not world:
+            if self._keeper is not None:
+                self._keeper.leave()
+            self._keeper = Keeper(self.places, self.replication_jump, self.replication_factor)
+            self._kept_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
+        return self._keeper
 
-    def keep(self, save: SaveId, content: Content) -> list[tuple[PartId, Content]]:
-        """Keep this rank's part in memory, and exchange it with the peers'. Collective.
+    def keep(self, save: SaveId, content: Content) -> Content | None:
+        """Begin a save: copy this rank's part to host memory, and have the copy kept in the background. Collective.
+
+        All others but the newest whole one and the one that may still be written are forgotten.
 
         Args:
             save: the save.
-            content: this rank's part, in host memory. It is not to be changed any more.
+            content: this rank's part, with the live tensors.
 
         Returns:
-            All parts that this rank keeps, for :meth:`write`.
-        """
-        part = PartId(save, own_rank())
-        parts = [(part, content)]
-        if self.replication is not None:
-            try:
-                states, names = self.replication.replicate(content.state(), str(part))
-                parts = [(PartId.parse(name), Content.of(state)) for state, name in zip(states, names)]
-            except TransferError as error:
-                logger.warning("%s is kept without what the peers sent: %s", part.words, error)
-        for place in self.places:
-            if place.is_memory:
-                write_parts(place.storage, parts, own_rank(), world_size())
-        return parts
+            The copy, which is not to be changed; None, with a warning: there is no room.
 
-    @property
-    def lasting(self) -> tuple[PartStorage, ...]:
-        """The places that any process can write to."""
-        return tuple(place.storage for place in self.places if not place.is_memory)
+        Raises:
+            ValueError: the ranks cannot be divided as replication wants it.
+        """
+        keeper = self.prepare()
+        others = (self._whole, self._writing)
+        if self._whole is not None:
+            self._forget_all_but(*others, save)
+        self._writing = save
+        return keeper.keep(save, content, others)
 
     def end(self, save: SaveId, is_whole: bool) -> None:
-        """End a save.
+        """End a save, when its copies are where they belong.
 
         Args:
             save: the save.
             is_whole: whether all of the checkpoint is on storage. Otherwise its copies are of no use.
         """
-        self._room.ended(save)
+        if self._keeper is not None:
+            self._keeper.end(save)
         if self._writing == save:
             self._writing = None
         if not is_whole:
@@ -160,21 +128,6 @@ class Copies:
             _, problem = attempt(partial(place.storage.delete_all_but, keep))
             if problem is not None:
                 logger.warning("old copies in %s cannot be deleted: %s", place.name, problem)
-
-
-def write(
-    storages: Sequence[PartStorage], parts: Sequence[tuple[PartId, Content]], holder: int, ranks: int
-) -> None:
-    """Write parts to places that last. It may run in a process of its own; what cannot be written is a warning.
-
-    Args:
-        storages: the places.
-        parts: this rank's part and those of its peers.
-        holder: this rank.
-        ranks: the number of ranks of the job.
-    """
-    for storage in storages:
-        write_parts(storage, parts, holder, ranks)
 
 
 @cache

@@ -17,23 +17,32 @@ _PLAIN = "plain"
 _STREAM = "stream"  # TransformerEngine's extra state, which only it reads
 
 
-def content_of(identity: Identity, leaves: Sequence[Leaf]) -> Content:
-    """Return a part: the leaves that can be kept, with their data, which are referenced and not copied.
+def values_to_keep(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Tree]]:
+    """Return the leaves that can be kept, each with its tensor or its object as :func:`encoded` made it.
 
     A tensor of a special class (one in FP8), and an object that is not made of plain values, are left out: they
     will be loaded from storage.
 
     Args:
-        identity: of the checkpoint.
         leaves: what this rank writes, with its data.
     """
-    chunks, values = [], []
+    kept = []
     for leaf in leaves:
         value = encoded(leaf.data) if not isinstance(leaf.data, torch.Tensor) else leaf.data
         if value is not None and (not isinstance(value, torch.Tensor) or can_keep(value)):
-            chunks.append(Chunk.of(leaf).to_json())
-            values.append(value)
-    return Content.of({"identity": identity.to_json(), "chunks": chunks, "values": values})
+            kept.append((leaf, value))
+    return kept
+
+
+def content_of(identity: Identity, kept: Sequence[tuple[Leaf, Tree]]) -> Content:
+    """Return a part, whose tensors are referenced and not copied.
+
+    Args:
+        identity: of the checkpoint.
+        kept: what :func:`values_to_keep` returned.
+    """
+    chunks = [Chunk.of(leaf).to_json() for leaf, _ in kept]
+    return Content.of({"identity": identity.to_json(), "chunks": chunks, "values": [value for _, value in kept]})
 
 
 def values_of(content: Content, identity: Identity) -> dict[str, Tree]:

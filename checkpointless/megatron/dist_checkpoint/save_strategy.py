@@ -8,26 +8,22 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from checkpointless.local_checkpoint.agreement import attempt, gather, own_rank, world_size
-from checkpointless.local_checkpoint.content import Content
-from checkpointless.local_checkpoint.part_id import PartId, SaveId
-from checkpointless.local_checkpoint.part_storage import PartStorage
-from checkpointless.megatron.dist_checkpoint import copies as copies_of
+from checkpointless.local_checkpoint.part_id import SaveId
 from checkpointless.megatron.dist_checkpoint import identity as identities
-from checkpointless.megatron.dist_checkpoint.chunk import Leaf, State, replaced
+from checkpointless.megatron.dist_checkpoint.chunk import Leaf, State, leaves_of, replaced
 from checkpointless.megatron.dist_checkpoint.copies import Copies, process_copies
 from checkpointless.megatron.dist_checkpoint.identity import Identity
-from checkpointless.megatron.dist_checkpoint.part import can_keep, content_of
+from checkpointless.megatron.dist_checkpoint.keeper import in_storage_of_its_own
+from checkpointless.megatron.dist_checkpoint.part import content_of, values_to_keep
 from checkpointless.megatron.dist_checkpoint.storage import attempt_megatrons, told_by
 
 logger = logging.getLogger(__name__)
@@ -40,8 +36,8 @@ class DrainError(CheckpointingException):
 class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     """Saves in Megatron's ``torch_dist`` format, and keeps copies of what this rank writes.
 
-    The copies in memory, this rank's and those that it keeps for its peers, are made first; then training may go
-    on. The copies in lasting places, and the checkpoint itself, are written in the background. All ranks save
+    What this rank writes is copied to host memory first; then training may go on. A thread exchanges the copies
+    with the peers and writes them to lasting places, while Megatron writes the checkpoint itself. All ranks save
     together.
 
     A write to storage that fails costs a warning, and that checkpoint: it is not finished, so that Megatron's and
@@ -87,12 +83,9 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str], forgiving: bool
     ) -> AsyncRequest:
         identity = self._identity(checkpoint_dir)
-        self.copies.begin(identity.save)
-        state, leaves = self._on_host(sharded_state_dict, identity.save)
-        content = content_of(identity, leaves)
-        parts = self.copies.keep(identity.save, content)
+        state = self._on_host(sharded_state_dict, identity)
         request = super().async_save(state, checkpoint_dir)
-        return self._with_copies(request, identity, checkpoint_dir, parts, forgiving)
+        return self._with_end(request, identity, checkpoint_dir, forgiving)
 
     def _identity(self, checkpoint_dir: str | os.PathLike[str]) -> Identity:
         """Return the identity of a new save, the same on all ranks. Collective."""
@@ -101,39 +94,37 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         number = re.search(r"(?:step=|iter_)(\d+)", name)  # as NeMo and Megatron-LM name checkpoints
         return Identity(SaveId(int(number[1]) if number else 0, token), name, world_size())
 
-    def _on_host(self, sharded_state_dict: State, save: SaveId) -> tuple[State, list[Leaf]]:
-        """Return the state with copies in host memory of what this rank writes, and what that is."""
-        written: list[Leaf] = []
+    def _on_host(self, sharded_state_dict: State, identity: Identity) -> State:
+        """Begin to keep what this rank writes, and return the state with the copies in its place. Collective."""
+        leaves = leaves_of(sharded_state_dict)
+        if self.keep_only_main_replica:
+            leaves = [leaf for leaf in leaves if is_main_replica(leaf.replica_id)]
+        kept = values_to_keep(leaves)
+        copied = self.copies.keep(identity.save, content_of(identity, kept))
+        if copied is None:
+            return sharded_state_dict
+        data = {
+            id(leaf): in_storage_of_its_own(value)
+            for (leaf, _), value in zip(kept, copied.state()["values"], strict=True)
+            if isinstance(leaf, ShardedTensor)
+        }
 
-        def copied(leaf: Leaf) -> Leaf:
-            if self.keep_only_main_replica and not is_main_replica(leaf.replica_id):
-                return leaf
+        def with_copy(leaf: Leaf) -> Leaf:
             mine = copy.copy(leaf)
-            if isinstance(leaf, ShardedTensor) and can_keep(leaf.data):
-                data = leaf.data.detach()
-                mine.data = self.copies.room(save, data).copy_(data, non_blocking=True)
-            written.append(mine)
+            mine.data = data.get(id(leaf), leaf.data)
             return mine
 
-        state = replaced(sharded_state_dict, copied)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return state, written
+        return replaced(sharded_state_dict, with_copy)
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         """Keep the writer whose end is about to be prepared, so that an error on one rank holds up no other one."""
         self._metadata = writer.finish = _Guarded(writer.finish)
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
 
-    def _with_copies(
-        self,
-        request: AsyncRequest,
-        identity: Identity,
-        checkpoint_dir: str | os.PathLike[str],
-        parts: Sequence[tuple[PartId, Content]],
-        forgiving: bool,
+    def _with_end(
+        self, request: AsyncRequest, identity: Identity, checkpoint_dir: str | os.PathLike[str], forgiving: bool
     ) -> AsyncRequest:
-        """Return Megatron's request, with the lasting copies before it and with an end that may fail."""
+        """Return Megatron's request with an end that may fail."""
         theirs, metadata, fns = tuple(request.finalize_fns), self._metadata, list[Callable[[], None]]()
 
         def finish() -> None:
@@ -150,10 +141,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
             self._finish(identity, checkpoint_dir)
 
         fns.append(finish)
-        write = request.async_fn
-        if self.copies.lasting:
-            write = partial(_write, request.async_fn, self.copies.lasting, parts, own_rank(), world_size())
-        return request._replace(async_fn=write, finalize_fns=fns)
+        return request._replace(finalize_fns=fns)
 
     def _finish(self, identity: Identity, checkpoint_dir: str | os.PathLike[str]) -> None:
         """End a save that is on storage."""
@@ -181,18 +169,3 @@ class _Guarded:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Call the function, and keep what it raises."""
         _, self.problem = attempt(lambda: self._function(*args, **kwargs))
-
-
-def _write(
-    theirs: Callable[..., None] | None,
-    storages: Sequence[PartStorage],
-    parts: Sequence[tuple[PartId, Content]],
-    holder: int,
-    ranks: int,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Write the copies to lasting places, and then what Megatron writes."""
-    copies_of.write(storages, parts, holder, ranks)
-    if theirs is not None:
-        theirs(*args, **kwargs)

@@ -29,8 +29,7 @@ from megatron.core.dist_checkpointing.strategies.base import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from checkpointless.local_checkpoint.memory_storage import MemoryStorage
-from checkpointless.local_checkpoint.part_id import PartId, SaveId
+from checkpointless.local_checkpoint.part_id import SaveId
 from checkpointless.local_checkpoint.part_storage import PartError
 from checkpointless.megatron.dist_checkpoint import (
     Copies,
@@ -43,7 +42,7 @@ from checkpointless.megatron.dist_checkpoint import (
 from checkpointless.megatron.dist_checkpoint import identity as identities
 from checkpointless.megatron.dist_checkpoint.chunk import Chunk, leaves_of, replaced
 from checkpointless.megatron.dist_checkpoint.identity import Identity
-from checkpointless.megatron.dist_checkpoint.part import content_of, decoded, encoded, values_of
+from checkpointless.megatron.dist_checkpoint.part import content_of, decoded, encoded, values_of, values_to_keep
 from checkpointless.megatron.dist_checkpoint.plan import BATCH_BYTES, MAX_BATCHES, batches_of
 
 pytestmark = pytest.mark.nemo
@@ -74,7 +73,7 @@ def test_replicas_have_one_name_and_different_chunks_have_different_ones() -> No
 
 def test_a_part_gives_back_what_can_be_kept() -> None:
     given_ = leaves()
-    values = values_of(content_of(IDENTITY, given_), IDENTITY)
+    values = values_of(content_of(IDENTITY, values_to_keep(given_)), IDENTITY)
     weight, layers, extra, plain, opaque = (values.get(Chunk.of(leaf).id, {}) for leaf in given_)
     assert torch.equal(weight, given_[0].data)
     assert torch.equal(layers, given_[1].data)
@@ -87,7 +86,7 @@ def test_a_part_gives_back_what_can_be_kept() -> None:
 @pytest.mark.parametrize("other", [{"save": SAVES[2]}, {"name": "other/weights"}, {"world_size": 2}])
 def test_a_part_of_another_checkpoint_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(PartError, match="is of the checkpoint"):
-        values_of(content_of(IDENTITY, leaves()), replace(IDENTITY, **other))
+        values_of(content_of(IDENTITY, values_to_keep(leaves())), replace(IDENTITY, **other))
 
 
 def test_an_identity_holds_as_long_as_the_checkpoint_is_as_it_was(tmp_path: Path) -> None:
@@ -113,26 +112,6 @@ def test_a_state_is_walked_through_and_replaced_leaf_by_leaf() -> None:
     state = {"a": given_[0], "b": [given_[1], {3: given_[2]}]}
     assert leaves_of(state) == given_[:3]
     assert replaced(state, lambda leaf: leaf.key) == {"a": "weight", "b": ["layers", {3: "extra"}]}
-
-
-def test_the_newest_whole_checkpoint_and_the_one_being_written_are_kept() -> None:
-    copies = Copies()
-    storage = copies.places[0].storage
-    assert isinstance(storage, MemoryStorage)
-
-    def begin(save: SaveId) -> None:
-        copies.begin(save)
-        storage.write([(PartId(save, 0), content_of(IDENTITY, []))], 0, 1)
-
-    begin(SAVES[0])
-    copies.end(SAVES[0], is_whole=True)
-    begin(SAVES[1])
-    assert storage.shelf(0, 1).keys() == {SAVES[0], SAVES[1]}
-    copies.end(SAVES[1], is_whole=False)
-    assert storage.shelf(0, 1).keys() == {SAVES[0]}
-    begin(SAVES[2])
-    copies.end(SAVES[2], is_whole=True)
-    assert storage.shelf(0, 1).keys() == {SAVES[2]}
 
 
 @given(st.lists(st.tuples(st.integers(0, 3 * BATCH_BYTES), st.integers(0, 3)), max_size=40))

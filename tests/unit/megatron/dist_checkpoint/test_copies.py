@@ -1,0 +1,139 @@
+"""Which copies of checkpoints are kept, and which memory is used again for the next ones."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpointless.local_checkpoint.content import Content
+from checkpointless.local_checkpoint.memory_storage import MemoryStorage
+from checkpointless.local_checkpoint.part_id import PartId, SaveId
+from checkpointless.local_checkpoint.part_storage import read_any
+from checkpointless.megatron.dist_checkpoint import Copies
+from checkpointless.megatron.dist_checkpoint.keeper import in_storage_of_its_own
+
+pytestmark = pytest.mark.nemo
+LIMIT_S = 30.0
+SAVES = [SaveId(number, f"{number:024x}") for number in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save(copies: Copies, number: int, is_whole: bool = True) -> torch.Tensor:
+    """Save a tensor that is ``number`` everywhere, and return its copy."""
+    live = torch.full((2 << 20,), float(number))
+    copied = copies.keep(SAVES[number], Content.of({"weight": live}))
+    assert copied is not None
+    live.fill_(-1.0)  # training goes on
+    copies.end(SAVES[number], is_whole)
+    (weight,) = copied.tensors
+    return weight
+
+
+def kept(copies: Copies) -> dict[SaveId, set[float]]:
+    """Return the values of the copies that are kept."""
+    shelf = copies.places[0].storage.shelf(0, 1)
+    contents = {each: read_any(parts[0]) for each, parts in shelf.items()}
+    return {each: {*content.tensors[0].tolist()} for each, content in contents.items() if content is not None}
+
+
+def test_the_newest_whole_checkpoint_and_the_one_being_written_are_kept() -> None:
+    copies = Copies()
+    save(copies, 0)
+    save(copies, 1, is_whole=False)
+    assert kept(copies) == {SAVES[0]: {0.0}}
+    assert copies.keep(SAVES[2], Content.of({"weight": torch.full((5,), 2.0)})) is not None
+    copies.prepare().end(SAVES[2])
+    assert kept(copies) == {SAVES[0]: {0.0}, SAVES[2]: {2.0}}
+    copies.end(SAVES[2], is_whole=True)
+    assert kept(copies) == {SAVES[2]: {2.0}}
+
+
+def test_two_pieces_of_memory_are_used_in_turn() -> None:
+    copies = Copies()
+    pieces = []
+    for number in range(6):
+        pieces.append(save(copies, number).data_ptr())
+        assert kept(copies) == {SAVES[number]: {float(number)}}
+    assert len(set(pieces)) == 2
+
+
+class SlowStorage(MemoryStorage):
+    """A place that takes long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def write(self, parts: Sequence[tuple[PartId, Content]], holder: int, world_size: int) -> None:
+        """Write when it is told to."""
+        assert self.go_on.wait(LIMIT_S)
+        super().write(parts, holder, world_size)
+
+
+def test_training_waits_for_nothing_but_the_copy_in_memory() -> None:
+    slow = SlowStorage()
+    copies = Copies(disk=slow)
+    live = torch.full((5,), 1.0)
+    assert copies.keep(SAVES[1], Content.of({"weight": live})) is not None
+    live.fill_(-1.0)
+    assert not slow.shelf(0, 1)
+    slow.go_on.set()
+    copies.end(SAVES[1], is_whole=True)
+    content = read_any(slow.shelf(0, 1)[SAVES[1]][0])
+    assert content is not None
+    assert content.tensors[0].tolist() == [1.0] * 5
+
+
+def test_memory_that_is_not_there_costs_the_copy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies = Copies()
+    save(copies, 0)
+
+    def none(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("no room")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(torch, "empty", none)
+        assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})) is None
+    copies.end(SAVES[1], is_whole=True)
+    assert "no copy is kept of what rank 0 saves: no room" in caplog.text
+    assert kept(copies) == {}, "the one before is not the newest any more"
+
+
+@pytest.mark.parametrize("wrong", [{"replication_jump": -1}, {"replication_factor": 0}])
+def test_numbers_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Copies(**wrong)  # type: ignore[arg-type]
+
+
+def test_ranks_that_cannot_be_divided_are_refused_before_a_save() -> None:
+    with pytest.raises(ValueError, match="1 ranks cannot be divided into cliques of 2"):
+        Copies(replication_jump=1, replication_factor=2).prepare()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (4, 5)])
+def test_a_tensor_gets_a_storage_of_its_own_over_the_same_memory(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    count = torch.Size(shape).numel()
+    view = memory[256 : 256 + count * dtype.itemsize].view(dtype).view(shape)
+    alone = in_storage_of_its_own(view)
+    assert alone.shape == view.shape
+    assert alone.dtype == view.dtype
+    assert alone.untyped_storage().size() == count * dtype.itemsize
+    view.fill_(1)
+    assert torch.equal(alone, view)
