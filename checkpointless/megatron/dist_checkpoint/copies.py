@@ -18,7 +18,7 @@ from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.memory_storage import MemoryStorage
 from checkpointless.local_checkpoint.part_id import SaveId
 from checkpointless.local_checkpoint.part_storage import PartStorage
-from checkpointless.megatron.dist_checkpoint.keeper import Keeper, Place
+from checkpointless.megatron.dist_checkpoint.keeper import Keeper, Kept, Place
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Copies:
             self._kept_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
         return self._keeper
 
-    def keep(self, save: SaveId, content: Content) -> Content | None:
+    def keep(self, save: SaveId, content: Content) -> Kept:
         """Begin a save: copy this rank's part to host memory, and have the copy kept in the background. Collective.
 
         All others but the newest whole one and the one that may still be written are forgotten.
@@ -87,9 +87,6 @@ class Copies:
         Args:
             save: the save.
             content: this rank's part, with the live tensors.
-
-        Returns:
-            The copy, which is not to be changed; None, with a warning: there is no room.
 
         Raises:
             ValueError: the ranks cannot be divided as replication wants it.

@@ -23,6 +23,7 @@ from checkpointless.local_checkpoint.manager import write_parts
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import PartStorage
 from checkpointless.local_checkpoint.replication import agreed_jump, timeout_of_the_job
+from checkpointless.megatron.dist_checkpoint.forked_copy import ForkedCopy
 from checkpointless.recovery.tiers.clique_exchange import CliqueExchange
 from checkpointless.recovery.tiers.host_part import HostMemoryPool, HostPart, copy_into, laid_out, recorded
 from checkpointless.recovery.tiers.lane import Lane
@@ -31,6 +32,20 @@ logger = logging.getLogger(__name__)
 
 _TURN_S = 0.02
 _KEEPING_LIMIT = timedelta(minutes=10)  # if the job has no timeout of its own
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What this rank keeps of a save.
+
+    Attributes:
+        content: the copy in host memory, which is not to be changed before the save has ended; None: there was no
+            room, as a warning said.
+        later: makes the copy, which has not been made yet; None: it has been.
+    """
+
+    content: Content | None
+    later: ForkedCopy | None = None
 
 
 @dataclass(frozen=True)
@@ -68,44 +83,51 @@ class Keeper:
         self._lane = Lane("keeping copies of checkpoints")
         # Own parts belong to the thread that trains, the others' to the lane. New memory is slow when it is first
         # written to, so it is used for save after save.
-        self._own, self._others = HostMemoryPool(), HostMemoryPool()
+        self._is_forked = not torch.cuda.is_initialized()
+        self._own, self._others = HostMemoryPool(shared=self._is_forked), HostMemoryPool()
         self._mine: dict[SaveId, HostPart] = {}
         self._arrived: dict[SaveId, list[HostPart]] = {}
         self._done: dict[SaveId, Event] = {}
+        self._later: dict[SaveId, ForkedCopy] = {}
         self._ended: set[SaveId] = set()
 
     def leave(self) -> None:
         """Keep nothing more: another generation has begun."""
         self._lane.leave()
 
-    def keep(self, save: SaveId, content: Content, others: Collection[SaveId | None]) -> Content | None:
+    def keep(self, save: SaveId, content: Content, others: Collection[SaveId | None]) -> Kept:
         """Copy a part to host memory, and begin to bring it to where copies are kept. Collective.
+
+        If all of it lies in host memory, the copy is left to the process that is forked to write the checkpoint.
 
         Args:
             save: the save.
             content: this rank's part, with the live tensors.
             others: the saves whose copies are still of use.
-
-        Returns:
-            The copy, which is not to be changed before the save has ended; None, with a warning: there is no room.
         """
         used = {*others, save}
         self._mine = {each: part for each, part in self._mine.items() if each in used or each not in self._ended}
         self._own.keep_only([*self._mine.values()])
         self._ended &= {*self._mine, *self._arrived}
-        part = None
+        part, later = None, None
         try:
             room = laid_out(content, self._own)
-            copy_into(room, content.tensors, recorded())
+            if self._is_forked and all(tensor.device.type == "cpu" for tensor in content.tensors):
+                later = self._later[save] = ForkedCopy(room, content.tensors)
+            else:
+                copy_into(room, content.tensors, recorded())
             part = self._mine[save] = room
         except (MemoryError, RuntimeError) as error:  # torch has no exception of its own for the first
             logger.warning("no copy is kept of what rank %d saves: %s", self._rank, error)
         done = self._done[save] = Event()
-        self._lane.do(partial(self._bring, PartId(save, self._rank), part, used, done))
-        return part.content if part is not None else None
+        self._lane.do(partial(self._bring, PartId(save, self._rank), part, later, used, done))
+        return Kept(part.content if part is not None else None, later)
 
     def end(self, save: SaveId) -> None:
         """Wait until the copies of ``save`` are where they belong. Its memory may then be used again."""
+        later = self._later.pop(save, None)
+        if later is not None:
+            later.forget()
         done = self._done.pop(save, None)
         limit_s = (self._timeout or _KEEPING_LIMIT).total_seconds()
         deadline_s = time.monotonic() + limit_s
@@ -116,9 +138,18 @@ class Keeper:
                     return
         self._ended.add(save)
 
-    def _bring(self, name: PartId, part: HostPart | None, used: Collection[SaveId | None], done: Event) -> None:
+    def _bring(
+        self,
+        name: PartId,
+        part: HostPart | None,
+        later: ForkedCopy | None,
+        used: Collection[SaveId | None],
+        done: Event,
+    ) -> None:
         """Exchange parts with the peers, and write all to where copies are kept. Runs in the lane."""
         try:
+            if later is not None and not self._is_made(later, name):
+                part = None
             kept = self._arrived.items()
             self._arrived = {each: parts for each, parts in kept if each in used or each not in self._ended}
             self._others.keep_only([each for parts in self._arrived.values() for each in parts])
@@ -136,6 +167,15 @@ class Keeper:
                 write_parts(place.storage, parts, self._rank, self._world_size)
         finally:
             done.set()
+
+    def _is_made(self, later: ForkedCopy, name: PartId) -> bool:
+        """Wait for the process that makes a copy, and return whether it did. The save ends after that process."""
+        while not later.is_made and not later.is_forgotten and not self._lane.is_left:
+            time.sleep(_TURN_S)
+        is_made = later.is_made
+        if not is_made and not self._lane.is_left:
+            logger.warning("no copy is kept of %s: its writer did not come to making it", name.words)
+        return is_made
 
 
 def in_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:

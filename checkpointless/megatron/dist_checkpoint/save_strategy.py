@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from checkpointless.local_checkpoint.agreement import attempt, gather, own_rank, world_size
+from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.part_id import SaveId
 from checkpointless.megatron.dist_checkpoint import identity as identities
 from checkpointless.megatron.dist_checkpoint.chunk import Leaf, State, leaves_of, replaced
@@ -36,9 +37,9 @@ class DrainError(CheckpointingException):
 class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     """Saves in Megatron's ``torch_dist`` format, and keeps copies of what this rank writes.
 
-    What this rank writes is copied to host memory first; then training may go on. A thread exchanges the copies
-    with the peers and writes them to lasting places, while Megatron writes the checkpoint itself. All ranks save
-    together.
+    What this rank writes is copied to host memory first; then training may go on. On a CPU, the process that is
+    forked to write the checkpoint copies it instead. A thread exchanges the copies with the peers and writes them
+    to lasting places, while Megatron writes the checkpoint itself. All ranks save together.
 
     A write to storage that fails costs a warning, and that checkpoint: it is not finished, so that Megatron's and
     NeMo's functions that finish it are not called, and its copies are dropped. The copies of the newest checkpoint
@@ -66,8 +67,8 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
             checkpoint_dir: the directory to save to.
 
         Returns:
-            A request that writes to storage, for an ``AsyncCallsQueue`` of Megatron-core. Its state is a copy, so
-            the model may be changed at once.
+            A request that writes to storage, for an ``AsyncCallsQueue`` of Megatron-core. When it is scheduled, the
+            model may be changed.
         """
         return self._request(sharded_state_dict, checkpoint_dir, forgiving=True)
 
@@ -83,8 +84,18 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str], forgiving: bool
     ) -> AsyncRequest:
         identity = self._identity(checkpoint_dir)
-        state = self._on_host(sharded_state_dict, identity)
-        request = super().async_save(state, checkpoint_dir)
+        leaves = leaves_of(sharded_state_dict)
+        if self.keep_only_main_replica:
+            leaves = [leaf for leaf in leaves if is_main_replica(leaf.replica_id)]
+        values = values_to_keep(leaves)
+        kept = self.copies.keep(identity.save, content_of(identity, values))
+        if kept.content is not None and kept.later is None:
+            sharded_state_dict = _with_copies(sharded_state_dict, [leaf for leaf, _ in values], kept.content)
+        request = super().async_save(sharded_state_dict, checkpoint_dir)
+        if kept.later is not None and request.async_fn is not None:
+            request = request._replace(async_fn=kept.later.before(request.async_fn))
+        elif kept.later is not None:
+            kept.later.make()  # this rank writes nothing, so no process is forked
         return self._with_end(request, identity, checkpoint_dir, forgiving)
 
     def _identity(self, checkpoint_dir: str | os.PathLike[str]) -> Identity:
@@ -93,28 +104,6 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
         name = identities.name_of(checkpoint_dir)
         number = re.search(r"(?:step=|iter_)(\d+)", name)  # as NeMo and Megatron-LM name checkpoints
         return Identity(SaveId(int(number[1]) if number else 0, token), name, world_size())
-
-    def _on_host(self, sharded_state_dict: State, identity: Identity) -> State:
-        """Begin to keep what this rank writes, and return the state with the copies in its place. Collective."""
-        leaves = leaves_of(sharded_state_dict)
-        if self.keep_only_main_replica:
-            leaves = [leaf for leaf in leaves if is_main_replica(leaf.replica_id)]
-        kept = values_to_keep(leaves)
-        copied = self.copies.keep(identity.save, content_of(identity, kept))
-        if copied is None:
-            return sharded_state_dict
-        data = {
-            id(leaf): in_storage_of_its_own(value)
-            for (leaf, _), value in zip(kept, copied.state()["values"], strict=True)
-            if isinstance(leaf, ShardedTensor)
-        }
-
-        def with_copy(leaf: Leaf) -> Leaf:
-            mine = copy.copy(leaf)
-            mine.data = data.get(id(leaf), leaf.data)
-            return mine
-
-        return replaced(sharded_state_dict, with_copy)
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         """Keep the writer whose end is about to be prepared, so that an error on one rank holds up no other one."""
@@ -150,6 +139,28 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
             if problem is not None:
                 logger.warning("copies of %s will not be used: %s", checkpoint_dir, problem)
         self.copies.end(identity.save, is_whole=True)
+
+
+def _with_copies(state: State, leaves: Sequence[Leaf], content: Content) -> State:
+    """Return a sharded state with copies of tensors in the place of the tensors.
+
+    Args:
+        state: the state.
+        leaves: those whose copies there are.
+        content: their part.
+    """
+    data = {
+        id(leaf): in_storage_of_its_own(value)
+        for leaf, value in zip(leaves, content.state()["values"], strict=True)
+        if isinstance(leaf, ShardedTensor)
+    }
+
+    def with_copy(leaf: Leaf) -> Leaf:
+        mine = copy.copy(leaf)
+        mine.data = data.get(id(leaf), leaf.data)
+        return mine
+
+    return replaced(state, with_copy)
 
 
 class _Guarded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -40,9 +41,14 @@ class HostPart:
 
 
 class HostMemoryPool:
-    """Pieces of host memory, page-locked where there is a GPU, which are used again and again."""
+    """Pieces of host memory, page-locked where there is a GPU, which are used again and again.
 
-    def __init__(self) -> None:
+    Args:
+        shared: whether processes that are forked later share the memory, instead of having it as it was then.
+    """
+
+    def __init__(self, shared: bool = False) -> None:
+        self._shared = shared
         self._pieces: list[torch.Tensor] = []
         self._used: set[int] = set()
 
@@ -52,8 +58,7 @@ class HostMemoryPool:
             if piece.data_ptr() not in self._used and nbytes <= piece.numel() <= max(nbytes * _WASTE, 1 << 20):
                 break
         else:
-            pinned = torch.cuda.is_initialized()
-            piece = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            piece = self._made(max(nbytes, 1))
             self._pieces.append(piece)
         self._used.add(piece.data_ptr())
         return piece[:nbytes]
@@ -64,6 +69,14 @@ class HostMemoryPool:
         spare = [piece for piece in self._pieces if piece.data_ptr() not in self._used]
         self._pieces = [piece for piece in self._pieces if piece.data_ptr() in self._used]
         self._pieces += spare[-len(self._pieces) - 1 :]
+
+    def _made(self, nbytes: int) -> torch.Tensor:
+        if self._shared:
+            try:
+                return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+            except OSError as error:
+                raise MemoryError(f"{nbytes} bytes of shared memory: {error}") from error
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_initialized())
 
 
 def laid_out(content: Content, pool: HostMemoryPool) -> HostPart:

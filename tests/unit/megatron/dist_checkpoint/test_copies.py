@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import pickle
 import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from checkpointless.local_checkpoint.memory_storage import MemoryStorage
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import read_any
 from checkpointless.megatron.dist_checkpoint import Copies
-from checkpointless.megatron.dist_checkpoint.keeper import in_storage_of_its_own
+from checkpointless.megatron.dist_checkpoint.keeper import Kept, in_storage_of_its_own
 
 pytestmark = pytest.mark.nemo
 LIMIT_S = 30.0
@@ -32,12 +35,22 @@ def _one_rank() -> Iterator[None]:
 def save(copies: Copies, number: int, is_whole: bool = True) -> torch.Tensor:
     """Save a tensor that is ``number`` everywhere, and return its copy."""
     live = torch.full((2 << 20,), float(number))
-    copied = copies.keep(SAVES[number], Content.of({"weight": live}))
-    assert copied is not None
+    content = written(copies.keep(SAVES[number], Content.of({"weight": live})))
     live.fill_(-1.0)  # training goes on
     copies.end(SAVES[number], is_whole)
-    (weight,) = copied.tensors
+    (weight,) = content.tensors
     return weight
+
+
+def written(kept: Kept) -> Content:
+    """Let a forked process copy what is to be kept, as the one does that writes a checkpoint."""
+    assert kept.content is not None
+    assert kept.later is not None
+    process = multiprocessing.get_context("fork").Process(target=kept.later.before(lambda: None))
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 0
+    return kept.content
 
 
 def kept(copies: Copies) -> dict[SaveId, set[float]]:
@@ -52,7 +65,7 @@ def test_the_newest_whole_checkpoint_and_the_one_being_written_are_kept() -> Non
     save(copies, 0)
     save(copies, 1, is_whole=False)
     assert kept(copies) == {SAVES[0]: {0.0}}
-    assert copies.keep(SAVES[2], Content.of({"weight": torch.full((5,), 2.0)})) is not None
+    written(copies.keep(SAVES[2], Content.of({"weight": torch.full((5,), 2.0)})))
     copies.prepare().end(SAVES[2])
     assert kept(copies) == {SAVES[0]: {0.0}, SAVES[2]: {2.0}}
     copies.end(SAVES[2], is_whole=True)
@@ -85,7 +98,7 @@ def test_training_waits_for_nothing_but_the_copy_in_memory() -> None:
     slow = SlowStorage()
     copies = Copies(disk=slow)
     live = torch.full((5,), 1.0)
-    assert copies.keep(SAVES[1], Content.of({"weight": live})) is not None
+    written(copies.keep(SAVES[1], Content.of({"weight": live})))
     live.fill_(-1.0)
     assert not slow.shelf(0, 1)
     slow.go_on.set()
@@ -105,11 +118,33 @@ def test_memory_that_is_not_there_costs_the_copy(
         raise RuntimeError("no room")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(torch, "empty", none)
-        assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})) is None
+        patch.setattr(torch, "frombuffer", none)
+        assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})).content is None
     copies.end(SAVES[1], is_whole=True)
     assert "no copy is kept of what rank 0 saves: no room" in caplog.text
     assert kept(copies) == {}, "the one before is not the newest any more"
+
+
+def test_a_writer_that_dies_before_it_copies_costs_the_copy(caplog: pytest.LogCaptureFixture) -> None:
+    copies = Copies()
+    save(copies, 0)
+    assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})).later is not None
+    with caplog.at_level(logging.WARNING):
+        copies.end(SAVES[1], is_whole=False)
+    assert "no copy is kept of" in caplog.text
+    assert kept(copies) == {SAVES[0]: {0.0}}
+
+
+def test_a_writer_that_is_not_forked_gets_a_state_that_was_copied_before() -> None:
+    copies = Copies()
+    live = torch.full((5,), 1.0)
+    given = copies.keep(SAVES[1], Content.of({"weight": live}))
+    assert given.later is not None
+    assert given.content is not None
+    sent = ForkingPickler.dumps(given.later.before(print))
+    live.fill_(-1.0)
+    assert pickle.loads(sent) is print
+    assert given.content.tensors[0].tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("wrong", [{"replication_jump": -1}, {"replication_factor": 0}])
