@@ -323,3 +323,31 @@ def test_nemos_own_callback_saves_and_resumes_although_a_node_is_lost(
         assert after["losses"] == before["losses"][4:]
         assert after["samples"] == before["samples"][-len(after["samples"]) :]
     assert len(resumed[0]["losses"]) == 2
+
+
+@pytest.mark.nemo
+@pytest.mark.parametrize(
+    ("world", "settings", "found"),
+    [
+        (2, {}, [6]),
+        (2, {"is_async": True}, [6]),
+        (2, {"resumes": ["two", "one"]}, [-1, 6]),
+        (4, {"replication": [2, 2], "lost": "node1"}, [6]),
+        (4, {"replication": [2, 2], "lost": "node0", "is_lazy": False, "is_async": True}, [6]),
+        (4, {"lost": "node1"}, [-1]),
+    ],
+    ids=["sync", "async", "sessions", "a node lost", "a node lost, async", "a node lost, no replicas"],
+)
+def test_a_script_for_nvrx_runs_with_other_imports(
+    nemo_zygote: Zygote, tmp_path: Path, world: int, settings: dict[str, Any], found: list[int]
+) -> None:
+    """The same script with NVRx's own classes and with ours: both find and train the same."""
+    outcomes = {}
+    for whose in ("nvrx", "ours"):
+        arguments = {"whose": whose, "root": str(tmp_path / whose), **settings}
+        outcomes[whose] = nemo_zygote.run(world, "tests.ranks.local_checkpoint_scripts:play", arguments)
+    assert outcomes["ours"] == outcomes["nvrx"]
+    for rank, (_, *resumed) in enumerate(outcomes["ours"]):
+        assert [each for each, _ in resumed] == found
+        iteration, weights, *_ = resumed[-1][1]
+        assert weights == [rank + iteration]
