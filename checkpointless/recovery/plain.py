@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from checkpointless.recovery.running import manager_of
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
 from checkpointless.telemetry.steps import StepExtras, StepLog
 from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.transfer.sharded_tensors import replicas_of
 from checkpointless.transfer.tensor_entry import Key
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,12 @@ class PlainTraining(TrainingTensors):
         modules: the modules that are trained.
         optimizers: the optimizers of the modules.
         schedulers: the learning-rate schedulers, which step with every update.
-        group: the global ranks that hold the same modules and optimizers. Default: all ranks (data parallel).
+        group: the global ranks that hold the same modules and optimizers. Default: what the meshes of the modules'
+            DTensors say (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
+
+    Raises:
+        UnrecoverableError: the modules cannot be recovered.
+        ValueError: this rank is in no mesh of a parameter.
     """
 
     def __init__(
@@ -66,10 +72,12 @@ class PlainTraining(TrainingTensors):
         if reason is not None:
             raise UnrecoverableError(reason)
         super().__init__(modules, optimizers)
+        # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
+        self._named = {id(module): list(module.named_parameters()) for module in modules}
         self.step = 0
         self._optimizers = list(optimizers)
         self._schedulers = list(schedulers)
-        self._group = tuple(sorted(group)) if group is not None else tuple(range(dist.get_world_size()))
+        self._group = tuple(sorted(group)) if group is not None else self._replicas()
         self._call = call
         self._ready_step = 0
         self._moments: dict[int, Moment] = {}  # by step
@@ -78,9 +86,24 @@ class PlainTraining(TrainingTensors):
         if manager is None:
             call.checkpoint_manager = manager = CheckpointManager()
         self._manager = manager
+        if len(self._group) == 1 < dist.get_world_size() and not manager.tiers and dist.get_rank() == 0:
+            logger.warning(
+                "no two ranks hold the same part of the model: a rank that dies cannot be restored from memory. "
+                "A mesh with a dimension of replicas (HSDP) helps, or CheckpointManager(tiers=[NeighborMemory()])"
+            )
         self._log = StepLog.from_environment()
         if call.faults is not None:
             call.faults.target = lambda: next(iter(self.shard().values()))
+
+    def _replicas(self) -> tuple[int, ...]:
+        """Return the ranks that hold the same as this one, as far as the parameters tell."""
+        parameters = [parameter for named in self._named.values() for _, parameter in named]
+        return replicas_of(parameters, dist.get_rank()) or tuple(range(dist.get_world_size()))
+
+    @override
+    def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters that the module had when the training began, with their names."""
+        return iter(self._named[id(module)])
 
     def steps(self, last: int) -> Iterable[int]:
         """Yield the optimizer steps to make, from the first that is not committed to ``last``.

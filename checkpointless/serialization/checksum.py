@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from checkpointless.serialization.pending_digests import PendingDigests
-from checkpointless.serialization.tensor_memory import dtype_name, is_on_host, tensor_bytes
+from checkpointless.serialization.tensor_memory import dtype_name, is_on_host, local_part, tensor_bytes
 
 
 def digest_bytes(flat: torch.Tensor) -> int:
@@ -33,7 +33,8 @@ def digest_parts(parts: Iterable[torch.Tensor]) -> int:
 def digest_parameters(modules: Iterable[torch.nn.Module]) -> str:
     """Return the digest (xxh3-128, hex) of the names and bytes of all parameters, for comparing two runs.
 
-    Of a parameter that TransformerEngine keeps in FP8, it is that of the values that it stands for.
+    Of a DTensor, it is that of this rank's part. Of a parameter that TransformerEngine keeps in FP8, it is that of
+    the values that it stands for.
     """
     return _digest_named(
         (name, parameter.dequantize() if hasattr(parameter, "_quantizer") else parameter)
@@ -54,7 +55,7 @@ def _digest_named(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in tensors:
         digest.update(name.encode())
-        digest.update(tensor_bytes(tensor).cpu().numpy().data)
+        digest.update(tensor_bytes(local_part(tensor)).cpu().numpy().data)
     return digest.hexdigest()
 
 

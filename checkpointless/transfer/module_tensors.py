@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from checkpointless.serialization.tensor_memory import local_part
+from checkpointless.transfer.sharded_tensors import is_sharded, spread_like
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 _SMALL_BYTES = 1 << 20  # a larger buffer is copied again only if its version has changed
@@ -94,10 +95,10 @@ class TrainingTensors:
             ("model", index, name): parameter
             for index, module in enumerate(self.modules)
             for name, parameter in self.parameters_of(module)
-            if not parameter.requires_grad
+            if not parameter.requires_grad and not is_sharded(parameter)
         }
         trained = {
-            _storage(parameter.data)
+            _storage(local_part(parameter))
             for module in self.modules
             for _, parameter in self.parameters_of(module)
             if parameter.requires_grad
@@ -108,7 +109,8 @@ class TrainingTensors:
                 frozen[key].data = tensor
             elif key[:-1] in owners and key[-1] == _PARAMETER:
                 parameter = owners[key[:-1]][1]
-                if not _alike(tensor, parameter.data) or _storage(parameter.data) in trained:
+                part = local_part(parameter)
+                if is_sharded(parameter) or not _alike(tensor, part) or _storage(part) in trained:
                     continue
                 parameter.data = tensor
             elif key[:-1] in owners:
@@ -116,7 +118,7 @@ class TrainingTensors:
                 present = inner.state[parameter].get(str(key[-1]))
                 if (tensor.dim() and tensor.device != parameter.device) or present is not None:
                     continue
-                inner.state[parameter][str(key[-1])] = tensor
+                inner.state[parameter][str(key[-1])] = spread_like(tensor, parameter)
             else:
                 continue
             adopted.add(key)
@@ -133,7 +135,7 @@ class TrainingTensors:
                 made = torch.empty(
                     entry.shape, dtype=entry.dtype, device=torch.device("cpu") if on_host else parameter.device
                 )
-                inner.state[parameter][str(entry.key[-1])] = made
+                inner.state[parameter][str(entry.key[-1])] = spread_like(made, parameter)
                 present[entry.key] = made
         return present
 

@@ -1,0 +1,75 @@
+"""DTensors: which ranks hold the same part of a parameter, and how a part becomes a DTensor again.
+
+A DTensor is spread over a mesh of ranks, in each dimension of the mesh either divided (``Shard``) or repeated
+(``Replicate``). FSDP2, HSDP, and tensor parallelism by a plan give such parameters, and optimizers such states.
+See https://docs.pytorch.org/docs/stable/distributed.tensor.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from checkpointless.serialization.tensor_memory import local_part
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor, which this rank may hold a part of only."""
+    return hasattr(tensor, "to_local")
+
+
+def replicas_of(parameters: Iterable[torch.Tensor], rank: int) -> tuple[int, ...] | None:
+    """Return the ranks that hold the same parts as ``rank`` of all parameters, ``rank`` among them, in order.
+
+    Args:
+        parameters: parameters of a module, DTensors or not; one that is none is the same on all ranks.
+        rank: a global rank, which is in the mesh of each DTensor.
+
+    Returns:
+        The ranks; None if no parameter is a DTensor.
+
+    Raises:
+        ValueError: a parameter is not fully reduced, or its mesh leaves ``rank`` out.
+    """
+    found: set[int] | None = None
+    for parameter in parameters:
+        if is_sharded(parameter):
+            spread: Any = parameter
+            same = _replicas_in(spread.device_mesh, tuple(spread.placements), rank)
+            found = same if found is None else found & same
+    return None if found is None else tuple(sorted(found))
+
+
+def _replicas_in(mesh: Any, placements: tuple[Any, ...], rank: int) -> set[int]:
+    """Return the ranks of one mesh that hold the same part as ``rank``."""
+    ranks: torch.Tensor = mesh.mesh
+    places = (ranks == rank).nonzero()
+    if len(places) != 1:
+        raise ValueError(f"rank {rank} is not in the mesh {ranks.tolist()} of a parameter")
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"a parameter is still to be reduced: its placements are {placements}")
+    index = tuple(
+        slice(None) if placement.is_replicate() else int(place)
+        for placement, place in zip(placements, places[0].tolist(), strict=True)
+    )
+    return {int(each) for each in ranks[index].flatten().tolist()}
+
+
+def spread_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return what an optimizer keeps for a parameter: ``part``, or a DTensor of it if the parameter is one.
+
+    Args:
+        part: a tensor of this rank, for example of the shape of its part of the parameter.
+        parameter: the parameter.
+
+    Returns:
+        ``part`` itself if the parameter is no DTensor or ``part`` has another shape than its part, as numbers have.
+    """
+    if not is_sharded(parameter) or part.shape != local_part(parameter).shape:
+        return part
+    like: Any = parameter
+    return type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

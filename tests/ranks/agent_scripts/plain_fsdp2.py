@@ -1,0 +1,79 @@
+"""Train a small model with FSDP2 in a loop of one's own: ``STEPS REPLICAS SHARDS TENSOR_PARALLEL``."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
+from checkpointless.recovery import CheckpointManager, NeighborMemory
+
+STEPS, REPLICAS, SHARDS, TENSOR_PARALLEL = map(int, sys.argv[1:5])
+TIERS = [NeighborMemory(overlap=False)] if REPLICAS == 1 else []
+WIDTH, VOCABULARY = 38, 101  # the shards are not even
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.up = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = torch.nn.Linear(3 * WIDTH, WIDTH)
+        self.drop = torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@HPWrapper(checkpoint_manager=CheckpointManager(tiers=TIERS))
+def main(caller: HPCallWrapper) -> None:
+    dist.init_process_group("gloo")
+    names = ("replicate", "shard", "tensor")
+    mesh = init_device_mesh("cpu", (REPLICAS, SHARDS, TENSOR_PARALLEL), mesh_dim_names=names)
+    torch.manual_seed(1)
+    model = Model()
+    for block in model.blocks:
+        if TENSOR_PARALLEL > 1:
+            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["replicate", "shard"])
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    data_rank = dist.get_rank() // TENSOR_PARALLEL
+    torch.manual_seed(100 + data_rank)  # ranks of one tensor-parallel group have the same batches and dropout
+    training = PlainTraining(caller, [model], [optimizer], schedulers=[scheduler])
+    for step in training.steps(STEPS):
+        for _ in range(2):  # gradients are accumulated
+            caller.enter_phase("data", step)
+            tokens = torch.randint(VOCABULARY, (4, 9))
+            caller.enter_phase("forward", step)
+            logits = model(tokens)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten()) / 2
+            caller.enter_phase("backward", step)
+            loss.backward()
+        if TENSOR_PARALLEL == 1:  # torch does not clip parameters of different meshes together
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        training.update(loss.item())
+    dist.barrier()
+
+
+main()
+print(f"rank {os.environ['RANK']} is done", flush=True)

@@ -1,0 +1,82 @@
+"""Test loops of one's own over FSDP2: HSDP meshes, with tensor parallelism, and without replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+Mesh = tuple[int, int, int]  # replicas, shards, tensor-parallel ranks
+HSDP, WITH_TP, FULLY_SHARDED = (2, 2, 1), (2, 2, 2), (1, 4, 1)
+Train = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Return a function that trains with faults, each of which happens once; without, only once for a mesh."""
+    undisturbed: dict[tuple[Mesh, int], Job] = {}
+
+    def run(mesh: Mesh, steps: int, *faults: str) -> Job:
+        args = tuple(map(str, (steps, *mesh)))
+        folder = tmp_path_factory.mktemp("fsdp2")
+        script = str(SCRIPTS / "plain_fsdp2.py")
+        ranks = mesh[0] * mesh[1] * mesh[2]
+        job = run_job(nemo_zygote, folder / "run", ranks, script=script, args=args, faults=faults)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+        return job
+
+    def compared(mesh: Mesh, steps: int, *faults: str) -> Job:
+        if (mesh, steps) not in undisturbed:
+            undisturbed[mesh, steps] = run(mesh, steps)
+        job = run(mesh, steps, *faults)
+        verdict = compare(undisturbed[mesh, steps].steps, job.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+        assert verdict.steps == steps
+        return job
+
+    return compared
+
+
+PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_hsdp_in_every_phase(train: Train, kind: str) -> None:
+    """Each rank has two faults at least; the shard of a rank that dies comes from the other row of the mesh."""
+    steps = range(2, 2 * len(PHASES) + 1, 2)
+    faults = [f"{kind}@{phase}:rank={step // 2 % 4},step={step}" for step, phase in zip(steps, PHASES)]
+    job = train(HSDP, steps[-1] + 2, *faults)
+    if kind == "sigkill":
+        assert [incident.sources for incident in job.incidents] == [
+            ((incident.respawned[0] + 2) % 4,) for incident in job.incidents
+        ]
+
+
+def test_hsdp_with_tensor_parallelism(train: Train) -> None:
+    """The parts of tensor-parallel ranks differ, and those of the two replicas do not."""
+    job = train(WITH_TP, 8, "sigkill@backward:rank=1,step=3", "exception@forward:rank=6,step=5")
+    assert job.incidents[0].sources == (5,)
+
+
+def test_both_replicas_of_a_shard_are_lost(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    faults = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
+    script, args = str(SCRIPTS / "plain_fsdp2.py"), ("5", "2", "2", "1")
+    job = run_job(nemo_zygote, tmp_path / "run", 4, script=script, args=args, faults=faults)
+    assert job.code == 1
+    assert "no living rank holds the shard of ranks 1, 3" in job.said[-1]
+
+
+def test_fully_sharded_with_copies_at_a_neighbor(train: Train) -> None:
+    """No rank holds what another one does; exceptions cost nothing, and a rank that dies comes back from a copy."""
+    job = train(FULLY_SHARDED, 8, "exception@backward:rank=2,step=3", "sigkill@forward:rank=1,step=6")
+    assert [incident.resumed_after for incident in job.incidents] == [2, 5]

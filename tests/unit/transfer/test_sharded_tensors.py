@@ -1,0 +1,91 @@
+"""Which ranks hold the same parts of DTensors, as their meshes and placements tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from checkpointless.serialization.tensor_memory import local_part
+from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.transfer.sharded_tensors import replicas_of, spread_like
+
+MESH = torch.arange(8).view(2, 2, 2)
+
+
+def spread(*placements: Any, mesh: torch.Tensor = MESH) -> Any:
+    """Return what stands for a DTensor: its layout is all that is asked for."""
+    given = SimpleNamespace(mesh=mesh)
+    return SimpleNamespace(to_local=None, device_mesh=given, placements=placements)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rank", "expected"),
+    [
+        ([spread(Replicate(), Shard(0), Shard(1))], 6, (2, 6)),
+        ([spread(Replicate(), Shard(0), Replicate())], 6, (2, 3, 6, 7)),
+        ([spread(Replicate(), Shard(0), Replicate()), spread(Replicate(), Shard(0), Shard(0))], 6, (2, 6)),
+        ([spread(Replicate(), Shard(0), mesh=MESH[:, :, 1]), torch.ones(2)], 5, (1, 5)),
+        ([spread(Shard(0), mesh=torch.arange(4))], 3, (3,)),
+        ([spread(Replicate(), mesh=torch.arange(4))], 3, (0, 1, 2, 3)),
+        ([torch.ones(2)], 1, None),
+        ([], 1, None),
+    ],
+    ids=["HSDP and TP", "a norm's weight", "both", "a mesh of a part", "fully sharded", "DDP", "plain", "nothing"],
+)
+def test_the_ranks_along_dimensions_of_replicas_hold_the_same(
+    parameters: list[Any], rank: int, expected: tuple[int, ...] | None
+) -> None:
+    assert replicas_of(parameters, rank) == expected
+
+
+def test_a_layout_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 9 is not in the mesh"):
+        replicas_of([spread(Replicate(), Shard(0), Shard(1))], 9)
+    with pytest.raises(ValueError, match="still to be reduced"):
+        replicas_of([spread(Partial(), Shard(0), Shard(1))], 0)
+
+
+@pytest.fixture
+def parameter() -> Iterator[torch.nn.Parameter]:
+    """Return a parameter that is a DTensor."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    yield torch.nn.Parameter(distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]))
+    dist.destroy_process_group()
+
+
+def test_what_an_optimizer_keeps_is_like_its_parameter(parameter: torch.nn.Parameter) -> None:
+    part = torch.ones(4, 3)
+    made = spread_like(part, parameter)
+    assert isinstance(made, DTensor)
+    assert local_part(made).data_ptr() == part.data_ptr()
+    number = torch.tensor(3.0)
+    assert spread_like(number, parameter) is number
+    assert spread_like(part, torch.ones(4, 3)) is part
+
+
+def test_an_optimizer_goes_on_with_state_that_was_adopted_or_filled(parameter: torch.nn.Parameter) -> None:
+    module = torch.nn.Module()
+    module.weight = parameter
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    local_part(parameter).fill_(1.0)
+    parameter.grad = spread_like(torch.ones(4, 3), parameter)
+    optimizer.step()
+    before = {key: tensor.clone() for key, tensor in TrainingTensors([module], [optimizer]).tensors().items()}
+    assert all(type(tensor) is torch.Tensor for tensor in before.values())
+    again = torch.optim.AdamW([parameter], lr=0.1)
+    tensors = TrainingTensors([module], [again])
+    adopted = tensors.adopt(before)
+    assert {key[-1] for key in adopted} == {"exp_avg", "exp_avg_sq", "step"}, "the parameter is copied"
+    again.step()
+    optimizer.step()
+    first, second = optimizer.state[parameter]["exp_avg"], again.state[parameter]["exp_avg"]
+    assert isinstance(second, DTensor)
+    assert torch.equal(local_part(first), local_part(second))
