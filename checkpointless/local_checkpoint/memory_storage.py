@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class MemoryStorage:
     def __init__(self, takes_over: bool = False) -> None:
         self._takes_over = takes_over
         self._parts: Mapping[PartId, KeptPart] = {}  # replaced, not changed: threads read it
+        self._lock = threading.Lock()  # of replacements
 
     def copy(self) -> MemoryStorage:
         """Return a storage with the same parts, which what is done to this one does not change."""
@@ -75,7 +77,8 @@ class MemoryStorage:
         for part, content in parts:
             whole = content if self._takes_over else content.on_host(copy=True)
             kept[part] = KeptPart(part, whole, content_digests(whole))
-        self._parts = {**self._parts, **kept}
+        with self._lock:
+            self._parts = {**self._parts, **kept}
 
     def shelf(self, holder: int, world_size: int) -> Shelf:
         """Return all parts, by save and part."""
@@ -86,11 +89,13 @@ class MemoryStorage:
 
     def delete(self, save: SaveId) -> None:
         """Forget one save."""
-        self._parts = {part: kept for part, kept in self._parts.items() if part.save != save}
+        with self._lock:
+            self._parts = {part: kept for part, kept in self._parts.items() if part.save != save}
 
     def delete_all_but(self, keep: Collection[SaveId | None]) -> None:
         """Forget the saves that are not in ``keep``."""
-        self._parts = {part: kept for part, kept in self._parts.items() if part.save in keep}
+        with self._lock:
+            self._parts = {part: kept for part, kept in self._parts.items() if part.save in keep}
 
 
 def content_digests(content: Content) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ class HostMemory:
         if free:
             return min(free, key=torch.Tensor.numel)
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        _lock_pages(buffer)
+        lock_pages(buffer)
         self._buffers.append(buffer)
         return buffer
 
@@ -69,16 +69,36 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _lock_pages(buffer: torch.Tensor) -> None:
-    """Lock the pages of ``buffer``, so that copies are quick; without it they are right, too."""
+def lock_pages(buffer: torch.Tensor) -> bool:
+    """Lock the pages of ``buffer``, so that copies are quick; without it they are right, too.
+
+    Returns:
+        Whether they are locked, and have to be unlocked before the memory is given back.
+    """
     if not torch.cuda.is_initialized() or buffer.numel() == 0:
-        return
+        return False
     cudart: Any = torch.cuda.cudart()
     error = cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    if int(error) == 0:
+        return True
+    nbytes = buffer.numel()
+    logger.warning("%d bytes of host memory cannot be page-locked (error %s): copies are slower", nbytes, error)
+    _forget_error()
+    return False
+
+
+def unlock_pages(buffer: torch.Tensor) -> None:
+    """Unlock what :func:`lock_pages` locked. A failure is only logged: the device may be gone."""
+    cudart: Any = torch.cuda.cudart()
+    error = cudart.cudaHostUnregister(buffer.data_ptr())
     if int(error) != 0:
-        nbytes = buffer.numel()
-        logger.warning("%d bytes of host memory cannot be page-locked (error %s): copies are slower", nbytes, error)
-        try:  # CUDA keeps the error, and torch would take it for that of its next kernel
-            torch.zeros(1, device="cuda")
-        except RuntimeError as found:
-            logger.debug("%s", found)
+        logger.debug("the pages of %d bytes cannot be unlocked (error %s)", buffer.numel(), error)
+        _forget_error()
+
+
+def _forget_error() -> None:
+    """Have CUDA forget its last error, which torch would take for that of its next kernel."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as found:
+        logger.debug("%s", found)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.recovery.tiers import clique_exchange
 from checkpointless.recovery.tiers.clique_exchange import CliqueExchange
-from checkpointless.recovery.tiers.host_part import HostMemoryPool, HostPart, copy_into, laid_out
+from checkpointless.recovery.tiers.host_part import HostMemoryPool, HostPart, HostPiece, copy_into, laid_out
 
 
 def part_of(rank: int, pool: HostMemoryPool) -> HostPart:
@@ -50,7 +50,7 @@ def exchange(nothing: list[int], no_room: list[int], flips: dict[str, int], time
     dist.isend = sent
     if rank in no_room:
 
-        def refused(nbytes: int) -> torch.Tensor:
+        def refused(nbytes: int) -> HostPiece:
             raise MemoryError(f"{nbytes} bytes")
 
         arrivals.take = refused  # type: ignore[method-assign]

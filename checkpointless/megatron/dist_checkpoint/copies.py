@@ -6,21 +6,17 @@ the place lasts.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch.distributed as dist
 
-from checkpointless.local_checkpoint.agreement import attempt
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.memory_storage import MemoryStorage
 from checkpointless.local_checkpoint.part_id import SaveId
 from checkpointless.local_checkpoint.part_storage import PartStorage
 from checkpointless.megatron.dist_checkpoint.keeper import Keeper, Kept, Place
-
-logger = logging.getLogger(__name__)
 
 
 class Copies:
@@ -56,14 +52,14 @@ class Copies:
                 "replication_jump must be 0 or more and replication_factor 1 or more, "
                 f"not {replication_jump} and {replication_factor}"
             )
-        places = [Place("memory", MemoryStorage(takes_over=True))] if memory else []
-        places += [Place("disk", disk)] if disk is not None else []
+        places = [Place("memory", MemoryStorage(takes_over=True), True)] if memory else []
+        places += [Place("disk", disk, False)] if disk is not None else []
         self.places: tuple[Place, ...] = tuple(places)
         self.replication_jump, self.replication_factor = replication_jump, replication_factor
         self._keeper: Keeper | None = None
         self._kept_in: Callable[[], object] = lambda: None  # the default group of the keeper's generation
         self._whole: SaveId | None = None  # the newest that is on storage, too
-        self._writing: SaveId | None = None
+        self._writing: set[SaveId] = set()  # that have not ended
 
     def prepare(self) -> Keeper:
         """Make what this generation needs to keep copies, unless that was done. Collective.
@@ -79,24 +75,30 @@ class Copies:
             self._kept_in = weakref.ref(world)  # a strong one would keep an old generation's communicators
         return self._keeper
 
-    def keep(self, save: SaveId, content: Content) -> Kept:
+    @property
+    def can_exchange(self) -> bool:
+        """Whether this rank can exchange parts with its peers now."""
+        return self._keeper is None or self._keeper.can_exchange
+
+    def keep(self, save: SaveId, content: Content, exchanges: bool = True) -> Kept:
         """Begin a save: copy this rank's part to host memory, and have the copy kept in the background. Collective.
 
-        All others but the newest whole one and the one that may still be written are forgotten.
+        All others but the newest whole one and those that are still being written are forgotten.
 
         Args:
             save: the save.
             content: this rank's part, with the live tensors.
+            exchanges: whether all ranks can exchange parts.
 
         Raises:
             ValueError: the ranks cannot be divided as replication wants it.
         """
         keeper = self.prepare()
-        others = (self._whole, self._writing)
+        self._writing.add(save)
+        used = self._of_use()
         if self._whole is not None:
-            self._forget_all_but(*others, save)
-        self._writing = save
-        return keeper.keep(save, content, others)
+            keeper.forget_all_but(used)
+        return keeper.keep(save, content, used, exchanges)
 
     def end(self, save: SaveId, is_whole: bool) -> None:
         """End a save, when its copies are where they belong.
@@ -107,24 +109,21 @@ class Copies:
         """
         if self._keeper is not None:
             self._keeper.end(save)
-        if self._writing == save:
-            self._writing = None
-        if not is_whole:
-            for place in self.places:
-                place.storage.delete(save)
-        elif self._whole is None or self._whole.token < save.token:  # they begin with the time
+        # Checkpoints end in their order, and their tokens begin with the time: what began before never ends.
+        self._writing = {each for each in self._writing if each.token > save.token}
+        if is_whole and (self._whole is None or self._whole.token < save.token):
             self._whole = save
-            self._forget_all_but(save, self._writing)
+        if self._keeper is not None and not is_whole:
+            self._keeper.forget(save)
+        elif self._keeper is not None:
+            self._keeper.forget_all_but(self._of_use())
+
+    def _of_use(self) -> set[SaveId]:
+        return {*self._writing} if self._whole is None else {self._whole, *self._writing}
 
     def found(self, save: SaveId) -> None:
         """Note that training goes on from the checkpoint of ``save``: it is the newest whole one."""
         self._whole = save
-
-    def _forget_all_but(self, *keep: SaveId | None) -> None:
-        for place in self.places:
-            _, problem = attempt(partial(place.storage.delete_all_but, keep))
-            if problem is not None:
-                logger.warning("old copies in %s cannot be deleted: %s", place.name, problem)
 
 
 @cache

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
 
 import torch
 
 from checkpointless.inprocess.communicators.helper_thread import awaiting
-from checkpointless.local_checkpoint.agreement import own_rank, world_size
+from checkpointless.local_checkpoint.agreement import attempt, own_rank, world_size
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.manager import write_parts
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
@@ -31,7 +30,9 @@ from checkpointless.recovery.tiers.lane import Lane
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.02
-_KEEPING_LIMIT = timedelta(minutes=10)  # if the job has no timeout of its own
+# Beyond the time that the checkpoint took to be written; other ranks wait meanwhile.
+_EXCHANGE_S = 60.0
+_WRITE_S = 20.0  # once: a place that takes longer is left out from then on, until it answers
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,40 @@ class Place:
     Attributes:
         name: what messages call it.
         storage: the place.
+        is_memory: whether it is this process's memory, which answers at once.
     """
 
     name: str
     storage: PartStorage
+    is_memory: bool
+
+
+@dataclass
+class _Save:
+    """A save of which copies are kept.
+
+    Attributes:
+        mine: this rank's part; None: there is none, or no more.
+        later: makes the copy that ``mine`` is to be; None: it is made.
+        others: the peers' parts.
+        is_ended: whether no process writes the checkpoint any more.
+        is_left_behind: whether its parts were not exchanged in time.
+        writing: in how many places it is still to be written.
+        done: set when the parts are exchanged and in memory.
+    """
+
+    mine: HostPart | None = None
+    later: ForkedCopy | None = None
+    others: list[HostPart] = field(default_factory=list)
+    is_ended: bool = False
+    is_left_behind: bool = False
+    writing: int = 0
+    done: Event = field(default_factory=Event)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a process or a thread may still read or write its memory."""
+        return not self.is_ended or self.is_left_behind or self.writing > 0 or not self.done.is_set()
 
 
 class Keeper:
@@ -76,26 +107,35 @@ class Keeper:
     def __init__(self, places: Sequence[Place], jump: int, factor: int) -> None:
         self._places = places
         self._rank, self._world_size = own_rank(), world_size()
-        self._timeout = timeout_of_the_job()
         self._exchange: CliqueExchange | None = None
         if factor > 1:
-            self._exchange = CliqueExchange(agreed_jump(jump, factor), factor, self._timeout)
+            self._exchange = CliqueExchange(agreed_jump(jump, factor), factor, timeout_of_the_job())
         self._lane = Lane("keeping copies of checkpoints")
+        # One for each place that may not answer, so that it holds up nothing else.
+        self._writers = {
+            place.name: Lane(f"keeping copies of checkpoints ({place.name})")
+            for place in places
+            if not place.is_memory
+        }
         # Own parts belong to the thread that trains, the others' to the lane. New memory is slow when it is first
         # written to, so it is used for save after save.
         self._is_forked = not torch.cuda.is_initialized()
         self._own, self._others = HostMemoryPool(shared=self._is_forked), HostMemoryPool()
-        self._mine: dict[SaveId, HostPart] = {}
-        self._arrived: dict[SaveId, list[HostPart]] = {}
-        self._done: dict[SaveId, Event] = {}
-        self._later: dict[SaveId, ForkedCopy] = {}
-        self._ended: set[SaveId] = set()
+        self._saves: dict[SaveId, _Save] = {}  # in the order in which they began
+        self._writing = dict.fromkeys(self._writers, 0)  # saves that are still to be written
+        self._has_failed = False  # an exchange has: what peers wait for is not known any more
+
+    @property
+    def can_exchange(self) -> bool:
+        """Whether parts can be exchanged now: nothing has failed, and nothing is being exchanged."""
+        return not self._has_failed and self._lane.is_idle
 
     def leave(self) -> None:
         """Keep nothing more: another generation has begun."""
-        self._lane.leave()
+        for lane in (self._lane, *self._writers.values()):
+            lane.leave()
 
-    def keep(self, save: SaveId, content: Content, others: Collection[SaveId | None]) -> Kept:
+    def keep(self, save: SaveId, content: Content, used: Collection[SaveId], exchanges: bool) -> Kept:
         """Copy a part to host memory, and begin to bring it to where copies are kept. Collective.
 
         If all of it lies in host memory, the copy is left to the process that is forked to write the checkpoint.
@@ -103,70 +143,109 @@ class Keeper:
         Args:
             save: the save.
             content: this rank's part, with the live tensors.
-            others: the saves whose copies are still of use.
+            used: the saves whose copies are of use, besides.
+            exchanges: whether all ranks can exchange parts.
         """
-        used = {*others, save}
-        self._mine = {each: part for each, part in self._mine.items() if each in used or each not in self._ended}
-        self._own.keep_only([*self._mine.values()])
-        self._ended &= {*self._mine, *self._arrived}
-        part, later = None, None
+        saves = self._saves.items()
+        self._saves = {each: kept for each, kept in saves if each in used or kept.is_in_use}
+        self._own.keep_only([kept.mine for kept in self._saves.values() if kept.mine is not None])
+        kept = self._saves[save] = _Save()
         try:
             room = laid_out(content, self._own)
             if self._is_forked and all(tensor.device.type == "cpu" for tensor in content.tensors):
-                later = self._later[save] = ForkedCopy(room, content.tensors)
+                kept.later = ForkedCopy(room, content.tensors)
             else:
                 copy_into(room, content.tensors, recorded())
-            part = self._mine[save] = room
+            kept.mine = room
         except (MemoryError, RuntimeError) as error:  # torch has no exception of its own for the first
             logger.warning("no copy is kept of what rank %d saves: %s", self._rank, error)
-        done = self._done[save] = Event()
-        self._lane.do(partial(self._bring, PartId(save, self._rank), part, later, used, done))
-        return Kept(part.content if part is not None else None, later)
+        self._lane.do(partial(self._bring, PartId(save, self._rank), kept, exchanges))
+        return Kept(kept.mine.content if kept.mine is not None else None, kept.later)
 
     def end(self, save: SaveId) -> None:
-        """Wait until the copies of ``save`` are where they belong. Its memory may then be used again."""
-        later = self._later.pop(save, None)
-        if later is not None:
-            later.forget()
-        done = self._done.pop(save, None)
-        limit_s = (self._timeout or _KEEPING_LIMIT).total_seconds()
-        deadline_s = time.monotonic() + limit_s
-        with awaiting(self._lane.thread):
-            while done is not None and not done.wait(_TURN_S) and not self._lane.is_idle:
-                if time.monotonic() > deadline_s:
-                    logger.warning("copies of %s were not where they belong after %g s", save, limit_s)
-                    return
-        self._ended.add(save)
+        """Wait, not for long, until the copies of ``save`` are where they belong, and use its memory again later.
 
-    def _bring(
-        self,
-        name: PartId,
-        part: HostPart | None,
-        later: ForkedCopy | None,
-        used: Collection[SaveId | None],
-        done: Event,
-    ) -> None:
+        Saves that began before and have not ended never will: checkpoints end in their order.
+        """
+        if save not in self._saves:
+            return  # of another generation
+        for each, kept in self._saves.items():
+            kept.is_ended = True
+            if kept.later is not None:
+                kept.later.forget()
+            if each == save:
+                break
+        kept = self._saves[save]
+        with awaiting(self._lane.thread):
+            if not self._wait(lambda: kept.done.is_set() or self._lane.is_idle, _EXCHANGE_S):
+                logger.warning("copies of %s were not exchanged within %g s", save, _EXCHANGE_S)
+                kept.is_left_behind = True
+            elif not self._wait(lambda: kept.writing == 0, _WRITE_S):
+                logger.warning("copies of %s were not written within %g s", save, _WRITE_S)
+
+    @staticmethod
+    def _wait(condition: Callable[[], bool], limit_s: float) -> bool:
+        deadline_s = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_TURN_S)
+        return True
+
+    def forget(self, save: SaveId) -> None:
+        """Delete the copies of a save: in memory now, elsewhere as soon as the place answers."""
+        self._delete(lambda storage: storage.delete(save))
+
+    def forget_all_but(self, keep: Collection[SaveId]) -> None:
+        """Delete the other copies: in memory now, elsewhere as soon as the place answers."""
+        self._delete(lambda storage: storage.delete_all_but(keep))
+
+    def _delete(self, delete: Callable[[PartStorage], None]) -> None:
+        def attempted(place: Place) -> None:
+            _, problem = attempt(partial(delete, place.storage))
+            if problem is not None:
+                logger.warning("old copies in %s cannot be deleted: %s", place.name, problem)
+
+        for place in self._places:
+            if place.is_memory:
+                attempted(place)
+            else:
+                self._writers[place.name].do(partial(attempted, place))
+
+    def _bring(self, name: PartId, kept: _Save, exchanges: bool) -> None:
         """Exchange parts with the peers, and write all to where copies are kept. Runs in the lane."""
         try:
-            if later is not None and not self._is_made(later, name):
-                part = None
-            kept = self._arrived.items()
-            self._arrived = {each: parts for each, parts in kept if each in used or each not in self._ended}
-            self._others.keep_only([each for parts in self._arrived.values() for each in parts])
-            parts = [(name, part.content)] if part is not None else []
-            if self._exchange is not None:
-                arrived = self._arrived[name.save] = []
+            mine = kept.mine if kept.later is None or self._is_made(kept.later, name) else None
+            parts = [(name, mine.content)] if mine is not None else []
+            if self._exchange is not None and exchanges:
+                self._others.keep_only([each for save in [*self._saves.values()] for each in save.others])
                 try:
-                    for sender, theirs in self._exchange.exchange(part, self._others):
-                        arrived.append(theirs)
+                    for sender, theirs in self._exchange.exchange(mine, self._others):
+                        kept.others.append(theirs)
                         parts.append((PartId(name.save, sender), theirs.content))
                 except (RuntimeError, ValueError) as error:
+                    self._has_failed = True
                     if not self._lane.is_left:
                         logger.warning("%s is kept without what the peers sent: %s", name.words, error)
             for place in self._places:
-                write_parts(place.storage, parts, self._rank, self._world_size)
+                if place.is_memory:
+                    write_parts(place.storage, parts, self._rank, self._world_size)
+                elif self._writing[place.name] == 0:
+                    self._writing[place.name] += 1
+                    kept.writing += 1
+                    self._writers[place.name].do(partial(self._write, place, parts, kept))
+                else:
+                    logger.warning("%s is not kept in %s: the one before is still written", name.words, place.name)
         finally:
-            done.set()
+            kept.done.set()
+
+    def _write(self, place: Place, parts: Sequence[tuple[PartId, Content]], kept: _Save) -> None:
+        """Write parts to a place that lasts. Runs in the place's lane."""
+        try:
+            write_parts(place.storage, parts, self._rank, self._world_size)
+        finally:
+            self._writing[place.name] -= 1
+            kept.writing -= 1
 
     def _is_made(self, later: ForkedCopy, name: PartId) -> bool:
         """Wait for the process that makes a copy, and return whether it did. The save ends after that process."""

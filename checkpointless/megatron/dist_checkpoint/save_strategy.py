@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -83,12 +84,12 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
     def _request(
         self, sharded_state_dict: State, checkpoint_dir: str | os.PathLike[str], forgiving: bool
     ) -> AsyncRequest:
-        identity = self._identity(checkpoint_dir)
+        identity, exchanges = self._agree(checkpoint_dir)
         leaves = leaves_of(sharded_state_dict)
         if self.keep_only_main_replica:
             leaves = [leaf for leaf in leaves if is_main_replica(leaf.replica_id)]
         values = values_to_keep(leaves)
-        kept = self.copies.keep(identity.save, content_of(identity, values))
+        kept = self.copies.keep(identity.save, content_of(identity, values), exchanges)
         if kept.content is not None and kept.later is None:
             sharded_state_dict = _with_copies(sharded_state_dict, [leaf for leaf, _ in values], kept.content)
         request = super().async_save(sharded_state_dict, checkpoint_dir)
@@ -98,12 +99,16 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
             kept.later.make()  # this rank writes nothing, so no process is forked
         return self._with_end(request, identity, checkpoint_dir, forgiving)
 
-    def _identity(self, checkpoint_dir: str | os.PathLike[str]) -> Identity:
-        """Return the identity of a new save, the same on all ranks. Collective."""
-        token = str(gather(f"{time.time_ns():016x}{secrets.token_hex(4)}")[0])
+    def _agree(self, checkpoint_dir: str | os.PathLike[str]) -> tuple[Identity, bool]:
+        """Return the identity of a new save and whether ranks exchange copies, the same on all. Collective."""
+        told = gather([f"{time.time_ns():016x}{secrets.token_hex(4)}", self.copies.can_exchange])
+        unable = [rank for rank, (_, can_exchange) in enumerate(told) if not can_exchange]
+        if unable and own_rank() == unable[0]:
+            logger.warning("%s is kept without copies at other ranks: an exchange is not over", checkpoint_dir)
         name = identities.name_of(checkpoint_dir)
         number = re.search(r"(?:step=|iter_)(\d+)", name)  # as NeMo and Megatron-LM name checkpoints
-        return Identity(SaveId(int(number[1]) if number else 0, token), name, world_size())
+        save = SaveId(int(number[1]) if number else 0, str(told[0][0]))
+        return Identity(save, name, world_size()), not unable
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         """Keep the writer whose end is about to be prepared, so that an error on one rank holds up no other one."""
@@ -127,7 +132,7 @@ class CopiesSaveStrategy(TorchDistSaveShardedStrategy):
                 del fns[1:]  # what finishes the checkpoint
                 logger.warning("%s; training goes on, and the checkpoint before it is still there", words)
                 return
-            self._finish(identity, checkpoint_dir)
+            fns.append(partial(self._finish, identity, checkpoint_dir))  # behind what NeMo does to finish it
 
         fns.append(finish)
         return request._replace(finalize_fns=fns)

@@ -89,7 +89,9 @@ class Copies:
             UnrecoverableError: in the first generation, a tier cannot be used on some rank; or the ranks have
                 different tiers, or too few ranks for them.
         """
-        self.leave()  # an earlier fit of this block
+        if generation == self._generation:
+            self._settle_all()  # an earlier fit of this block, which left its loop
+        self.leave()
         self.lineage = self.agree(facts).begin(generation, step)
         if facts is not None:
             facts.keep(_FACT, self.lineage.to_json())
@@ -101,12 +103,11 @@ class Copies:
         for jump, copies in dict.fromkeys(cliques.values()):
             if (jump, copies) not in self._exchanges:
                 self._exchanges[jump, copies] = CliqueExchange(jump, copies + 1, timeout_of_the_job())
-        kept = self._last.kept if self._last is not None else {}
         for name, storage in self._storages.items():
             if isinstance(storage, MemoryStorage):  # a thread of the generation before may still use the old one
                 self._storages[name] = storage.copy()
         self._copying = self._last = Copying(
-            self.tiers, self._storages, cliques, self._exchanges, self.lineage, kept
+            self.tiers, self._storages, cliques, self._exchanges, self.lineage, self._last
         )
 
     def agree(self, facts: Facts | None) -> Lineage:
@@ -167,8 +168,9 @@ class Copies:
     @property
     def nbytes(self) -> tuple[int, int]:
         """How many bytes a copy of this rank's state takes, and how many all take that are in its memory."""
-        kept = [parts for parts in self._last.kept.values() if parts] if self._last is not None else []
-        return (kept[0][0].nbytes if kept else 0), sum(part.nbytes for parts in kept for part in parts)
+        kept = [*self._last.kept.values()] if self._last is not None else []
+        mine = (parts[dist.get_rank()].nbytes for parts in kept if dist.get_rank() in parts)
+        return next(mine, 0), sum(part.nbytes for parts in kept for part in parts.values())
 
     # --- while training -------------------------------------------------------------------------------------------
 
@@ -185,7 +187,9 @@ class Copies:
         copying, lineage = self._copying, self.lineage
         if copying is None or lineage is None:
             return
-        due = [tier for tier in self.tiers if tier.is_due(step)]
+        # What this generation went on from may still be being written to directories by the one before.
+        again = step == lineage.begun[-1][1]
+        due = [tier for tier in self.tiers if tier.is_due(step) and (tier.is_memory or not again)]
         due = self._without_busy(copying, due) if any(not tier.is_memory for tier in due) else due
         save = lineage.save(step)
         if not due or save is None:
@@ -218,12 +222,15 @@ class Copies:
     def end(self) -> None:
         """Remove all copies, since nothing will be recovered from them any more."""
         deadline_s = time.monotonic() + _COPYING_S
+        self._settle_all()
         self.leave()
         while not all(each.has_ended for each in self._left) and time.monotonic() < deadline_s:
             time.sleep(_TURN_S)
         for tier in self.tiers:
             if tier.name in self._storages:
-                tier.clear(self._storages[tier.name])
+                _, problem = attempt(partial(within, ANSWER_S, partial(tier.clear, self._storages[tier.name])))
+                if problem is not None:
+                    logger.warning("%s: copies may be left: %s", tier.name, words(problem))
         self._storages, self._exchanges, self._last = {}, {}, None
 
     def leave(self) -> None:
@@ -240,6 +247,12 @@ class Copies:
                 break
         self._left = [each for each in [*self._left, copying] if not each.has_ended]
         self._copying = None
+
+    def _settle_all(self) -> None:
+        """Wait, for a minute at most, until neighbors have what they wait for, since there was no fault."""
+        making = self._copying.making if self._copying is not None else None
+        if making is not None and not making.arrived.wait(_COPYING_S):
+            logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
 
     def _wait(self, copying: Copying, event: Event) -> None:
         """Wait interruptibly for an event of what is being made.

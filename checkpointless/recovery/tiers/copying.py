@@ -88,12 +88,14 @@ class Copying:
         cliques: the clique of each tier that has one, by name.
         exchanges: the exchanges of these cliques.
         lineage: what the training comes from.
-        kept: the parts of this rank's memory that those storages have.
+        last: the generation before, whose parts in memory those storages have; None: there was none.
 
     Attributes:
         directories: what is known of the tiers that are no memory, by name.
-        kept: the parts in this rank's memory, by save.
+        kept: the parts in this rank's memory, by save and rank.
+        complete: of each tier in memory the saves of which it has all parts that it should, in their order.
         making: the copies that were begun last; None: none were.
+        error: what ended the copying, beside a fault; None: nothing has.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Copying:
         cliques: Mapping[str, Clique],
         exchanges: Mapping[Clique, CliqueExchange],
         lineage: Lineage,
-        kept: Mapping[SaveId, Sequence[HostPart]],
+        last: Copying | None = None,
     ) -> None:
         self._tiers = tiers
         self._storages = dict(storages)
@@ -113,8 +115,15 @@ class Copying:
         self._pool = HostMemoryPool()
         self._writes: list[_Write] = []
         self.directories = {tier.name: Directory() for tier in tiers if not tier.is_memory}
-        self.kept: dict[SaveId, Sequence[HostPart]] = dict(kept)
+        self.kept: dict[SaveId, Mapping[int, HostPart]] = dict(last.kept) if last is not None else {}
+        before = last.complete if last is not None else {}
+        self.complete: dict[str, Sequence[SaveId]] = {
+            tier.name: [save for save in before.get(tier.name, ()) if lineage.has(save)]
+            for tier in tiers
+            if tier.is_memory
+        }
         self.making: Making | None = None
+        self.error: Exception | None = None
         self._copier = Lane("copying the state")
         # One for each directory: one that does not answer holds up no other.
         self._writers = {name: Lane(f"writing copies of the state ({name})") for name in self.directories}
@@ -122,11 +131,6 @@ class Copying:
             writer.do(partial(self._look, name))
 
     # --- for the main thread --------------------------------------------------------------------------------------
-
-    @property
-    def error(self) -> Exception | None:
-        """What ended the copying, beside a fault; None: nothing has."""
-        return self._copier.error
 
     @property
     def thread(self) -> int | None:
@@ -155,7 +159,8 @@ class Copying:
             if not tier.is_memory:
                 self.directories[tier.name].last, self.directories[tier.name].outcome = save, "busy"
         making = self.making = Making(save)
-        self._copier.do(partial(self._copy, making, snapshot, due, recorded()))
+        # In a list, from which it is taken: nothing may hold the live tensors any longer than their copy takes.
+        self._copier.do(partial(self._copy, making, [snapshot], due, recorded()))
         return making
 
     def leave(self) -> None:
@@ -167,7 +172,7 @@ class Copying:
     # --- in the copying thread ------------------------------------------------------------------------------------
 
     def _copy(
-        self, making: Making, snapshot: Snapshot | None, due: Sequence[Tier], ready: torch.cuda.Event | None
+        self, making: Making, snapshot: list[Snapshot | None], due: Sequence[Tier], ready: torch.cuda.Event | None
     ) -> None:
         """Copy the state to the host, exchange it with the neighbors, and have it written where that is due."""
         parts: dict[Clique | None, list[tuple[PartId, Content]]] = defaultdict(list)
@@ -176,7 +181,9 @@ class Copying:
             if self._copier.is_left:
                 return
             self._make_room(making.save)
-            mine = self._on_host(snapshot, ready)
+            if self._copier.is_left:  # then what was made room of may be in use after all
+                return
+            mine = self._on_host(snapshot.pop(), ready)
             making.copied.set()
             mine = None if making.void else mine
             if mine is not None:
@@ -186,6 +193,10 @@ class Copying:
                     if self._copier.is_left:
                         return
                     self._keep(part, PartId(making.save, sender), tiers, parts[clique])
+            self._note_complete(making.save, due, parts)
+        except Exception as error:
+            self.error = error  # before the events: who waits for them looks at it
+            raise
         finally:
             making.copied.set()
             making.arrived.set()
@@ -200,7 +211,7 @@ class Copying:
         self, part: HostPart, name: PartId, tiers: Sequence[Tier], parts: list[tuple[PartId, Content]]
     ) -> None:
         parts.append((name, part.content))
-        self.kept = {**self.kept, name.save: [*self.kept.get(name.save, ()), part]}
+        self.kept = {**self.kept, name.save: {**self.kept.get(name.save, {}), name.part: part}}
         for tier in tiers:
             if tier.is_memory:
                 try:
@@ -208,16 +219,28 @@ class Copying:
                 except (OSError, ValueError, RuntimeError) as error:  # of a tier of the user's own
                     logger.warning("%s: %s is not kept: %s", tier.name, name.words, error)
 
+    def _note_complete(
+        self, save: SaveId, due: Sequence[Tier], parts: Mapping[Clique | None, Sequence[tuple[PartId, Content]]]
+    ) -> None:
+        """Note in which tiers in memory all parts of ``save`` are that belong there."""
+        for tier in due:
+            others = len(parts.get(self._cliques[tier.name], ())) if tier.copies else 0
+            if tier.is_memory and parts[None] and others == tier.copies:
+                known = [each for each in self.complete[tier.name] if each != save]
+                self.complete[tier.name] = [*known, save][-2:]
+
     def _make_room(self, save: SaveId) -> None:
-        """Let go of all copies in memory but those of the last save, and what is still being written."""
-        before = max((each for each in self.kept if each < save and self._lineage.has(each)), default=None)
+        """Let go of what is in memory, but for each tier's newest complete save and what is still being written."""
+        used: set[SaveId | None] = set()
         for tier in self._tiers:
             if tier.is_memory:
+                before = max((each for each in self.complete[tier.name] if each <= save), default=None)
                 self._storages[tier.name].delete_all_but({before})
+                used.add(before)
         is_left = self._copier.is_left
-        used = {before, *(write.save for write in list(self._writes) if write.has_begun or not is_left)}
+        used |= {write.save for write in list(self._writes) if write.has_begun or not is_left}
         self.kept = {each: parts for each, parts in self.kept.items() if each in used}
-        self._pool.keep_only([part for parts in self.kept.values() for part in parts])
+        self._pool.keep_only([part for parts in self.kept.values() for part in parts.values()])
 
     def _on_host(self, snapshot: Snapshot | None, ready: torch.cuda.Event | None) -> HostPart | None:
         """Copy the state to host memory; return None if there is none or, with a warning, if that is impossible."""
@@ -263,7 +286,9 @@ class Copying:
             is_whole: whether this rank's own part is among them.
         """
         directory, storage = self.directories[tier.name], self._storages[tier.name]
-        write.has_begun = True
+        write.has_begun = True  # before it is looked whether the lane is left: the copier looks the other way round
+        if self._writers[tier.name].is_left:
+            return
         outcome = "failed"
 
         def put() -> bool:

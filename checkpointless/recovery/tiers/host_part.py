@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpointless.local_checkpoint.content import Content
+from checkpointless.recovery.host_memory import lock_pages, unlock_pages
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.tensor_memory import dtype_name, dtype_of
 
@@ -23,10 +24,12 @@ class HostPart:
     Attributes:
         content: the part; its tensors are views of ``memory``.
         memory: flat uint8 in host memory.
+        piece: what the memory is a part of. As long as it lives, its pages stay locked.
     """
 
     content: Content
     memory: torch.Tensor
+    piece: HostPiece | None = None
 
     @property
     def nbytes(self) -> int:
@@ -40,50 +43,74 @@ class HostPart:
         return header
 
 
-class HostMemoryPool:
-    """Pieces of host memory, page-locked where there is a GPU, which are used again and again.
+class HostPiece:
+    """A piece of host memory, page-locked where there is a GPU.
+
+    torch's own pinned memory rounds each piece up to a power of two, and keeps it when it is given back.
 
     Args:
+        nbytes: its size.
         shared: whether processes that are forked later share the memory, instead of having it as it was then.
+
+    Raises:
+        MemoryError: there is no such memory.
+        RuntimeError: the same, as torch says it.
+
+    Attributes:
+        memory: the piece, flat uint8.
+    """
+
+    def __init__(self, nbytes: int, shared: bool = False) -> None:
+        self._is_locked = False
+        if shared:
+            try:
+                self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+            except OSError as error:
+                raise MemoryError(f"{nbytes} bytes of shared memory: {error}") from error
+        else:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self._is_locked = lock_pages(self.memory)
+
+    def __del__(self) -> None:
+        if self._is_locked:
+            unlock_pages(self.memory)
+
+
+class HostMemoryPool:
+    """Pieces of host memory that are used again and again.
+
+    Args:
+        shared: whether processes that are forked later share the memory.
     """
 
     def __init__(self, shared: bool = False) -> None:
         self._shared = shared
-        self._pieces: list[torch.Tensor] = []
+        self._pieces: list[HostPiece] = []
         self._used: set[int] = set()
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` bytes, flat uint8, of which nothing else is used until :meth:`keep_only`."""
+    def take(self, nbytes: int) -> HostPiece:
+        """Return a piece of at least ``nbytes`` bytes, of which nothing else is used until :meth:`keep_only`."""
         for piece in self._pieces:
-            if piece.data_ptr() not in self._used and nbytes <= piece.numel() <= max(nbytes * _WASTE, 1 << 20):
+            if id(piece) not in self._used and nbytes <= piece.memory.numel() <= max(nbytes * _WASTE, 1 << 20):
                 break
         else:
-            piece = self._made(max(nbytes, 1))
+            piece = HostPiece(max(nbytes, 1), self._shared)
             self._pieces.append(piece)
-        self._used.add(piece.data_ptr())
-        return piece[:nbytes]
+        self._used.add(id(piece))
+        return piece
 
     def keep_only(self, parts: Collection[HostPart]) -> None:
         """Note that no memory is used any more but that of ``parts``; give back what does not fit any more."""
-        self._used = {part.memory.data_ptr() for part in parts}
-        spare = [piece for piece in self._pieces if piece.data_ptr() not in self._used]
-        self._pieces = [piece for piece in self._pieces if piece.data_ptr() in self._used]
+        self._used = {id(part.piece) for part in parts}
+        spare = [piece for piece in self._pieces if id(piece) not in self._used]
+        self._pieces = [piece for piece in self._pieces if id(piece) in self._used]
         self._pieces += spare[-len(self._pieces) - 1 :]
-
-    def _made(self, nbytes: int) -> torch.Tensor:
-        if self._shared:
-            try:
-                return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-            except OSError as error:
-                raise MemoryError(f"{nbytes} bytes of shared memory: {error}") from error
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_initialized())
 
 
 def laid_out(content: Content, pool: HostMemoryPool) -> HostPart:
     """Return room for a part with the tensors of ``content``, which are still to be copied."""
     entries = [(tensor.dtype, tuple(tensor.shape)) for tensor in content.tensors]
-    memory = pool.take(_nbytes(entries))
-    return HostPart(Content(content.structure, _views(memory, entries), content.form), memory)
+    return _part(content.structure, entries, pool, content.form)
 
 
 def room_for(header: bytes, nbytes: int, pool: HostMemoryPool) -> HostPart:
@@ -105,8 +132,7 @@ def room_for(header: bytes, nbytes: int, pool: HostMemoryPool) -> HostPart:
         raise ValueError(f"a neighbor sent a part that cannot be read: {error!r}") from error
     if _nbytes(entries) != nbytes:
         raise ValueError(f"a neighbor sent a part of {nbytes} bytes whose tensors take {_nbytes(entries)}")
-    memory = pool.take(nbytes)
-    return HostPart(Content(structure, _views(memory, entries)), memory)
+    return _part(structure, entries, pool)
 
 
 def copy_into(part: HostPart, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None = None) -> None:
@@ -140,6 +166,15 @@ def recorded() -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record()
     return event
+
+
+def _part(
+    structure: bytes, entries: Sequence[tuple[torch.dtype, tuple[int, ...]]], pool: HostMemoryPool, form: str = ""
+) -> HostPart:
+    nbytes = _nbytes(entries)
+    piece = pool.take(nbytes)
+    memory = piece.memory[:nbytes]
+    return HostPart(Content(structure, _views(memory, entries), form), memory, piece)
 
 
 def _nbytes(entries: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> int:

@@ -22,9 +22,6 @@ class Lane:
 
     Args:
         name: what the tasks do, for messages.
-
-    Attributes:
-        error: what the task raised that failed; None: none has.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,7 +30,6 @@ class Lane:
         self._asked = 0  # how many tasks; counted by the thread that gives them
         self._done = 0  # counted by the lane
         self._left = threading.Event()
-        self.error: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name=f"checkpointless-{name}", daemon=True)
         self._thread.start()
 
@@ -72,13 +68,12 @@ class Lane:
             try:
                 task()
             except Exception as error:
-                self.error = error
                 if not self._left.wait(_LEAVING_S):
                     logger.exception("%s: no task is done any more until the next recovery: %s", self._name, error)
                 return
             finally:
                 self._done += 1
-            task = None  # it holds a copy of the state
+            task = None  # it may hold a copy of the state
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:

@@ -25,6 +25,8 @@ from checkpointless.transfer.transfer import Fill
 
 logger = logging.getLogger(__name__)
 
+_READ_S = 600.0  # a hundred gigabytes take so long at 170 MB/s
+
 _HOST = torch.device("cpu")
 _Shelves = Mapping[str, Mapping[PartId, Sequence[StoredPart]]]
 
@@ -106,10 +108,19 @@ def _read(chosen: Collection[Copy], shelves: _Shelves, known: Mapping[Copy, Cont
     for copy in chosen:
         if copy.tier == LIVING or copy.holder != dist.get_rank():
             continue
-        content = known.get(copy) or read_any(shelves[copy.tier][copy.part])
+        content = known.get(copy) or _read_one(copy, shelves[copy.tier][copy.part])
         if content is not None:
             found[copy] = content
     return found
+
+
+def _read_one(copy: Copy, stored: Sequence[StoredPart]) -> Content | None:
+    """Read one copy; None, with a warning, if it is damaged or its place does not answer."""
+    try:
+        return within(_READ_S, lambda: read_any(stored))
+    except TimeoutError as error:
+        logger.warning("%s: %s is taken for missing: %s", copy.tier, copy.part.words, error)
+        return None
 
 
 def _send_and_receive(chosen: Sequence[Copy], read: Mapping[Copy, Content]) -> tuple[Content | None, int]:

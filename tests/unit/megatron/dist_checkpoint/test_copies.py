@@ -6,7 +6,8 @@ import logging
 import multiprocessing
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -17,7 +18,7 @@ from checkpointless.local_checkpoint.content import Content
 from checkpointless.local_checkpoint.memory_storage import MemoryStorage
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
 from checkpointless.local_checkpoint.part_storage import read_any
-from checkpointless.megatron.dist_checkpoint import Copies
+from checkpointless.megatron.dist_checkpoint import Copies, keeper
 from checkpointless.megatron.dist_checkpoint.keeper import Kept, in_storage_of_its_own
 
 pytestmark = pytest.mark.nemo
@@ -33,7 +34,7 @@ def _one_rank() -> Iterator[None]:
 
 
 def save(copies: Copies, number: int, is_whole: bool = True) -> torch.Tensor:
-    """Save a tensor that is ``number`` everywhere, and return its copy."""
+    """Save a tensor that is ``number`` everywhere, and return its copy, whose memory is used again later."""
     live = torch.full((2 << 20,), float(number))
     content = written(copies.keep(SAVES[number], Content.of({"weight": live})))
     live.fill_(-1.0)  # training goes on
@@ -51,6 +52,13 @@ def written(kept: Kept) -> Content:
     process.join(LIMIT_S)
     assert process.exitcode == 0
     return kept.content
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
 
 
 def kept(copies: Copies) -> dict[SaveId, set[float]]:
@@ -101,11 +109,52 @@ def test_training_waits_for_nothing_but_the_copy_in_memory() -> None:
     written(copies.keep(SAVES[1], Content.of({"weight": live})))
     live.fill_(-1.0)
     assert not slow.shelf(0, 1)
-    slow.go_on.set()
+    slow.go_on.set()  # it is waited for, for a while
     copies.end(SAVES[1], is_whole=True)
     content = read_any(slow.shelf(0, 1)[SAVES[1]][0])
     assert content is not None
     assert content.tensors[0].tolist() == [1.0] * 5
+
+
+def test_a_place_that_does_not_answer_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "_WRITE_S", 0.1)
+    slow = SlowStorage()
+    copies = Copies(disk=slow)
+    with caplog.at_level(logging.WARNING):
+        save(copies, 0)
+        assert "were not written within 0.1 s" in caplog.text
+        caplog.clear()
+        save(copies, 1)
+    assert "is not kept in disk: the one before is still written" in caplog.text
+    assert "within" not in caplog.text
+    assert kept(copies) == {SAVES[1]: {1.0}}
+    slow.go_on.set()
+    wait_until(lambda: not slow.shelf(0, 1))
+    save(copies, 2)
+    assert slow.shelf(0, 1).keys() == {SAVES[2]}
+
+
+def test_a_save_that_never_ends_leaves_nothing_behind() -> None:
+    """NeMo does not schedule what another rank cannot save."""
+    copies = Copies()
+    save(copies, 0)
+    assert copies.keep(SAVES[1], Content.of({"weight": torch.ones(5)})).later is not None
+    save(copies, 2)
+    save(copies, 3)
+    assert kept(copies) == {SAVES[3]: {3.0}}
+    assert copies.prepare()._saves.keys() == {SAVES[2], SAVES[3]}
+
+
+def test_several_that_are_being_written_are_all_kept() -> None:
+    copies = Copies()
+    save(copies, 0)
+    for number in (1, 2, 3):
+        written(copies.keep(SAVES[number], Content.of({"weight": torch.full((5,), float(number))})))
+    for number in (1, 2, 3):
+        copies.end(SAVES[number], is_whole=True)
+        assert kept(copies) == {SAVES[each]: {float(each)} for each in range(number, 4)}
 
 
 def test_memory_that_is_not_there_costs_the_copy(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from checkpointless.local_checkpoint.part_storage import PartStorage, Shelf, rea
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.tiers.copying import Copying
 from checkpointless.recovery.tiers.directories import LocalDirectory, SharedDirectory
+from checkpointless.recovery.tiers.host_part import HostMemoryPool, HostPart, room_for
 from checkpointless.recovery.tiers.lineage import Lineage
 from checkpointless.recovery.tiers.neighbor_memory import NeighborMemory
 from checkpointless.recovery.tiers.snapshot import Snapshot
@@ -88,7 +91,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def copying(tiers: Sequence[Tier], storages: Mapping[str, PartStorage], lineage: Lineage) -> Copying:
-    return Copying(tiers, storages, {}, {}, lineage, {})
+    return Copying(tiers, storages, {}, {}, lineage)
 
 
 def test_a_write_that_a_fault_leaves_behind_is_of_the_bytes_that_it_began_with(tmp_path: Path) -> None:
@@ -125,6 +128,97 @@ def test_memory_of_a_generation_that_was_left_is_not_changed_any_more() -> None:
     wait_until(lambda: first.has_ended)
     assert not making.begun
     assert [*storage.shelf(0, 1)] == [named(FIRST, 1)]
+
+
+class Neighbor:
+    """Stands for an exchange with one neighbor, which gives its part when it is told to, or fails."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.error: Exception | None = None
+
+    def exchange(self, part: HostPart | None, pool: HostMemoryPool) -> Iterator[tuple[int, HostPart]]:
+        """Give a part of rank 1."""
+        assert self.go_on.wait(LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        assert part is not None
+        yield 1, room_for(part.header(), part.memory.numel(), pool)
+
+
+def with_neighbor(
+    neighbor: Neighbor, storage: MemoryStorage, lineage: Lineage, *more: Tier, last: Copying | None = None
+) -> tuple[Copying, list[Tier]]:
+    """Return what copies to one neighbor's memory, too."""
+    tiers = [NeighborMemory(), *more]
+    storages: dict[str, PartStorage] = {tiers[0].name: storage}
+    storages.update({tier.name: DiskStorage(tier.path) for tier in more})  # type: ignore[attr-defined]
+    exchanges: Any = {(1, 1): neighbor}
+    return Copying(tiers, storages, {tiers[0].name: (1, 1)}, exchanges, lineage, last), tiers
+
+
+def parts_of(storage: MemoryStorage) -> dict[int, set[int]]:
+    """Return by step the ranks whose parts are in memory."""
+    return {save.iteration: {*parts} for save, parts in storage.shelf(0, 1).items()}
+
+
+def test_a_step_that_a_generation_goes_on_from_stays_until_it_is_copied_anew() -> None:
+    """In a loop of one's own that step is copied once more. A rank may die before its neighbor has it."""
+    neighbor, storage = Neighbor(), MemoryStorage()
+    neighbor.go_on.set()
+    first, tiers = with_neighbor(neighbor, storage, FIRST)
+    assert first.begin(named(FIRST, 1), state(1), tiers).arrived.wait(LIMIT_S)
+    first.leave()
+    neighbor.go_on.clear()
+    lineage, copied = FIRST.begin(1, 1), storage.copy()
+    later, tiers = with_neighbor(neighbor, copied, lineage, last=first)
+    making = later.begin(named(lineage, 1), state(1), tiers)
+    assert making.copied.wait(LIMIT_S)
+    assert parts_of(copied) == {1: {0, 1}}
+    neighbor.go_on.set()
+    assert making.arrived.wait(LIMIT_S)
+    assert parts_of(copied) == {1: {0, 1}}
+    assert weight_of(copied, named(lineage, 1)) == 1
+    for step in (2, 3):
+        assert later.begin(named(lineage, step), state(step), tiers).arrived.wait(LIMIT_S)
+    assert parts_of(copied) == {2: {0, 1}, 3: {0, 1}}
+    later.leave()
+
+
+def test_memory_keeps_its_newest_complete_step_whatever_went_to_a_directory_since(tmp_path: Path) -> None:
+    neighbor, storage = Neighbor(), MemoryStorage()
+    neighbor.go_on.set()
+    (tmp_path / "copies").mkdir(mode=0o700)
+    made, (memory, directory) = with_neighbor(
+        neighbor, storage, FIRST, LocalDirectory(tmp_path / "copies", copies=0)
+    )
+    assert made.begin(named(FIRST, 2), state(2), [memory]).arrived.wait(LIMIT_S)
+    assert made.begin(named(FIRST, 3), state(3), [directory]).arrived.wait(LIMIT_S)
+    neighbor.go_on.clear()
+    making = made.begin(named(FIRST, 4), state(4), [memory])
+    assert making.copied.wait(LIMIT_S)
+    wait_until(lambda: 4 in parts_of(storage))
+    assert parts_of(storage) == {2: {0, 1}, 4: {0}}
+    neighbor.go_on.set()
+    assert making.arrived.wait(LIMIT_S)
+    made.leave()
+
+
+def test_a_neighbor_that_is_gone_is_known_before_anybody_goes_on_and_holds_nothing() -> None:
+    """No frame of the error and no task refers to live tensors: that would double the memory of a recovery."""
+    neighbor, storage = Neighbor(), MemoryStorage()
+    neighbor.error = RuntimeError("gone")
+    made, tiers = with_neighbor(neighbor, storage, FIRST)
+    given = state(1)
+    live = weakref.ref(given.tensors["model", 0, "weight"])
+    making = made.begin(named(FIRST, 1), given, tiers)
+    del given
+    assert making.copied.wait(LIMIT_S)
+    wait_until(lambda: live() is None)
+    neighbor.go_on.set()
+    assert making.arrived.wait(LIMIT_S)
+    assert made.error is neighbor.error
+    made.leave()
 
 
 def test_a_directory_that_does_not_answer_holds_up_no_other(tmp_path: Path) -> None:

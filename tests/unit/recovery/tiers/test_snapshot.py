@@ -9,6 +9,7 @@ import torch
 
 from checkpointless.local_checkpoint.content import Content
 from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.tiers import host_part
 from checkpointless.recovery.tiers.host_part import HostMemoryPool, copy_into, laid_out, room_for
 from checkpointless.recovery.tiers.snapshot import Snapshot
 from checkpointless.serialization import state_tree
@@ -82,3 +83,21 @@ def test_memory_is_used_again_and_only_when_nothing_lies_in_it() -> None:
     pool.keep_only([])
     large = laid_out(Content(b"", (torch.ones(1_000_000),)), pool)
     assert large.memory.numel() >= 4_000_000
+
+
+def test_pages_are_locked_as_long_as_a_part_or_the_pool_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: set[int] = set()
+
+    def lock(memory: torch.Tensor) -> bool:
+        locked.add(memory.data_ptr())
+        return True
+
+    monkeypatch.setattr(host_part, "lock_pages", lock)
+    monkeypatch.setattr(host_part, "unlock_pages", lambda memory: locked.remove(memory.data_ptr()))
+    pool = HostMemoryPool()
+    kept, spare = (laid_out(Content(b"x", (torch.zeros(8),)), pool) for _ in range(2))
+    assert len(locked) == 2
+    del pool, spare
+    assert locked == {kept.memory.data_ptr()}
+    del kept
+    assert not locked
