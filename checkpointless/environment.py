@@ -13,6 +13,7 @@ EAGER_INIT_ENV = "CHECKPOINTLESS_EAGER_INIT"  # "1": NCCL's communicators are ma
 FLIGHT_RECORDS_ENV = "CHECKPOINTLESS_FLIGHT_RECORDS"  # "active" or "all": collectives kept at a fault
 LAUNCH_AHEAD_ENV = "CHECKPOINTLESS_LAUNCH_AHEAD"  # how many layers launches may run ahead of the GPU; default: 8
 LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"  # "debug", "info", "warning" or "error"; default: messages go nowhere
+SPINNING_KERNELS_ENV = "CHECKPOINTLESS_SPINNING_KERNELS"  # "1": kernels that no abort ends are accepted
 
 # Set by the agent for each rank; under another launcher, the user may set the first three.
 RUN_DIR_ENV = "CHECKPOINTLESS_RUN_DIR"  # path of the run directory; default: nothing is recorded

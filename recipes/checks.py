@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from checkpointless.kernels import unabortable
 from checkpointless.layout import Layout
 from checkpointless.precision import unsupported
 from checkpointless.recipes.settings import RecipeError, checkpointless_enabled
@@ -94,7 +95,8 @@ def _check_checkpointless(config: DictConfig) -> None:
             raise RecipeError(f"checkpointless.{key} must be a whole number of at least {least}, not {value!r}")
     for key in ("trainer.plugins", "model.config"):
         place = _value(config, key)
-        reason = unsupported(_Section(place)) if isinstance(place, DictConfig) else None
+        section = _Section(place) if isinstance(place, DictConfig) else None
+        reason = unsupported(section) or unabortable(section)
         if reason is not None:
             raise RecipeError(f"{key}: {reason}")
     for key in ("optim.config", "strategy.ddp"):

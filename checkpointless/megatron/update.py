@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
 
 from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
+from checkpointless.kernels import unabortable
 from checkpointless.megatron.fp8_parameters import fp8_parameters, left_as_they_are, quantize, unsupported_optimizer
 from checkpointless.precision import fp8_recipe, unsupported
 from checkpointless.recovery.guard import guarded_update
@@ -71,7 +72,11 @@ def unguardable(optimizer: MegatronOptimizer, models: Iterable[Any] = ()) -> str
     """
     models = list(models)
     for model in models:
-        reason = unsupported(getattr(model, "config", None))
+        config = getattr(model, "config", None)
+        reason = unabortable(config)
+        if reason is not None:
+            return reason
+        reason = unsupported(config)
         if reason is not None:
             return f"{reason} (NeMo: in MegatronMixedPrecision)"
     quantised = fp8_parameters(models)

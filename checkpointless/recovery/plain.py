@@ -12,6 +12,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.kernels import unabortable
 from checkpointless.precision import unsupported_in_a_loop
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.manager import CheckpointManager
@@ -68,7 +69,10 @@ class PlainTraining(TrainingTensors):
         group: Sequence[int] | None = None,
     ) -> None:
         modules = list(modules)
-        reason = unsupported_in_a_loop(part for module in modules for part in module.modules())
+        parts = [part for module in modules for part in module.modules()]
+        reason = unsupported_in_a_loop(parts)
+        for part in parts:
+            reason = reason or unabortable(getattr(part, "config", None))
         if reason is not None:
             raise UnrecoverableError(reason)
         super().__init__(modules, optimizers)

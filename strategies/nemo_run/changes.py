@@ -10,6 +10,7 @@ import nemo_run as run
 from nemo.lightning import AutoResume, MegatronOptimizerModule, MegatronStrategy
 
 from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.kernels import unabortable
 from checkpointless.precision import unsupported
 from checkpointless.strategies.checkpoints.resume import CheckpointlessAutoResume
 from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
@@ -90,10 +91,13 @@ def _check_optimizer(recipe: run.Partial) -> None:
         getattr(recipe.trainer, "plugins", None),
         getattr(getattr(recipe, "model", None), "config", None),
     ):
-        reason = unsupported(place)
+        reason = unsupported(place) or unabortable(place)
         if reason is not None:
             raise ValueError(f"{_name(place)}: {reason}")
     for place in (getattr(optim, "config", None), *_callbacks_of(recipe.trainer)):
+        reason = unabortable(place)
+        if reason is not None:
+            raise ValueError(f"{_name(place)}: {reason}")
         if getattr(place, _EARLY_GATHER, None):
             raise ValueError(
                 f"{_name(place)} sets {_EARLY_GATHER}, with which an update cannot be guarded: set it to False"

@@ -21,6 +21,7 @@ FOLDERS[PACKAGE] = ROOT / PACKAGE
 FLOORS = {
     "layout": 0,
     "precision": 0,
+    "kernels": 0,
     "nccl": 0,
     "patches": 0,
     "devices": 0,
@@ -53,6 +54,7 @@ FRAMEWORKS = {"lightning", "pytorch_lightning", "nemo", "megatron", "nemo_run", 
 STANDARD_LIBRARY_ONLY = (
     "layout",
     "precision",
+    "kernels",
     "nccl",
     "patches",
     "devices",

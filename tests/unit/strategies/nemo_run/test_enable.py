@@ -297,6 +297,7 @@ def change(recipe: Any, path: str, value: Any) -> None:
         ("trainer.strategy.ddp", "pytorch", 'set it to "megatron"'),
         ("optim", run.Config(nl.PytorchOptimizerModule), "only nl.MegatronOptimizerModule"),
         ("optim.config.overlap_param_gather_with_optimizer_step", True, "set it to False"),
+        ("model.config.tp_comm_overlap", True, "set tp_comm_overlap=False"),
         ("trainer.plugins.fp4", "e2m1", "set fp4=None"),
         ("trainer.strategy.tensor_model_parallel_size", 16, "16 ranks .*set num_nodes=4 with 8 devices"),
         ("trainer.num_nodes", 3, None),
