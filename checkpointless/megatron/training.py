@@ -1,0 +1,140 @@
+"""Recovery for a loop of one's own over Megatron-core: any layout, Megatron's optimizers, no Lightning or NeMo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from typing_extensions import override
+
+from checkpointless.inprocess import HPCallWrapper
+from checkpointless.megatron import cleanup, cpu_platform
+from checkpointless.megatron.state import MegatronTensors
+from checkpointless.megatron.update import GuardedUpdate
+from checkpointless.recovery.loop import LoopTraining
+
+
+class MegatronTraining(LoopTraining, MegatronTensors):
+    """Model chunks, Megatron's optimizer and schedulers of a loop of one's own, for
+    :class:`~checkpointless.recovery.CheckpointManager`.
+
+    Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`::
+
+        MegatronTraining.prepare()     # before the model is built
+        ...                            # parallel state, model, DistributedDataParallel, get_megatron_optimizer
+        training = MegatronTraining(caller, model_chunks, optimizer, schedulers=[scheduler])
+        for step in training.steps(1000):
+            losses = forward_backward_func(...)  # with finalize_model_grads, as always
+            training.update(loss, increment=batch_size)  # in place of optimizer.step(), scheduler.step(), zero_grad
+
+    The optimizer may be distributed, in mixed precision, or in fp32, chained or not. With the distributed optimizer
+    give ``num_distributed_optimizer_instances=2`` to ``DistributedDataParallelConfig`` and to
+    ``parallel_state.initialize_model_parallel``, so that every shard has two holders; or keep copies in tiers. A
+    batch must follow from the step's number and the random streams.
+
+    Args:
+        call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
+        chunks: the model's chunks, each in Megatron's ``DistributedDataParallel``.
+        optimizer: what ``get_megatron_optimizer`` returned.
+        schedulers: the schedulers of learning rate and weight decay: Megatron's ``OptimizerParamScheduler``, or
+            torch's.
+
+    Raises:
+        UnrecoverableError: the update cannot be guarded, or the state cannot be carried over.
+    """
+
+    _how_to_get_replicas = "num_distributed_optimizer_instances=2 gives each shard a second holder"
+
+    def __init__(
+        self,
+        call: HPCallWrapper,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: MegatronOptimizer,
+        *,
+        schedulers: Sequence[Any] = (),
+    ) -> None:
+        MegatronTensors.__init__(self, chunks, optimizer)
+        self._optimizer = optimizer
+        self._increment: int | None = None
+        self.begin(call, schedulers)
+        self._guard = GuardedUpdate(
+            optimizer,
+            models=chunks,
+            lock=call.parameter_update_lock,
+            step=lambda: call.steps.making,
+            ready=self._ready,
+            applied=lambda _: self.applied(not self._guard.overflow),
+            committed=call.committed,
+            phase=call.enter_phase,
+        )
+
+    @staticmethod
+    def prepare() -> None:
+        """Have Megatron's globals dropped before the function is entered again. Call it before a model is built.
+
+        If the job was started with ``--cpu``, Megatron-core is made to train on CPUs as well.
+        """
+        if cpu_platform.requested():
+            cpu_platform.install()
+        cleanup.install()
+
+    def update(
+        self, loss: float | None = None, increment: int | None = None
+    ) -> tuple[bool, float | None, int | None]:
+        """Apply the gradients, on all ranks or on none, and clear them.
+
+        Args:
+            loss: the loss of the step, which is kept with the step if steps are recorded.
+            increment: what Megatron's schedulers step by, in samples; None: their ``step`` has no argument.
+
+        Returns:
+            What ``MegatronOptimizer.step`` returns: whether the step was not skipped, the norm of the gradients,
+            and how many are zero.
+        """
+        self._call.steps.loss = loss
+        self._increment = increment
+        outcome: tuple[bool, float | None, int | None] = self._optimizer.step()
+        self.step = self._call.steps.making
+        self._record(loss)
+        for chunk in self.modules:
+            zero: Any = getattr(chunk, "zero_grad_buffer", chunk.zero_grad)
+            zero()
+        self._optimizer.zero_grad()
+        return outcome
+
+    @override
+    def group(self) -> tuple[int, ...]:
+        """Return the global ranks that hold the same shard."""
+        return MegatronTensors.group(self)
+
+    @override
+    def step_optimizers(self) -> bool:
+        """Apply the update whose final gradients are held, unless they had overflowed."""
+        if not self._guard.overflow:
+            MegatronTensors.apply_held_update(self)
+        return not self._guard.overflow
+
+    @override
+    def _step_scheduler(self, scheduler: Any) -> None:
+        """Make one step of a scheduler, by as many samples as it was told."""
+        if self._increment is None:
+            scheduler.step()
+        else:
+            scheduler.step(increment=self._increment)
+
+    @override
+    def more_objects(self) -> Mapping[str, Any]:
+        """Return the states of the loss scalers."""
+        return {"scalers": self.scalers()}
+
+    @override
+    def settle(self) -> None:
+        """Derive parameters in FP8 before the first step, too. Collective."""
+        MegatronTensors.settle(self)
+
+    @override
+    def derive(self) -> None:
+        """Derive the model's parameters from the shards of all ranks. Collective."""
+        MegatronTensors.derive(self)

@@ -1,0 +1,206 @@
+"""A training loop of one's own, kept from step to step and resumed after a fault, whatever its optimizer is."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.running import manager_of
+from checkpointless.serialization.checksum import digest_buffers, digest_parameters
+from checkpointless.telemetry.steps import StepExtras, StepLog
+from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.transfer.tensor_entry import Key
+
+logger = logging.getLogger(__name__)
+
+
+class LoopTraining(TrainingTensors, ABC):
+    """What loops of one's own have in common. A subclass knows the optimizer.
+
+    It is a :class:`~checkpointless.recovery.live_state.LiveState`. A subclass makes its tensors first, then calls
+    :meth:`begin`.
+
+    Attributes:
+        step: the newest committed step.
+    """
+
+    step: int
+    _how_to_get_replicas = "A second holder of each part helps"
+
+    def begin(self, call: HPCallWrapper, schedulers: Sequence[Any]) -> None:
+        """Begin a training.
+
+        Args:
+            call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
+            schedulers: the learning-rate schedulers, which step with every update.
+        """
+        self.step = 0
+        self._schedulers = list(schedulers)
+        self._call = call
+        self._ready_step = 0
+        self._moments: dict[int, Moment] = {}  # by step
+        self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
+        manager = manager_of(call)
+        if manager is None:
+            call.checkpoint_manager = manager = CheckpointManager()
+        self._manager = manager
+        if len(self.group()) == 1 < dist.get_world_size() and not manager.tiers and dist.get_rank() == 0:
+            logger.warning(
+                "no two ranks hold the same part of the state: a rank that dies cannot be restored from memory. "
+                "%s, or CheckpointManager(tiers=[NeighborMemory()])",
+                self._how_to_get_replicas,
+            )
+        self._log = StepLog.from_environment()
+        if call.faults is not None:
+            call.faults.target = lambda: next(iter(self.shard().values()))
+
+    def steps(self, last: int) -> Iterable[int]:
+        """Yield the optimizer steps to make, from the first that is not committed to ``last``.
+
+        If this is a restart, the state is recovered before the first of them.
+
+        Raises:
+            UnrecoverableError: steps were committed and no rank holds them any more.
+            RuntimeError: a step ended without :meth:`update`.
+        """
+        self._restore()
+        while self.step < last:
+            moment = self._moment(self.step)
+            self._manager.keep_buffers(self.step, Stage.COMMITTED, moment.buffers)
+            self._moments = {self.step: moment}
+            self._manager.make_copies(self.step)  # with what the loop has done since the update
+            self._call.begin_step(self.step + 1)
+            yield self.step + 1
+            if self.step < self._call.steps.making:
+                raise RuntimeError(f"step {self._call.steps.making} ended without a call of update()")
+            self._call.end_step()
+            self._call.enter_phase("between", self.step)
+        self._manager.finish_copies()
+
+    def _record(self, loss: float | None) -> None:
+        """Record the committed step, if that is requested (``--record-steps``) and the loss is known."""
+        if self._log is not None and loss is not None:
+            rates = [values.get("lr", 0.0) for groups in self.groups() for values in groups]
+            extras = StepExtras(buffers=digest_buffers(self.modules), lr=tuple(float(rate).hex() for rate in rates))
+            self._log.record(self.step, loss, digest_parameters(self.modules), extras)
+
+    def _ready(self, step: int) -> None:
+        self._call.enter_phase("before_optimizer", step)
+        self._ready_buffers = self.copy_buffers()
+        self._ready_step = step
+        self._manager.keep_buffers(step, Stage.COMMITTED, self._ready_buffers)
+        self._manager.store_rng_states(step, loss=self._call.steps.loss)
+        self._manager.replicate_rng_states(step)
+        self._call.parameter_update_lock.mark_ready(step)
+
+    def _restore(self) -> None:
+        call, manager = self._call, self._manager
+        objects: dict[str, Any] | None = None
+        if call.generation > 0:
+            call.enter_phase("recovery", call.high_water)
+            objects = manager.recover(self)
+            if objects is None and call.high_water > 0:
+                reason = manager.refusal or "no rank holds the state in memory"
+                if not manager.allow_restart_from_scratch:
+                    raise UnrecoverableError(reason)
+                logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
+            self.step = objects["step"] if objects is not None else 0
+            states = manager.rng_of(self.step)
+            if self._log is not None and states is not None and (self._log.last_step() or 0) < self.step:
+                self._record(states.loss)  # committed, but the fault came before it was recorded
+        if objects is None:
+            self.settle()
+            manager.begin_buffers(self)
+        if call.generation == 0:
+            manager.keep_buffers(0, Stage.COMMITTED, self.copy_buffers())
+            manager.store_rng_states(0)
+        manager.restore_streams()
+        manager.attach(self, self.step)
+        call.steps.begin_data()
+
+    # --- what the manager asks for (checkpointless.recovery.live_state.LiveState) ---------------------------------
+
+    @abstractmethod
+    def group(self) -> tuple[int, ...]:
+        """Return the global ranks that hold the same state."""
+
+    def moments(self, step: int) -> Mapping[Stage, Moment]:
+        """Return the state after the update of ``step``; what the loop does after ``update()`` is not in it."""
+        return {Stage.COMMITTED: self._moments[step]} if step in self._moments else {}
+
+    def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
+        """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
+        if step in self._moments:
+            return {Stage.COMMITTED: self._moments[step].buffers}
+        return {Stage.COMMITTED: self._ready_buffers} if step == self._ready_step > 0 else {}
+
+    def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return nothing, because a batch follows from the step and the streams."""
+        return {}
+
+    def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
+        """Record that the state is that after ``step``."""
+        self._moments = {step: Moment(objects, self.copy_buffers())}
+
+    def _moment(self, step: int) -> Moment:
+        """Return the state as it is now, as the moment after ``step``."""
+        objects = {
+            "step": step,
+            "groups": self.groups(),
+            "state": self.plain_state(),
+            "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers],
+            **self.more_objects(),
+        }
+        return Moment(objects, self.copy_buffers())
+
+    @override
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Put back the objects of a moment."""
+        super().load_objects(objects)
+        for scheduler, state in zip(self._schedulers, objects["schedulers"]):
+            scheduler.load_state_dict(dict(state))
+
+    def apply_held_update(self) -> None:
+        """Make one step of the optimizers, from the gradients that they hold, and of every scheduler."""
+        self.applied(self.step_optimizers())
+
+    def applied(self, changes: bool = True) -> None:
+        """Take the state that the update of the step in the making leaves. It is called inside the lock.
+
+        Args:
+            changes: whether the update was not skipped.
+        """
+        for scheduler in self._schedulers if changes else ():
+            self._step_scheduler(scheduler)
+        self._moments = {self._ready_step: self._moment(self._ready_step)}
+
+    # --- what a subclass knows ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def step_optimizers(self) -> bool:
+        """Make one step of the optimizers, without communication, and return whether it was not skipped."""
+
+    def _step_scheduler(self, scheduler: Any) -> None:
+        """Make one step of a scheduler."""
+        scheduler.step()
+
+    def more_objects(self) -> Mapping[str, Any]:
+        """Return what else belongs to the state beside tensors, as plain data."""
+        return {}
+
+    def settle(self) -> None:
+        """Derive before the first step what a recovery derives to other bits than the start. Collective."""
+
+    @abstractmethod
+    def derive(self) -> None:
+        """Derive what follows from the shards, once all shards of the job are at one step. Collective."""

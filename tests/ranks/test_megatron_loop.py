@@ -1,0 +1,85 @@
+"""Test loops of one's own with Megatron's DDP and optimizers, in all layouts, through faults in every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+SCRIPT = str(SCRIPTS / "megatron_loop.py")
+PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
+Train = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Return a function that trains with faults and compares; the undisturbed job is made once for each layout."""
+    undisturbed: dict[tuple[str, ...], Job] = {}
+
+    def run(ranks: int, args: tuple[str, ...], *faults: str) -> Job:
+        folder = tmp_path_factory.mktemp("megatron-loop")
+        job = run_job(nemo_zygote, folder / "run", ranks, script=SCRIPT, args=args, faults=faults)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+        return job
+
+    def compared(ranks: int, steps: int, layout: str, *faults: str) -> Job:
+        args = (str(steps), *layout.split())
+        if args not in undisturbed:
+            undisturbed[args] = run(ranks, args)
+        job = run(ranks, args, *faults)
+        verdict = compare(undisturbed[args].steps, job.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+        assert verdict.steps == steps
+        return job
+
+    return compared
+
+
+def faults_in(phases: tuple[str, ...], kind: str, ranks: int) -> list[str]:
+    """Return a fault for each phase, every second step, on one rank after the other."""
+    return [f"{kind}@{phase}:rank={place % ranks},step={2 * place}" for place, phase in enumerate(phases, start=1)]
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_the_distributed_optimizer_in_every_phase(train: Train, kind: str) -> None:
+    train(4, 16, "bf16=1", *faults_in(PHASES, kind, 4))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (8, "tp=2 pp=2"),
+        (4, "tp=2 bf16=1 overlap=1"),
+        (4, "pp=2 distributed=0"),
+        (2, "distributed=0 bf16=1"),
+    ],
+    ids=["tp2-pp2-dp2", "tp2-overlap", "pp2-fp32", "mixed-precision"],
+)
+def test_layouts_and_optimizers(train: Train, ranks: int, layout: str) -> None:
+    faults = (
+        "sigkill@forward:rank=1,step=2",
+        "exception@optimizer:rank=0,step=4",
+        "sigkill@between:rank=1,step=5",
+    )
+    train(ranks, 7, layout, *faults)
+
+
+def test_one_instance_with_copies_at_a_neighbor(train: Train) -> None:
+    """The copies of a step are made when the next one begins, and training waits for them here."""
+    job = train(4, 7, "instances=1 bf16=1", "sigkill@forward:rank=1,step=2", "exception@backward:rank=0,step=4")
+    assert [incident.resumed_after for incident in job.incidents] == [1, 3]
+
+
+def test_steps_that_overflow_are_skipped_again(train: Train) -> None:
+    """The loss scale begins too high: the first steps change nothing but the scale."""
+    faults = ("sigkill@before_optimizer:rank=1,step=2", "sigkill@forward:rank=0,step=5")
+    train(4, 12, "fp16=1", *faults)
