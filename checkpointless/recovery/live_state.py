@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -43,6 +43,14 @@ class LiveState(StateTensors, Protocol):
 
     def derive(self) -> None:
         """Derive what follows from the shards, once all shards of the job are at one step. Collective."""
+
+
+@runtime_checkable
+class ChangingState(Protocol):
+    """A state that code beside the update can change (that of a loop of one's own)."""
+
+    def changed(self) -> str:
+        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
 
 
 class LiveStrategy(Protocol):

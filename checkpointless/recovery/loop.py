@@ -49,6 +49,7 @@ class LoopTraining(TrainingTensors, ABC):
         self._call = call
         self._ready_step = 0
         self._moments: dict[int, Moment] = {}  # by step
+        self._versions: list[int] = []  # of the parameters, when the newest of these was taken
         self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
         manager = manager_of(call)
         if manager is None:
@@ -78,6 +79,7 @@ class LoopTraining(TrainingTensors, ABC):
             moment = self._moment(self.step)
             self._manager.keep_buffers(self.step, Stage.COMMITTED, moment.buffers)
             self._moments = {self.step: moment}
+            self._versions = self._parameter_versions()
             self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
             yield self.step + 1
@@ -138,6 +140,12 @@ class LoopTraining(TrainingTensors, ABC):
         """Return the state after the update of ``step``; what the loop does after ``update()`` is not in it."""
         return {Stage.COMMITTED: self._moments[step]} if step in self._moments else {}
 
+    def changed(self) -> str:
+        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
+        if not self._versions or self._versions == self._parameter_versions():
+            return ""
+        return f"parameters were changed between update() of step {self.step} and the next step"
+
     def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
         """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""
         if step in self._moments:
@@ -151,6 +159,7 @@ class LoopTraining(TrainingTensors, ABC):
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Record that the state is that after ``step``."""
         self._moments = {step: Moment(objects, self.copy_buffers())}
+        self._versions = []  # until the next step begins
 
     def _moment(self, step: int) -> Moment:
         """Return the state as it is now, as the moment after ``step``."""
@@ -158,6 +167,7 @@ class LoopTraining(TrainingTensors, ABC):
             "step": step,
             "groups": self.groups(),
             "state": self.plain_state(),
+            "spread": self.spread(),
             "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers],
             **self.more_objects(),
         }
@@ -183,6 +193,11 @@ class LoopTraining(TrainingTensors, ABC):
         for scheduler in self._schedulers if changes else ():
             self._step_scheduler(scheduler)
         self._moments = {self._ready_step: self._moment(self._ready_step)}
+        self._versions = self._parameter_versions()
+
+    def _parameter_versions(self) -> list[int]:
+        """Return how often each parameter that is updated was written to, as torch counts it."""
+        return [parameter._version for _, _, parameter in self._parameters()]
 
     # --- what a subclass knows ------------------------------------------------------------------------------------
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
 from checkpointless.inprocess.context import span
 from checkpointless.inprocess.memory import peak_growth
+from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.base_model import BaseModel, NoBaseModel
 from checkpointless.recovery.conference import decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.ladder import hold_snapshot, snapshot_of, take_copies
-from checkpointless.recovery.live_state import LiveState, LiveStrategy, LiveTrainer
+from checkpointless.recovery.live_state import ChangingState, LiveState, LiveStrategy, LiveTrainer
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.keeper import OwnStateKeeper
 from checkpointless.recovery.own.state import OwnState
@@ -240,7 +241,12 @@ class CheckpointManager(OwnStateKeeper):
         self._copies.end()
 
     def _hold(self, live: LiveState) -> None:
-        held = HeldState.of(live, self.parameter_update_lock.state(), self.checksum_manager, *self._attached_fit)
+        commit = self.parameter_update_lock.state()
+        changed = live.changed() if isinstance(live, ChangingState) and not commit.torn else ""
+        if changed:
+            logger.error("this rank's state is given up: %s", changed)
+            commit = CommitState(commit.committed, ready=False, torn=True)
+        held = HeldState.of(live, commit, self.checksum_manager, *self._attached_fit)
         self._held = held
         self._base_model.part_from(held)
         if held.digest is not None:

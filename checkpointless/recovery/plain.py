@@ -10,12 +10,19 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.kernels import unabortable
 from checkpointless.precision import unsupported_in_a_loop
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.loop import LoopTraining
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.sharded_tensors import replicas_of
+
+_COMMUNICATES = (
+    "an optimizer communicates in its step (torch.optim.Muon does with DTensors, and any does whose gradients are "
+    "still to be reduced over tensor-parallel ranks), so that a fault in an update would find ranks on both sides "
+    "of it: reduce gradients before update(), or use another optimizer"
+)
 
 
 class PlainTraining(LoopTraining):
@@ -50,7 +57,9 @@ class PlainTraining(LoopTraining):
         ValueError: this rank is in no mesh of a parameter.
     """
 
-    _how_to_get_replicas = "A mesh with a dimension of replicas (HSDP) helps"
+    _how_to_get_replicas = (
+        "A mesh with a dimension of replicas (HSDP) helps, or group=, if ranks outside of the mesh hold the same"
+    )
 
     def __init__(
         self,
@@ -68,11 +77,17 @@ class PlainTraining(LoopTraining):
             reason = reason or unabortable(getattr(part, "config", None))
         if reason is not None:
             raise UnrecoverableError(reason)
+        for part in parts:
+            reshard: Any = getattr(part, "reshard", None)
+            if reshard is not None:  # FSDP2's: after a forward pass whole parameters are in the places of shards
+                reshard()
         TrainingTensors.__init__(self, modules, optimizers)
         # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
         self._named = {id(module): list(module.named_parameters()) for module in modules}
         self._optimizers = list(optimizers)
+        self._is_known = False  # whether the optimizers' first update has shown what they do
         self._group = tuple(sorted(group)) if group is not None else self._replicas()
+        self._refuse_what_cannot_travel()
         self.begin(call, schedulers)
 
     def _replicas(self) -> tuple[int, ...]:
@@ -112,10 +127,25 @@ class PlainTraining(LoopTraining):
 
     @override
     def step_optimizers(self) -> bool:
-        """Make one step of every optimizer."""
+        """Make one step of every optimizer.
+
+        Raises:
+            UnrecoverableError: in the first step, an optimizer communicates, or its state cannot be carried over.
+        """
+        launched = process_groups.launched() if not self._is_known else None
         for optimizer in self._optimizers:
             optimizer.step()
+        if launched is not None:
+            if process_groups.launched() != launched:
+                raise UnrecoverableError(_COMMUNICATES)
+            self._refuse_what_cannot_travel()
+            self._is_known = True
         return True
+
+    def _refuse_what_cannot_travel(self) -> None:
+        reason = self.unfit()
+        if reason is not None:
+            raise UnrecoverableError(f"no other process could be given this state: {reason}")
 
     @override
     def derive(self) -> None:

@@ -158,15 +158,44 @@ class TrainingTensors:
         }
         return {key: plain for key, plain in state.items() if plain}
 
+    def spread(self) -> list[Key]:
+        """Return the keys of the optimizers' tensors that are DTensors, as their parameters are."""
+        return [
+            (*key, name)
+            for key, inner, parameter in self._parameters()
+            for name, value in inner.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and is_sharded(value)
+        ]
+
+    def unfit(self) -> str | None:
+        """Return why a tensor of the state cannot be carried over to another process; None: each can be."""
+        for key, inner, parameter in self._parameters():
+            part = local_part(parameter)
+            held = [("parameter", parameter), *inner.state.get(parameter, {}).items()]
+            for name, value in held:
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if type(local_part(value)) not in (torch.Tensor, torch.nn.Parameter):
+                    return f"{name} of parameter {key[-1]} is a {type(local_part(value)).__name__}, no plain tensor"
+                if is_sharded(value) and local_part(value).shape != part.shape:
+                    return (
+                        f"{name} of parameter {key[-1]} is a DTensor that is divided otherwise than the parameter"
+                    )
+        return None
+
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what :meth:`groups` (as ``groups``) and :meth:`plain_state` (as ``state``) returned."""
+        """Put back what :meth:`groups`, :meth:`plain_state` (as ``state``) and :meth:`spread` returned."""
         for optimizer, groups in zip(self._torch_optimizers, objects["groups"]):
             for group, values in zip(_groups(optimizer), groups):
                 group.update(values)
+        spread = {tuple(key) for key in objects.get("spread", ())}
         for key, inner, parameter in self._parameters():
             plain = objects["state"].get(key)
             if plain:
                 inner.state[parameter].update(plain)
+            for name, value in inner.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and is_sharded(value) and (*key, name) not in spread:
+                    inner.state[parameter][name] = local_part(value)
 
     def _parameters(self) -> Iterator[tuple[Key, torch.optim.Optimizer, torch.Tensor]]:
         """Yield key, optimizer and parameter for every parameter that this rank updates."""
@@ -204,8 +233,9 @@ class BufferCopies:
                 if buffer is None:
                     continue
                 seen, version, copy = self._last.get(key, (None, -1, buffer))
-                if seen is not buffer or version != buffer._version or buffer.nbytes <= _SMALL_BYTES:
-                    copy = buffer.detach().clone()
+                part = local_part(buffer)
+                if seen is not buffer or version != buffer._version or part.nbytes <= _SMALL_BYTES:
+                    copy = part.detach().clone()
                     self._last[key] = (buffer, buffer._version, copy)
                 copies[key] = copy
         return copies
@@ -216,7 +246,7 @@ class BufferCopies:
             for key, owner, attribute in self._places:
                 buffer = owner._buffers.get(attribute)
                 if buffer is not None and key in copies:
-                    buffer.copy_(copies[key])
+                    local_part(buffer).copy_(copies[key])
 
 
 def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:

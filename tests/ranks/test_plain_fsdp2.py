@@ -25,8 +25,8 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
     """Return a function that trains with faults, each of which happens once; without, only once for a mesh."""
     undisturbed: dict[tuple[Mesh, int], Job] = {}
 
-    def run(mesh: Mesh, steps: int, *faults: str) -> Job:
-        args = tuple(map(str, (steps, *mesh)))
+    def run(mesh: Mesh, steps: int, *faults: str, extra: tuple[str, ...] = ()) -> Job:
+        args = (*map(str, (steps, *mesh)), *extra)
         folder = tmp_path_factory.mktemp("fsdp2")
         script = str(SCRIPTS / "plain_fsdp2.py")
         ranks = mesh[0] * mesh[1] * mesh[2]
@@ -35,10 +35,10 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
         assert fired(job.run_dir) == dict.fromkeys(faults, 1)
         return job
 
-    def compared(mesh: Mesh, steps: int, *faults: str) -> Job:
+    def compared(mesh: Mesh, steps: int, *faults: str, extra: tuple[str, ...] = ()) -> Job:
         if (mesh, steps) not in undisturbed:
             undisturbed[mesh, steps] = run(mesh, steps)
-        job = run(mesh, steps, *faults)
+        job = run(mesh, steps, *faults, extra=extra)
         verdict = compare(undisturbed[mesh, steps].steps, job.steps)
         assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
         assert verdict.steps == steps
@@ -80,3 +80,16 @@ def test_fully_sharded_with_copies_at_a_neighbor(train: Train) -> None:
     """No rank holds what another one does; exceptions cost nothing, and a rank that dies comes back from a copy."""
     job = train(FULLY_SHARDED, 8, "exception@backward:rank=2,step=3", "sigkill@forward:rank=1,step=6")
     assert [incident.resumed_after for incident in job.incidents] == [2, 5]
+
+
+def test_weights_that_were_exchanged_for_an_evaluation_are_not_taken_for_the_trained_ones(train: Train) -> None:
+    """The rank whose weights are others is filled by its replica."""
+    job = train(HSDP, 5, "exception@between:rank=1,step=2", extra=("averaged",))
+    assert "given up: parameters were changed between update() of step 2 and the next step" in job.log(1)
+
+
+def test_an_optimizer_that_communicates_is_refused_in_its_first_step(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    script, args = str(SCRIPTS / "plain_fsdp2.py"), ("5", "2", "2", "1", "muon")
+    job = run_job(nemo_zygote, tmp_path / "run", 4, script=script, args=args)
+    assert job.code == 1
+    assert "an optimizer communicates in its step" in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +136,7 @@ class ProcessGroups:
         self.messages.counts.clear()
         self._graphs.begin_anew()
         c10d._unregister_all_process_groups()  # the names of groups that were being made when they were interrupted
+        _forget_meshes()
 
     def release(self) -> None:
         """Close the connections that were cut, since every rank has left its block and no rank writes any more."""
@@ -143,6 +145,17 @@ class ProcessGroups:
     def reap(self) -> None:
         """Release every group that nothing else refers to. Call this after the garbage collector has run."""
         reap()
+
+
+def _forget_meshes() -> None:
+    """Have torch forget the meshes of DTensors, which its caches give to those of new meshes that are equal.
+
+    An old mesh looks its groups up by their names, and these may belong to other groups by then.
+    """
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    clear = getattr(getattr(tensor, "debug", None), "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 def _nccl_backends() -> list[Any]:

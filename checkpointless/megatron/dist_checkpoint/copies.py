@@ -78,7 +78,8 @@ class Copies:
     @property
     def can_exchange(self) -> bool:
         """Whether this rank can exchange parts with its peers now."""
-        return self._keeper is None or self._keeper.can_exchange
+        is_new = self._keeper is None or self._kept_in() is not dist.group.WORLD
+        return is_new or (self._keeper is not None and self._keeper.can_exchange)
 
     def keep(self, save: SaveId, content: Content, exchanges: bool = True) -> Kept:
         """Begin a save: copy this rank's part to host memory, and have the copy kept in the background. Collective.

@@ -6,6 +6,7 @@ copied before the fork, if the state lies in host memory. On GPUs it does not.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from checkpointless.recovery.tiers.host_part import HostPart, copy_into
+
+logger = logging.getLogger(__name__)
 
 
 class ForkedCopy:
@@ -67,7 +70,10 @@ class _CopyFirst:
         self._copy, self._write = copy, write
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._copy.make()
+        try:
+            self._copy.make()
+        except Exception:  # the checkpoint counts more
+            logger.exception("no copy is kept of what is written")
         self._write(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

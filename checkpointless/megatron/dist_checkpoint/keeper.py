@@ -73,7 +73,7 @@ class _Save:
         later: makes the copy that ``mine`` is to be; None: it is made.
         others: the peers' parts.
         is_ended: whether no process writes the checkpoint any more.
-        is_left_behind: whether its parts were not exchanged in time.
+        has_failed: whether an exchange of its parts was broken off, so that messages may still be under way.
         writing: in how many places it is still to be written.
         done: set when the parts are exchanged and in memory.
     """
@@ -82,14 +82,14 @@ class _Save:
     later: ForkedCopy | None = None
     others: list[HostPart] = field(default_factory=list)
     is_ended: bool = False
-    is_left_behind: bool = False
+    has_failed: bool = False
     writing: int = 0
     done: Event = field(default_factory=Event)
 
     @property
     def is_in_use(self) -> bool:
         """Whether a process or a thread may still read or write its memory."""
-        return not self.is_ended or self.is_left_behind or self.writing > 0 or not self.done.is_set()
+        return not self.is_ended or self.has_failed or self.writing > 0 or not self.done.is_set()
 
 
 class Keeper:
@@ -128,7 +128,7 @@ class Keeper:
     @property
     def can_exchange(self) -> bool:
         """Whether parts can be exchanged now: nothing has failed, and nothing is being exchanged."""
-        return not self._has_failed and self._lane.is_idle
+        return not self._has_failed and not self._lane.has_ended and self._lane.is_idle
 
     def leave(self) -> None:
         """Keep nothing more: another generation has begun."""
@@ -157,7 +157,7 @@ class Keeper:
             else:
                 copy_into(room, content.tensors, recorded())
             kept.mine = room
-        except (MemoryError, RuntimeError) as error:  # torch has no exception of its own for the first
+        except (MemoryError, RuntimeError, OSError) as error:  # torch has no exception of its own for the first
             logger.warning("no copy is kept of what rank %d saves: %s", self._rank, error)
         self._lane.do(partial(self._bring, PartId(save, self._rank), kept, exchanges))
         return Kept(kept.mine.content if kept.mine is not None else None, kept.later)
@@ -179,7 +179,6 @@ class Keeper:
         with awaiting(self._lane.thread):
             if not self._wait(lambda: kept.done.is_set() or self._lane.is_idle, _EXCHANGE_S):
                 logger.warning("copies of %s were not exchanged within %g s", save, _EXCHANGE_S)
-                kept.is_left_behind = True
             elif not self._wait(lambda: kept.writing == 0, _WRITE_S):
                 logger.warning("copies of %s were not written within %g s", save, _WRITE_S)
 
@@ -223,8 +222,8 @@ class Keeper:
                     for sender, theirs in self._exchange.exchange(mine, self._others):
                         kept.others.append(theirs)
                         parts.append((PartId(name.save, sender), theirs.content))
-                except (RuntimeError, ValueError) as error:
-                    self._has_failed = True
+                except Exception as error:  # noqa: BLE001 - whatever it is, the peers and this rank are not in step
+                    self._has_failed = kept.has_failed = True
                     if not self._lane.is_left:
                         logger.warning("%s is kept without what the peers sent: %s", name.words, error)
             for place in self._places:

@@ -267,14 +267,18 @@ class Copies:
         if copying.error is not None:
             raise copying.error
 
-    @staticmethod
-    def _without_busy(copying: Copying, due: Sequence[Tier]) -> list[Tier]:
+    def _without_busy(self, copying: Copying, due: Sequence[Tier]) -> list[Tier]:
         """Learn what became of the last saves in directories, and leave out those that are busy. Collective."""
+        stuck = {name for each in self._left for name in each.unfinished}
         known = {tier.name: copying.directories[tier.name] for tier in due if not tier.is_memory}
         told = gather(
             [
-                [each.outcome, str(each.last), sorted(map(str, each.present)) if each.whole is None else []]
-                for each in known.values()
+                [
+                    "busy" if name in stuck else each.outcome,
+                    str(each.last),
+                    sorted(map(str, each.present)) if each.whole is None else [],
+                ]
+                for name, each in known.items()
             ]
         )
         left_out = set()

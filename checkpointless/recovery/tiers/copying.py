@@ -147,6 +147,11 @@ class Copying:
         """Whether all threads are gone."""
         return self._copier.has_ended and all(each.has_ended for each in self._writers.values())
 
+    @property
+    def unfinished(self) -> list[str]:
+        """The directories that are still being written to, although the generation was left."""
+        return [name for name, writer in self._writers.items() if not writer.has_ended]
+
     def begin(self, save: SaveId, snapshot: Snapshot | None, due: Sequence[Tier]) -> Making:
         """Begin to copy.
 

@@ -13,6 +13,8 @@ from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 from checkpointless.recovery import CheckpointManager, NeighborMemory
 
 STEPS, REPLICAS, SHARDS, TENSOR_PARALLEL = map(int, sys.argv[1:5])
+AVERAGED = "averaged" in sys.argv  # other weights take the places of the trained ones for an evaluation
+MUON = "muon" in sys.argv
 TIERS = [NeighborMemory(overlap=False)] if REPLICAS == 1 else []
 WIDTH, VOCABULARY = 38, 101  # the shards are not even
 
@@ -55,10 +57,13 @@ def main(caller: HPCallWrapper) -> None:
             parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["replicate", "shard"])
     fully_shard(model, mesh=mesh["replicate", "shard"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    optimizer = torch.optim.Muon(matrices) if MUON else torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     data_rank = dist.get_rank() // TENSOR_PARALLEL
     torch.manual_seed(100 + data_rank)  # ranks of one tensor-parallel group have the same batches and dropout
+    with torch.no_grad():
+        model(torch.zeros(1, 9, dtype=torch.int64))  # an evaluation leaves whole parameters in their places
     training = PlainTraining(caller, [model], [optimizer], schedulers=[scheduler])
     for step in training.steps(STEPS):
         for _ in range(2):  # gradients are accumulated
@@ -72,6 +77,15 @@ def main(caller: HPCallWrapper) -> None:
         if TENSOR_PARALLEL == 1:  # torch does not clip parameters of different meshes together
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         training.update(loss.item())
+        if AVERAGED:
+            raw = [parameter.detach().clone() for parameter in model.parameters()]
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            caller.enter_phase("between", step)
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), raw):
+                    parameter.copy_(value)
     dist.barrier()
 
 

@@ -89,3 +89,51 @@ def test_an_optimizer_goes_on_with_state_that_was_adopted_or_filled(parameter: t
     first, second = optimizer.state[parameter]["exp_avg"], again.state[parameter]["exp_avg"]
     assert isinstance(second, DTensor)
     assert torch.equal(local_part(first), local_part(second))
+
+
+def trained(parameter: torch.nn.Parameter) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a module with the parameter, and an optimizer that has made a step."""
+    module = torch.nn.Module()
+    module.weight = parameter
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    parameter.grad = spread_like(torch.ones(4, 3), parameter)
+    optimizer.step()
+    return module, optimizer
+
+
+def test_what_an_optimizer_keeps_of_its_own_part_comes_back_as_that(parameter: torch.nn.Parameter) -> None:
+    module, optimizer = trained(parameter)
+    optimizer.state[parameter]["own"] = torch.full((4, 3), 2.0)  # of the shape of the part, but no DTensor
+    tensors = TrainingTensors([module], [optimizer])
+    objects = {"groups": tensors.groups(), "state": tensors.plain_state(), "spread": tensors.spread()}
+    held = tensors.tensors()
+    again = torch.optim.AdamW([parameter], lr=0.1)
+    new = TrainingTensors([module], [again])
+    new.adopt(held)
+    new.load_objects(objects)
+    state = again.state[parameter]
+    assert not isinstance(state["own"], DTensor)
+    assert isinstance(state["exp_avg"], DTensor)
+    again.step()
+
+
+def test_a_state_that_is_divided_otherwise_is_unfit(parameter: torch.nn.Parameter) -> None:
+    module, optimizer = trained(parameter)
+    tensors = TrainingTensors([module], [optimizer])
+    assert tensors.unfit() is None
+    optimizer.state[parameter]["factor"] = parameter.detach().square().mean(-1, keepdim=True)
+    reason = tensors.unfit()
+    assert reason is not None
+    assert "factor of parameter 0 is a DTensor that is divided otherwise" in reason
+
+
+def test_buffers_may_be_dtensors(parameter: torch.nn.Parameter) -> None:
+    module: Any = torch.nn.Module()
+    module.register_buffer("mean", parameter.detach().clone())
+    tensors = TrainingTensors([module], [])
+    copies = tensors.copy_buffers()
+    (copy,) = copies.values()
+    assert type(copy) is torch.Tensor
+    local_part(module.mean).zero_()
+    tensors.put_buffers(copies)
+    assert torch.equal(local_part(module.mean), copy)

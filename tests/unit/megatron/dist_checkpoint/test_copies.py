@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -221,3 +222,20 @@ def test_a_tensor_gets_a_storage_of_its_own_over_the_same_memory(
     assert alone.untyped_storage().size() == count * dtype.itemsize
     view.fill_(1)
     assert torch.equal(alone, view)
+
+
+def test_an_exchange_that_was_late_does_not_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "_EXCHANGE_S", 0.05)
+    copies = Copies()
+    made = copies.prepare()
+    for number in range(4):
+        late = threading.Event()
+        made._lane.do(partial(_wait_for, late))
+        save(copies, number)
+        late.set()
+        wait_until(lambda: made._lane.is_idle)
+    assert len(made._saves) <= 2
+
+
+def _wait_for(event: threading.Event) -> None:
+    assert event.wait(LIMIT_S)
