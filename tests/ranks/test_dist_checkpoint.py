@@ -95,6 +95,7 @@ def test_what_we_save_megatron_loads_and_later_ranks_find_on_disks(
     assert loaded(outcomes, 1)[1] == {"disk"}
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_takes_from_copies_what_is_cut_alike(nemo_zygote: Zygote, tmp_path: Path) -> None:
     job = Job(nemo_zygote, tmp_path, 4, disk=True)
     job.run(["save", "a", 1])
@@ -111,6 +112,7 @@ def test_a_new_process_gets_its_share_from_a_neighbours_memory(nemo_zygote: Zygo
     assert returned(outcomes, 3) == [[[0, 1]], [[]]]
 
 
+@pytest.mark.long
 def test_without_a_neighbour_only_what_is_lost_is_read_from_storage(job: Job) -> None:
     outcomes = job.run(["save", "a", 1], ["forget", 1], ["load", "a", 1])
     assert loaded(outcomes, 2)[1] == {"memory", "storage"}
@@ -127,6 +129,7 @@ def test_a_flipped_bit_on_a_disk_is_found_and_taken_from_the_copy(nemo_zygote: Z
     assert loaded(outcomes, 1)[1] == {"disk", "storage"}, "now both copies are damaged"
 
 
+@pytest.mark.long
 def test_a_flipped_bit_in_memory_is_found_and_taken_from_the_next_place(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -329,12 +329,12 @@ def test_nemos_own_callback_saves_and_resumes_although_a_node_is_lost(
 @pytest.mark.parametrize(
     ("world", "settings", "found"),
     [
-        (2, {}, [6]),
-        (2, {"is_async": True}, [6]),
+        pytest.param(2, {}, [6], marks=pytest.mark.long),
+        pytest.param(2, {"is_async": True}, [6], marks=pytest.mark.long),
         (2, {"resumes": ["two", "one"]}, [-1, 6]),
-        (4, {"replication": [2, 2], "lost": "node1"}, [6]),
+        pytest.param(4, {"replication": [2, 2], "lost": "node1"}, [6], marks=pytest.mark.long),
         (4, {"replication": [2, 2], "lost": "node0", "is_lazy": False, "is_async": True}, [6]),
-        (4, {"lost": "node1"}, [-1]),
+        pytest.param(4, {"lost": "node1"}, [-1], marks=pytest.mark.long),
     ],
     ids=["sync", "async", "sessions", "a node lost", "a node lost, async", "a node lost, no replicas"],
 )

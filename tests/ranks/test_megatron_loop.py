@@ -49,7 +49,7 @@ def faults_in(phases: tuple[str, ...], kind: str, ranks: int) -> list[str]:
     return [f"{kind}@{phase}:rank={place % ranks},step={2 * place}" for place, phase in enumerate(phases, start=1)]
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 def test_the_distributed_optimizer_in_every_phase(train: Train, kind: str) -> None:
     train(4, 16, "bf16=1", *faults_in(PHASES, kind, 4))
 
@@ -58,9 +58,9 @@ def test_the_distributed_optimizer_in_every_phase(train: Train, kind: str) -> No
     ("ranks", "layout"),
     [
         (8, "tp=2 pp=2"),
-        (4, "tp=2 bf16=1 overlap=1"),
-        (4, "pp=2 distributed=0"),
-        (2, "distributed=0 bf16=1"),
+        pytest.param(4, "tp=2 bf16=1 overlap=1", marks=pytest.mark.long),
+        pytest.param(4, "pp=2 distributed=0", marks=pytest.mark.long),
+        pytest.param(2, "distributed=0 bf16=1", marks=pytest.mark.long),
     ],
     ids=["tp2-pp2-dp2", "tp2-overlap", "pp2-fp32", "mixed-precision"],
 )
@@ -79,6 +79,7 @@ def test_one_instance_with_copies_at_a_neighbor(train: Train) -> None:
     assert [incident.resumed_after for incident in job.incidents] == [1, 3]
 
 
+@pytest.mark.long
 def test_steps_that_overflow_are_skipped_again(train: Train) -> None:
     """The loss scale begins too high: the first steps change nothing but the scale."""
     faults = ("sigkill@before_optimizer:rank=1,step=2", "sigkill@forward:rank=0,step=5")

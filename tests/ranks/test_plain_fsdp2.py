@@ -50,7 +50,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 def test_hsdp_in_every_phase(train: Train, kind: str) -> None:
     """Each rank has two faults at least; the shard of a rank that dies comes from the other row of the mesh."""
     steps = range(2, 2 * len(PHASES) + 1, 2)
@@ -68,6 +68,7 @@ def test_hsdp_with_tensor_parallelism(train: Train) -> None:
     assert job.incidents[0].sources == (5,)
 
 
+@pytest.mark.long
 def test_both_replicas_of_a_shard_are_lost(nemo_zygote: Zygote, tmp_path: Path) -> None:
     faults = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
     script, args = str(SCRIPTS / "plain_fsdp2.py"), ("5", "2", "2", "1")

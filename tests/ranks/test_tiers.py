@@ -111,7 +111,7 @@ def both_holders_at(step: int) -> tuple[str, str]:
     ("settings", "after", "tier"),
     [
         ({"neighbor_memory": "overlap: false"}, 7, "neighbor memory"),
-        ({"local_directory": "path: {tmp}, every: 3"}, 6, "local directory"),
+        pytest.param({"local_directory": "path: {tmp}, every: 3"}, 6, "local directory", marks=pytest.mark.long),
         ({"shared_directory": "path: {tmp}, every: 5"}, 5, "shared directory"),
     ],
     ids=["neighbor", "local", "shared"],
@@ -153,6 +153,7 @@ def test_the_first_two_tiers_are_damaged(kept: Kept, tmp_path: Path) -> None:
     assert {event.fields["steps_lost"] for event in taken(job)} == {2}
 
 
+@pytest.mark.long
 def test_copies_while_the_next_step_is_made(kept: Kept) -> None:
     """By default training does not wait: a rank that dies early in a step may cost the step before."""
     faults = [f"sigkill@{phase}:rank={rank},step={3 * rank + 3}" for rank, phase in enumerate(PHASES[:4])]
@@ -160,6 +161,7 @@ def test_copies_while_the_next_step_is_made(kept: Kept) -> None:
     assert all(incident.steps_lost in (0, 1) for incident in job.incidents)
 
 
+@pytest.mark.long
 def test_faults_while_a_recovery_is_made_of_copies(kept: Kept) -> None:
     faults = ("sigkill@forward:rank=0,step=4", "exception@recovery:rank=3,step=3", "sigkill@data:rank=1,step=7")
     job = kept.run(tiers(neighbor_memory="overlap: false"), 8, *faults, args=(*ONE_INSTANCE, *DROPOUT))
