@@ -144,7 +144,10 @@ class LoopTraining(TrainingTensors, ABC):
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
         if not self._versions or self._versions == self._parameter_versions():
             return ""
-        return f"parameters were changed between update() of step {self.step} and the next step"
+        return (
+            f"parameters were changed between update() of step {self.step} and the next step; what changes them "
+            "has to be a part of the update (the optimizer's register_step_post_hook)"
+        )
 
     def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
         """Return the buffers after ``step``; if its update has failed or is to come, those before the update."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -77,15 +78,16 @@ class PlainTraining(LoopTraining):
             reason = reason or unabortable(getattr(part, "config", None))
         if reason is not None:
             raise UnrecoverableError(reason)
-        for part in parts:
-            reshard: Any = getattr(part, "reshard", None)
-            if reshard is not None:  # FSDP2's: after a forward pass whole parameters are in the places of shards
-                reshard()
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        sharded: list[Any] = [part for part in parts if isinstance(part, getattr(fsdp, "FSDPModule", ()))]
+        for each in sharded:
+            each.reshard()  # after a forward pass whole parameters are in the places of shards
         TrainingTensors.__init__(self, modules, optimizers)
         # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
         self._named = {id(module): list(module.named_parameters()) for module in modules}
         self._optimizers = list(optimizers)
-        self._is_known = False  # whether the optimizers' first update has shown what they do
+        # Whether the job's first update has shown what optimizers do. Beside later ones threads may communicate.
+        self._is_known = call.generation > 0
         self._group = tuple(sorted(group)) if group is not None else self._replicas()
         self._refuse_what_cannot_travel()
         self.begin(call, schedulers)
@@ -130,7 +132,8 @@ class PlainTraining(LoopTraining):
         """Make one step of every optimizer.
 
         Raises:
-            UnrecoverableError: in the first step, an optimizer communicates, or its state cannot be carried over.
+            UnrecoverableError: in the first step of the job, an optimizer communicates, or its state cannot be
+                carried over.
         """
         launched = process_groups.launched() if not self._is_known else None
         for optimizer in self._optimizers:

@@ -250,9 +250,14 @@ class Copies:
 
     def _settle_all(self) -> None:
         """Wait, for a minute at most, until neighbors have what they wait for, since there was no fault."""
-        making = self._copying.making if self._copying is not None else None
-        if making is not None and not making.arrived.wait(_COPYING_S):
-            logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
+        copying, deadline_s = self._copying, time.monotonic() + _COPYING_S
+        if copying is None or copying.making is None:
+            return
+        with awaiting(copying.thread):
+            while not copying.making.arrived.wait(_TURN_S) and not copying.is_idle:
+                if time.monotonic() > deadline_s:
+                    logger.warning("copies of the state did not arrive within %g s", _COPYING_S)
+                    return
 
     def _wait(self, copying: Copying, event: Event) -> None:
         """Wait interruptibly for an event of what is being made.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,7 @@ class HostPiece:
     """
 
     def __init__(self, nbytes: int, shared: bool = False) -> None:
+        self._process = os.getpid()
         self._is_locked = False
         if shared:
             try:
@@ -72,7 +74,7 @@ class HostPiece:
             self._is_locked = lock_pages(self.memory)
 
     def __del__(self) -> None:
-        if self._is_locked:
+        if self._is_locked and os.getpid() == self._process:  # a forked process has no CUDA
             unlock_pages(self.memory)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,8 @@ def main(caller: HPCallWrapper) -> None:
             parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["replicate", "shard"])
     fully_shard(model, mesh=mesh["replicate", "shard"])
+    sharded: list[Any] = list(model.parameters())
+    meshes = {id(parameter.device_mesh) for parameter in sharded}
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     optimizer = torch.optim.Muon(matrices) if MUON else torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -77,6 +80,8 @@ def main(caller: HPCallWrapper) -> None:
         if TENSOR_PARALLEL == 1:  # torch does not clip parameters of different meshes together
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         training.update(loss.item())
+        states = [each["exp_avg"] for each in optimizer.state.values() if "exp_avg" in each]
+        assert {id(each.device_mesh) for each in states} <= meshes, "a mesh of an earlier generation"
         if AVERAGED:
             raw = [parameter.detach().clone() for parameter in model.parameters()]
             with torch.no_grad():

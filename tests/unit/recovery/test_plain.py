@@ -1,0 +1,72 @@
+"""What the first update of a loop shows of its optimizer, and what counts as a change of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.recovery import plain
+from checkpointless.recovery.manager import CheckpointManager
+from checkpointless.recovery.plain import PlainTraining
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
+    """Return a function that makes a training in a generation; something communicates all the time."""
+    counts = iter(range(100))
+    monkeypatch.setattr(plain.process_groups, "launched", lambda: {"group": next(counts)})
+
+    def make(generation: int, module: torch.nn.Module | None = None) -> PlainTraining:
+        module = torch.nn.Linear(3, 2) if module is None else module
+        call: Any = SimpleNamespace(generation=generation, checkpoint_manager=CheckpointManager(), faults=None)
+        module(torch.ones(1, 3)).sum().backward()
+        return PlainTraining(call, [module], [torch.optim.SGD(module.parameters(), lr=0.1)])
+
+    return make
+
+
+def test_an_optimizer_that_communicates_is_refused_in_the_jobs_first_step(
+    train: Callable[..., PlainTraining],
+) -> None:
+    with pytest.raises(UnrecoverableError, match="an optimizer communicates in its step"):
+        train(0).step_optimizers()
+
+
+def test_after_a_fault_whatever_communicates_beside_an_update_is_no_reason_to_end_the_job(
+    train: Callable[..., PlainTraining],
+) -> None:
+    """Copies of the state are exchanged by a thread, and may be while the next step is applied."""
+    assert train(1).step_optimizers()
+
+
+def test_a_users_module_may_have_a_method_of_the_name_of_fsdps(train: Callable[..., PlainTraining]) -> None:
+    class Own(torch.nn.Linear):
+        def reshard(self, groups: int) -> None:
+            raise AssertionError("it is the user's")
+
+    train(1, Own(3, 2))
+
+
+def test_a_change_of_weights_counts_until_the_state_is_taken_again(train: Callable[..., PlainTraining]) -> None:
+    training = train(1)
+    assert training.changed() == "", "nothing has been taken yet"
+    training.apply_held_update()
+    assert training.changed() == ""
+    with torch.no_grad():
+        next(training.modules[0].parameters()).clamp_(-0.1, 0.1)
+    assert "has to be a part of the update" in training.changed()
+    training.applied()
+    assert training.changed() == ""
