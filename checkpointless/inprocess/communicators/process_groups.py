@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -152,10 +153,11 @@ def _forget_meshes() -> None:
 
     An old mesh looks its groups up by their names, and these may belong to other groups by then.
     """
-    tensor: Any = sys.modules.get("torch.distributed.tensor")
-    clear = getattr(getattr(tensor, "debug", None), "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
+    if "torch.distributed.tensor" in sys.modules:
+        debug: Any = import_module("torch.distributed.tensor.debug")
+        clear = getattr(debug, "_clear_sharding_prop_cache", None)
+        if clear is not None:
+            clear()
 
 
 def _nccl_backends() -> list[Any]:

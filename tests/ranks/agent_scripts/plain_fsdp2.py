@@ -51,15 +51,14 @@ def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
     names = ("replicate", "shard", "tensor")
     mesh = init_device_mesh("cpu", (REPLICAS, SHARDS, TENSOR_PARALLEL), mesh_dim_names=names)
+    hsdp = mesh["replicate", "shard"]
     torch.manual_seed(1)
     model = Model()
     for block in model.blocks:
         if TENSOR_PARALLEL > 1:
             parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["replicate", "shard"])
-    fully_shard(model, mesh=mesh["replicate", "shard"])
-    sharded: list[Any] = list(model.parameters())
-    meshes = {id(parameter.device_mesh) for parameter in sharded}
+        fully_shard(block, mesh=hsdp)
+    fully_shard(model, mesh=hsdp)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     optimizer = torch.optim.Muon(matrices) if MUON else torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -80,8 +79,9 @@ def main(caller: HPCallWrapper) -> None:
         if TENSOR_PARALLEL == 1:  # torch does not clip parameters of different meshes together
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         training.update(loss.item())
-        states = [each["exp_avg"] for each in optimizer.state.values() if "exp_avg" in each]
-        assert {id(each.device_mesh) for each in states} <= meshes, "a mesh of an earlier generation"
+        if TENSOR_PARALLEL == 1:  # else torch makes a mesh of both
+            spread: list[Any] = [*model.parameters(), *(each["exp_avg"] for each in optimizer.state.values())]
+            assert all(each.device_mesh is hsdp for each in spread), "a mesh of an earlier generation"
         if AVERAGED:
             raw = [parameter.detach().clone() for parameter in model.parameters()]
             with torch.no_grad():
