@@ -25,7 +25,7 @@ CLASSES = {
     "CheckpointlessCallback": "callbacks/checkpointless_callback.py",
     "CheckpointlessMegatronStrategy": "strategies/megatron_strategy.py",
     "CheckpointManager": "checkpointless/recovery/manager.py",
-    "PlainTraining": "checkpointless/recovery/plain.py",
+    "PlainTraining": "checkpointless/recovery/training/plain.py",
     "LocalCheckpointManager": "checkpointless/local_checkpoint/manager.py",
     "LazyCliqueReplicationStrategy": "checkpointless/local_checkpoint/replication.py",
     "CliqueReplicationStrategy": "checkpointless/local_checkpoint/replication.py",

@@ -13,7 +13,7 @@ from checkpointless.inprocess import HPCallWrapper
 from checkpointless.megatron import cleanup, cpu_platform
 from checkpointless.megatron.state import MegatronTensors
 from checkpointless.megatron.update import GuardedUpdate
-from checkpointless.recovery.loop import LoopTraining
+from checkpointless.recovery.training.loop import LoopTraining
 
 
 class MegatronTraining(LoopTraining, MegatronTensors):

@@ -14,10 +14,10 @@ from checkpointless.local_checkpoint.replication import (
 )
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.peft import PEFTCheckpointManager
-from checkpointless.recovery.plain import PlainTraining
 from checkpointless.recovery.tiers.directories import LocalDirectory, SharedDirectory
 from checkpointless.recovery.tiers.neighbor_memory import NeighborMemory
 from checkpointless.recovery.tiers.tier import Tier
+from checkpointless.recovery.training.plain import PlainTraining
 from checkpointless.serialization.checksum import MemoryChecksumManager
 
 __all__ = [

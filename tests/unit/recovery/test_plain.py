@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery import plain
 from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.recovery.plain import PlainTraining
+from checkpointless.recovery.training import torch_tensors
+from checkpointless.recovery.training.plain import PlainTraining
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _one_rank() -> Iterator[None]:
 def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
     """Return a function that makes a training in a generation; something communicates all the time."""
     counts = iter(range(100))
-    monkeypatch.setattr(plain.process_groups, "launched", lambda: {"group": next(counts)})
+    monkeypatch.setattr(torch_tensors.process_groups, "launched", lambda: {"group": next(counts)})
 
     def make(generation: int, module: torch.nn.Module | None = None) -> PlainTraining:
         module = torch.nn.Linear(3, 2) if module is None else module

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
-from checkpointless.inprocess.communicators.process_groups import process_groups
-from checkpointless.kernels import unabortable
-from checkpointless.precision import unsupported_in_a_loop
+from checkpointless.inprocess import HPCallWrapper
 from checkpointless.recovery.guard import guarded_update
-from checkpointless.recovery.loop import LoopTraining
-from checkpointless.transfer.module_tensors import TrainingTensors
-from checkpointless.transfer.sharded_tensors import replicas_of
-
-_COMMUNICATES = (
-    "an optimizer communicates in its step (torch.optim.Muon does with DTensors, and any does whose gradients are "
-    "still to be reduced over tensor-parallel ranks), so that a fault in an update would find ranks on both sides "
-    "of it: reduce gradients before update(), or use another optimizer"
-)
+from checkpointless.recovery.training.loop import LoopTraining
+from checkpointless.recovery.training.torch_tensors import TorchTensors
 
 
-class PlainTraining(LoopTraining):
+class PlainTraining(LoopTraining, TorchTensors):
     """Modules, optimizers and schedulers of a hand-written training loop, for
     :class:`~checkpointless.recovery.CheckpointManager`.
 
@@ -71,36 +59,8 @@ class PlainTraining(LoopTraining):
         schedulers: Sequence[Any] = (),
         group: Sequence[int] | None = None,
     ) -> None:
-        modules = list(modules)
-        parts = [part for module in modules for part in module.modules()]
-        reason = unsupported_in_a_loop(parts)
-        for part in parts:
-            reason = reason or unabortable(getattr(part, "config", None))
-        if reason is not None:
-            raise UnrecoverableError(reason)
-        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-        sharded: list[Any] = [part for part in parts if isinstance(part, getattr(fsdp, "FSDPModule", ()))]
-        for each in sharded:
-            each.reshard()  # after a forward pass whole parameters are in the places of shards
-        TrainingTensors.__init__(self, modules, optimizers)
-        # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
-        self._named = {id(module): list(module.named_parameters()) for module in modules}
-        self._optimizers = list(optimizers)
-        # Whether the job's first update has shown what optimizers do. Beside later ones threads may communicate.
-        self._is_known = call.generation > 0
-        self._group = tuple(sorted(group)) if group is not None else self._replicas()
-        self._refuse_what_cannot_travel()
+        TorchTensors.__init__(self, modules, optimizers, is_known=call.generation > 0, group=group)
         self.begin(call, schedulers)
-
-    def _replicas(self) -> tuple[int, ...]:
-        """Return the ranks that hold the same as this one, as far as the parameters tell."""
-        parameters = [parameter for named in self._named.values() for _, parameter in named]
-        return replicas_of(parameters, dist.get_rank()) or tuple(range(dist.get_world_size()))
-
-    @override
-    def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the parameters that the module had when the training began, with their names."""
-        return iter(self._named[id(module)])
 
     def update(self, loss: float | None = None) -> None:
         """Apply the gradients, on all ranks or on none, and clear them.
@@ -119,13 +79,13 @@ class PlainTraining(LoopTraining):
         )
         self.step = self._call.steps.making
         self._record(loss)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     @override
     def group(self) -> tuple[int, ...]:
         """Return the global ranks that hold the same state."""
-        return self._group
+        return TorchTensors.group(self)
 
     @override
     def step_optimizers(self) -> bool:
@@ -135,20 +95,12 @@ class PlainTraining(LoopTraining):
             UnrecoverableError: in the first step of the job, an optimizer communicates, or its state cannot be
                 carried over.
         """
-        launched = process_groups.launched() if not self._is_known else None
-        for optimizer in self._optimizers:
-            optimizer.step()
-        if launched is not None:
-            if process_groups.launched() != launched:
-                raise UnrecoverableError(_COMMUNICATES)
-            self._refuse_what_cannot_travel()
-            self._is_known = True
-        return True
+        return TorchTensors.step_optimizers(self)
 
-    def _refuse_what_cannot_travel(self) -> None:
-        reason = self.unfit()
-        if reason is not None:
-            raise UnrecoverableError(f"no other process could be given this state: {reason}")
+    @override
+    def arrange(self) -> None:
+        """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""
+        TorchTensors.arrange(self)
 
     @override
     def derive(self) -> None:

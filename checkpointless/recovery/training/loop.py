@@ -107,6 +107,7 @@ class LoopTraining(TrainingTensors, ABC):
 
     def _restore(self) -> None:
         call, manager = self._call, self._manager
+        self.arrange()
         objects: dict[str, Any] | None = None
         if call.generation > 0:
             call.enter_phase("recovery", call.high_water)
@@ -215,6 +216,9 @@ class LoopTraining(TrainingTensors, ABC):
     def more_objects(self) -> Mapping[str, Any]:
         """Return what else belongs to the state beside tensors, as plain data."""
         return {}
+
+    def arrange(self) -> None:
+        """Arrange what would be arranged in the first step, and kept, in every generation alike. Collective."""
 
     def settle(self) -> None:
         """Derive before the first step what a recovery derives to other bits than the start. Collective."""

@@ -1,0 +1,130 @@
+"""The tensors of modules and of optimizers of torch's kind, with the replicas that follow from their meshes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.inprocess.communicators.process_groups import process_groups
+from checkpointless.kernels import unabortable
+from checkpointless.precision import unsupported_in_a_loop
+from checkpointless.recovery.training.ddp_buckets import settle_buckets
+from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.transfer.sharded_tensors import replicas_of
+
+_COMMUNICATES = (
+    "an optimizer communicates in its step (torch.optim.Muon does with DTensors, and any does whose gradients are "
+    "still to be reduced over tensor-parallel ranks), so that a fault in an update would find ranks on both sides "
+    "of it: reduce gradients before the update, or use another optimizer"
+)
+_NEEDS_CLOSURE = (
+    "computes gradients several times in one step, between changes of the weights, so that its update cannot be "
+    "guarded: use an optimizer that makes one update from one gradient"
+)
+
+
+class TorchTensors(TrainingTensors):
+    """Modules and torch optimizers of one rank: DDP's, FSDP2's, tensor-parallel ones by a plan, and plain ones.
+
+    Args:
+        modules: the modules.
+        optimizers: their optimizers.
+        is_known: whether the job's first update has shown what the optimizers do.
+        group: the global ranks that hold the same. Default: what the meshes of the modules' DTensors say, else all
+            ranks.
+
+    Raises:
+        UnrecoverableError: the modules or optimizers cannot be recovered.
+        ValueError: this rank is in no mesh of a parameter.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        is_known: bool,
+        group: Sequence[int] | None = None,
+    ) -> None:
+        modules = list(modules)
+        parts = [part for module in modules for part in module.modules()]
+        reason = unsupported_in_a_loop(parts)
+        for part in parts:
+            reason = reason or unabortable(getattr(part, "config", None))
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                reason = reason or f"{type(optimizer).__name__} {_NEEDS_CLOSURE}"
+        if reason is not None:
+            raise UnrecoverableError(reason)
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        sharded: list[Any] = [part for part in parts if isinstance(part, getattr(fsdp, "FSDPModule", ()))]
+        for each in sharded:
+            each.reshard()  # after a forward pass whole parameters are in the places of shards
+        super().__init__(modules, optimizers)
+        # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
+        self._named = {id(module): list(module.named_parameters()) for module in modules}
+        self.optimizers = list(optimizers)
+        # Beside later updates threads may communicate.
+        self._is_known = is_known
+        self._group = tuple(sorted(group)) if group is not None else self._replicas()
+        self._refuse_what_cannot_travel()
+
+    def _replicas(self) -> tuple[int, ...]:
+        """Return the ranks that hold the same as this one, as far as the parameters tell."""
+        parameters = [parameter for named in self._named.values() for _, parameter in named]
+        return replicas_of(parameters, dist.get_rank()) or tuple(range(dist.get_world_size()))
+
+    @override
+    def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters that the module had when the training began, with their names."""
+        return iter(self._named[id(module)])
+
+    def group(self) -> tuple[int, ...]:
+        """Return the global ranks that hold the same state."""
+        return self._group
+
+    def step_optimizers(self) -> bool:
+        """Make one step of every optimizer.
+
+        Raises:
+            UnrecoverableError: in the first step of the job, an optimizer communicates, or its state cannot be
+                carried over.
+        """
+        with self.watched():
+            for optimizer in self.optimizers:
+                optimizer.step()
+        return True
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look, in the first step of the job, at what the optimizers do in the context.
+
+        Raises:
+            UnrecoverableError: an optimizer communicates, or its state cannot be carried over.
+        """
+        launched = process_groups.launched() if not self._is_known else None
+        yield
+        if launched is not None:
+            if process_groups.launched() != launched:
+                raise UnrecoverableError(_COMMUNICATES)
+            self._refuse_what_cannot_travel()
+            self._is_known = True
+
+    def _refuse_what_cannot_travel(self) -> None:
+        reason = self.unfit()
+        if reason is not None:
+            raise UnrecoverableError(f"no other process could be given this state: {reason}")
+
+    def arrange(self) -> None:
+        """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""
+        settle_buckets(self.modules)
+
+    def derive(self) -> None:
+        """Do nothing: the ranks of a group hold everything, so nothing follows from other ranks' shards."""

@@ -1,0 +1,41 @@
+"""Test loops of one's own over torch's ``DistributedDataParallel``, whose buckets decide about the bits of a sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
+STEPS = 2 * len(PHASES) + 2
+
+
+def _train(zygote: Zygote, run_dir: Path, *faults: str, args: tuple[str, ...] = (str(STEPS),)) -> Job:
+    return run_job(zygote, run_dir, 4, script=str(SCRIPTS / "plain_ddp.py"), args=args, faults=faults)
+
+
+def test_ddp_in_every_phase(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    """Every rank raises and dies: DDP is made anew each time, and reduces as it would have without the fault."""
+    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed")
+    for kind in ("exception", "sigkill"):
+        faults = [f"{kind}@{phase}:rank={at % 4},step={2 * at + 2}" for at, phase in enumerate(PHASES)]
+        job = _train(nemo_zygote, tmp_path / kind, *faults)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+        verdict = compare(undisturbed.steps, job.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+        assert verdict.steps == STEPS
+
+
+def test_a_static_graph_is_refused(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    job = _train(nemo_zygote, tmp_path / "run", args=("5", "static"))
+    assert job.code == 1
+    assert "leave static_graph out" in "\n".join([*job.said, *(job.log(rank) for rank in range(4))])
