@@ -1,4 +1,4 @@
-"""Test loops of one's own over torch's ``DistributedDataParallel``, whose buckets decide about the bits of a sum."""
+"""Test loops of one's own over torch's ``DistributedDataParallel``, whose buckets decide about the bits of sums."""
 
 from __future__ import annotations
 
