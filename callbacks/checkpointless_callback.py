@@ -65,6 +65,7 @@ class CheckpointlessCallback(Callback):
         self.clean_tensor_hook = clean_tensor_hook
         self.clean_lightning_module = clean_lightning_module
         self.tried_adapter_checkpointless = False
+        self._making: tuple[int, int] | None = None  # the generation and the step in the making
 
     @staticmethod
     def get_wrapper_from_trainer(trainer: pl.Trainer) -> HPCallWrapper | None:
@@ -120,7 +121,12 @@ class CheckpointlessCallback(Callback):
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None and not _is_replaying(trainer):
             manager = manager_of(wrapper)
-            wrapper.begin_step(trainer.global_step + 1 + (manager.offset if manager is not None else 0))
+            step = trainer.global_step + 1 + (manager.offset if manager is not None else 0)
+            if self._making == (wrapper.generation, step):
+                wrapper.beat()  # one more batch of the step
+            else:
+                self._making = wrapper.generation, step
+                wrapper.begin_step(step)
 
     @override
     def on_train_batch_end(
@@ -128,7 +134,7 @@ class CheckpointlessCallback(Callback):
     ) -> None:
         """Tell the wrapper that an optimizer step is over, and log an incident after the first step since."""
         wrapper = self.get_wrapper_from_trainer(trainer)
-        if wrapper is None or _is_replaying(trainer):
+        if wrapper is None or _is_replaying(trainer) or trainer.fit_loop._should_accumulate():
             return
         wrapper.end_step()
         if wrapper.incident is not None and wrapper.step_upon_restart == 1:

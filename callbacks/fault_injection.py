@@ -95,7 +95,7 @@ class HPFaultInjectionCallback(Callback):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Enter the phase ``sync``, unless the strategy announces itself when gradients are reduced."""
-        if not hasattr(trainer.strategy, "live_state"):
+        if not hasattr(trainer.strategy, "megatron_parallel"):
             self.enter_phase("sync", self._step)
 
     @override
@@ -107,7 +107,9 @@ class HPFaultInjectionCallback(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Enter the phases that follow the commit of the step."""
+        """Enter the phases that follow the commit of the step, if the batch completes one."""
+        if trainer.fit_loop._should_accumulate():
+            return
         self.enter_phase("after_optimizer", self._step)
         self.enter_phase("between", self._step)
 

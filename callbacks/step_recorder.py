@@ -79,7 +79,7 @@ class StepRecorder(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the step, if the batch completed one."""
-        if trainer.global_step == self._recorded:
+        if trainer.global_step == self._recorded or trainer.fit_loop._should_accumulate():
             return
         self._recorded = trainer.global_step
         step = _job_step(trainer)

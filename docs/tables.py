@@ -24,6 +24,7 @@ CLASSES = {
     "HPWrapper": "checkpointless/inprocess/wrap.py",
     "CheckpointlessCallback": "callbacks/checkpointless_callback.py",
     "CheckpointlessMegatronStrategy": "strategies/megatron_strategy.py",
+    "CheckpointlessModelParallelStrategy": "strategies/torch_strategies.py",
     "CheckpointManager": "checkpointless/recovery/manager.py",
     "PlainTraining": "checkpointless/recovery/training/plain.py",
     "LocalCheckpointManager": "checkpointless/local_checkpoint/manager.py",

@@ -1,16 +1,52 @@
-"""Lightning strategies of checkpointless: NeMo's Megatron strategy with recovery, connector and auto-resume."""
+"""Lightning strategies of checkpointless: NeMo's Megatron strategy and Lightning's own, with recovery.
 
-from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
-from checkpointless.strategies.checkpoints.copies import KeepCopies, keep_copies
-from checkpointless.strategies.checkpoints.resume import CheckpointlessAutoResume
-from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
-from checkpointless.strategies.nemo_run.enable import enable
+Each name is loaded on first access: Lightning's strategies need no NeMo.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
+    from checkpointless.strategies.checkpoints.copies import KeepCopies, keep_copies
+    from checkpointless.strategies.checkpoints.resume import CheckpointlessAutoResume
+    from checkpointless.strategies.megatron_strategy import CheckpointlessMegatronStrategy
+    from checkpointless.strategies.nemo_run.enable import enable
+    from checkpointless.strategies.torch_strategies import (
+        CheckpointlessDDPStrategy,
+        CheckpointlessModelParallelStrategy,
+    )
 
 __all__ = [
     "CheckpointlessAutoResume",
     "CheckpointlessCompatibleConnector",
+    "CheckpointlessDDPStrategy",
     "CheckpointlessMegatronStrategy",
+    "CheckpointlessModelParallelStrategy",
     "KeepCopies",
     "enable",
     "keep_copies",
 ]
+
+_MODULES = {
+    "CheckpointlessAutoResume": "checkpoints.resume",
+    "CheckpointlessCompatibleConnector": "checkpoints.connector",
+    "CheckpointlessDDPStrategy": "torch_strategies",
+    "CheckpointlessMegatronStrategy": "megatron_strategy",
+    "CheckpointlessModelParallelStrategy": "torch_strategies",
+    "KeepCopies": "checkpoints.copies",
+    "enable": "nemo_run.enable",
+    "keep_copies": "checkpoints.copies",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"checkpointless.strategies.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.strategies import MegatronStrategy
@@ -31,14 +32,15 @@ from checkpointless.strategies.block.rebuild import Rebuild
 from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.loops import make_resumable
-from checkpointless.strategies.boundary.peft import StateBeforeAdapters, peft_of
-from checkpointless.strategies.boundary.replay import KeptReduction
+from checkpointless.strategies.boundary.megatron_steps import KeptReduction, MegatronSteps
+from checkpointless.strategies.boundary.peft import StateBeforeAdapters, peft_of, trained_names
 from checkpointless.strategies.boundary.restoration import skip_fit
 from checkpointless.strategies.checkpoints import callbacks as checkpoint_callbacks
 from checkpointless.strategies.checkpoints.background import PendingSaves
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.checkpoints.copies import loading_from_copies
 from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
+from checkpointless.strategies.checkpoints.saves import Saves
 from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, remove_whole, wait_for_removals
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
@@ -180,15 +182,14 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             register = getattr(part, "register_attributes", None)
             if register is not None:
                 register(trainer)
-        manager = begin_manager(call, callback, self._awaits_adapters)
+        manager = begin_manager(call, callback, self._awaits_adapters, Saves)
         if manager is not None:
             manager.saves.failed.end_job = self.failed_saves_end_job
         self._fit = RecoverableFit(trainer, call, manager, self._data, self._worker_seed)
         make_resumable(trainer, self._fit)
         trainer._checkpoint_connector = CheckpointlessCompatibleConnector.adopt(trainer._checkpoint_connector)
         if not self._awaits_adapters:
-            self._fit.take_hold()
-            self._bound_launches()
+            self._take_hold()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -196,8 +197,14 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         super().setup_optimizers(trainer)
         if self._awaits_adapters and self._fit is not None:
             self._awaits_adapters = False
-            self._fit.take_hold()
-            self._bound_launches()
+            self._take_hold()
+
+    def _take_hold(self) -> None:
+        """Take hold of model and optimizer, which are built."""
+        assert self._fit is not None
+        fit = self._fit
+        fit.take_hold(MegatronSteps(self.trainer, lambda: fit.position().fetched))
+        self._bound_launches()
 
     def _bound_launches(self) -> None:
         """Keep launches from running far ahead of the GPU, unless layers are captured in graphs."""
@@ -243,7 +250,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             params_to_save: the names of the parameters that NeMo saves as adapters.
         """
         if self._fit is not None:
-            self._fit.adapters_added(params_to_save)
+            self._fit.adapters_added({*params_to_save, *trained_names(self.megatron_parallel)})
 
     def keep_saves(self) -> None:
         """Keep, after a fault, the checkpoints that are being written in the background, to finish them later."""
@@ -332,7 +339,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         if self._fit is not None:
             self._fit.loader_is_made(loader)
         if self._worker_seed.value is not None:
-            repeat_worker_draws(loader, self._worker_seed.value, self.trainer)
+            repeat_worker_draws(
+                loader, self._worker_seed.value, self.trainer, parallel_state.get_data_parallel_rank()
+            )
         return loader
 
     @override
@@ -376,8 +385,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         """Run one optimizer step, or replay what belongs to one without its update."""
         if self._fit is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
-        with self._fit.update(self.optimizers[0].mcore_optimizer):
-            return super().optimizer_step(optimizer, *args, **kwargs)
+        return self._fit.update(partial(super().optimizer_step, optimizer, *args, **kwargs))
 
     @override
     def teardown(self) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from checkpointless.callbacks import CheckpointlessCallback
@@ -19,16 +19,13 @@ from checkpointless.recovery.guard import vote
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.running import manager_of
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
-from checkpointless.strategies.boundary.peft import trained_names
-from checkpointless.strategies.boundary.replay import StepOutcome
+from checkpointless.strategies.boundary.loops import ResumableFitLoop
+from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.strategies.boundary.restoration import Restoration
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
-from checkpointless.strategies.checkpoints.background import let_go
-from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
-from checkpointless.strategies.checkpoints.saves import Saves
-from checkpointless.strategies.checkpoints.tolerance import SaveFailed
-from checkpointless.strategies.checkpoints.unfinished import leave_unfinished
-from checkpointless.strategies.data.position import samples_per_step, several_loaders
+from checkpointless.strategies.boundary.steps import Steps
+from checkpointless.strategies.checkpoints.save_failed import SaveFailed
+from checkpointless.strategies.data.position import DataPosition, samples_per_step, several_loaders
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.validation import ValidationData
 from checkpointless.strategies.data.worker_streams import WorkerSeed
@@ -36,16 +33,20 @@ from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
 
 
-def begin_manager(call: HPCallWrapper, callback: CheckpointlessCallback, peft: bool) -> CheckpointManager | None:
+def begin_manager(
+    call: HPCallWrapper, callback: CheckpointlessCallback, peft: bool, make_saves: Callable[[], object]
+) -> CheckpointManager | None:
     """Begin a fit with the manager that keeps this rank's state over restarts, made if the block has none yet.
 
     Args:
         call: the running wrapper.
         callback: the settings of the recovery.
         peft: whether a manager that is made is one for parameter-efficient fine-tuning.
+        make_saves: makes what a manager that is made knows of the strategy's checkpoints.
 
     Returns:
         The manager; None if recovery from memory is switched off.
@@ -65,7 +66,7 @@ def begin_manager(call: HPCallWrapper, callback: CheckpointlessCallback, peft: b
         manager.enable_checksum = True
     manager.begin_fit()
     if manager.saves is None:
-        manager.saves = Saves()
+        manager.saves = make_saves()
     return manager
 
 
@@ -80,6 +81,7 @@ class RecoverableFit:
         manager: keeps this rank's state over restarts; None: recovery from memory is switched off.
         data: the training data of the trainer.
         worker_seed: the seed of all data-loader workers.
+        announces_data: whether Lightning fetches the batches, so that the phase ``data`` is announced here.
 
     Attributes:
         manager: the manager, as given.
@@ -92,8 +94,10 @@ class RecoverableFit:
         manager: CheckpointManager | None,
         data: TrainingData,
         worker_seed: WorkerSeed,
+        announces_data: bool = False,
     ) -> None:
         self.manager = manager
+        self._announces_data = announces_data
         self._trainer = trainer
         self._call = call
         self._data = data
@@ -106,13 +110,21 @@ class RecoverableFit:
         if manager is not None:
             self._validation_data = ValidationData(trainer)
             old, saves = weakref.ref(trainer), manager.saves
-            register_cleanup("saves", lambda: let_go(old()) if saves.pending is not None else None)
+            register_cleanup("saves", lambda: saves.let_go(old()))
 
     # --- what it holds ------------------------------------------------------------------------------------------
 
-    def take_hold(self) -> None:
-        """Take hold of model and optimizer, which are built, and guard the update."""
-        self._keeper = StepKeeper(self._trainer, self._call, self.manager, self._data)
+    def take_hold(self, steps: Steps) -> None:
+        """Take hold of model and optimizer, which are built, and guard the update.
+
+        Args:
+            steps: how the trainer's strategy makes steps.
+        """
+        self._keeper = StepKeeper(self._trainer, self._call, self.manager, self.position, steps)
+
+    def position(self) -> DataPosition:
+        """Return where the training stands in its data."""
+        return self._data.position(cast("ResumableFitLoop", self._trainer.fit_loop))
 
     @property
     def live(self) -> TrainerLiveState | None:
@@ -127,7 +139,7 @@ class RecoverableFit:
     @property
     def replayed(self) -> StepOutcome | None:
         """The outcome of the committed step that is replayed; None: a step is computed."""
-        return self._keeper.outcomes.replayed if self._keeper is not None else None
+        return self._keeper.steps.replayed if self._keeper is not None else None
 
     def _job_step(self) -> int:
         """Return the optimizer step that the trainer is at, counted over all fits of the block."""
@@ -144,6 +156,11 @@ class RecoverableFit:
         self._keeper.reached(step, stage)
         if stage is Stage.ENDED:
             self._loggers.keep_rows(step)
+
+    def before_fetch(self) -> None:
+        """Announce that a batch is asked for, unless what fetches batches in the step does so itself."""
+        if self._announces_data and self.replayed is None:
+            self._call.enter_phase("data", self._job_step() + 1)
 
     def epoch_begins(self) -> None:
         """Begin an epoch; the one before it was over when it was resumed."""
@@ -191,8 +208,7 @@ class RecoverableFit:
         resumed_at = manager.resumed_at if self._is_resuming else None
         if call.generation > 0:
             manager.saves.agree(resumed_at, self._trainer.strategy)
-            leave_unfinished(False)
-        manager.saves.failed.watch(self._trainer.strategy)
+        manager.saves.watch(self._trainer.strategy)
         if manager.verdict is Verdict.SKIP:
             return
         step = resumed_at[0] if resumed_at is not None else self._job_step()
@@ -213,14 +229,13 @@ class RecoverableFit:
         """Note that the adapters are in place with their values, unless memory is about to give them the values.
 
         Args:
-            params_to_save: the names of the parameters that NeMo saves as adapters.
+            params_to_save: the names of the parameters that training changes, adapters among them.
         """
         manager, keeper = self.manager, self._keeper
         if manager is None or keeper is None:
             return
         if isinstance(manager, PEFTCheckpointManager):
-            strategy: Any = self._trainer.strategy
-            manager.params_to_save = {*params_to_save, *trained_names(strategy.megatron_parallel)}
+            manager.params_to_save = set(params_to_save)
         if self._restored_without_adapters:
             self._restored_without_adapters = False
             keeper.live.settle()
@@ -244,19 +259,20 @@ class RecoverableFit:
         """
         if self.manager is not None and self._trainer.training:
             position = self._restoration.position() if self._restoration is not None else None
+            if position is not None:  # Lightning tells the sampler too late: workers ask for their items at once
+                epochs: Any = self._trainer.fit_loop.epoch_progress
+                _set_sampler_epoch(loader, epochs.current.processed)
             self._data.made(loader, self.manager, position)
         elif self._validation_data is not None and self._trainer.state.fn == TrainerFn.FITTING:
             self._validation_data.made(loader)
 
-    def update(self, optimizer: MegatronOptimizer) -> AbstractContextManager[None]:
-        """Return a context for the update of a step, in which a step that is replayed updates nothing.
+    def update(self, make: Callable[[], object]) -> object:
+        """Make the update of a step, or replay one, in which nothing is updated.
 
         Args:
-            optimizer: Megatron's optimizer.
+            make: makes the update, as the framework does.
         """
-        if self.replayed is None or self._restoration is None:
-            return nullcontext()
-        return self._restoration.replayed_update(optimizer, self.replayed)
+        return self._keeper.steps.update(make) if self._keeper is not None else make()
 
     def save(
         self, path: str, calls: AsyncCallsQueue | None, finish: Callable[[], None] | None, make: Callable[[], None]
@@ -281,6 +297,18 @@ class RecoverableFit:
         except SaveFailed:
             if failed.is_caught:
                 raise
+
+    def save_at_once(self, path: str, make: Callable[[], None]) -> None:
+        """Make a save that nothing goes on with in the background.
+
+        Args:
+            path: the path to save to.
+            make: makes the save.
+        """
+        if self.manager is None or self._keeper is None or not self.is_under_way:
+            make()
+        else:
+            self.manager.saves.save(path, self._keeper.live.newest_moment, make)
 
     @property
     def failed_saves(self) -> FailedSaves | None:

@@ -20,6 +20,7 @@ class Stage(IntEnum):
     ENDED = 1  # a validation is due; what belongs to the end of the batch has happened: schedulers, hooks, metrics
     CHECKED = 2  # nothing is due: the next batch can be requested, or the epoch can end
     TURNED = 3  # the end of the epoch has happened, too
+    ACCUMULATED = 4  # the next step has gradients of some batches; the replay of its last batch begins here
 
 
 @dataclass(frozen=True)

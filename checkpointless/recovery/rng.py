@@ -30,7 +30,14 @@ _MT19937_BYTES = 624 * 4 + 4  # the size of NumPy's mt19937_state: the words and
 DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
 _AS_AFTER_THE_STEP = b""  # the snapshot of a later moment, if nothing was drawn between the step and that moment
 #: The board's series for each moment after a step.
-_SERIES = {Stage.COMMITTED: 0, Stage.ENDED: 1, Stage.CHECKED: 2, Stage.TURNED: 3, Stage.LOADED: 4}
+_SERIES = {
+    Stage.COMMITTED: 0,
+    Stage.ENDED: 1,
+    Stage.CHECKED: 2,
+    Stage.TURNED: 3,
+    Stage.LOADED: 4,
+    Stage.ACCUMULATED: 7,
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ def put_on_board(board: Board, step: int, states: RngStates, after_the_step: Rng
     else:
         payload = dataclasses.replace(states, streams={}).to_bytes()
     if states.stage is Stage.COMMITTED:  # what followed when this step was made before is void
-        for stage in (Stage.ENDED, Stage.CHECKED, Stage.TURNED):
+        for stage in (Stage.ENDED, Stage.CHECKED, Stage.TURNED, Stage.ACCUMULATED):
             board.drop_snapshot(step, _SERIES[stage])
     board.put_snapshot(step, payload, series=_SERIES[states.stage])
 

@@ -56,7 +56,7 @@ class Board:
 
     SLOT_BYTES = 256 * 1024
     #: The rank's random streams at each moment after a step, its streams at the start of the data, and its facts.
-    SMALL_SERIES = 7
+    SMALL_SERIES = 8
     LARGE_SLOT_BYTES = 5 * 1024 * 1024
     #: The rank's buffers at each moment after a step, and what it keeps for another rank.
     LARGE_SERIES = 6

@@ -1,4 +1,4 @@
-"""The training state of a NeMo trainer: Megatron's tensors and what Lightning keeps beside them."""
+"""The training state of a trainer: its strategy's tensors and what Lightning keeps beside them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import lightning.pytorch as pl
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.megatron.state import MegatronTensors
 from checkpointless.recovery.live_state import DATA
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.strategies.boundary.kinds import take_checkpoint, take_kinds
-from checkpointless.strategies.boundary.replay import StepOutcome
+from checkpointless.strategies.boundary.outcome import StepOutcome
+from checkpointless.strategies.boundary.steps import TrainedTensors
 from checkpointless.strategies.data.position import DataPosition, begun_at, take_sampler
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
@@ -27,14 +27,20 @@ class TrainerLiveState:
 
     Args:
         trainer: a trainer whose strategy has been set up.
+        tensors: the tensors of its model and optimizer.
         position: returns where the training stands in its data. None: always at the beginning.
     """
 
-    def __init__(self, trainer: pl.Trainer, position: Callable[[], DataPosition] | None = None) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        tensors: TrainedTensors,
+        position: Callable[[], DataPosition] | None = None,
+    ) -> None:
         self.trainer = trainer
         self._position = position
-        strategy: Any = trainer.strategy
-        self._tensors = MegatronTensors(strategy.megatron_parallel, strategy.optimizers[0].mcore_optimizer)
+        self._tensors = tensors
+        self._accumulated: tuple[int, Moment] | None = None  # the newest step, when the next one had gradients
         self._moments: dict[tuple[int, Stage], Moment] = {}
         self._ready: tuple[int, Moment] | None = None  # the step in the making, and what its commit leaves
         self._update_is_skipped = False
@@ -90,7 +96,10 @@ class TrainerLiveState:
             self._travels.add(stage)
         if keep is not None:  # first, so that a rank that has a moment also has its streams
             keep(moment.objects)
-        self._moments = {**self._moments, (step, stage): moment}
+        if stage is Stage.ACCUMULATED:
+            self._accumulated = step, moment
+        else:
+            self._moments = {**self._moments, (step, stage): moment}
 
     def ready(self, step: int, outcome: StepOutcome, buffers: Mapping[Key, torch.Tensor]) -> None:
         """Take what ``step`` has changed before its commit, now that its gradients are final.
@@ -111,16 +120,18 @@ class TrainerLiveState:
         if committed is not None:
             committed.objects["optimizer"]["groups"] = self._tensors.groups()
             self._moments = {(step, Stage.COMMITTED): committed}
-            self._ready = None
+            self._ready = self._accumulated = None
 
     def _committed(self, step: int) -> Moment | None:
         """Return what the commit of ``step`` leaves: what the step changed, and the rest as it was before it."""
         before = max((key for key in self._moments if key[0] == step - 1), default=None)
         if self._ready is None or self._ready[0] != step or before is None:
             return None
-        changed = self._ready[1]
-        objects = {**self._moments[before].objects, **changed.objects, "base": int(before[1])}
-        if before[1] is Stage.LOADED:
+        changed, moment, base = self._ready[1], self._moments[before], before[1]
+        if self._accumulated is not None and self._accumulated[0] == step - 1:
+            moment, base = self._accumulated[1], Stage.ACCUMULATED
+        objects = {**moment.objects, **changed.objects, "base": int(base)}
+        if base is Stage.LOADED:
             objects["sampler"] = begun_at(objects["sampler"], take_sampler(self.trainer))
         return Moment(objects, changed.buffers)
 
@@ -160,7 +171,7 @@ class TrainerLiveState:
         committed = self._committed(step)
         if committed is not None:
             found.setdefault(Stage.COMMITTED, committed)
-        state = self._tensors.plain_state()
+        state = {"state": self._tensors.plain_state(), "spread": self._tensors.spread()}
         return {stage: _with_state(moment, state) for stage, moment in sorted(found.items())}
 
     def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
@@ -186,7 +197,7 @@ class TrainerLiveState:
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Note that tensors and objects are in place as they were at ``stage`` after ``step``."""
         self._moments = {(step, stage): Moment(objects, self._tensors.copy_buffers())}
-        self._ready = None
+        self._ready = self._accumulated = None
 
     def put_buffers_back(self) -> None:
         """Undo what hooks have done to buffers since the state was put in place."""
@@ -221,7 +232,7 @@ class TrainerLiveState:
         self._tensors.derive()
 
 
-def _with_state(moment: Moment, state: Mapping[Key, Any]) -> Moment:
+def _with_state(moment: Moment, state: Mapping[str, Any]) -> Moment:
     """Return ``moment`` with the optimizer's plain state, which nothing but an update changes."""
-    optimizer = {**moment.objects["optimizer"], "state": state}
+    optimizer = {**moment.objects["optimizer"], **state}
     return Moment({**moment.objects, "optimizer": optimizer}, moment.buffers)

@@ -43,6 +43,9 @@ class Observer(Protocol):
     def reached(self, stage: Stage) -> None:
         """Note that the loop is at ``stage`` after the step that it committed last."""
 
+    def before_fetch(self) -> None:
+        """Note that a batch is asked for."""
+
     def epoch_begins(self) -> None:
         """Begin an epoch; the one before it was over when it was resumed."""
 
@@ -114,8 +117,13 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Validate if that is due, and report the moment."""
         super().on_advance_end(data_fetcher)
-        if not self._should_accumulate():
-            self.observer.reached(Stage.CHECKED)
+        self.observer.reached(Stage.ACCUMULATED if self._should_accumulate() else Stage.CHECKED)
+
+    @override
+    def _on_before_fetch(self) -> None:
+        """Announce that a batch is asked for."""
+        self.observer.before_fetch()
+        super()._on_before_fetch()
 
 
 class ResumableFitLoop(_FitLoop):

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from checkpointless.megatron.replicas import replicas
 from checkpointless.megatron.state import MegatronTensors
-from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 
 
@@ -40,10 +39,7 @@ class StateBeforeAdapters(TrainerLiveState):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         strategy: Any = trainer.strategy
-        self.trainer = trainer
-        self._tensors = MegatronTensors(strategy.megatron_parallel, None)
-        self._moments: dict[tuple[int, Stage], Moment] = {}
-        self._ready = None
+        super().__init__(trainer, MegatronTensors(strategy.megatron_parallel, None))
 
     @override
     def group(self) -> tuple[int, ...]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 
@@ -16,14 +15,11 @@ from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, warn_if_lost, with_own
 from checkpointless.strategies.boundary.kinds import ACCUMULATED, load_again, put_kinds
 from checkpointless.strategies.boundary.loops import Resumption
-from checkpointless.strategies.boundary.replay import StepOutcome, with_own_loss
+from checkpointless.strategies.boundary.outcome import StepOutcome, with_own_loss
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
 from checkpointless.strategies.data.position import DataPosition, put_sampler
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -142,32 +138,27 @@ class Restoration:
         outcome = StepOutcome(**objects["outcome"])
         step, _ = self._manager.resumed_at or (-1, Stage.COMMITTED)
         states = self._manager.rng_of(step)
-        with self._keeper.outcomes.replay(with_own_loss(outcome, states.loss if states is not None else None)):
+        output = (outcome.state or {}).get("output", {})
+        if self._manager.was_filled and set(output) - {"loss"}:
+            logger.warning(
+                "on_train_batch_end gets what a peer's training_step returned for step %d beside the loss: this "
+                "rank's own is lost with its process",
+                step,
+            )
+        replayed = with_own_loss(outcome, states.loss if states is not None else None)
+        with self._keeper.steps.replay(replayed, self._put_back_what_was_before, self._manager.restore_streams):
             run()
 
-    @contextmanager
-    def replayed_update(self, optimizer: MegatronOptimizer, outcome: StepOutcome) -> Iterator[None]:
-        """Make the update of ``optimizer`` a replay of ``outcome`` while the context lasts.
-
-        Args:
-            optimizer: Megatron's optimizer.
-            outcome: the outcome of the step that is replayed.
-        """
-        kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
-
-        def step() -> tuple[bool, float | None, float | None]:
-            """Stand in for the update: put back what forward and backward have logged, and compute nothing."""
-            assert self._manager.resumed_at is not None
-            accumulated = cast(dict[str, Any], outcome.accumulated)  # known of every step that was computed
-            put_accumulated(self._trainer, self._own_of(accumulated, *self._manager.resumed_at))
-            return kept
-
-        optimizer.step = step
-        try:
-            yield
-        finally:
-            del optimizer.step
-            self._manager.restore_streams()
+    def _put_back_what_was_before(self) -> None:
+        """Put back what the replayed step had left when its gradients were final."""
+        outcome = self._keeper.steps.replayed
+        assert outcome is not None
+        assert self._manager.resumed_at is not None
+        accumulated = cast(dict[str, Any], outcome.accumulated)  # known of every step that was computed
+        if outcome.state is not None:
+            load_again(self._trainer, outcome.state["checkpoint"])
+            put_kinds(self._trainer, {**outcome.state["kinds"], ACCUMULATED: accumulated})
+        put_accumulated(self._trainer, self._own_of(accumulated, *self._manager.resumed_at))
 
 
 def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, Any]:

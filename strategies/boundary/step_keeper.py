@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 
 from checkpointless.inprocess import HPCallWrapper
-from checkpointless.megatron.update import GuardedUpdate, NotedNorms
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.boundary.epoch_metrics import own_part, take_accumulated
 from checkpointless.strategies.boundary.kinds import ACCUMULATED
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
-from checkpointless.strategies.boundary.replay import StepOutcomes
+from checkpointless.strategies.boundary.steps import Guard, Steps
 from checkpointless.strategies.data.position import DataPosition
-from checkpointless.strategies.data.training import TrainingData
-
-if TYPE_CHECKING:
-    from checkpointless.strategies.boundary.loops import ResumableFitLoop
 
 
 class StepKeeper:
@@ -29,38 +24,37 @@ class StepKeeper:
         trainer: a trainer whose strategy has been set up.
         call: the running wrapper.
         manager: keeps what is taken; None: recovery from memory is switched off, and nothing is taken.
-        data: the training data.
+        position: returns where the training stands in its data.
+        steps: how the trainer's strategy makes steps.
 
     Attributes:
         live: the state of the trainer.
-        outcomes: the outcomes of the training steps.
+        steps: as given.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, call: HPCallWrapper, manager: CheckpointManager | None, data: TrainingData
+        self,
+        trainer: pl.Trainer,
+        call: HPCallWrapper,
+        manager: CheckpointManager | None,
+        position: Callable[[], DataPosition],
+        steps: Steps,
     ) -> None:
         self._trainer = trainer
         self._call = call
         self._manager = manager
-        strategy: Any = trainer.strategy
-        optimizer = strategy.optimizers[0].mcore_optimizer
-        self._data = data
-        self.live = live = TrainerLiveState(trainer, self._position)
-        self.outcomes = StepOutcomes(NotedNorms(optimizer), lambda: self._position().fetched)
-        strategy.megatron_parallel.callbacks.add(self.outcomes)
-        self._guard = GuardedUpdate(
-            optimizer,
-            models=strategy.megatron_parallel,
-            lock=call.parameter_update_lock,
-            step=lambda: call.steps.making,
-            ready=self._gradients_are_final,
-            applied=live.applied,
-            committed=self._committed,
-            phase=call.enter_phase,
+        self.steps = steps
+        self.live = live = TrainerLiveState(trainer, steps.tensors, position)
+        steps.guard(
+            Guard(
+                lock=call.parameter_update_lock,
+                step=lambda: call.steps.making,
+                ready=self._gradients_are_final,
+                applied=live.applied,
+                committed=self._committed,
+                phase=call.enter_phase,
+            )
         )
-
-    def _position(self) -> DataPosition:
-        return self._data.position(cast("ResumableFitLoop", self._trainer.fit_loop))
 
     def reached(self, step: int, stage: Stage) -> None:
         """Take the state of the moment that the loops have reached: ``stage`` after ``step``.
@@ -73,7 +67,8 @@ class StepKeeper:
         if manager is None:
             return
         buffers = self.live.copy_buffers()
-        manager.keep_buffers(step, stage, buffers)  # first: streams of a moment imply its buffers
+        if stage is not Stage.ACCUMULATED:  # nobody resumes there
+            manager.keep_buffers(step, stage, buffers)  # first: streams of a moment imply its buffers
         store = partial(manager.store_rng_states, step, stage=stage)
         self.live.reached(step, stage, buffers, lambda objects: store(own=own_part(objects["kinds"][ACCUMULATED])))
 
@@ -88,7 +83,7 @@ class StepKeeper:
         if manager is not None:
             accumulated = take_accumulated(self._trainer)
             buffers = self.live.copy_buffers()
-            self.live.ready(step, self.outcomes.outcome(not self._guard.overflow, accumulated), buffers)
+            self.live.ready(step, self.steps.outcome(accumulated), buffers)
             manager.keep_buffers(step, Stage.COMMITTED, buffers)
             manager.store_rng_states(step, loss=call.steps.loss, own=own_part(accumulated))
             manager.replicate_rng_states(step)

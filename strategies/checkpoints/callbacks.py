@@ -14,7 +14,8 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from checkpointless.patches import Patch, Patches
 from checkpointless.strategies.checkpoints.bookkeeping import Bookkeeping
 from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
-from checkpointless.strategies.checkpoints.tolerance import SaveFailed, tolerant_writes
+from checkpointless.strategies.checkpoints.save_failed import SaveFailed
+from checkpointless.strategies.checkpoints.tolerance import tolerant_writes
 
 logger = logging.getLogger(__name__)
 

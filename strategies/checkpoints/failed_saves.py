@@ -20,8 +20,9 @@ from torch.distributed.checkpoint import CheckpointException
 
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
 from checkpointless.strategies.checkpoints.bookkeeping import BookkeepingOfSave, undo
+from checkpointless.strategies.checkpoints.save_failed import SaveFailed
 from checkpointless.strategies.checkpoints.space import Outlook, bytes_to_write, free_bytes, objections
-from checkpointless.strategies.checkpoints.tolerance import SaveErrors, SaveFailed, folder_of, tolerant_writes
+from checkpointless.strategies.checkpoints.tolerance import SaveErrors, folder_of, tolerant_writes
 from checkpointless.strategies.checkpoints.unfinished import remove
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import event_log

@@ -25,12 +25,13 @@ from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.checkpoints.agreement import Agreement
-from checkpointless.strategies.checkpoints.background import PendingSaves, report_separately, reset_reports
+from checkpointless.strategies.checkpoints.background import PendingSaves, let_go, report_separately, reset_reports
 from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
-from checkpointless.strategies.checkpoints.unfinished import remove, remove_unfinished
+from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, remove, remove_unfinished
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from nemo.lightning import MegatronStrategy
 
@@ -207,6 +208,16 @@ class Saves:
         self.pending = None  # not earlier: a fault may come while the ranks agree
         reset_reports()
         self._write_to_the_same(strategy.trainer.callbacks)
+        leave_unfinished(False)
+
+    def watch(self, strategy: MegatronStrategy) -> None:
+        """Watch what ``strategy`` writes and finishes. Idempotent."""
+        self.failed.watch(strategy)
+
+    def let_go(self, trainer: pl.Trainer | None) -> None:
+        """Drop what the trainer of a generation that was left refers to, if what finishes a save refers to it."""
+        if self.pending is not None:
+            let_go(trainer)
 
     def forget_lost(self, callbacks: Iterable[Any]) -> None:
         """Make callbacks forget checkpoints that were lost but that the state they were given still knows."""

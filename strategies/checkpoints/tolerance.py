@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,24 +27,6 @@ from checkpointless.strategies.checkpoints.writers import write_buckets
 
 #: A full disk makes torch.save raise a RuntimeError.
 STORAGE_ERRORS = (OSError, RuntimeError)
-
-
-class SaveFailed(Exception):
-    """A checkpoint could not be saved, as all ranks know.
-
-    Args:
-        path: where it was to be saved.
-        reasons: what went wrong, by rank.
-    """
-
-    def __init__(self, path: str, reasons: Mapping[int, str]) -> None:
-        super().__init__(path, reasons)
-        self.path = path
-        self.reasons = reasons
-
-    def __str__(self) -> str:
-        rank = min(self.reasons)
-        return f"checkpoint {ckpt_to_dir(self.path)} could not be saved (rank {rank}: {self.reasons[rank]})"
 
 
 def folder_of(path: str | Path) -> str:

@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
-from megatron.core import num_microbatches_calculator
 from torch.utils.data import IterableDataset
 
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
@@ -106,6 +105,8 @@ def megatron_sampler(trainer: pl.Trainer) -> MegatronDataSampler | None:
 
 
 def _calculator() -> Any:
+    from megatron.core import num_microbatches_calculator  # NeMo's sampler brings it; Lightning alone does not
+
     return num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
 
 

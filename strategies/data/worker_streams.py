@@ -1,4 +1,4 @@
-"""Determines which random numbers the data-loader workers of a NeMo training draw."""
+"""Determines which random numbers the data-loader workers of a training draw."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
 import torch
-from megatron.core import parallel_state
 
 from checkpointless.inprocess.data_workers.streams import Place, is_iterable, seed_data_workers
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
@@ -59,7 +58,7 @@ def _seed_of_this_process() -> int:
     return int(given) if given.isdecimal() else torch.initial_seed()
 
 
-def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer) -> None:
+def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer, rank: int) -> None:
     """Make the workers of ``loader`` draw after a fault what they would have drawn without it.
 
     If that is not possible, or not certain, a warning says so, once.
@@ -68,13 +67,14 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
         loader: the loader as Lightning will iterate over it.
         seed: the seed of the job.
         trainer: the trainer, in the stage that ``loader`` is for.
+        rank: the data-parallel rank: ranks that share it get the same batches.
     """
     training = trainer.training  # validation draws the same numbers every time, whichever step it comes after
     try:
         seed_data_workers(
             loader,
             seed,
-            rank=parallel_state.get_data_parallel_rank(),
+            rank=rank,
             stream="training" if training else "evaluation",
             place=functools.partial(_place, trainer) if training else Place,
         )

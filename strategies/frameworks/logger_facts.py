@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import lightning.pytorch as pl
-from nemo.constants import NEMO_ENV_VARNAME_VERSION
 
 from checkpointless.inprocess.facts import Facts
 from checkpointless.strategies.frameworks.loggers import forget_rows, rows_of, versions_of, write_on
 
+_NEMO_VERSION = "NEMO_EXPM_VERSION"  # nemo.constants.NEMO_ENV_VARNAME_VERSION
 _ROWS = "rows"  # the fact that records how many rows the loggers had when the newest validation began
 
 
@@ -42,7 +42,7 @@ class LoggerFacts:
         """
         if self._trainer.is_global_zero:
             self._facts.keep(f"loggers of fit {fit}", versions_of(self._trainer))
-            name = NEMO_ENV_VARNAME_VERSION
+            name = _NEMO_VERSION
             if name in os.environ:
                 self._facts.keep("environment", {name: os.environ[name]})
 

@@ -81,7 +81,7 @@ def kill_in_a_save(seed: int, storage: Path, killed: list[int]) -> Callable[[Sce
 @pytest.mark.parametrize(
     "saves",
     [
-        pytest.param(3, marks=pytest.mark.timeout(400)),
+        pytest.param(1, marks=pytest.mark.timeout(400)),
         pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )

@@ -78,7 +78,10 @@ def sources(job: Job, generation: int) -> dict[int | None, tuple[str, int]]:
     }
 
 
-@pytest.mark.parametrize("args", [pytest.param((), id="dp4"), pytest.param(TP2, id="tp2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "args",
+    [pytest.param((), id="dp4", marks=pytest.mark.long), pytest.param(TP2, id="tp2", marks=pytest.mark.long)],
+)
 def test_one_instance_loses_no_finished_step(kept: Kept, args: tuple[str, ...]) -> None:
     """Each rank is killed in two phases; the copies of the step before are with its neighbor."""
     steps = range(2, 2 * len(PHASES) + 1, 2)
@@ -199,6 +202,7 @@ def test_a_node_is_lost_whose_shards_nobody_else_trains_with(
     assert {rank: holder for rank, (_, holder) in sources(job, 1).items()} == {0: 0, 1: 1, 2: 0, 3: 1}
 
 
+@pytest.mark.long
 def test_after_many_incidents_nothing_is_left_behind(kept: Kept) -> None:
     steps = range(2, 20, 3)
     faults = [f"exception@{PHASES[step % 4]}:rank={step % 4},step={step}" for step in steps]

@@ -53,9 +53,10 @@ def source_of(module: str) -> Path | None:
 
 
 def names_in(source: Path) -> set[str]:
-    """Return the names that a module defines or imports at its top."""
+    """Return the names that a module defines or imports at its top, those that it loads when asked for included."""
     names: set[str] = set()
-    for node in ast.parse(source.read_text()).body:
+    top = ast.parse(source.read_text()).body
+    for node in [*top, *(inner for each in top if isinstance(each, ast.If) for inner in each.body)]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):

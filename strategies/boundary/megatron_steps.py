@@ -1,9 +1,4 @@
-"""The outcome of a training step, and the replay of the step without computing it.
-
-A rank that was interrupted after the update of a step has committed the step. What Lightning and the callbacks do
-at the end of the batch is still to come, and some ranks may have done it in part. All ranks go back to the state
-before the step and let Lightning run through it again, with the outcome in place of forward, backward and update.
-"""
+"""Steps as NeMo makes them with Megatron-core: guarded, noted, and replayed without computing anything."""
 
 from __future__ import annotations
 
@@ -12,39 +7,91 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
+import lightning.pytorch as pl
 from nemo.lightning.megatron_parallel import MegatronStep
 
-from checkpointless.megatron.update import NotedNorms
-from checkpointless.serialization import state_tree
+from checkpointless.megatron.state import MegatronTensors
+from checkpointless.megatron.update import GuardedUpdate, NotedNorms
+from checkpointless.strategies.boundary.outcome import StepOutcome
+from checkpointless.strategies.boundary.steps import Guard
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """The outcome of a training step.
+class MegatronSteps:
+    """How NeMo's Megatron strategy makes steps.
+
+    Args:
+        trainer: a trainer whose strategy has been set up.
+        fetched: returns how many batches the loader's fetcher has counted.
 
     Attributes:
-        reduced: what the loss reduction returned.
-        has_outputs: whether this pipeline stage had losses to reduce.
-        fetched: how many batches the step took from the loader.
-        succeeded: whether the update was made (with fp16, not if a gradient overflowed).
-        grad_norm: the norm of all gradients, or None.
-        num_zeros: the number of gradients that are zero, or None.
-        accumulated: what was logged and accumulated in this epoch up to the update of the step; None: not known.
+        tensors: the tensors of model and optimizer.
     """
 
-    reduced: object
-    has_outputs: bool
-    fetched: int
-    succeeded: bool
-    grad_norm: float | None
-    num_zeros: float | None
-    accumulated: dict[str, Any] | None = None
+    def __init__(self, trainer: pl.Trainer, fetched: Callable[[], int]) -> None:
+        strategy: Any = trainer.strategy
+        self._models = strategy.megatron_parallel
+        self._optimizer = strategy.optimizers[0].mcore_optimizer
+        self.tensors = MegatronTensors(self._models, self._optimizer)
+        self._outcomes = StepOutcomes(NotedNorms(self._optimizer), fetched)
+        self._models.callbacks.add(self._outcomes)
+        self._update: GuardedUpdate | None = None
+        self._put_back: Callable[[], None]
+        self._done: Callable[[], None]
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the outcome as plain data."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value if name == "accumulated" else state_tree.copy(value) for name, value in plain.items()}
+    @property
+    def replayed(self) -> StepOutcome | None:
+        """The outcome of the committed step that is replayed; None: a step is computed."""
+        return self._outcomes.replayed
+
+    def guard(self, guard: Guard) -> None:
+        """Guard every update from now on.
+
+        Raises:
+            UnrecoverableError: the update cannot be guarded; the message says what to set.
+        """
+        self._update = GuardedUpdate(
+            self._optimizer,
+            models=self._models,
+            lock=guard.lock,
+            step=guard.step,
+            ready=guard.ready,
+            applied=guard.applied,
+            committed=guard.committed,
+            phase=guard.phase,
+        )
+
+    def outcome(self, accumulated: dict[str, Any]) -> StepOutcome:
+        """Return the outcome of the step whose gradients are final now."""
+        assert self._update is not None
+        return self._outcomes.outcome(not self._update.overflow, accumulated)
+
+    @contextmanager
+    def replay(
+        self, outcome: StepOutcome, put_back: Callable[[], None], done: Callable[[], None]
+    ) -> Iterator[None]:
+        """Give training steps ``outcome`` while the context lasts; they compute nothing."""
+        self._put_back, self._done = put_back, done
+        with self._outcomes.replay(outcome):
+            yield
+
+    def update(self, make: Callable[[], object]) -> object:
+        """Make the update of a step with ``make``, as NeMo does, or replay it."""
+        outcome = self.replayed
+        if outcome is None:
+            return make()
+        kept = outcome.succeeded, outcome.grad_norm, outcome.num_zeros
+
+        def step() -> tuple[bool, float | None, float | None]:
+            """Stand in for the update: put back what forward and backward have logged, and compute nothing."""
+            self._put_back()
+            return kept
+
+        self._optimizer.step = step
+        try:
+            return make()
+        finally:
+            del self._optimizer.step
+            self._done()
 
 
 class StepOutcomes:
@@ -131,19 +178,3 @@ class _ReplayedStep(MegatronStep):
         for _ in range(self.outcome.fetched):
             next(self.data)
         return [self.outcome.reduced] if self.outcome.has_outputs else []
-
-
-def with_own_loss(outcome: StepOutcome, loss: float | None) -> StepOutcome:
-    """Return a peer's ``outcome`` with this rank's loss, if it was kept: a reduction need not be over all ranks."""
-    reduced = outcome.reduced
-    if loss is None or not isinstance(reduced, torch.Tensor) or reduced.dim():
-        return outcome
-    return StepOutcome(
-        torch.full_like(reduced, loss),
-        outcome.has_outputs,
-        outcome.fetched,
-        outcome.succeeded,
-        outcome.grad_norm,
-        outcome.num_zeros,
-        outcome.accumulated,
-    )

@@ -1,0 +1,75 @@
+"""Checkpoints that Lightning writes at once: those that ranks make again after a fault keep their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import Strategy
+
+from checkpointless.recovery.moment import Stage
+from checkpointless.transfer.exchange import all_gather_json
+
+
+class LightningSaves:
+    """What a rank knows of the saves of its newest step; it outlives restarts.
+
+    After a fault the ranks may go back to before a save. It is made again then, under the same name: Lightning's
+    callbacks would choose another one for a path that exists.
+
+    Attributes:
+        unfinished: the background saves whose end this rank has not gone through: there are none.
+        has_lost: whether a background save was lost in the last recovery: none ever is.
+    """
+
+    unfinished: tuple[()] = ()
+    has_lost = False
+
+    def __init__(self) -> None:
+        self._made: list[tuple[str, tuple[int, Stage]]] = []  # paths, and the newest moment when they were saved to
+        self._again: set[str] = set()
+
+    def save(self, path: str, after: tuple[int, Stage], make: Callable[[], None]) -> None:
+        """Make a save.
+
+        Args:
+            path: the path to save to.
+            after: the newest moment of this rank.
+            make: makes the save.
+        """
+        # This is noted first: a rank that is interrupted in the save may have written the file.
+        self._made = [each for each in self._made if each[1][0] == after[0] and each[0] != path] + [(path, after)]
+        make()
+        self._again.discard(path)
+
+    def agree(self, resumed_at: tuple[int, Stage] | None, strategy: Strategy) -> None:
+        """Agree with the other ranks on what is saved again. Collective.
+
+        Args:
+            resumed_at: the moment that all ranks were brought to; None: the state is not from memory.
+            strategy: the strategy of the new trainer.
+        """
+        mine = [path for path, after in self._made if resumed_at is not None and after >= resumed_at]
+        self._again = {path for each in all_gather_json(mine) for path in each}
+        trainer: Any = strategy.lightning_module.trainer if strategy.lightning_module is not None else None
+        for each in trainer.callbacks if trainer is not None else ():
+            if isinstance(each, Checkpoint) and hasattr(each, "file_exists"):
+                vars(each).pop("file_exists", None)  # a callback from outside of the block has ours already
+                if self._again:
+                    each.file_exists = self._unless_again(each.file_exists)
+
+    def _unless_again(self, exists: Callable[..., bool]) -> Callable[..., bool]:
+        def file_exists(filepath: Any, *args: Any, **kwargs: Any) -> bool:
+            return str(filepath) not in self._again and exists(filepath, *args, **kwargs)
+
+        return file_exists
+
+    def forget_lost(self, callbacks: Iterable[Any]) -> None:
+        """Do nothing: no save is lost."""
+
+    def watch(self, strategy: object) -> None:
+        """Do nothing: an error of a save ends the job, as it does without checkpointless."""
+
+    def let_go(self, trainer: object) -> None:
+        """Do nothing: no save outlasts the trainer."""

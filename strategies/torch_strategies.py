@@ -1,0 +1,359 @@
+"""Lightning's strategies for torch optimizers, DDP and model-parallel, with recovery from living replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.communicators import launch_bound
+from checkpointless.recovery import CheckpointManager
+from checkpointless.recovery.running import manager_of
+from checkpointless.strategies.block.callbacks import complete
+from checkpointless.strategies.block.rebuild import Rebuild
+from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint
+from checkpointless.strategies.boundary.live_state import TrainerLiveState
+from checkpointless.strategies.boundary.loops import make_resumable
+from checkpointless.strategies.boundary.restoration import skip_fit
+from checkpointless.strategies.boundary.torch_steps import TorchSteps
+from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
+from checkpointless.strategies.checkpoints.lightning_saves import LightningSaves
+from checkpointless.strategies.data.training import TrainingData
+from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
+from checkpointless.strategies.frameworks import chatter
+from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
+from checkpointless.strategies.recoverable_fit import RecoverableFit, begin_manager
+
+logger = logging.getLogger(__name__)
+
+
+class _Recoverable(ParallelStrategy):
+    """What Lightning's strategies need to recover; it stands before one of them in the order of methods."""
+
+    awaits_adapters = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._call = active_call_wrapper()
+        self._rebuild = Rebuild(self._call) if self._call is not None else None
+        self._fit: RecoverableFit | None = None
+        self._data = TrainingData()
+        self._worker_seed = WorkerSeed()
+        if self._call is None:
+            logger.warning("no HPWrapper is active: this run has no in-process recovery")
+            return
+        chatter.install()
+        if self._call.generation > 0:  # also in a new process, which has logged nothing yet
+            chatter.quiet()
+
+    # --- what the recovery asks for -------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_manager(self) -> CheckpointManager | None:
+        """The manager that keeps this rank's state over restarts; None if recovery is switched off."""
+        return self._fit.manager if self._fit is not None else None
+
+    @property
+    def replaying(self) -> bool:
+        """Whether a committed step is replayed for what follows its update."""
+        return self._fit is not None and self._fit.replayed is not None
+
+    def get_wrapper(self) -> HPCallWrapper | None:
+        """Return the wrapper whose block this runs in; None outside of a block."""
+        return self._call
+
+    def live_state(self) -> TrainerLiveState:
+        """Return the state of the running trainer.
+
+        Raises:
+            RuntimeError: the strategy has not been set up.
+        """
+        live = self._fit.live if self._fit is not None else None
+        if live is None:
+            raise RuntimeError("the strategy has no state before setup()")
+        return live
+
+    def rebuilt(self) -> None:
+        """Record that everything is built anew and waits for its state."""
+        if self._rebuild is not None:
+            self._rebuild.end()
+
+    def restored_from_memory(self, objects: dict[str, Any]) -> None:
+        """Note that the tensors are in place, and keep the rest of the state.
+
+        Args:
+            objects: the rest of the state; what Lightning does not load is put back after Lightning has loaded its
+                part.
+        """
+        assert self._fit is not None
+        self._fit.restored_from_memory(objects)
+
+    def restored(self) -> None:
+        """Prepare to train with the state, which is whole: from memory, from storage, or that of a new job."""
+        if self._fit is not None:
+            self._fit.restored()
+
+    def skip_fit(self, objects: dict[str, Any] | None) -> dict[str, Any]:
+        """Skip a fit that was over before the fault, which came in a later fit of the same block.
+
+        Args:
+            objects: the non-tensor state that the fit ended in; None if no rank knows it.
+
+        Returns:
+            The part of that state that Lightning loads.
+        """
+        trainer: Any = self.trainer
+        return skip_fit(trainer, objects)
+
+    # --- what Lightning calls -------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """After a fault memory is asked first, for which optimizers have to be set up."""
+        after_a_fault = self._call is not None and self._call.generation > 0
+        return after_a_fault or bool(super().restore_checkpoint_after_setup)
+
+    def _groups(self, build: Any) -> None:
+        """Build the process groups of this generation with ``build``."""
+        if self._rebuild is None:
+            build()
+            return
+        with self._rebuild.process_groups():
+            build()
+
+    @override
+    def setup_environment(self) -> None:
+        """Set up the process groups, and make new loggers continue where the old ones were."""
+        super().setup_environment()
+        call, module = self._call, self.lightning_module
+        if call is None or call.generation == 0 or module is None:
+            return
+        manager = manager_of(call)
+        LoggerFacts(module.trainer, call.facts).write_on((manager.fit if manager is not None else 0) + 1)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set up model and optimizer, and install what recovery needs.
+
+        Raises:
+            UnrecoverableError: the training cannot be recovered exactly; the message says what to change.
+        """
+        call = self._call
+        fitting = trainer.state.fn == TrainerFn.FITTING and call is not None
+        if fitting:
+            self._refuse(trainer, before=True)
+        super().setup(trainer)
+        self.trainer = trainer
+        if call is None or not fitting:
+            return
+        self._refuse(trainer, before=False)
+        call.beat()
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callback = complete(callbacks)
+        for part in (call.wrapper.abort, call.wrapper.finalize):
+            register = getattr(part, "register_attributes", None)
+            if register is not None:
+                register(trainer)
+        manager = begin_manager(call, callback, False, LightningSaves)
+        self._fit = RecoverableFit(trainer, call, manager, self._data, self._worker_seed, announces_data=True)
+        make_resumable(trainer, self._fit)
+        trainer._checkpoint_connector = CheckpointlessCompatibleConnector.adopt(trainer._checkpoint_connector)
+        self._fit.take_hold(TorchSteps(trainer, call))
+        bound = launch_bound.from_environment()
+        if bound is not None:
+            assert self.model is not None
+            bound.watch(self.model)
+
+    def _refuse(self, trainer: pl.Trainer, before: bool) -> None:
+        """Refuse what could not be recovered exactly.
+
+        Args:
+            trainer: the trainer.
+            before: whether model and optimizers are still to be set up.
+        """
+        reason = self._unfit_before(trainer) if before else self._unfit(trainer)
+        if reason is not None:
+            raise UnrecoverableError(reason)
+
+    def _unfit_before(self, trainer: pl.Trainer) -> str | None:
+        if not trainer.lightning_module.automatic_optimization:
+            return (
+                "checkpointless cannot go on within a training_step, which updates by itself in manual "
+                "optimization: leave out automatic_optimization=False (several optimizers: one with several param "
+                "groups)"
+            )
+        return None
+
+    def _unfit(self, trainer: pl.Trainer) -> str | None:
+        if len(self.optimizers) != 1:
+            return f"checkpointless needs one optimizer, and configure_optimizers returns {len(self.optimizers)}"
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and type(scaler).update is not torch.amp.GradScaler.update:
+            return f"checkpointless does not know how {type(scaler).__name__} changes its scale: use torch.amp's"
+        if scaler is not None and getattr(self.optimizers[0], "_step_supports_amp_scaling", False):
+            return "checkpointless cannot repeat an update that unscales gradients itself: leave out fused=True"
+        return None
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one training step."""
+        if self._call is not None:
+            self._call.enter_phase("forward", self._call.steps.making)
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one optimizer step, or replay what belongs to one without its update."""
+        if self._fit is None:
+            return super().optimizer_step(*args, **kwargs)
+        return self._fit.update(partial(super().optimizer_step, *args, **kwargs))
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Make the samples and what workers draw independent of faults."""
+        if self._fit is not None:
+            self._fit.loader_is_due()
+        loader: Any = super().process_dataloader(dataloader)
+        if self._fit is not None:
+            self._fit.loader_is_made(loader)
+        if self._worker_seed.value is not None and self._fit is not None:
+            rank = int(self.distributed_sampler_kwargs["rank"])
+            repeat_worker_draws(loader, self._worker_seed.value, self.trainer, rank)
+        return loader
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model, unless recovery has put it in place already."""
+        if not isinstance(checkpoint, InMemoryCheckpoint):
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer, unless recovery has put it in place already."""
+        if not isinstance(checkpoint, InMemoryCheckpoint):
+            super().load_optimizer_state_dict(checkpoint)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint; after a fault that makes the ranks pass this point once more, under the same name."""
+        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        if self._fit is None:
+            save()
+        else:
+            self._fit.save_at_once(str(filepath), save)
+
+    def on_train_start(self) -> None:
+        """Let the frameworks log again."""
+        chatter.speak()
+
+    @override
+    def teardown(self) -> None:
+        """Tear down, but leave the state alone if a fault ended the run: abort and finalizer clean up then."""
+        trainer: Any = getattr(self, "trainer", None)  # missing if the fault came before setup()
+        if self._call is not None and (trainer is None or trainer.interrupted):
+            return
+        if self._fit is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._fit.finish()
+        super().teardown()
+
+
+class CheckpointlessDDPStrategy(_Recoverable, DDPStrategy):
+    """Lightning's ``DDPStrategy`` that recovers from a fault without a checkpoint.
+
+    Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper` it finds the running wrapper and
+    installs the rest. Elsewhere it behaves as ``DDPStrategy`` does with the same arguments. Each rank holds
+    everything, so a rank that dies is filled by any other.
+
+    Args:
+        *args: the positional arguments of ``DDPStrategy``.
+        **options: the keyword arguments of ``DDPStrategy``.
+    """
+
+    @override
+    def setup_distributed(self) -> None:
+        """Build the process groups of this generation."""
+        self._groups(super().setup_distributed)
+
+    @override
+    def _unfit_before(self, trainer: pl.Trainer) -> str | None:
+        if self._ddp_comm_state is not None or self._ddp_comm_wrapper is not None or self._model_averaging_period:
+            return (
+                "checkpointless does not know what a DDP communication hook keeps from step to step: leave out "
+                "ddp_comm_state, ddp_comm_wrapper and model_averaging_period"
+            )
+        return super()._unfit_before(trainer)
+
+
+class CheckpointlessModelParallelStrategy(_Recoverable, ModelParallelStrategy):
+    """Lightning's ``ModelParallelStrategy`` (FSDP2, HSDP, tensor parallelism by a plan) that recovers from a fault.
+
+    Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper` it finds the running wrapper and
+    installs the rest. Elsewhere it behaves as ``ModelParallelStrategy`` does with the same arguments. A rank that
+    dies is filled by one that holds the same shards: HSDP has such ranks.
+
+    The mesh that ``configure_model`` finds as ``self.device_mesh`` has the dimensions ``data_parallel`` and
+    ``tensor_parallel``. With ``replicas``, ``self.device_mesh["data_parallel"]`` is replaced by two dimensions:
+    give ``self.device_mesh["replicate", "shard"]`` to ``fully_shard``.
+
+    Args:
+        *args: the positional arguments of ``ModelParallelStrategy``.
+        replicas: how many times each shard is held (HSDP). Default: 1, as ``ModelParallelStrategy`` has it; a rank
+            that dies cannot be restored from memory then.
+        **options: the keyword arguments of ``ModelParallelStrategy``.
+    """
+
+    def __init__(self, *args: Any, replicas: int = 1, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if replicas < 1:
+            raise ValueError(f"replicas is {replicas}, and has to be 1 or more")
+        self._replicas = replicas
+
+    @override
+    def _setup_distributed(self) -> None:
+        self._groups(super()._setup_distributed)
+
+    @override
+    def setup_environment(self) -> None:
+        """Set up the process groups and the mesh."""
+        super().setup_environment()
+        if self._replicas == 1:
+            return
+        size = self.device_mesh["data_parallel"].size()
+        if size % self._replicas:
+            raise ValueError(f"replicas={self._replicas} does not divide data_parallel_size={size}")
+        names = ("replicate", "shard", "tensor_parallel")
+        shape = (self._replicas, size // self._replicas, self.device_mesh["tensor_parallel"].size())
+        mesh = dist.device_mesh.init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+        assert self.lightning_module is not None
+        self._device_mesh = self.lightning_module._device_mesh = mesh
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute gradients. The phase is announced here: FSDP2 computes with other tensors than its parameters."""
+        if self._call is not None:
+            self._call.enter_phase("backward", self._call.steps.making)
+        return super().backward(closure_loss, *args, **kwargs)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the data this rank trains on."""
+        if self._replicas == 1:
+            kwargs: dict[str, Any] = super().distributed_sampler_kwargs
+            return kwargs
+        replica, shard, _ = self.device_mesh.get_coordinate() or (0, 0, 0)
+        _, shards, _ = self.device_mesh.mesh.shape
+        return {"num_replicas": self._replicas * shards, "rank": replica * shards + shard}

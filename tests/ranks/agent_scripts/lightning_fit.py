@@ -1,0 +1,171 @@
+"""Train with Lightning's own strategies, as a user does: ``STEPS STRATEGY [FEATURES]``."""
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils.data import DataLoader, Dataset
+
+from checkpointless import HPWrapper
+from checkpointless.environment import own_run_dir
+from checkpointless.strategies import CheckpointlessDDPStrategy, CheckpointlessModelParallelStrategy
+
+STEPS, STRATEGY, FEATURES = int(sys.argv[1]), sys.argv[2], frozenset(sys.argv[3:])
+WIDTH, SAMPLES = 30, 90
+
+
+class Samples(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) + torch.rand(1)
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(Samples(), batch_size=3, shuffle=True, num_workers=int("workers" in FEATURES))
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(Samples(), batch_size=5)
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0.0
+        self.net: Any = None
+        self.automatic_optimization = "manual" not in FEATURES
+
+    def configure_model(self) -> None:
+        if self.net is not None:
+            return
+        layers = [torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.ReLU(), torch.nn.Dropout(0.1)]
+        self.net = torch.nn.Sequential(*layers, torch.nn.Linear(2 * WIDTH, WIDTH))
+        if STRATEGY == "ddp":
+            self.net.append(torch.nn.BatchNorm1d(WIDTH))
+            return
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = self.device_mesh
+        assert mesh is not None
+        if mesh["tensor_parallel"].size() > 1:
+            parallelize_module(self.net, mesh["tensor_parallel"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
+        over = mesh["data_parallel"] if "fully-sharded" in FEATURES else mesh["replicate", "shard"]
+        for layer in (self.net[0], self.net[3], self.net):
+            fully_shard(layer, mesh=over)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, torch.Tensor]:
+        loss = (self.net(batch) - batch.roll(1, 1)).square().mean()
+        self.seen += len(batch) + 0.1 * batch_idx  # ranks alike: a peer's is as good
+        if "overflow" in FEATURES and self.global_step == 3 and self.trainer.is_global_zero:
+            loss = loss * float("inf")
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return {"loss": loss, "mean": batch.mean()}
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", (self.net(batch) - batch.roll(1, 1)).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        if "lbfgs" in FEATURES:
+            return torch.optim.LBFGS(self.parameters())
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        steps = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [
+            {"scheduler": steps, "interval": "step"},
+            {"scheduler": plateau, "monitor": "train_loss", "interval": "step"},
+        ]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if "twice" in FEATURES:
+            optimizer.step(closure=optimizer_closure)
+        if "warmup" in FEATURES:  # as Lightning's documentation shows it
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 * min(1.0, (self.trainer.global_step + 1) / 5)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
+class Norms(Callback):
+    """Keeps sums of what it sees in hooks before and after the update."""
+
+    def __init__(self) -> None:
+        self.norm = self.means = 0.0
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            grad: Any = parameter.grad
+            if grad is not None:
+                total = float((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).sum())
+                self.norm += total if math.isfinite(total) else 1.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.means += len(outputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norm": self.norm, "means": self.means}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.norm, self.means = state_dict["norm"], state_dict["means"]
+
+
+def strategy_of(name: str) -> Any:
+    if name == "ddp":
+        return CheckpointlessDDPStrategy(static_graph="static" in FEATURES)
+    tensor_parallel = 2 if name == "hsdp-tp" else 1
+    replicas = 1 if "fully-sharded" in FEATURES else 2
+    return CheckpointlessModelParallelStrategy(
+        data_parallel_size=4, tensor_parallel_size=tensor_parallel, replicas=replicas
+    )
+
+
+@HPWrapper()
+def main() -> None:
+    pl.seed_everything(7, verbose=False)
+    folder = own_run_dir() or Path()
+    more: dict[str, Any] = {}
+    if "fp16" in FEATURES:
+        more["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=3))
+    elif "bf16" in FEATURES:
+        more["precision"] = "bf16-mixed"
+    callbacks: list[Callback] = [Norms()]
+    if "saves" in FEATURES:
+        saves = ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
+        callbacks.append(saves)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=strategy_of(STRATEGY),
+        max_steps=STEPS,
+        accumulate_grad_batches=2 if "accumulate" in FEATURES else 1,
+        gradient_clip_val=None if STRATEGY == "hsdp-tp" or "manual" in FEATURES else 1.0,
+        val_check_interval=4 if "validation" in FEATURES else None,
+        limit_val_batches=2 if "validation" in FEATURES else 0,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,
+        logger=CSVLogger(folder / "csv"),
+        enable_checkpointing="saves" in FEATURES,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **more,
+    )
+    trainer.fit(Model(), Data())
+
+
+main()
+print(f"rank {os.environ['RANK']} is done", flush=True)

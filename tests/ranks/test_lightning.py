@@ -1,0 +1,134 @@
+"""Test Lightning's own strategies with recovery: DDP, HSDP, with tensor parallelism, fully sharded."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import ROOT, Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
+SCRIPT = str(SCRIPTS / "lightning_fit.py")
+Train = Callable[..., Job]
+
+
+def in_every_phase(kind: str, ranks: int = 4) -> list[str]:
+    """Return a fault in each phase, each on another rank and in another step, from the second."""
+    return [f"{kind}@{phase}:rank={at % ranks},step={2 * at + 2}" for at, phase in enumerate(PHASES)]
+
+
+def logged(job: Job) -> list[dict[str, str]]:
+    """Return the rows that the user's logger has written, in one folder, without what recovery adds."""
+    (path,) = (job.run_dir / "csv").rglob("metrics.csv")
+    rows = [
+        {name: value for name, value in row.items() if value and not name.startswith("checkpointless")}
+        for row in csv.DictReader(path.read_text().splitlines())
+    ]
+    return [row for row in rows if row.keys() - {"epoch", "step"}]
+
+
+@pytest.fixture(scope="module")
+def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Return a function that trains with faults, to the same end as without; without, only once for what it is."""
+    undisturbed: dict[tuple[str, ...], Job] = {}
+
+    def run(ranks: int, args: tuple[str, ...], *faults: str) -> Job:
+        folder = tmp_path_factory.mktemp("lightning")
+        job = run_job(nemo_zygote, folder / "run", ranks, script=SCRIPT, args=args, faults=faults)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
+        return job
+
+    def compared(strategy: str, steps: int, *faults: str, features: str = "") -> Job:
+        ranks = 8 if strategy == "hsdp-tp" else 4
+        args = (str(steps), strategy, *filter(None, features.split(",")))
+        if args not in undisturbed:
+            undisturbed[args] = run(ranks, args)
+        job = run(ranks, args, *faults)
+        verdict = compare(undisturbed[args].steps, job.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+        assert verdict.steps == steps
+        assert len(job.incidents) == len(faults)
+        assert logged(undisturbed[args]) == logged(job)
+        return job
+
+    return compared
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_ddp_in_every_phase(train: Train, kind: str) -> None:
+    """Over three epochs of eight batches, with what a user has: hooks, schedulers, validation, logged values."""
+    train("ddp", 18, *in_every_phase(kind), features="validation,warmup")
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_ddp_that_accumulates_in_every_phase(train: Train, kind: str) -> None:
+    train("ddp", 16, *in_every_phase(kind), features="accumulate,fp16,overflow")
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_hsdp_in_every_phase(train: Train, kind: str) -> None:
+    job = train("hsdp", 16, *in_every_phase(kind), features="accumulate,bf16")
+    if kind == "sigkill":  # the shard comes from the other row of the mesh
+        assert [each.sources for each in job.incidents] == [
+            ((each.respawned[0] + 2) % 4,) for each in job.incidents
+        ]
+
+
+def test_hsdp_with_tensor_parallelism(train: Train) -> None:
+    train("hsdp-tp", 7, "sigkill@backward:rank=1,step=3", "exception@forward:rank=6,step=5")
+
+
+def test_fully_sharded_survives_exceptions(train: Train) -> None:
+    """No rank holds what another one does, so a rank must not be lost; an exception costs nothing."""
+    train("hsdp", 6, "exception@backward:rank=1,step=3", features="fully-sharded")
+
+
+def test_saves_validations_and_workers(train: Train) -> None:
+    """Ranks die where a save and a validation are due, and in the second epoch, whose order is another one."""
+    faults = (
+        "sigkill@between:rank=2,step=4",
+        "sigkill@backward:rank=0,step=10",
+        "exception@optimizer:rank=3,step=11",
+    )
+    job = train("ddp", 13, *faults, features="validation,saves,workers")
+    names = sorted(path.name for path in (job.run_dir / "saved").iterdir())
+    assert names == ["epoch=1-step=10.ckpt", "epoch=1-step=12.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("features", "reason"),
+    [
+        ("manual", "leave out automatic_optimization=False"),
+        ("lbfgs", "LBFGS computes gradients several times in one step"),
+        ("twice", "optimizer_step() updates more than once in a step"),
+        ("static", "leave static_graph out"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str) -> None:
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("3", "ddp", features))
+    assert job.code == 1
+    assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))])
+    with pytest.raises(FileNotFoundError, match="no recorded steps"):
+        assert job.steps
+
+
+def test_the_example(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    """The script of the documentation comes through faults with the same bits."""
+    faults = ("exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4")
+    script, args = str(ROOT / "examples" / "train_lightning.py"), ("--steps", "6")
+    calm = run_job(nemo_zygote, tmp_path / "calm", 4, script=script, args=args)
+    job = run_job(nemo_zygote, tmp_path / "run", 4, script=script, args=args, faults=faults)
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == 6
