@@ -65,8 +65,9 @@ def begin_manager(
     if callback.enable_checksum:
         manager.enable_checksum = True
     manager.begin_fit()
-    if manager.saves is None:
-        manager.saves = make_saves()
+    saves = make_saves()
+    if type(manager.saves) is not type(saves):  # the fit before may have had another kind of strategy
+        manager.saves = saves
     return manager
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -193,6 +194,15 @@ class _Recoverable(ParallelStrategy):
                 "optimization: leave out automatic_optimization=False (several optimizers: one with several param "
                 "groups)"
             )
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for each in callbacks:
+            if isinstance(each, LearningRateFinder | BatchSizeFinder):
+                return f"{type(each).__name__} trains before the fit, again after each fault: tune in another job"
+            if isinstance(each, BaseFinetuning):
+                return (
+                    f"{type(each).__name__} gives the optimizer more parameters while it trains, which no rank "
+                    "that is made anew has: give it all of them in configure_optimizers"
+                )
         return None
 
     def _unfit(self, trainer: pl.Trainer) -> str | None:
@@ -250,10 +260,36 @@ class _Recoverable(ParallelStrategy):
     ) -> None:
         """Save a checkpoint; after a fault that makes the ranks pass this point once more, under the same name."""
         save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-        if self._fit is None:
+        if self._is_left:
+            logger.warning("%s is not saved: a fault is being handled", filepath)
+        elif self._fit is None:
             save()
         else:
             self._fit.save_at_once(str(filepath), save)
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether the trainer is left for a fault, so that other ranks may not come to where this one waits."""
+        trainer: Any = getattr(self, "trainer", None)
+        return self._call is not None and trainer is not None and bool(trainer.interrupted)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, but not while a fault is being handled."""
+        if not self._is_left:
+            super().barrier(name)  # type: ignore[safe-super]
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state; nothing of it while a fault is being handled."""
+        state: dict[str, Any] = {} if self._is_left else super().lightning_module_state_dict()
+        return state
+
+    @override
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state; nothing of it while a fault is being handled."""
+        state: dict[str, Any] = {} if self._is_left else super().optimizer_state(optimizer)
+        return state
 
     def on_train_start(self) -> None:
         """Let the frameworks log again."""

@@ -115,8 +115,8 @@ def take_accumulated(trainer: pl.Trainer) -> dict[str, Any]:
         results.about[key] = _about(results[key])
     return {
         "results": {key: _take_result(metric, results.about[key]) for key, metric in results.items()},
-        "metrics": {name: _take_metric(each) for name, each in _parts_of(trainer.lightning_module, Metric)},
-        "tracked": {name: len(each) for name, each in _parts_of(trainer.lightning_module, MetricTracker)},
+        "metrics": {name: _take_metric(each) for name, each in _parts_of(trainer, Metric)},
+        "tracked": {name: len(each) for name, each in _parts_of(trainer, MetricTracker)},
         "first": connector._first_loop_iter,
         "fx": connector._current_fx,
     }
@@ -173,10 +173,11 @@ def _is_small(value: Any) -> bool:
     return type(value) is torch.Tensor and value.layout is torch.strided and value.nbytes <= _MORE_BYTES
 
 
-def _parts_of(module: Any, kind: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of ``kind`` among a module's attributes, by name; what Megatron built is not searched."""
-    for name, child in module.named_children():
-        if name != "module":
+def _parts_of(trainer: Any, kind: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of ``kind`` in a trainer's module, by name; what Megatron built is not searched."""
+    built = "module" if hasattr(trainer.strategy, "megatron_parallel") else None
+    for name, child in trainer.lightning_module.named_children():
+        if name != built:
             for path, each in child.named_modules(prefix=name):
                 if isinstance(each, kind):
                     yield path, each
@@ -268,9 +269,9 @@ def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
     """
     connector: Any = trainer._logger_connector
     results: Any = trainer.fit_loop.epoch_loop._results
-    for name, tracker in _parts_of(trainer.lightning_module, MetricTracker):
+    for name, tracker in _parts_of(trainer, MetricTracker):
         _put_size(tracker, kept["tracked"].get(name, len(tracker)))
-    for name, metric in _parts_of(trainer.lightning_module, Metric):
+    for name, metric in _parts_of(trainer, Metric):
         if name in kept["metrics"]:
             _put_metric(metric, kept["metrics"][name])
     results.clear()

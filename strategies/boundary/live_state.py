@@ -40,6 +40,7 @@ class TrainerLiveState:
         self.trainer = trainer
         self._position = position
         self._tensors = tensors
+        self._versions: dict[tuple[int, Stage], list[int]] = {}  # of the parameters, at each moment
         self._accumulated: tuple[int, Moment] | None = None  # the newest step, when the next one had gradients
         self._moments: dict[tuple[int, Stage], Moment] = {}
         self._ready: tuple[int, Moment] | None = None  # the step in the making, and what its commit leaves
@@ -99,6 +100,7 @@ class TrainerLiveState:
         if stage is Stage.ACCUMULATED:
             self._accumulated = step, moment
         else:
+            self._note_versions(step, stage)
             self._moments = {**self._moments, (step, stage): moment}
 
     def ready(self, step: int, outcome: StepOutcome, buffers: Mapping[Key, torch.Tensor]) -> None:
@@ -119,6 +121,8 @@ class TrainerLiveState:
         committed = self._committed(step)
         if committed is not None:
             committed.objects["optimizer"]["groups"] = self._tensors.groups()
+            self._versions.clear()
+            self._note_versions(step, Stage.COMMITTED)
             self._moments = {(step, Stage.COMMITTED): committed}
             self._ready = self._accumulated = None
 
@@ -134,6 +138,30 @@ class TrainerLiveState:
         if base is Stage.LOADED:
             objects["sampler"] = begun_at(objects["sampler"], take_sampler(self.trainer))
         return Moment(objects, changed.buffers)
+
+    def _note_versions(self, step: int, stage: Stage) -> None:
+        versions = getattr(self._tensors, "versions", None)
+        if versions is not None:
+            self._versions[step, stage] = versions()
+
+    def changed(self) -> str:
+        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
+        if not self._versions or not self._moments:
+            return ""
+        step, stage = max(self._moments)
+        if self._is_as_it_was(step, stage):
+            return ""
+        return (
+            f"parameters were changed beside the update since step {step} ({stage.name.lower()}), for example by "
+            "a hook that exchanges or clamps weights; let the optimizer's register_step_post_hook do it, or keep "
+            "such weights as buffers"
+        )
+
+    def _is_as_it_was(self, step: int, stage: Stage) -> bool:
+        """Return whether the parameters are those of ``stage`` after ``step``, as far as it is known."""
+        known = self._versions.get((step, stage))
+        versions = getattr(self._tensors, "versions", None)
+        return known is None or versions is None or known == versions()
 
     @property
     def is_under_way(self) -> bool:
@@ -167,7 +195,11 @@ class TrainerLiveState:
 
     def moments(self, step: int) -> Mapping[Stage, Moment]:
         """Return what was taken after ``step``, and what its commit left of what was taken before it."""
-        found = {stage: moment for (at, stage), moment in self._moments.items() if at == step}
+        found = {
+            stage: moment
+            for (at, stage), moment in self._moments.items()
+            if at == step and self._is_as_it_was(at, stage)
+        }
         committed = self._committed(step)
         if committed is not None:
             found.setdefault(Stage.COMMITTED, committed)
@@ -196,6 +228,7 @@ class TrainerLiveState:
 
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Note that tensors and objects are in place as they were at ``stage`` after ``step``."""
+        self._versions.clear()  # until the next moment
         self._moments = {(step, stage): Moment(objects, self._tensors.copy_buffers())}
         self._ready = self._accumulated = None
 

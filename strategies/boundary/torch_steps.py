@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning_utilities.core.apply_func import apply_to_collection
 from typing_extensions import override
 
 from checkpointless.callbacks.step_recorder import loss_of
@@ -72,7 +73,7 @@ class TorchSteps:
         self._trainer = trainer
         self._call = call
         self._scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
-        self.tensors = LightningTensors([strategy.model], strategy.optimizers, is_known=call.generation > 0)
+        self.tensors = LightningTensors([strategy.model], strategy.optimizers, is_known=call.high_water > 0)
         self.tensors.arrange()
         self._loop = ObservedOptimization.adopt(trainer, self)
         self.replayed: StepOutcome | None = None
@@ -95,19 +96,31 @@ class TorchSteps:
         if self.replayed is not None:
             self._put_back_once()
             return None
-        (optimizer,) = self.tensors.optimizers
-        own = vars(optimizer).get("step")  # a scheduler's
-        vars(optimizer)["step"] = partial(self._step, optimizer.step)
-        try:
-            made = make()
-        finally:
-            vars(optimizer).pop("step")
-            if own is not None:
-                vars(optimizer)["step"] = own
+        made = make()
         if not self._is_updated:  # gradients overflowed
             self._overflows = True
             self._update(lambda: None)
         return made
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Guard every ``step`` of the optimizer in the context, whoever calls it; it has to make one update."""
+        if self.replayed is not None:
+            yield
+            self._put_back_once()
+            return
+        (optimizer,) = self.tensors.optimizers
+        own = vars(optimizer).get("step")  # a scheduler's
+        vars(optimizer)["step"] = partial(self._step, optimizer.step)
+        try:
+            yield
+        finally:
+            vars(optimizer).pop("step")
+            if own is not None:
+                vars(optimizer)["step"] = own
+        if not self._is_updated:  # the module's optimizer_step() has left the update out
+            self._overflows = True
+            self._update(lambda: None)
 
     def _step(self, step: Callable[..., Any], closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Stand in for the optimizer's ``step``: gradients first, then the vote, then the update alone."""
@@ -134,18 +147,6 @@ class TorchSteps:
             step, apply, lock=guard.lock, ready=guard.ready, committed=guard.committed, phase=guard.phase
         )
         self._is_updated = True
-
-    def end(self, steps: bool) -> None:
-        """End the computation of a batch.
-
-        Args:
-            steps: whether the batch is the last of a step.
-        """
-        if self.replayed is not None:
-            self._put_back_once()
-        elif steps and not self._is_updated:  # the module's optimizer_step() has left the update out
-            self._overflows = True
-            self._update(lambda: None)
 
     def outcome(self, accumulated: dict[str, Any]) -> StepOutcome:
         """Return the outcome of the step whose gradients are final now."""
@@ -214,8 +215,13 @@ class ObservedOptimization(_AutomaticOptimization):
         """Compute a batch, and update if it is the last of a step."""
         self.steps.begin()
         output: dict[str, Any] = super().run(optimizer, batch_idx, kwargs)
-        self.steps.end(not self.trainer.fit_loop._should_accumulate())
         return output
+
+    @override
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
+        """Compute the last batch of a step, and update."""
+        with self.steps.guarded():
+            super()._optimizer_step(batch_idx, train_step_and_backward_closure)
 
     @override
     def _make_closure(self, kwargs: Any, optimizer: torch.optim.Optimizer, batch_idx: int) -> Any:
@@ -265,7 +271,7 @@ def _plain(output: Mapping[str, Any]) -> dict[str, Any]:
                 "an update on_train_batch_end gets the output of that batch without it"
             )
         else:
-            plain[name] = value
+            plain[name] = apply_to_collection(value, torch.Tensor, torch.Tensor.detach)
     return plain
 
 

@@ -29,6 +29,7 @@ class LightningSaves:
     def __init__(self) -> None:
         self._made: list[tuple[str, tuple[int, Stage]]] = []  # paths, and the newest moment when they were saved to
         self._again: set[str] = set()
+        self._resumed_step = -1
 
     def save(self, path: str, after: tuple[int, Stage], make: Callable[[], None]) -> None:
         """Make a save.
@@ -38,6 +39,8 @@ class LightningSaves:
             after: the newest moment of this rank.
             make: makes the save.
         """
+        if after[0] != self._resumed_step:
+            self._again = set()
         # This is noted first: a rank that is interrupted in the save may have written the file.
         self._made = [each for each in self._made if each[1][0] == after[0] and each[0] != path] + [(path, after)]
         make()
@@ -52,24 +55,43 @@ class LightningSaves:
         """
         mine = [path for path, after in self._made if resumed_at is not None and after >= resumed_at]
         self._again = {path for each in all_gather_json(mine) for path in each}
-        trainer: Any = strategy.lightning_module.trainer if strategy.lightning_module is not None else None
-        for each in trainer.callbacks if trainer is not None else ():
+        self._resumed_step = resumed_at[0] if resumed_at is not None else -1
+        for each in _callbacks_of(strategy):
             if isinstance(each, Checkpoint) and hasattr(each, "file_exists"):
                 vars(each).pop("file_exists", None)  # a callback from outside of the block has ours already
                 if self._again:
                     each.file_exists = self._unless_again(each.file_exists)
 
     def _unless_again(self, exists: Callable[..., bool]) -> Callable[..., bool]:
-        def file_exists(filepath: Any, *args: Any, **kwargs: Any) -> bool:
-            return str(filepath) not in self._again and exists(filepath, *args, **kwargs)
+        def file_exists(filepath: Any, trainer: Any) -> bool:
+            # Ranks may name a file differently: the first of them decides, and every rank asks it.
+            again = trainer.strategy.broadcast(str(filepath) in self._again)
+            return exists(filepath, trainer) and not again
 
         return file_exists
 
     def forget_lost(self, callbacks: Iterable[Any]) -> None:
         """Do nothing: no save is lost."""
 
-    def watch(self, strategy: object) -> None:
-        """Do nothing: an error of a save ends the job, as it does without checkpointless."""
+    def watch(self, strategy: Strategy) -> None:
+        """Note what callbacks link to a checkpoint, too. Idempotent."""
+        for each in _callbacks_of(strategy):
+            if hasattr(each, "_link_checkpoint") and "_link_checkpoint" not in vars(each):
+                vars(each)["_link_checkpoint"] = self._noting_links(each._link_checkpoint)
+
+    def _noting_links(self, link: Callable[..., None]) -> Callable[..., None]:
+        def link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
+            if self._made:
+                self._made.append((str(linkpath), self._made[-1][1]))
+            link(trainer, filepath, linkpath)
+
+        return link_checkpoint
 
     def let_go(self, trainer: object) -> None:
         """Do nothing: no save outlasts the trainer."""
+
+
+def _callbacks_of(strategy: Strategy) -> Iterable[Any]:
+    """Return the callbacks of the trainer that ``strategy`` belongs to."""
+    trainer: Any = strategy.lightning_module.trainer if strategy.lightning_module is not None else None
+    return trainer.callbacks if trainer is not None else ()

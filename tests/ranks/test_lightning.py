@@ -122,6 +122,23 @@ def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, fe
         assert job.steps
 
 
+@pytest.mark.parametrize("features", ["seldom", "raw"])
+def test_a_step_of_the_modules_own(train: Train, features: str) -> None:
+    """The module leaves updates out, or goes around Lightning: the update is guarded all the same."""
+    faults = ("exception@after_optimizer:rank=1,step=2", "sigkill@optimizer:rank=2,step=4")
+    train("ddp", 6, *faults, "exception@between:rank=0,step=5", features=features)
+
+
+def test_weights_that_were_exchanged_for_a_validation_are_not_taken_for_the_trained_ones(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    """All ranks have others when one raises, so that nobody holds the trained ones: said, and not trained on."""
+    args = ("8", "ddp", "validation", "swaps")
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=args)
+    assert job.code == 1
+    assert "given up: parameters were changed beside the update since step 4 (ended)" in job.log(0)
+
+
 def test_the_example(nemo_zygote: Zygote, tmp_path: Path) -> None:
     """The script of the documentation comes through faults with the same bits."""
     faults = ("exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4")

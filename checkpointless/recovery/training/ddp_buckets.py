@@ -10,7 +10,8 @@ which gradients become ready.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,13 +48,19 @@ def _settle(ddp: DistributedDataParallel) -> None:
         return
     reducer: Any = ddp.reducer
     parameters = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
+    sparse = {
+        id(part.weight)
+        for part in ddp.modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
+    }
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
     with torch.enable_grad():
         chain = torch.zeros((), device=parameters[0].device, requires_grad=True)
         for parameter in parameters:
-            chain = _GivesNothing.apply(parameter, chain)
-    chain.backward()
+            chain = _GivesNothing.apply(parameter, chain, id(parameter) in sparse)
+    with _without_hooks(parameters):
+        chain.backward()
     reducer._rebuild_buckets()
     for parameter in parameters:
         parameter.grad = None
@@ -63,11 +70,31 @@ class _GivesNothing(torch.autograd.Function):
     """Gives a parameter a gradient of zeros before anything below it in the chain has its own."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, below: torch.Tensor, is_sparse: bool) -> torch.Tensor:
         ctx.save_for_backward(parameter)
+        ctx.is_sparse = is_sparse
         return below.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (parameter,) = ctx.saved_tensors
-        return torch.zeros_like(parameter), grads[0]
+        if not ctx.is_sparse:
+            return torch.zeros_like(parameter), grads[0], None
+        rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty(0, *parameter.shape[1:])
+        return torch.sparse_coo_tensor(rows, values, parameter.shape), grads[0], None
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep users' hooks on ``parameters`` from seeing gradients that are none."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    kept = [(parameter, name, getattr(parameter, name)) for parameter in parameters for name in names]
+    calls = [(hooks, dict(hooks)) for _, _, hooks in kept if hooks]
+    for hooks, _ in calls:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, inner in calls:
+            hooks.update(inner)

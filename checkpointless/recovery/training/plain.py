@@ -59,7 +59,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         schedulers: Sequence[Any] = (),
         group: Sequence[int] | None = None,
     ) -> None:
-        TorchTensors.__init__(self, modules, optimizers, is_known=call.generation > 0, group=group)
+        TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
         self.begin(call, schedulers)
 
     def update(self, loss: float | None = None) -> None:

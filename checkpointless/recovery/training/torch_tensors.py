@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,7 +60,9 @@ class TorchTensors(TrainingTensors):
         for part in parts:
             reason = reason or unabortable(getattr(part, "config", None))
         for optimizer in optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
+            closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+            needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+            if isinstance(optimizer, torch.optim.LBFGS) or needs_closure:
                 reason = reason or f"{type(optimizer).__name__} {_NEEDS_CLOSURE}"
         if reason is not None:
             raise UnrecoverableError(reason)
@@ -121,6 +124,13 @@ class TorchTensors(TrainingTensors):
         reason = self.unfit()
         if reason is not None:
             raise UnrecoverableError(f"no other process could be given this state: {reason}")
+
+    def versions(self) -> list[int]:
+        """Return how often each parameter was written to, as torch counts it; frozen ones come last."""
+        trained = [parameter for _, _, parameter in self._parameters()]
+        known = {id(parameter) for parameter in trained}
+        frozen = [each for named in self._named.values() for _, each in named if id(each) not in known]
+        return [parameter._version for parameter in [*trained, *frozen]]
 
     def arrange(self) -> None:
         """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""

@@ -86,7 +86,12 @@ class Model(pl.LightningModule):
         ]
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if "seldom" in FEATURES and self.trainer.global_step % 3 == 1:
+            optimizer_closure()
+        elif "raw" in FEATURES:
+            optimizer.optimizer.step(closure=optimizer_closure)
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if "twice" in FEATURES:
             optimizer.step(closure=optimizer_closure)
         if "warmup" in FEATURES:  # as Lightning's documentation shows it
@@ -123,6 +128,24 @@ class Norms(Callback):
         self.norm, self.means = state_dict["norm"], state_dict["means"]
 
 
+class Swaps(Callback):
+    """Has other weights in the places of the trained ones during a validation."""
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(2.0)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.div_(2.0)
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 4:
+            raise RuntimeError("in a validation")
+
+
 def strategy_of(name: str) -> Any:
     if name == "ddp":
         return CheckpointlessDDPStrategy(static_graph="static" in FEATURES)
@@ -142,7 +165,7 @@ def main() -> None:
         more["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=3))
     elif "bf16" in FEATURES:
         more["precision"] = "bf16-mixed"
-    callbacks: list[Callback] = [Norms()]
+    callbacks: list[Callback] = [Norms(), *([Swaps()] if "swaps" in FEATURES else [])]
     if "saves" in FEATURES:
         saves = ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
         callbacks.append(saves)

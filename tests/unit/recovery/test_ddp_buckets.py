@@ -1,0 +1,45 @@
+"""Test that DDP's lasting buckets are made without anything that a user's model would notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpointless.recovery.training.ddp_buckets import settle_buckets
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sparse_embeddings_hooks_and_frozen_parameters_are_left_alone() -> None:
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    inner = torch.nn.Sequential(embedding, torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    inner[2].bias.requires_grad_(False)
+    model = DistributedDataParallel(inner)
+    seen: list[torch.Tensor] = []
+    weight = inner[1].weight
+    weight.register_hook(seen.append)
+    weight.register_post_accumulate_grad_hook(seen.append)
+    settle_buckets([model])
+    assert not seen
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.tensor([1, 2])).sum().backward()
+    assert len(seen) == 2
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.is_sparse
+    assert model._get_ddp_logging_data()["has_rebuilt_buckets"]
+
+
+def test_buckets_that_stay_as_they_are_are_not_made() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(4, 2), find_unused_parameters=True)
+    settle_buckets([model])
+    model(torch.ones(1, 4)).sum().backward()
+    assert not model._get_ddp_logging_data().get("has_rebuilt_buckets")
