@@ -20,14 +20,13 @@ def _one_rank() -> Iterator[None]:
 
 
 def test_sparse_embeddings_hooks_and_frozen_parameters_are_left_alone() -> None:
-    embedding = torch.nn.Embedding(10, 4, sparse=True)
-    inner = torch.nn.Sequential(embedding, torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    inner[2].bias.requires_grad_(False)
+    embedding, middle, last = torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    inner = torch.nn.Sequential(embedding, middle, last)
+    last.bias.requires_grad_(False)
     model = DistributedDataParallel(inner)
     seen: list[torch.Tensor] = []
-    weight = inner[1].weight
-    weight.register_hook(seen.append)
-    weight.register_post_accumulate_grad_hook(seen.append)
+    middle.weight.register_hook(seen.append)
+    middle.weight.register_post_accumulate_grad_hook(seen.append)
     settle_buckets([model])
     assert not seen
     assert all(parameter.grad is None for parameter in model.parameters())
