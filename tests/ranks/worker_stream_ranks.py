@@ -43,16 +43,16 @@ def loaders_of_a_trainer() -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     worker_streams.logger.addHandler(handler)
-    prepared = {}
+    prepared, rank = {}, parallel_state.get_data_parallel_rank()
     for stage in ("training", "evaluation"):
         loader: DataLoader[int] = DataLoader(range(4), num_workers=1)  # type: ignore[arg-type]
-        repeat_worker_draws(loader, 7, _trainer(stage == "training"))
+        repeat_worker_draws(loader, 7, _trainer(stage == "training"), rank)
         streams: Any = loader.worker_init_fn
         prepared[stage] = [*streams.key, streams.place().epoch, streams.place().batch]
     for _ in range(2):
-        repeat_worker_draws(DataLoader(Lines(), num_workers=1), 7, _trainer(True))
-        repeat_worker_draws(DataLoader(Lines()), 7, _trainer(True))
-        repeat_worker_draws(iter(()), 7, _trainer(True))
+        repeat_worker_draws(DataLoader(Lines(), num_workers=1), 7, _trainer(True), rank)
+        repeat_worker_draws(DataLoader(Lines()), 7, _trainer(True), rank)
+        repeat_worker_draws(iter(()), 7, _trainer(True), rank)
     return {**prepared, "said": said}
 
 
