@@ -102,7 +102,7 @@ def test_saves_validations_and_workers(train: Train) -> None:
     )
     job = train("ddp", 13, *faults, features="validation,saves,workers")
     names = sorted(path.name for path in (job.run_dir / "saved").iterdir())
-    assert names == ["epoch=1-step=10.ckpt", "epoch=1-step=12.ckpt"]
+    assert names == ["epoch=1-step=10.ckpt", "epoch=1-step=12.ckpt", "last.ckpt"]
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,9 @@ def main() -> None:
         more["precision"] = "bf16-mixed"
     callbacks: list[Callback] = [Norms(), *([Swaps()] if "swaps" in FEATURES else [])]
     if "saves" in FEATURES:
-        saves = ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
+        saves = ModelCheckpoint(
+            folder / "saved", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max", save_last="link"
+        )
         callbacks.append(saves)
     trainer = pl.Trainer(
         accelerator="cpu",
