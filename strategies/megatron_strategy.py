@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,41 +17,29 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from nemo.lightning.ckpt_utils import ckpt_to_dir
 from nemo.lightning.pytorch.strategies import MegatronStrategy
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from checkpointless.callbacks.step_recorder import loss_of
-from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.megatron import cleanup as megatron_cleanup
-from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.running import manager_of
-from checkpointless.strategies.block.callbacks import complete
 from checkpointless.strategies.block.phases import PhasedIterator, announce_gradient_sync
-from checkpointless.strategies.block.rebuild import Rebuild
-from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
-from checkpointless.strategies.boundary.loops import make_resumable
 from checkpointless.strategies.boundary.megatron_steps import KeptReduction, MegatronSteps
 from checkpointless.strategies.boundary.peft import StateBeforeAdapters, peft_of, trained_names
-from checkpointless.strategies.boundary.restoration import skip_fit
 from checkpointless.strategies.checkpoints import callbacks as checkpoint_callbacks
 from checkpointless.strategies.checkpoints.background import PendingSaves
-from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.checkpoints.copies import loading_from_copies
 from checkpointless.strategies.checkpoints.failed_saves import FailedSaves
 from checkpointless.strategies.checkpoints.saves import Saves
 from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, remove_whole, wait_for_removals
-from checkpointless.strategies.data.training import TrainingData
-from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.strategies.frameworks import chatter, cleanup, one_logger
-from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
-from checkpointless.strategies.recoverable_fit import RecoverableFit, begin_manager
+from checkpointless.strategies.recoverable_strategy import RecoverableStrategy
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointlessMegatronStrategy(MegatronStrategy):
+class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     """A ``MegatronStrategy`` that recovers from a fault without a checkpoint.
 
     Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`, it finds the running wrapper and
@@ -81,15 +69,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         super().__init__(*args, num_distributed_optimizer_instances=num_distributed_optimizer_instances, **kwargs)
         self.failed_saves_end_job = failed_saves_end_job
         self.base_store: dist.Store | None = None
-        self._call = active_call_wrapper()
-        self._rebuild = Rebuild(self._call) if self._call is not None else None
-        self._fit: RecoverableFit | None = None  # the newest one that was set up inside a block
         self._awaits_adapters = False
         self._put_off_restore = False
-        self._data = TrainingData()
-        self._worker_seed = WorkerSeed()
         if self._call is None:
-            logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
         # Without the distributed optimizer all data-parallel ranks hold the same optimizer state.
         sharded = getattr(self.ddp_config, "use_distributed_optimizer", True)
@@ -97,70 +79,46 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             logger.warning("one optimizer instance: a rank that dies cannot be restored from memory")
         megatron_cleanup.install()
         cleanup.install()
-        chatter.install()
         one_logger.install()
         checkpoint_callbacks.install()
-        if self._call.generation > 0:  # also in a new process, which has logged nothing yet
-            chatter.quiet()
-
-    @property
-    def checkpoint_manager(self) -> CheckpointManager | None:
-        """The manager that keeps this rank's state over restarts; None if recovery is switched off."""
-        return self._fit.manager if self._fit is not None else None
-
-    @property
-    def replaying(self) -> bool:
-        """Whether a committed step is replayed for what follows its update."""
-        return self._fit is not None and self._fit.replayed is not None
-
-    def get_wrapper(self) -> HPCallWrapper | None:
-        """Return the wrapper given to the trainer (``trainer.wrapper``), or the one whose block this runs in."""
-        given: HPCallWrapper | None = getattr(getattr(self, "trainer", None), "wrapper", None)
-        return given if given is not None else self._call
 
     def is_peft(self) -> bool:
         """Return whether the trainer has a PEFT callback."""
         return peft_of(self.trainer) is not None
 
     @property
+    @override
     def awaits_adapters(self) -> bool:
         """Whether NeMo has yet to add the adapters of a PEFT run; until then there is no optimizer, either."""
         return self._awaits_adapters
 
+    @override
     def live_state(self) -> TrainerLiveState:
         """Return the state of the running trainer; before the adapters are added, that of the base model.
 
         Raises:
             RuntimeError: the strategy has not been set up.
         """
-        if self._awaits_adapters:
-            return StateBeforeAdapters(self.trainer)
-        live = self._fit.live if self._fit is not None else None
-        if live is None:
-            raise RuntimeError("the strategy has no state before setup()")
-        return live
+        return StateBeforeAdapters(self.trainer) if self._awaits_adapters else super().live_state()
 
     @override
     def setup_environment(self) -> None:
         """Set up the process groups, and make new loggers continue where the old ones were."""
         super().setup_environment()
-        call, trainer = self._call, self.lightning_module.trainer if self.lightning_module is not None else None
-        if call is None or call.generation == 0 or trainer is None:
+        call = self._call
+        if call is None or call.generation == 0 or self.lightning_module is None:
             return
         wait_for_removals()
         manager = manager_of(call)
         leave_unfinished(manager is not None and manager.saves is not None and manager.saves.pending is not None)
-        LoggerFacts(trainer, call.facts).write_on((manager.fit if manager is not None else 0) + 1)
+        self._resume_loggers()
 
     @override
     def setup_distributed(self) -> None:
         """Build the process groups of this generation."""
-        if self._rebuild is None:
-            super().setup_distributed()
-            return
-        with self._rebuild.process_groups():
-            super().setup_distributed()
-        self.base_store = dist.distributed_c10d._get_default_store()
+        self._build_groups(super().setup_distributed)
+        if self._call is not None:
+            self.base_store = dist.distributed_c10d._get_default_store()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -175,19 +133,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         self._awaits_adapters = fitting and not self.optimizers and self.is_peft()
         if call is None or not fitting or not (self.optimizers or self._awaits_adapters):
             return
-        call.beat()
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        callback = complete(callbacks)
-        for part in (call.wrapper.abort, call.wrapper.finalize):
-            register = getattr(part, "register_attributes", None)
-            if register is not None:
-                register(trainer)
-        manager = begin_manager(call, callback, self._awaits_adapters, Saves)
+        manager = self._begin_fit(trainer, Saves, peft=self._awaits_adapters).manager
         if manager is not None:
             manager.saves.failed.end_job = self.failed_saves_end_job
-        self._fit = RecoverableFit(trainer, call, manager, self._data, self._worker_seed)
-        make_resumable(trainer, self._fit)
-        trainer._checkpoint_connector = CheckpointlessCompatibleConnector.adopt(trainer._checkpoint_connector)
         if not self._awaits_adapters:
             self._take_hold()
 
@@ -299,67 +247,9 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
             logger.warning("%s was loaded after a fault: %s", checkpoint_path, strategy.report)
         return loaded
 
-    def rebuilt(self) -> None:
-        """Record that everything is built anew and waits for its state."""
-        if self._rebuild is not None:
-            self._rebuild.end()
-
-    def restored(self) -> None:
-        """Prepare to train with the state, which is whole: from memory, from storage, or that of a new job."""
-        if self._fit is not None:
-            self._fit.restored()
-
-    def skip_fit(self, objects: dict[str, Any] | None) -> dict[str, Any]:
-        """Skip a fit that was over before the fault, which came in a later fit of the same block.
-
-        Args:
-            objects: the non-tensor state that the fit ended in; None if no rank knows it.
-
-        Returns:
-            The part of that state that Lightning loads.
-        """
-        return skip_fit(self.trainer, objects)
-
-    def restored_from_memory(self, objects: dict[str, Any]) -> None:
-        """Note that the tensors are in place, and keep the rest of the state.
-
-        Args:
-            objects: the rest of the state; what Lightning does not load is put back after Lightning has loaded its
-                part.
-        """
-        assert self._fit is not None
-        self._fit.restored_from_memory(objects)
-
     @override
-    def process_dataloader(self, dataloader: DataLoader) -> DataLoader:
-        """Distribute the samples to the ranks, and make what workers draw independent of faults."""
-        if self._fit is not None:
-            self._fit.loader_is_due()
-        loader = super().process_dataloader(dataloader)
-        if self._fit is not None:
-            self._fit.loader_is_made(loader)
-        if self._worker_seed.value is not None:
-            repeat_worker_draws(
-                loader, self._worker_seed.value, self.trainer, parallel_state.get_data_parallel_rank()
-            )
-        return loader
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the model, unless recovery has put it in place already.
-
-        Args:
-            checkpoint: the checkpoint.
-            strict: whether the checkpoint's keys must match the model's.
-        """
-        if not isinstance(checkpoint, InMemoryCheckpoint):
-            super().load_model_state_dict(checkpoint, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any], selective_restore: bool = False) -> None:
-        """Load the optimizer, unless recovery has put it in place already."""
-        if not isinstance(checkpoint, InMemoryCheckpoint):
-            super().load_optimizer_state_dict(checkpoint, selective_restore=selective_restore)
+    def _data_rank(self) -> int:
+        return int(parallel_state.get_data_parallel_rank())
 
     def on_train_start(self) -> None:
         """Let the frameworks log again, and announce from now on when gradients are reduced."""
@@ -390,15 +280,10 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
     @override
     def teardown(self) -> None:
         """Tear down, but leave the state alone if a fault ended the run: abort and finalizer clean up then."""
-        trainer = getattr(self, "trainer", None)  # missing if the fault came before setup()
-        if self._call is not None and (trainer is None or trainer.interrupted):
-            if hasattr(self, "megatron_parallel"):
-                self.megatron_parallel.teardown_ddp()
-            return
-        fitted = trainer is None or trainer.state.fn == TrainerFn.FITTING
-        if fitted and self._fit is not None:
-            self._fit.finish()
-        super().teardown()
+        if self._finish_fit():
+            super().teardown()
+        elif hasattr(self, "megatron_parallel"):
+            self.megatron_parallel.teardown_ddp()
 
 
 def _signature() -> inspect.Signature:

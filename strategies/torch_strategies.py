@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,111 +11,22 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators import launch_bound
-from checkpointless.recovery import CheckpointManager
-from checkpointless.recovery.running import manager_of
-from checkpointless.strategies.block.callbacks import complete
-from checkpointless.strategies.block.rebuild import Rebuild
-from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint
-from checkpointless.strategies.boundary.live_state import TrainerLiveState
-from checkpointless.strategies.boundary.loops import make_resumable
-from checkpointless.strategies.boundary.restoration import skip_fit
 from checkpointless.strategies.boundary.torch_steps import TorchSteps
-from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.checkpoints.lightning_saves import LightningSaves
-from checkpointless.strategies.data.training import TrainingData
-from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.strategies.frameworks import chatter
-from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
-from checkpointless.strategies.recoverable_fit import RecoverableFit, begin_manager
+from checkpointless.strategies.recoverable_strategy import RecoverableStrategy
 
 logger = logging.getLogger(__name__)
 
 
-class _Recoverable(ParallelStrategy):
-    """What Lightning's strategies need to recover; it stands before one of them in the order of methods."""
-
-    awaits_adapters = False
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._call = active_call_wrapper()
-        self._rebuild = Rebuild(self._call) if self._call is not None else None
-        self._fit: RecoverableFit | None = None
-        self._data = TrainingData()
-        self._worker_seed = WorkerSeed()
-        if self._call is None:
-            logger.warning("no HPWrapper is active: this run has no in-process recovery")
-            return
-        chatter.install()
-        if self._call.generation > 0:  # also in a new process, which has logged nothing yet
-            chatter.quiet()
-
-    # --- what the recovery asks for -------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_manager(self) -> CheckpointManager | None:
-        """The manager that keeps this rank's state over restarts; None if recovery is switched off."""
-        return self._fit.manager if self._fit is not None else None
-
-    @property
-    def replaying(self) -> bool:
-        """Whether a committed step is replayed for what follows its update."""
-        return self._fit is not None and self._fit.replayed is not None
-
-    def get_wrapper(self) -> HPCallWrapper | None:
-        """Return the wrapper whose block this runs in; None outside of a block."""
-        return self._call
-
-    def live_state(self) -> TrainerLiveState:
-        """Return the state of the running trainer.
-
-        Raises:
-            RuntimeError: the strategy has not been set up.
-        """
-        live = self._fit.live if self._fit is not None else None
-        if live is None:
-            raise RuntimeError("the strategy has no state before setup()")
-        return live
-
-    def rebuilt(self) -> None:
-        """Record that everything is built anew and waits for its state."""
-        if self._rebuild is not None:
-            self._rebuild.end()
-
-    def restored_from_memory(self, objects: dict[str, Any]) -> None:
-        """Note that the tensors are in place, and keep the rest of the state.
-
-        Args:
-            objects: the rest of the state; what Lightning does not load is put back after Lightning has loaded its
-                part.
-        """
-        assert self._fit is not None
-        self._fit.restored_from_memory(objects)
-
-    def restored(self) -> None:
-        """Prepare to train with the state, which is whole: from memory, from storage, or that of a new job."""
-        if self._fit is not None:
-            self._fit.restored()
-
-    def skip_fit(self, objects: dict[str, Any] | None) -> dict[str, Any]:
-        """Skip a fit that was over before the fault, which came in a later fit of the same block.
-
-        Args:
-            objects: the non-tensor state that the fit ended in; None if no rank knows it.
-
-        Returns:
-            The part of that state that Lightning loads.
-        """
-        trainer: Any = self.trainer
-        return skip_fit(trainer, objects)
-
-    # --- what Lightning calls -------------------------------------------------------------------------------------
+class _TorchRecoverable(RecoverableStrategy):
+    """What Lightning's own strategies need to recover: torch optimizers, Lightning's data, saves made at once."""
 
     @property
     @override
@@ -125,23 +35,11 @@ class _Recoverable(ParallelStrategy):
         after_a_fault = self._call is not None and self._call.generation > 0
         return after_a_fault or bool(super().restore_checkpoint_after_setup)
 
-    def _groups(self, build: Any) -> None:
-        """Build the process groups of this generation with ``build``."""
-        if self._rebuild is None:
-            build()
-            return
-        with self._rebuild.process_groups():
-            build()
-
     @override
     def setup_environment(self) -> None:
         """Set up the process groups, and make new loggers continue where the old ones were."""
         super().setup_environment()
-        call, module = self._call, self.lightning_module
-        if call is None or call.generation == 0 or module is None:
-            return
-        manager = manager_of(call)
-        LoggerFacts(module.trainer, call.facts).write_on((manager.fit if manager is not None else 0) + 1)
+        self._resume_loggers()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -159,18 +57,7 @@ class _Recoverable(ParallelStrategy):
         if call is None or not fitting:
             return
         self._refuse(trainer, before=False)
-        call.beat()
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        callback = complete(callbacks)
-        for part in (call.wrapper.abort, call.wrapper.finalize):
-            register = getattr(part, "register_attributes", None)
-            if register is not None:
-                register(trainer)
-        manager = begin_manager(call, callback, False, LightningSaves)
-        self._fit = RecoverableFit(trainer, call, manager, self._data, self._worker_seed, announces_data=True)
-        make_resumable(trainer, self._fit)
-        trainer._checkpoint_connector = CheckpointlessCompatibleConnector.adopt(trainer._checkpoint_connector)
-        self._fit.take_hold(TorchSteps(trainer, call))
+        self._begin_fit(trainer, LightningSaves, announces=True).take_hold(TorchSteps(trainer, call))
         bound = launch_bound.from_environment()
         if bound is not None:
             assert self.model is not None
@@ -230,29 +117,8 @@ class _Recoverable(ParallelStrategy):
         return self._fit.update(partial(super().optimizer_step, *args, **kwargs))
 
     @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Make the samples and what workers draw independent of faults."""
-        if self._fit is not None:
-            self._fit.loader_is_due()
-        loader: Any = super().process_dataloader(dataloader)
-        if self._fit is not None:
-            self._fit.loader_is_made(loader)
-        if self._worker_seed.value is not None and self._fit is not None:
-            rank = int(self.distributed_sampler_kwargs["rank"])
-            repeat_worker_draws(loader, self._worker_seed.value, self.trainer, rank)
-        return loader
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the model, unless recovery has put it in place already."""
-        if not isinstance(checkpoint, InMemoryCheckpoint):
-            super().load_model_state_dict(checkpoint, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer, unless recovery has put it in place already."""
-        if not isinstance(checkpoint, InMemoryCheckpoint):
-            super().load_optimizer_state_dict(checkpoint)
+    def _data_rank(self) -> int:
+        return int(self.distributed_sampler_kwargs["rank"])
 
     @override
     def save_checkpoint(
@@ -260,35 +126,29 @@ class _Recoverable(ParallelStrategy):
     ) -> None:
         """Save a checkpoint; after a fault that makes the ranks pass this point once more, under the same name."""
         save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-        if self._is_left:
+        if self.is_left:
             logger.warning("%s is not saved: a fault is being handled", filepath)
         elif self._fit is None:
             save()
         else:
             self._fit.save_at_once(str(filepath), save)
 
-    @property
-    def _is_left(self) -> bool:
-        """Whether the trainer is left for a fault, so that other ranks may not come to where this one waits."""
-        trainer: Any = getattr(self, "trainer", None)
-        return self._call is not None and trainer is not None and bool(trainer.interrupted)
-
     @override
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, but not while a fault is being handled."""
-        if not self._is_left:
+        if not self.is_left:
             super().barrier(name)  # type: ignore[safe-super]
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state; nothing of it while a fault is being handled."""
-        state: dict[str, Any] = {} if self._is_left else super().lightning_module_state_dict()
+        state: dict[str, Any] = {} if self.is_left else super().lightning_module_state_dict()
         return state
 
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's state; nothing of it while a fault is being handled."""
-        state: dict[str, Any] = {} if self._is_left else super().optimizer_state(optimizer)
+        state: dict[str, Any] = {} if self.is_left else super().optimizer_state(optimizer)
         return state
 
     def on_train_start(self) -> None:
@@ -298,15 +158,11 @@ class _Recoverable(ParallelStrategy):
     @override
     def teardown(self) -> None:
         """Tear down, but leave the state alone if a fault ended the run: abort and finalizer clean up then."""
-        trainer: Any = getattr(self, "trainer", None)  # missing if the fault came before setup()
-        if self._call is not None and (trainer is None or trainer.interrupted):
-            return
-        if self._fit is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._fit.finish()
-        super().teardown()
+        if self._finish_fit():
+            super().teardown()
 
 
-class CheckpointlessDDPStrategy(_Recoverable, DDPStrategy):
+class CheckpointlessDDPStrategy(_TorchRecoverable, DDPStrategy):
     """Lightning's ``DDPStrategy`` that recovers from a fault without a checkpoint.
 
     Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper` it finds the running wrapper and
@@ -321,7 +177,7 @@ class CheckpointlessDDPStrategy(_Recoverable, DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         """Build the process groups of this generation."""
-        self._groups(super().setup_distributed)
+        self._build_groups(super().setup_distributed)
 
     @override
     def _unfit_before(self, trainer: pl.Trainer) -> str | None:
@@ -333,7 +189,7 @@ class CheckpointlessDDPStrategy(_Recoverable, DDPStrategy):
         return super()._unfit_before(trainer)
 
 
-class CheckpointlessModelParallelStrategy(_Recoverable, ModelParallelStrategy):
+class CheckpointlessModelParallelStrategy(_TorchRecoverable, ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` (FSDP2, HSDP, tensor parallelism by a plan) that recovers from a fault.
 
     Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper` it finds the running wrapper and
@@ -359,7 +215,7 @@ class CheckpointlessModelParallelStrategy(_Recoverable, ModelParallelStrategy):
 
     @override
     def _setup_distributed(self) -> None:
-        self._groups(super()._setup_distributed)
+        self._build_groups(super()._setup_distributed)
 
     @override
     def setup_environment(self) -> None:
