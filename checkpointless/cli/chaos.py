@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkpointless.cli.values import UsageError, count, positive
 from checkpointless.faults.chaos import Outcome, draw_faults, outcome_of
 from checkpointless.report.incidents import summarize
 from checkpointless.telemetry.events import read_events
 
+if TYPE_CHECKING:
+    from checkpointless.demo import Trainer
+
 DEMO_STEPS, DEMO_RANKS = 6, 8
+#: Names of the demo's trainers, which cost an import; a test compares the two.
+TRAINER_NAMES = ("nemo", "ddp", "hsdp", "megatron", "lightning-ddp", "lightning-hsdp")
 _SEED_HELP = "of the draws (default: 0); the same seed draws the same faults"
 _NEEDS_CHAOS = {"seed": None, "overlap": False, "chaos_case": None, "chaos_steps": None}
 
@@ -93,6 +98,22 @@ def judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
     return f"expected: {expected.value}; found: " + (outcome.value if outcome else f"it ended with code {code}")
 
 
+def demo_trainer(options: argparse.Namespace) -> Trainer:
+    """Return the trainer that ``options`` ask for.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    from checkpointless.demo import TRAINERS, DemoError
+
+    trainer = TRAINERS[options.trainer]
+    try:
+        trainer.require()
+    except DemoError as error:
+        raise UsageError(str(error)) from error
+    return trainer
+
+
 def demo_chaos(options: argparse.Namespace, run_dir: Path) -> int:
     """Run ``demo --chaos``.
 
@@ -105,6 +126,7 @@ def demo_chaos(options: argparse.Namespace, run_dir: Path) -> int:
         raise UsageError(f"--chaos draws layouts and faults itself: leave {', '.join(fixed)} out")
     if options.chaos_case is not None and options.chaos_case >= options.chaos:
         raise UsageError(f"--chaos-case must be below {options.chaos}, not {options.chaos_case}")
+    trainer = demo_trainer(options)
     try:
         from checkpointless.cli.tables import console
         from checkpointless.demo.chaos import ChaosConfig, run_chaos
@@ -117,9 +139,8 @@ def demo_chaos(options: argparse.Namespace, run_dir: Path) -> int:
             steps=options.steps or DEMO_STEPS,
             most_ranks=options.nproc or DEMO_RANKS,
             run_dir=run_dir,
+            trainer=trainer,
         )
         return run_chaos(config, console())
     except ValueError as error:
         raise UsageError(str(error)) from error
-    except ImportError as error:
-        raise UsageError(f"chaos needs {error.name}: pip install 'checkpointless[nemo]'") from error

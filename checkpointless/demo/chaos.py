@@ -18,12 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpointless.agent.launch_config import LaunchConfig
-from checkpointless.demo.config import RECIPE, overrides
 from checkpointless.demo.nursery import Ended, Nursery
+from checkpointless.demo.trainers import TRAINERS, Program, Task, Trainer
 from checkpointless.faults.chaos import HANGING, Case, Outcome, draw, outcome_of
 from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse, parse_all
-from checkpointless.recipes.settings import load, modules
 from checkpointless.report.incidents import IncidentSummary, summarize
 from checkpointless.report.verify import Steps, compare
 from checkpointless.telemetry.events import read_events
@@ -32,7 +31,7 @@ from checkpointless.telemetry.steps import read_steps
 LIMIT_S = 150.0
 _HEARTBEAT_S, _HANG_HEARTBEAT_S = 20.0, 6.0
 _NODE_TIMEOUT_S, _REGROUP_S = 3.0, 60.0
-_SMALL_BUCKETS = ("checkpointless.memory_budget_bytes=262144",)  # so that a transfer has a middle
+_SMALL_BUCKETS = 262144  # bytes; so that a transfer has a middle
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class ChaosConfig:
         steps: number of optimizer steps of each job.
         most_ranks: largest number of ranks of a job.
         run_dir: directory for the results and for the jobs of cases that went wrong.
+        trainer: what trains.
     """
 
     cases: int
@@ -56,6 +56,7 @@ class ChaosConfig:
     steps: int
     most_ranks: int
     run_dir: Path
+    trainer: Trainer = TRAINERS["nemo"]
 
     def drawn(self) -> list[Case]:
         """Return the cases.
@@ -65,13 +66,21 @@ class ChaosConfig:
         """
         numbers = range(self.cases) if self.only is None else (self.only,)
         return [
-            draw(self.seed, number, steps=self.steps, overlap=self.overlap, most_ranks=self.most_ranks)
+            draw(
+                self.seed,
+                number,
+                steps=self.steps,
+                overlap=self.overlap,
+                most_ranks=self.most_ranks,
+                scope=self.trainer.scope,
+            )
             for number in numbers
         ]
 
     def repeat(self, case: Case) -> str:
         """Return the command that runs ``case`` again."""
         overlap = " --overlap" if self.overlap else ""
+        overlap += f" --trainer {self.trainer.name}" if self.trainer is not TRAINERS["nemo"] else ""
         return (
             f"checkpointless demo --chaos {self.cases} --seed {self.seed}{overlap} --steps {self.steps} "
             f"--nproc {self.most_ranks} --chaos-case {case.number}"
@@ -115,9 +124,10 @@ def run_chaos(config: ChaosConfig, console: Console) -> int:
     cases = config.drawn()
     shown = "one case" if config.only is not None else f"{len(cases)} cases"
     console.print(
-        f"chaos: {shown} of seed {config.seed}; faults will be caused on purpose; importing NeMo once ..."
+        f"chaos: {shown} of seed {config.seed}, trainer {config.trainer.name}; faults will be caused on purpose; "
+        "importing the frameworks once ..."
     )
-    calm = _Calm(Nursery(modules(load(RECIPE, ()))), config.run_dir / "calm")
+    calm = _Calm(Nursery(config.trainer), config.trainer, config.run_dir / "calm")
     results = []
     for index, case in enumerate(cases, start=1):
         result = _run(case, calm, config.run_dir)
@@ -180,10 +190,11 @@ def _seconds(incidents: Sequence[IncidentSummary]) -> float | None:
 class _Calm:
     """Undisturbed runs; each kind is run once."""
 
-    def __init__(self, nursery: Nursery, directory: Path) -> None:
+    def __init__(self, nursery: Nursery, trainer: Trainer, directory: Path) -> None:
         self.nursery = nursery
+        self.trainer = trainer
         self._directory = directory
-        self._known: dict[tuple[Any, ...], Steps] = {}
+        self._known: dict[tuple[int, Program], Steps] = {}
 
     def steps(self, case: Case) -> Steps:
         """Return the steps that a run of ``case`` must make.
@@ -191,10 +202,10 @@ class _Calm:
         Raises:
             RuntimeError: the run without faults failed.
         """
-        key = (case.layout.world_size, case.layout.instances, *_overrides(case, None))
+        key = case.layout.world_size, self.trainer.program(_task(case, None))
         if key not in self._known:
             directory = self._directory / str(len(self._known))
-            (config,) = _configs(case, directory, faulty=False)
+            (config,) = _configs(self.trainer, case, directory, faulty=False)
             (ended,) = self.nursery.run([config], LIMIT_S)
             if ended.code != 0:
                 raise RuntimeError(f"the undisturbed run of {case.layout.text} failed; its logs: {directory}")
@@ -208,7 +219,7 @@ def _run(case: Case, calm: _Calm, run_dir: Path) -> Result:
     if directory.exists():
         shutil.rmtree(directory)
     began_s = time.monotonic()
-    ended = calm.nursery.run(_configs(case, directory, faulty=True), LIMIT_S)
+    ended = calm.nursery.run(_configs(calm.trainer, case, directory, faulty=True), LIMIT_S)
     took_s = time.monotonic() - began_s
     result = judge(case, ended[0], directory, reference)
     return Result(result.case, result.outcome, result.problem, result.seconds, took_s)
@@ -218,18 +229,18 @@ def _directory(case: Case, run_dir: Path) -> Path:
     return run_dir / f"case-{case.number}"
 
 
-def _configs(case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]:
+def _configs(trainer: Trainer, case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]:
     nodes, spares = (case.nodes, case.spares) if faulty else (1, 0)
     meeting: Mapping[str, Any] = {}
     if nodes + spares > 1:
         meeting = {"rdzv_endpoint": f"127.0.0.1:{_port()}", "token": secrets.token_hex(32)}
     hangs = any(parse(text).kind in HANGING for text in case.faults)
-    checkpoints = directory / "nemo" if faulty and case.checkpoint_every else None
+    program = trainer.program(_task(case, directory / "nemo" if faulty and case.checkpoint_every else None))
     return [
         LaunchConfig(
             nproc_per_node=case.layout.world_size // nodes,
-            script="checkpointless.recipes.runner",
-            script_args=(RECIPE, *_overrides(case, checkpoints)),
+            script=program.module,
+            script_args=program.arguments,
             module=True,
             run_dir=directory,
             preload=(),
@@ -250,26 +261,19 @@ def _configs(case: Case, directory: Path, *, faulty: bool) -> list[LaunchConfig]
     ]
 
 
-def _overrides(case: Case, checkpoints: Path | None) -> tuple[str, ...]:
-    changed = [*overrides(case.steps, case.layout.sizes, case.dropout), *_SMALL_BUCKETS]
-    if case.layout.instances != 2:
-        changed.append(f"strategy.num_distributed_optimizer_instances={case.layout.instances}")
-        changed.append("data.global_batch_size=24")
-    if case.workers:
-        changed.append(f"data.num_workers={case.workers}")
-    if case.checksum:
-        changed.append("checkpointless.enable_checksum=true")
-    if checkpoints is not None:
-        changed += [
-            "trainer.enable_checkpointing=true",
-            "callbacks.checkpoint={_target_: nemo.lightning.pytorch.callbacks.ModelCheckpoint, "
-            f"every_n_train_steps: {case.checkpoint_every}, save_last: true, save_top_k: -1, monitor: null, "
-            "save_context_on_train_end: false}",
-            f"log={{_target_: nemo.lightning.NeMoLogger, log_dir: '{checkpoints}', name: tiny_gpt}}",
-            "resume={_target_: nemo.lightning.AutoResume, resume_if_exists: true, "
-            "resume_ignore_no_checkpoint: true}",
-        ]
-    return tuple(changed)
+def _task(case: Case, checkpoints: Path | None) -> Task:
+    return Task(
+        nproc=case.layout.world_size,
+        steps=case.steps,
+        layout=case.layout.sizes,
+        dropout=case.dropout,
+        holders=case.layout.instances,
+        workers=case.workers,
+        checksum=case.checksum,
+        bucket_bytes=_SMALL_BUCKETS,
+        checkpoint_every=case.checkpoint_every if checkpoints is not None else 0,
+        checkpoints=checkpoints,
+    )
 
 
 def _port() -> int:

@@ -1,4 +1,4 @@
-"""A process that has imported NeMo once and forks the agents of whole jobs, one job after the other."""
+"""A process that has imported the frameworks once and forks the agents of whole jobs, one job after the other."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from checkpointless.agent.launch import launch
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.ranks.rank_process import die_with_parent
+from checkpointless.demo.trainers import Trainer
 from checkpointless.environment import CPU_ENV, OMP_NUM_THREADS_ENV, YES
 
 _REAP_EVERY_S = 0.02
@@ -37,22 +38,20 @@ class Ended:
 
 
 class Nursery:
-    """Turns this process into one that forks agents, with NeMo imported on the CPU platform and with one thread.
+    """Turns this process into one that forks agents, with a trainer's modules imported and with one thread.
 
     Args:
-        preload: names of the modules to import now, so that each rank need not import them itself.
+        trainer: the trainer of the jobs.
 
     Raises:
-        ImportError: NeMo is not installed.
+        ImportError: one of the trainer's modules is not installed.
     """
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         os.environ[CPU_ENV] = YES
         os.environ[OMP_NUM_THREADS_ENV] = "1"  # otherwise sums would depend on the number of ranks of a node
-        from checkpointless.recipes import runner
-
-        runner.prepare_process()
-        for name in ("checkpointless.agent.node_run", *preload):
+        trainer.prepare()
+        for name in ("checkpointless.agent.node_run", *trainer.preload()):
             importlib.import_module(name)
         import torch
 

@@ -1,4 +1,4 @@
-"""The demo: it trains a small NeMo GPT twice, undisturbed and through faults, and compares the runs bit by bit."""
+"""The demo: it trains a small GPT twice, undisturbed and through faults, and compares the runs bit by bit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from rich.console import Console
 from checkpointless.agent.launch import launch
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.demo import show
-from checkpointless.demo.config import RECIPE, DemoConfig, overrides
+from checkpointless.demo.config import DemoConfig
 from checkpointless.demo.result import DemoResult
 from checkpointless.faults.ledger import not_fired
 from checkpointless.faults.spec import parse_all
-from checkpointless.recipes.settings import load, modules
 from checkpointless.report.incidents import summarize
 from checkpointless.report.verify import compare
 from checkpointless.telemetry.events import read_events
@@ -76,17 +75,17 @@ def _train(console: Console, config: DemoConfig, directory: Path, faults: tuple[
     with_faults = f" through {plural(len(faults), 'fault')}" if faults else ", undisturbed"
     console.print(f"[bold]training {config.nproc} ranks for {config.steps} steps{with_faults}[/bold]")
     began_s = time.monotonic()
-    arguments = overrides(config.steps, config.layout, config.dropout, config.global_batch)
-    with console.status("importing NeMo once (about 10 s), then forking the ranks ..."):
+    program = config.trainer.program(config.task)
+    with console.status("importing the frameworks once (about 10 s), then forking the ranks ..."):
         code = launch(
             LaunchConfig(
                 nproc_per_node=config.nproc,
-                script="checkpointless.recipes.runner",
-                script_args=(RECIPE, *arguments),
+                script=program.module,
+                script_args=program.arguments,
                 module=True,
                 run_dir=directory,
                 cpu=True,
-                preload=modules(load(RECIPE, arguments)),
+                preload=tuple(config.trainer.preload()),
                 heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
                 faults=faults,
                 record_steps=True,

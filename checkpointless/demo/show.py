@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from checkpointless.demo.config import GLOBAL_BATCH, DemoConfig
+from checkpointless.demo.config import DemoConfig
 from checkpointless.demo.result import DemoResult
 from checkpointless.report.incidents import IncidentSummary
 from checkpointless.report.verify import Steps
@@ -20,14 +20,11 @@ def plan(console: Console, config: DemoConfig, run_dir: Path) -> None:
     """Show what the demo is going to do."""
     layout = ", ".join(f"{key}={size}" for key, size in config.layout.items()) or "data parallel"
     console.print(
-        f"A NeMo GPT on the English text of Python's own manual, {config.nproc} CPU ranks ({layout}), "
-        f"two optimizer replicas, dropout {config.dropout:g}."
+        f"{config.trainer.what}, on the English text of Python's own manual, {config.nproc} CPU ranks ({layout}), "
+        f"dropout {config.dropout:g}."
     )
-    if config.global_batch != GLOBAL_BATCH:
-        console.print(
-            f"  a step takes {config.global_batch} samples, not the recipe's {GLOBAL_BATCH}, so that every "
-            "data-parallel rank has whole microbatches"
-        )
+    for note in config.trainer.notes(config.task):
+        console.print(f"  {note}")
     for fault in config.faults:
         console.print(f"  fault to inject: [bold]{fault}[/bold]")
     console.print(f"  run dir: {run_dir}\n")

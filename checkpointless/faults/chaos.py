@@ -65,7 +65,28 @@ def outcome_of(code: int, incidents: Sequence[IncidentSummary]) -> Outcome | Non
     return Outcome.REFUSED if code == 1 and incidents else None
 
 
-#: The layouts from which cases are drawn; each holds every shard at least twice.
+@dataclass(frozen=True)
+class Scope:
+    """What may be drawn for one trainer.
+
+    Attributes:
+        name: what its draws are known by; the seed draws other cases for each name.
+        layouts: layouts, each of which holds every shard at least twice, with their weights.
+        phases: phases that the trainer announces.
+        storage: whether the trainer can fall back to checkpoints of its own.
+    """
+
+    name: str
+    layouts: Sequence[tuple[Layout, int]]
+    phases: frozenset[FaultPhase] = frozenset(FaultPhase)
+    storage: bool = False
+
+    def known(self, phases: Sequence[FaultPhase]) -> Sequence[FaultPhase]:
+        """Return those of ``phases`` that the trainer announces."""
+        return [phase for phase in phases if phase in self.phases]
+
+
+#: The layouts of NeMo's trainer, from which cases are drawn by default.
 LAYOUTS = (
     Layout.on_one_node(2),
     Layout.on_one_node(4),
@@ -76,6 +97,22 @@ LAYOUTS = (
     Layout.on_one_node(8, tensor=2, pipeline=2),
 )
 _OFTEN = (2, 4, 4, 4, 3, 2, 1)  # weights in the draws: larger layouts take longer
+_SILENT = frozenset({FaultPhase.SYNC})  # a phase that only Megatron's hooks in NeMo show
+_ANNOUNCED = frozenset(FaultPhase) - _SILENT
+_REPLICATED = [
+    (Layout(ranks, ranks, instances=ranks, sharded=False), often) for ranks, often in ((2, 2), (4, 4), (6, 1))
+]
+_SHARDED = [
+    (Layout.on_one_node(4), 4),
+    (Layout.on_one_node(6, instances=3), 2),
+    (Layout.on_one_node(8, tensor=2), 1),
+]
+NEMO = Scope("nemo", list(zip(LAYOUTS, _OFTEN, strict=True)), storage=True)
+DATA_PARALLEL = Scope("ddp", _REPLICATED, _ANNOUNCED)
+SHARDED = Scope("hsdp", _SHARDED, _ANNOUNCED)
+MEGATRON = Scope("megatron", [each for each in NEMO.layouts if each[0].expert == 1], _ANNOUNCED)
+LIGHTNING = Scope("lightning-ddp", _REPLICATED, _ANNOUNCED)
+LIGHTNING_SHARDED = Scope("lightning-hsdp", _SHARDED, _ANNOUNCED)
 
 
 @dataclass(frozen=True)
@@ -113,7 +150,9 @@ class Case:
     dropout: float = DROPOUT
 
 
-def draw(seed: int, number: int, *, steps: int = 6, overlap: bool = False, most_ranks: int = 8) -> Case:
+def draw(
+    seed: int, number: int, *, steps: int = 6, overlap: bool = False, most_ranks: int = 8, scope: Scope = NEMO
+) -> Case:
     """Return the case with a given number.
 
     Args:
@@ -123,21 +162,21 @@ def draw(seed: int, number: int, *, steps: int = 6, overlap: bool = False, most_
         overlap: let half of the cases have a second fault, either during the recovery from the first or at the same
             time on a rank of another replica group.
         most_ranks: largest number of ranks that the layout may have.
+        scope: what may be drawn.
 
     Raises:
         ValueError: no layout has so few ranks, or there are too few steps.
     """
     if steps < 6:
         raise ValueError(f"chaos needs at least 6 steps, not {steps}")
-    fitting = [
-        (layout, often) for layout, often in zip(LAYOUTS, _OFTEN, strict=True) if layout.world_size <= most_ranks
-    ]
+    fitting = [(layout, often) for layout, often in scope.layouts if layout.world_size <= most_ranks]
     if not fitting:
-        fewest = min(layout.world_size for layout in LAYOUTS)
+        fewest = min(layout.world_size for layout, _ in scope.layouts)
         raise ValueError(f"chaos needs at least {fewest} ranks, not {most_ranks}")
-    dice = random.Random(f"checkpointless/{seed}/{number}/{overlap}")
+    trainer = "" if scope is NEMO else f"/{scope.name}"
+    dice = random.Random(f"checkpointless/{seed}/{number}/{overlap}{trainer}")
     (layout,) = dice.choices([layout for layout, _ in fitting], [often for _, often in fitting])
-    drawn = _Drawn(dice, seed, number, layout, steps)
+    drawn = _Drawn(dice, seed, number, layout, steps, scope)
     if overlap and dice.random() < 0.5:
         return dice.choice((drawn.during_recovery, drawn.at_once))()
     (group,) = dice.choices(list(_GROUPS), list(_GROUPS.values()))
@@ -185,8 +224,12 @@ def draw_faults(
 class _Drawn:
     """The random choices of one case."""
 
-    def __init__(self, dice: random.Random, seed: int, number: int, layout: Layout, steps: int) -> None:
+    def __init__(
+        self, dice: random.Random, seed: int, number: int, layout: Layout, steps: int, scope: Scope
+    ) -> None:
         self._dice = dice
+        self._scope = scope
+        self._before_update = scope.known(_BEFORE_UPDATE)
         self._seed = seed
         self._number = number
         self._layout = layout
@@ -201,7 +244,7 @@ class _Drawn:
             return self._bitflip()
         if kind in NODES:
             return self._node(kind)
-        phase = dice.choice(_sorted(SUPPORT[kind] - SETUP_PHASES))
+        phase = dice.choice(self._scope.known(_sorted(SUPPORT[kind] - SETUP_PHASES)))
         more = ",seconds=1" if kind is FaultKind.SLOW else ""
         if kind is FaultKind.DATALOADER:
             more = f",how={dice.choice(('raise', 'kill'))}"
@@ -213,13 +256,13 @@ class _Drawn:
         """Return a case with a second fault during the recovery from the first."""
         dice, step = self._dice, self._step
         first = dice.choice((FaultKind.EXCEPTION, *DEADLY[:-1]))
-        phase = dice.choice((FaultPhase.INIT, FaultPhase.RECOVERY, FaultPhase.TRANSFER))
+        phase = dice.choice(self._scope.known((FaultPhase.INIT, FaultPhase.RECOVERY, FaultPhase.TRANSFER)))
         second = dice.choice((FaultKind.EXCEPTION, FaultKind.OOM, *DEADLY))
         rank, other = self._rank, dice.randrange(self._layout.world_size)
         if phase is FaultPhase.TRANSFER:  # this phase comes only where something is sent
             first = dice.choice(DEADLY[:-1])
             other = dice.choice(sorted(self._layout.replicas(rank) - {rank}))
-        faults = (_spec(first, dice.choice(_BEFORE_UPDATE), rank, step), _spec(second, phase, other, step - 1))
+        faults = (_spec(first, dice.choice(self._before_update), rank, step), _spec(second, phase, other, step - 1))
         lost = {where for kind, where in ((first, rank), (second, other)) if kind in DEADLY}
         if not lost:
             return self._case(*faults, outcome=Outcome.IN_PROCESS)
@@ -233,7 +276,7 @@ class _Drawn:
         first, second = dice.choice(kinds), dice.choice(kinds)
         if not others:  # every rank holds the one shard, which the second fault must not lose
             others, second = set(range(self._layout.world_size)) - {rank}, FaultKind.EXCEPTION
-        phase, other = dice.choice(_BEFORE_UPDATE), dice.choice(sorted(others))
+        phase, other = dice.choice(self._before_update), dice.choice(sorted(others))
         faults = (_spec(first, phase, rank, self._step), _spec(second, phase, other, self._step))
         higher = Outcome.PROCESS if {first, second} & set(DEADLY) else Outcome.IN_PROCESS
         return self._case(*faults, outcome=higher)
@@ -244,7 +287,7 @@ class _Drawn:
             self._layout = Layout.on_one_node(4)
         half, step = self._layout.world_size // 2, self._step
         rank = half + self._rank % half
-        faults = [_spec(kind, self._dice.choice(_BEFORE_UPDATE), rank, step)]
+        faults = [_spec(kind, self._dice.choice(self._before_update), rank, step)]
         if kind is FaultKind.PARTITION:
             faults[0] += f",seconds={_PARTITION_S}"
             # so that the job does not end before the partition is noticed
@@ -278,7 +321,7 @@ class _Drawn:
         gone = next((group for group in self._groups() if group <= lost), None)
         if gone is None:
             return self._case(*faults, outcome=otherwise, nodes=nodes, spares=spares)
-        if nodes == 1 and self._dice.random() < 0.5:
+        if self._scope.storage and nodes == 1 and self._dice.random() < 0.5:
             # NeMo's checkpoints do not hold the random streams
             return self._case(*faults, outcome=Outcome.STORAGE, checkpoint_every=2, dropout=0.0)
         reason = f"no living rank holds the shard of ranks {_ranks(gone)}"

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from checkpointless.cli.chaos import add_demo_chaos_options, check_goes_with_chaos, demo_chaos
+from checkpointless.cli.chaos import (
+    TRAINER_NAMES,
+    add_demo_chaos_options,
+    check_goes_with_chaos,
+    demo_chaos,
+    demo_trainer,
+)
 from checkpointless.cli.command import Command
 from checkpointless.cli.fault_specs import add_fault_option, fault_specs
 from checkpointless.cli.run_directory import check_can_be_made, new_run_dir
@@ -15,6 +21,7 @@ _EPILOG = """\
 examples:
   checkpointless demo
   checkpointless demo --nproc 4 --layout tp=2 --dropout 0.1 --fault sigkill@optimizer:rank=1,step=5
+  checkpointless demo --trainer hsdp --nproc 8 --layout tp=2
   checkpointless demo --nproc 8 --layout tp=2,pp=2 --steps 6 --fault hang@backward:rank=3,step=4
 
 Without --fault there are two: an exception in a backward pass and a SIGKILL inside an optimizer step.
@@ -25,9 +32,21 @@ Exit status: 0 if every fault happened and both runs are equal to the bit, 1 if 
 def add_demo_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``demo``."""
     add = parser.add_argument
+    add(
+        "--trainer",
+        default="nemo",
+        choices=TRAINER_NAMES,
+        metavar="NAME",
+        help=f"what trains: {', '.join(TRAINER_NAMES)} (default: nemo)",
+    )
     add("--nproc", type=positive, metavar="N", help="CPU ranks, up to 32 (default: 4; chaos: up to 8)")
     add("--steps", type=positive, metavar="N", help="steps of each run (default: 10; chaos: 6)")
-    add("--layout", default="", metavar="tp=N,...", help="tp, pp, ep and cp sizes (default: all 1)")
+    add(
+        "--layout",
+        default="",
+        metavar="tp=N,...",
+        help="tp, pp, ep, cp, if the trainer has them (default: 1)",
+    )
     add("--dropout", type=float, default=0.0, metavar="P", help="in [0, 1) (default: 0)")
     add_fault_option(parser)
     add("--run-dir", type=Path, metavar="D", help="where both runs are kept (default: under runs/)")
@@ -44,30 +63,30 @@ def demo(options: argparse.Namespace) -> int:
     if options.chaos is not None:
         return demo_chaos(options, new_run_dir(options.run_dir, "chaos"))
     options.nproc, options.steps = options.nproc or 4, options.steps or 10
-    from checkpointless.demo.config import DemoConfig, DemoError, parse_layout
+    from checkpointless.demo import DemoConfig, DemoError, parse_layout
 
     middle, late = max(1, options.steps * 4 // 10), max(1, options.steps * 7 // 10)
     faults = options.faults or [
         f"exception@backward:rank={options.nproc // 2},step={middle}",
         f"sigkill@optimizer:rank={min(1, options.nproc - 1)},step={late}",
     ]
+    trainer = demo_trainer(options)
     try:
         config = DemoConfig(
             nproc=options.nproc,
             steps=options.steps,
-            layout=parse_layout(options.layout),
+            layout=parse_layout(options.layout, trainer.keys),
             dropout=options.dropout,
             faults=tuple(faults),
             run_dir=options.run_dir,
+            trainer=trainer,
         )
     except DemoError as error:
         raise UsageError(str(error)) from error
     fault_specs(faults, options.nproc, options.steps, cpu=True)
     check_can_be_made(options.run_dir)
-    try:
-        from checkpointless.demo.run import run_demo
-    except ImportError as error:
-        raise UsageError(f"the demo needs {error.name}: pip install 'checkpointless[nemo]'") from error
+    from checkpointless.demo.run import run_demo
+
     return run_demo(config)
 
 

@@ -13,7 +13,10 @@ import torch
 from checkpointless.agent import launch as launch_module
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.cli import main
-from checkpointless.demo.config import DemoConfig, overrides, parse_layout
+from checkpointless.cli.chaos import TRAINER_NAMES
+from checkpointless.demo import TRAINERS, DemoConfig, parse_layout
+from checkpointless.demo.trainers import Task
+from checkpointless.demo.trainers import nemo as demo
 from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import EXPECTED, FaultKind, FaultPhase, parse
 from checkpointless.telemetry.event_names import EventName
@@ -150,30 +153,39 @@ def test_what_can_work_is_not_refused(argv: list[str], launched: list[LaunchConf
 
 
 def test_the_demo_fits_its_batch_to_its_ranks() -> None:
+    def task(nproc: int, layout: str = "") -> Task:
+        return DemoConfig(nproc=nproc, steps=3, layout=parse_layout(layout, demo.NeMo.keys)).task
+
     def batch(nproc: int, layout: str = "") -> int:
-        return DemoConfig(nproc=nproc, layout=parse_layout(layout)).global_batch
+        return demo.global_batch(task(nproc, layout))
 
     assert [batch(nproc) for nproc in (2, 4, 8, 16, 32)] == [16, 16, 16, 32, 64]
     assert [batch(6), batch(12), batch(16, "tp=2"), batch(32, "tp=2,pp=4")] == [24, 24, 16, 16]
     for nproc in range(2, 33, 2):
         assert batch(nproc) % (2 * nproc) == 0
-    assert overrides(3, {}, 0.0, batch(8)) == overrides(3, {}, 0.0), "the losses of the default stay"
-    assert "data.global_batch_size=32" in overrides(3, {}, 0.0, batch(16))
+    assert demo.overrides(task(8)) == demo.overrides(task(4)), "the losses of the default stay"
+    assert "data.global_batch_size=32" in demo.overrides(task(16))
+
+
+def test_the_demo_has_the_trainers_that_the_command_line_names() -> None:
+    assert tuple(TRAINERS) == TRAINER_NAMES
 
 
 @pytest.mark.nemo
 def test_the_demo_knows_what_its_recipe_is_made_of() -> None:
-    from checkpointless.demo import config as demo
     from checkpointless.recipes.checks import check_settings
     from checkpointless.recipes.layout import check_layout, layout_of
     from checkpointless.recipes.settings import load
 
     recipe = load(demo.RECIPE)
     assert (recipe.model.config.num_layers, recipe.model.config.num_attention_heads) == (demo.LAYERS, demo.HEADS)
-    assert (recipe.data.micro_batch_size, recipe.data.global_batch_size) == (demo.MICRO_BATCH, demo.GLOBAL_BATCH)
+    assert (recipe.data.micro_batch_size, recipe.data.global_batch_size) == (
+        demo.RECIPE_MICRO_BATCH,
+        demo.GLOBAL_BATCH,
+    )
     for nproc, text in [(16, ""), (32, "pp=4"), (24, "tp=2"), (16, "ep=4"), (32, "pp=2,ep=4")]:
-        config = DemoConfig(nproc=nproc, layout=parse_layout(text))
-        changed = load(demo.RECIPE, overrides(3, config.layout, 0.1, config.global_batch))
+        config = DemoConfig(nproc=nproc, steps=3, layout=parse_layout(text, demo.NeMo.keys), dropout=0.1)
+        changed = load(demo.RECIPE, demo.overrides(config.task))
         check_layout(changed, layout_of(changed, 1, nproc))
         check_settings(changed, layout_of(changed, 1, nproc))
 

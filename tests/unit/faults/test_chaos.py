@@ -13,10 +13,17 @@ from hypothesis import strategies as st
 from checkpointless import cli
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.faults.chaos import (
+    DATA_PARALLEL,
     DEADLY,
     LAYOUTS,
+    LIGHTNING,
+    LIGHTNING_SHARDED,
+    MEGATRON,
+    NEMO,
+    SHARDED,
     Case,
     Outcome,
+    Scope,
     draw,
     draw_faults,
     outcome_of,
@@ -31,8 +38,12 @@ NEEDS_RECIPES = pytest.mark.skipif(find_spec("hydra") is None, reason="recipes n
 MANY = [(seed, number, seed % 2 == 1) for seed in range(12) for number in range(40)]
 
 
-def cases() -> list[Case]:
-    return [draw(seed, number, overlap=overlap) for seed, number, overlap in MANY]
+SCOPES = (NEMO, DATA_PARALLEL, SHARDED, MEGATRON, LIGHTNING, LIGHTNING_SHARDED)
+IN_EVERY_SCOPE = pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: scope.name)
+
+
+def cases(scope: Scope = NEMO) -> list[Case]:
+    return [draw(seed, number, overlap=overlap, scope=scope) for seed, number, overlap in MANY]
 
 
 # ---- layouts
@@ -69,27 +80,36 @@ def test_a_case_is_the_same_whenever_it_is_drawn() -> None:
     assert draw(3, 17) != draw(4, 17)
 
 
-def test_every_case_can_happen() -> None:
-    for case in cases():
+@IN_EVERY_SCOPE
+def test_every_case_can_happen(scope: Scope) -> None:
+    for case in cases(scope):
         specs = parse_all(case.faults, case.layout.world_size, case.steps)
         assert case.layout.world_size % case.nodes == 0
         several = any(spec.kind in (FaultKind.NODE, FaultKind.PARTITION, FaultKind.STORE) for spec in specs)
         assert several == (case.nodes > 1)
         assert (case.workers > 0) == any(spec.kind is FaultKind.DATALOADER for spec in specs)
+        assert all(spec.phase in scope.phases for spec in specs)
         if any(spec.phase in SETUP_PHASES for spec in specs):
             assert specs[0].phase not in SETUP_PHASES
 
 
-def test_all_outcomes_kinds_and_layouts_are_drawn() -> None:
-    drawn = cases()
-    assert {case.outcome for case in drawn} == set(Outcome)
+@IN_EVERY_SCOPE
+def test_all_outcomes_kinds_and_layouts_are_drawn(scope: Scope) -> None:
+    drawn = cases(scope)
+    assert {case.outcome for case in drawn} == set(Outcome) - (set() if scope.storage else {Outcome.STORAGE})
     kinds = {parse(text).kind for case in drawn for text in case.faults}
     assert kinds == set(FaultKind) - {FaultKind.CUDA}
-    assert {case.layout.text for case in drawn} == {layout.text for layout in LAYOUTS}
+    assert {case.layout.text for case in drawn} == {layout.text for layout, _ in scope.layouts}
 
 
-def test_a_case_that_loses_all_holders_says_which() -> None:
-    for case in cases():
+def test_each_trainer_has_its_own_cases() -> None:
+    assert len({draw(1, 2, scope=scope).faults for scope in SCOPES}) > 1
+    assert draw(1, 2) == draw(1, 2, scope=NEMO)
+
+
+@IN_EVERY_SCOPE
+def test_a_case_that_loses_all_holders_says_which(scope: Scope) -> None:
+    for case in cases(scope):
         assert bool(case.reason) == (case.outcome is Outcome.REFUSED)
         if case.outcome not in (Outcome.REFUSED, Outcome.STORAGE) or case.nodes > 1 or case.checksum:
             continue

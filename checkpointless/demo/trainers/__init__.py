@@ -1,0 +1,12 @@
+"""The trainers that the demo can show, by name."""
+
+from checkpointless.demo.trainers.loops import DDP, HSDP, LIGHTNING_DDP, LIGHTNING_HSDP, MEGATRON_LOOP
+from checkpointless.demo.trainers.nemo import NeMo
+from checkpointless.demo.trainers.trainer import DemoError, Program, Task, Trainer
+
+__all__ = ["TRAINERS", "DemoError", "Program", "Task", "Trainer"]
+
+#: By name; the first is the default.
+TRAINERS: dict[str, Trainer] = {
+    each.name: each for each in (NeMo(), DDP, HSDP, MEGATRON_LOOP, LIGHTNING_DDP, LIGHTNING_HSDP)
+}

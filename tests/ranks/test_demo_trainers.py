@@ -1,0 +1,78 @@
+"""Test every trainer of the demo, as ``checkpointless demo --trainer`` runs it, through many incidents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import checkpointless.demo.scripts
+from checkpointless.demo import TRAINERS
+from checkpointless.demo.trainers import Task
+from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import read_events
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+FOLDER = Path(checkpointless.demo.scripts.__file__).parent
+PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
+INCIDENTS = 10
+SCRIPTED = [name for name in TRAINERS if name != "nemo"]
+
+
+def train(zygote: Zygote, run_dir: Path, trainer: str, nproc: int, task: Task, *faults: str) -> Job:
+    """Run the demo's script of a trainer."""
+    program = TRAINERS[trainer].program(task)
+    script = FOLDER / f"{program.module.rpartition('.')[2]}.py"
+    job = run_job(zygote, run_dir, nproc, script=str(script), args=program.arguments, faults=faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    return job
+
+
+def residues(job: Job, rank: int) -> list[tuple[int, int, int]]:
+    """Return the threads, descriptors and bytes of a rank two steps after each incident that it lived through."""
+    return [
+        (event.fields["threads"], event.fields["descriptors"], event.fields["rss_bytes"])
+        for event in read_events(job.run_dir)
+        if event.rank == rank and event.stage == EventName.SETTLED
+    ]
+
+
+@pytest.mark.parametrize("trainer", SCRIPTED)
+def test_ten_incidents_leave_nothing_behind(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
+    """Ranks 1 to 3 raise and die by turns, in every phase; rank 0 lives through it all."""
+    task = Task(nproc=4, steps=INCIDENTS * 3 + 2, dropout=0.1, workers=1)
+    faults = [
+        f"{'exception' if at % 3 else 'sigkill'}@{PHASES[at % 7]}:rank={1 + at % 3},step={3 * at + 2}"
+        for at in range(INCIDENTS)
+    ]
+    calm = train(nemo_zygote, tmp_path / "calm", trainer, 4, task)
+    job = train(nemo_zygote, tmp_path / "rough", trainer, 4, task, *faults)
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == task.steps
+    assert len(job.incidents) == INCIDENTS
+    left = residues(job, 0)
+    assert len(left) == INCIDENTS
+    threads, descriptors, memory = zip(*left)
+    assert threads[-1] <= threads[0], f"threads: {threads}"
+    assert descriptors[-1] <= descriptors[0], f"descriptors: {descriptors}"
+    assert memory[-1] - memory[1] < 64e6, f"bytes: {memory}"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "layout"), [("hsdp", {"tp": 2}), ("lightning-hsdp", {"tp": 2}), ("megatron", {"tp": 2, "pp": 2})]
+)
+def test_eight_ranks_share_models(
+    nemo_zygote: Zygote, tmp_path: Path, trainer: str, layout: dict[str, int]
+) -> None:
+    task = Task(nproc=8, steps=6, layout=layout, dropout=0.1)
+    faults = ("exception@backward:rank=5,step=3", "sigkill@optimizer:rank=2,step=5")
+    calm = train(nemo_zygote, tmp_path / "calm", trainer, 8, task)
+    verdict = compare(calm.steps, train(nemo_zygote, tmp_path / "rough", trainer, 8, task, *faults).steps)
+    assert verdict.equal, verdict.sentence
