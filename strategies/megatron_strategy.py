@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.recovery.running import manager_of
 from checkpointless.strategies.block.phases import PhasedIterator, announce_gradient_sync
+from checkpointless.strategies.block.warm_start import WarmStart
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.megatron_steps import KeptReduction, MegatronSteps
 from checkpointless.strategies.boundary.peft import StateBeforeAdapters, peft_of, trained_names
@@ -53,6 +55,8 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             (``MegatronStrategy``: 1). With 1, a rank that dies can only be replaced from storage.
         failed_saves_end_job: whether a checkpoint that cannot be saved ends the job. Default: False; a warning says
             why, training goes on, and the next checkpoint that is due is made.
+        warm: whether a rank that lives through a fault keeps its model and optimizer built, if nobody has changed
+            how they are built. Default: True. If False, they are built anew and take over the state.
         **kwargs: the keyword arguments of ``MegatronStrategy``.
 
     Attributes:
@@ -64,11 +68,14 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         *args: Any,
         num_distributed_optimizer_instances: int = 2,
         failed_saves_end_job: bool = False,
+        warm: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, num_distributed_optimizer_instances=num_distributed_optimizer_instances, **kwargs)
         self.failed_saves_end_job = failed_saves_end_job
         self.base_store: dist.Store | None = None
+        self.warm = warm
+        self._warm_start: WarmStart | None = None
         self._awaits_adapters = False
         self._put_off_restore = False
         if self._call is None:
@@ -117,8 +124,26 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     def setup_distributed(self) -> None:
         """Build the process groups of this generation."""
         self._build_groups(super().setup_distributed)
-        if self._call is not None:
-            self.base_store = dist.distributed_c10d._get_default_store()
+        if self._call is None:
+            return
+        self.base_store = dist.distributed_c10d._get_default_store()
+        module = self.lightning_module
+        self._warm_start = None
+        if self.warm and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._warm_start = WarmStart(self)
+            if self._call.generation > 0:
+                self._warm_start.agree(manager_of(self._call))
+
+    @override
+    def setup_megatron_parallel(self, trainer: pl.Trainer) -> None:
+        """Build model and optimizer, or take those that were kept over a fault."""
+        with self._warm_start.build() if self._warm_start is not None else nullcontext():
+            super().setup_megatron_parallel(trainer)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether model and optimizer were kept over a fault."""
+        return self._warm_start is not None and self._warm_start.is_warm
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -152,6 +177,8 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         assert self._fit is not None
         fit = self._fit
         fit.take_hold(MegatronSteps(self.trainer, lambda: fit.position().fetched))
+        if fit.live is not None and self._warm_start is not None:
+            fit.live.built = self._warm_start.built()
         self._bound_launches()
 
     def _bound_launches(self) -> None:
@@ -290,11 +317,11 @@ def _signature() -> inspect.Signature:
     """Return the signature of ``MegatronStrategy`` with what is ours, which editors show and NeMo-Run relies on."""
     ours = inspect.signature(CheckpointlessMegatronStrategy.__init__).parameters
     theirs = inspect.signature(MegatronStrategy)
-    name, more = "num_distributed_optimizer_instances", "failed_saves_end_job"
+    name, more = "num_distributed_optimizer_instances", ("failed_saves_end_job", "warm")
     parameters = {**theirs.parameters, name: theirs.parameters[name].replace(default=ours[name].default)}
     ends = [each for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
     begins = [each for each in parameters.values() if each not in ends]
-    return theirs.replace(parameters=[*begins, ours[more], *ends])
+    return theirs.replace(parameters=[*begins, *(ours[each] for each in more), *ends])
 
 
 CheckpointlessMegatronStrategy.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -31,6 +31,13 @@ def span(stage: EventName, **fields: Any) -> AbstractContextManager[dict[str, An
     return event_log().span(stage, generation=generation, incident=call.incident if call else None, **fields)
 
 
+def tell(name: EventName, **fields: Any) -> None:
+    """Write the event ``name`` to the log, with the generation and incident of the running block."""
+    call = active_call_wrapper()
+    generation = call.generation if call is not None else own_generation()
+    event_log().emit(name, "point", generation=generation, incident=call.incident if call else None, **fields)
+
+
 def aside(transfer: Callable[[], _Result]) -> _Result:
     """Run ``transfer`` in a separate thread and wait for it interruptibly.
 

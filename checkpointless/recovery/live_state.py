@@ -53,6 +53,22 @@ class ChangingState(Protocol):
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
 
 
+class Built(Protocol):
+    """What of a training can stay built over a fault, in a process that lives through it."""
+
+    def unfit(self) -> str | None:
+        """Return why it cannot stay, in a phrase; None: it can."""
+
+
+@runtime_checkable
+class BuiltState(Protocol):
+    """A state whose model and optimizer can stay built."""
+
+    @property
+    def built(self) -> Built | None:
+        """What can stay built; None: nothing."""
+
+
 class LiveStrategy(Protocol):
     """A trainer's strategy that can be recovered, as far as the recovery uses it."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
-from checkpointless.inprocess.context import span
+from checkpointless.inprocess.context import span, tell
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.base_model import BaseModel, NoBaseModel
@@ -20,7 +20,14 @@ from checkpointless.recovery.conference import decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.ladder import hold_snapshot, snapshot_of, take_copies
-from checkpointless.recovery.live_state import ChangingState, LiveState, LiveStrategy, LiveTrainer
+from checkpointless.recovery.live_state import (
+    Built,
+    BuiltState,
+    ChangingState,
+    LiveState,
+    LiveStrategy,
+    LiveTrainer,
+)
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.keeper import OwnStateKeeper
 from checkpointless.recovery.own.state import OwnState
@@ -67,6 +74,8 @@ class CheckpointManager(OwnStateKeeper):
         resumed_at: the step and the stage that the last recovery resumed at; None if there was none.
         verdict: the verdict of the last recovery; None if there was none.
         was_filled: whether the last recovery gave this rank a peer's state.
+        kept: what stays built over the fault, with the number of the fit that it belongs to, until training has
+            resumed; None: nothing.
         fit: the fit of the running block that is under way, counted from 1 (0: none has begun).
         offset: how many steps of the job precede that fit: steps are counted over all fits of a block.
         finished: by fit, the non-tensor state in which the fit ended.
@@ -103,6 +112,7 @@ class CheckpointManager(OwnStateKeeper):
         self._attached: LiveState | None = None
         self.verdict: Verdict | None = None
         self.was_filled = False
+        self.kept: tuple[int, Built] | None = None
         self.fit = 0
         self.finished: dict[int, dict[str, Any]] = {}
         self.saves: Any = None  # Any: the Saves of a strategy, a floor above
@@ -175,7 +185,7 @@ class CheckpointManager(OwnStateKeeper):
         self._base_model.attached(live)
         self._attached = live
         self._attached_fit = max(self.fit, 1), self.offset
-        self._held = None
+        self._held = self.kept = None
         self._begun = self.fit
         self.parameter_update_lock.set_committed(step)
         call = active_call_wrapper()
@@ -248,10 +258,24 @@ class CheckpointManager(OwnStateKeeper):
             commit = CommitState(commit.committed, ready=False, torn=True)
         held = HeldState.of(live, commit, self.checksum_manager, *self._attached_fit)
         self._held = held
+        self.kept = self._keep(live, commit)
         self._base_model.part_from(held)
         if held.digest is not None:
             held.digest += self._base_model.digest(live)
         self.maybe_offload_checkpoint()
+
+    def _keep(self, live: LiveState, commit: CommitState) -> tuple[int, Built] | None:
+        """Return what of ``live`` stays built, with the number of its fit."""
+        built = live.built if isinstance(live, BuiltState) else None
+        if built is None:
+            return None
+        reason = "the update of a step is half made" if commit.torn else built.unfit()
+        if self.enable_offload:
+            reason = "the state is moved to host memory"
+        if reason is not None:
+            tell(EventName.WARM, kept=False, reason=reason)
+            return None
+        return self._attached_fit[0], built
 
     def maybe_offload_checkpoint(self) -> None:
         """Move the held tensors to pinned host memory, if ``enable_offload`` is set.
@@ -268,7 +292,7 @@ class CheckpointManager(OwnStateKeeper):
         The engine calls this method when the state came from storage. After a recovery from memory it drops what
         it held, and leaves garbage collection to the end of the first step.
         """
-        self._held = None
+        self._held = self.kept = None
         self._refill.forget()
         self._own.forget()
         gc.collect()
@@ -395,6 +419,8 @@ class CheckpointManager(OwnStateKeeper):
         self.was_filled = is_filled
         if held is not None and not is_filled:
             own = held.go_back_to(moment[1])
+        elif held is not None and self.kept is not None:  # its tensors are those that are filled now
+            held.commit = CommitState(held.commit.committed, ready=False, torn=True)
         with span(EventName.TRANSFER, refills=len(decision.refills)) as fields:
             objects, report = self._refill.move(
                 live,

@@ -85,7 +85,7 @@ class TrainingTensors:
         """Let frozen parameters and the optimizer use ``tensors`` themselves, where they lie on the right device.
 
         A trained parameter may lie in a buffer with others (Megatron's, DDP's), and so may a main parameter that is
-        a part of it. Such tensors have to be copied.
+        a part of it. Such tensors have to be copied, unless the model is the one that they were taken from.
 
         Returns:
             The keys of the tensors that are now in their place.
@@ -104,8 +104,11 @@ class TrainingTensors:
             if parameter.requires_grad
         }
         owners = {key: (inner, parameter) for key, inner, parameter in self._parameters()}
+        present = {**self.model(), **self.shard()}
         for key, tensor in tensors.items():
-            if key in frozen and _alike(tensor, frozen[key].data):
+            if key in present and _is_the_same(tensor, present[key]):
+                pass
+            elif key in frozen and _alike(tensor, frozen[key].data):
                 frozen[key].data = tensor
             elif key[:-1] in owners and key[-1] == _PARAMETER:
                 parameter = owners[key[:-1]][1]
@@ -115,8 +118,8 @@ class TrainingTensors:
                 parameter.data = tensor
             elif key[:-1] in owners:
                 inner, parameter = owners[key[:-1]]
-                present = inner.state[parameter].get(str(key[-1]))
-                if (tensor.dim() and tensor.device != parameter.device) or present is not None:
+                there = inner.state[parameter].get(str(key[-1])) is not None
+                if (tensor.dim() and tensor.device != parameter.device) or there:
                     continue
                 inner.state[parameter][str(key[-1])] = spread_like(tensor, parameter)
             else:
@@ -256,6 +259,11 @@ def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _is_the_same(tensor: torch.Tensor, present: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is where ``present`` is."""
+    return tensor.numel() > 0 and tensor.data_ptr() == present.data_ptr() and _alike(tensor, present)
 
 
 def _alike(tensor: torch.Tensor, present: torch.Tensor) -> bool:

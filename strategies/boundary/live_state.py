@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.live_state import DATA
+from checkpointless.recovery.live_state import DATA, Built
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.strategies.boundary.kinds import take_checkpoint, take_kinds
@@ -45,6 +45,7 @@ class TrainerLiveState:
         self._moments: dict[tuple[int, Stage], Moment] = {}
         self._ready: tuple[int, Moment] | None = None  # the step in the making, and what its commit leaves
         self._update_is_skipped = False
+        self.built: Built | None = None  # by the strategy, when all is built
         self._travels: set[Stage] = set()  # the stages whose state is known to be fit for another process
 
     def group(self) -> tuple[int, ...]:
@@ -239,6 +240,9 @@ class TrainerLiveState:
 
     def apply_held_update(self) -> None:
         """Apply the update whose final gradients are held, unless they had overflowed."""
+        if self._ready is not None:  # a scheduler that was made since has changed the values of the groups
+            ready = self._ready[1].objects["optimizer"]
+            self._tensors.load_objects({**ready, "state": {}, "spread": self._tensors.spread()})
         if not self._update_is_skipped:
             self._tensors.apply_held_update()
         if self._ready is not None:

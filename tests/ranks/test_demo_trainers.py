@@ -46,9 +46,9 @@ def residues(job: Job, rank: int) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("trainer", SCRIPTED)
 def test_ten_incidents_leave_nothing_behind(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
     """Ranks 1 to 3 raise and die by turns, in every phase; rank 0 lives through it all."""
-    task = Task(nproc=4, steps=INCIDENTS * 3 + 2, dropout=0.1, workers=1)
+    task = Task(nproc=4, steps=INCIDENTS * 4 + 2, dropout=0.1, workers=1)
     faults = [
-        f"{'exception' if at % 3 else 'sigkill'}@{PHASES[at % 7]}:rank={1 + at % 3},step={3 * at + 2}"
+        f"{'exception' if at % 3 else 'sigkill'}@{PHASES[at % 7]}:rank={1 + at % 3},step={4 * at + 2}"
         for at in range(INCIDENTS)
     ]
     calm = train(nemo_zygote, tmp_path / "calm", trainer, 4, task)

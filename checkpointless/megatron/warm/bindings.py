@@ -1,0 +1,140 @@
+"""Replaces references to the process groups of a generation that is over, in everything that is reachable."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+#: Objects of these classes refer to no group.
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    types.NoneType,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.Generator,
+)
+
+
+def rebind(roots: Iterable[object], successors: Mapping[int, object]) -> int:
+    """Replace every reference to an old group that can be reached from ``roots``.
+
+    Followed are the attributes of objects and tensors, the items of containers, bound methods, partial functions,
+    and the closures and defaults of functions. What only C++ refers to (hooks of a gradient's accumulation) is not.
+
+    Args:
+        roots: where to begin.
+        successors: the new group by the ``id`` of the old one.
+
+    Returns:
+        How many references were replaced.
+    """
+    walk = _Walk(successors)
+    walk.over(roots)
+    return walk.replaced
+
+
+class _Walk:
+    """One walk over all objects that can be reached."""
+
+    def __init__(self, successors: Mapping[int, object]) -> None:
+        self._successors = successors
+        self._seen: dict[int, object] = {}  # the objects, too: their ids must not be given to others meanwhile
+        self._due: list[Any] = []
+        self.replaced = 0
+
+    def over(self, roots: Iterable[object]) -> None:
+        """Walk from ``roots``."""
+        self._due = list(roots)
+        while self._due:
+            each = self._due.pop()
+            if id(each) not in self._seen:
+                self._seen[id(each)] = each
+                self._visit(each)
+
+    def _next(self, value: Any) -> Any:
+        """Return what is to stand in the place of ``value``; what stays is visited later."""
+        if isinstance(value, _LEAVES):
+            return value
+        if id(value) in self._successors:
+            self.replaced += 1
+            return self._successors[id(value)]
+        if isinstance(value, tuple):
+            made = [self._next(each) for each in value]
+            if any(new is not old for new, old in zip(made, value)):
+                return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+            return value
+        self._due.append(value)
+        return value
+
+    def _visit(self, each: Any) -> None:
+        if isinstance(each, dict):
+            self._items(each, list(each.items()))
+        elif isinstance(each, list):
+            self._items(each, list(enumerate(each)))
+        elif isinstance(each, tuple | set | frozenset):
+            for value in each:
+                self._next(value)
+        elif isinstance(each, functools.partial):
+            arguments, keywords = self._next(each.args), dict(each.keywords)
+            self._items(keywords, list(keywords.items()))
+            each.__setstate__((each.func, arguments, keywords, each.__dict__))  # type: ignore[attr-defined]
+            self._next(each.func)
+        elif isinstance(each, types.MethodType):
+            self._next(each.__self__)
+            self._next(each.__func__)
+        elif isinstance(each, types.FunctionType):
+            self._function(each)
+        else:
+            self._attributes(each)
+
+    def _items(self, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in items:
+            new = self._next(value)
+            if new is not value:
+                container[key] = new
+
+    def _function(self, function: types.FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not yet filled
+                continue
+            new = self._next(value)
+            if new is not value:
+                cell.cell_contents = new
+        if function.__defaults__ is not None:
+            function.__defaults__ = self._next(function.__defaults__)
+        for values in (function.__kwdefaults__, function.__dict__):
+            if values:
+                self._items(values, list(values.items()))
+
+    def _attributes(self, each: Any) -> None:
+        values = getattr(each, "__dict__", None)
+        if isinstance(values, dict) and values:
+            self._items(values, list(values.items()))
+        for kind in type(each).__mro__:
+            for name in _slots(kind):
+                value = getattr(each, name, None)
+                new = self._next(value)
+                if new is not value:
+                    setattr(each, name, new)
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots that a class written in Python declares itself."""
+    names = kind.__dict__.get("__slots__", ())
+    names = (names,) if isinstance(names, str) else tuple(names)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__"))

@@ -1,0 +1,136 @@
+"""What a model looks like as it was built, so that it is noticed if anybody has changed it since."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+#: Packages whose modules keep nothing from step to step but parameters and buffers.
+KNOWN = ("megatron.core.", "nemo.", "torch.nn.", "checkpointless.")
+#: Where torch keeps the hooks of a module.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_PLAIN = (bool, int, float, str, torch.dtype)  # None may become a tensor that every step makes anew
+
+#: Attributes that the frameworks set anew before they are read.
+_PASSING = frozenset({"training", "current_microbatch"})
+
+
+class Blueprint:
+    """The structure of modules as they are now: classes, hooks, parameters, buffers, plain attributes.
+
+    Args:
+        modules: the modules.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._entries = list(_entries(modules))
+
+    def difference(self, modules: Sequence[torch.nn.Module]) -> str | None:
+        """Return what is not as it was in ``modules``, as a phrase; None: nothing."""
+        now = list(_entries(modules))
+        for then, entry in zip(self._entries, now):
+            if then != entry:
+                return f"{entry[0]} is not as it was built ({_first_difference(then, entry)})"
+        if len(now) != len(self._entries):
+            return f"the model has {len(now)} parts, and had {len(self._entries)}"
+        return None
+
+
+def unknown_class(modules: Sequence[torch.nn.Module]) -> str | None:
+    """Return the name of a class of which it is not known what it keeps from step to step; None: there is none."""
+    for module in modules:
+        for each in module.modules():
+            if not f"{type(each).__module__}.".startswith(KNOWN):
+                return f"{type(each).__module__}.{type(each).__qualname__}"
+    return None
+
+
+def _entries(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    for index, module in enumerate(modules):
+        for name, each in module.named_modules(remove_duplicate=False):
+            values = vars(each)
+            hooks = {kind: len(values[kind]) for kind in _HOOKS if values.get(kind)}
+            plain = {
+                key: value for key, value in values.items() if isinstance(value, _PLAIN) and key not in _PASSING
+            }
+            parameters = {
+                key: (id(value), value.requires_grad, len(value._backward_hooks or ()), _after_accumulation(value))
+                for key, value in each._parameters.items()
+                if value is not None
+            }
+            buffers = {key: value.shape if value is not None else None for key, value in each._buffers.items()}
+            yield (
+                f"{type(each).__name__} {name or index}",
+                (
+                    type(each),
+                    hooks,
+                    plain,
+                    parameters,
+                    buffers,
+                    sorted(values.keys() - _PASSING),
+                    list(each._modules),
+                ),
+            )
+
+
+def _after_accumulation(parameter: torch.Tensor) -> int:
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+
+
+def _first_difference(then: tuple[str, Any], now: tuple[str, Any]) -> str:
+    names = ("class", "hooks", "attributes", "parameters", "buffers", "names of attributes", "parts")
+    for name, before, after in zip(names, then[1], now[1]):
+        if isinstance(before, dict) and before != after:
+            return f"{name}: {next(key for key in (*before, *after) if before.get(key) != after.get(key))}"
+        if before != after:
+            return f"{name}: {', '.join(map(str, {*before} ^ {*after}))}" if isinstance(before, list) else name
+    return "name"
+
+
+def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return the name of a value that differs between two configurations; None: there is none."""
+    for name in sorted({*then, *now}):
+        if name not in then or name not in now or not alike(then[name], now[name]):
+            return name
+    return None
+
+
+def alike(then: Any, now: Any) -> bool:
+    """Return whether two values of a configuration mean the same, as far as that can be known."""
+    if then is now:
+        return True
+    if type(then) is not type(now):
+        return False
+    if isinstance(then, functools.partial):
+        return (
+            alike(then.func, now.func)
+            and alike(list(then.args), list(now.args))
+            and alike(then.keywords, now.keywords)
+        )
+    if isinstance(then, types.MethodType):
+        return alike(then.__func__, now.__func__)
+    if isinstance(then, types.FunctionType):
+        cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (then, now)]
+        return then.__code__ is now.__code__ and alike(*cells) and alike(then.__defaults__, now.__defaults__)
+    if isinstance(then, list | tuple):
+        return len(then) == len(now) and all(alike(a, b) for a, b in zip(then, now))
+    if isinstance(then, dict):
+        return then.keys() == now.keys() and all(alike(then[key], now[key]) for key in then)
+    if isinstance(then, torch.Tensor):
+        return torch.equal(then, now)
+    if type(then).__eq__ is object.__eq__:
+        return bool(vars(then)) and alike(vars(then), vars(now)) if hasattr(then, "__dict__") else False
+    return bool(then == now)

@@ -1,0 +1,183 @@
+"""A model with its optimizer that stays built over a restart, and is bound to the groups of the next generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from checkpointless.megatron.fp8_parameters import fp8_parameters
+from checkpointless.megatron.update import sub_optimizers
+from checkpointless.megatron.warm.bindings import rebind
+from checkpointless.megatron.warm.blueprint import Blueprint, differing, unknown_class
+
+#: A process group with its global ranks and its description.
+Group = tuple[Any, tuple[int, ...], str]
+#: Values of configurations, by what each describes and by name.
+Plans = Mapping[str, Mapping[str, Any]]
+#: What the guard and the strategy put over an optimizer's own functions.
+_COVERED = ("get_grad_norm", "clip_grad_norm", "count_zeros", "prepare_grads", "step_with_ready_grads", "step")
+
+
+def groups_now() -> list[Group]:
+    """Return the process groups that this rank is in, in the order in which they were made."""
+    groups: list[Any] = list(c10d._world.pg_map)
+    return [(group, tuple(dist.get_process_group_ranks(group)), str(group.group_desc)) for group in groups]
+
+
+class KeptModel:
+    """A built model and its optimizer. It is made when they are built, and used after a fault, if it still may be.
+
+    Args:
+        chunks: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
+        optimizer: the (chained) Megatron optimizer.
+        plans: the values of all configurations before anything was built, by what each describes.
+    """
+
+    def __init__(self, chunks: Sequence[Any], optimizer: MegatronOptimizer, plans: Plans) -> None:
+        self.chunks = list(chunks)
+        self.optimizer = optimizer
+        self._plans = plans
+        self._built = Blueprint(self.chunks)
+        self._modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
+        self._generations = [groups_now()]  # to which references may point: a fault may come while they change
+
+    # --- whether it may be used -----------------------------------------------------------------------------------
+
+    def unfit(self) -> str | None:
+        """Return why the model cannot be kept over the fault that has come, in a phrase; None: it can."""
+        unknown = unknown_class(self.chunks)
+        if unknown is not None:
+            return f"it is not known what {unknown} keeps from step to step"
+        if len(self.chunks) > 1:
+            return "virtual pipeline stages are built anew"
+        if fp8_parameters(self.chunks):
+            return "parameters in FP8 are built anew"
+        if getattr(self.optimizer.config, "overlap_param_gather_with_optimizer_step", False):
+            return "overlap_param_gather_with_optimizer_step is on"
+        if self.chunks[0].ddp_config.use_megatron_fsdp:
+            return "Megatron's FSDP is built anew"
+        return self._built.difference(self.chunks)
+
+    def mismatch(self, plans: Plans) -> str | None:
+        """Return what the next generation's model would have otherwise, in a phrase; None: it is the same.
+
+        Args:
+            plans: the values of its configurations, before anything is built.
+        """
+        for what, then in self._plans.items():
+            name = differing(then, plans.get(what, {}))
+            if name is not None:
+                return f"{name} of the {what} is another one"
+        now = [group[1:] for group in groups_now()]
+        if any([group[1:] for group in then] != now for then in self._generations):
+            return "the process groups are laid out otherwise"
+        return None
+
+    # --- how it is used -------------------------------------------------------------------------------------------
+
+    def bind(self) -> int:
+        """Bind everything to the groups of this generation, and undo what a half-made step has left.
+
+        Returns:
+            How many references to a group were replaced.
+        """
+        now = groups_now()
+        successors = {
+            id(old): new for then in self._generations for (old, *_), (new, *_) in zip(then, now) if old is not new
+        }
+        self._generations.append(now)  # before the first is replaced
+        for name in _COVERED:
+            vars(self.optimizer).pop(name, None)
+        replaced = rebind([*self.chunks, self.optimizer], successors)
+        self._generations = [now]
+        self._reset()
+        return replaced
+
+    def _reset(self) -> None:
+        """Undo what a half-made step has left in buckets, pipeline stages and gradients."""
+        for chunk in self.chunks:
+            for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+                group.reset()
+                group.param_gather_handle = group.grad_reduce_handle = None
+                group.param_gather_dispatched = False
+            for module in chunk.modules():
+                if getattr(module, "input_tensor", None) is not None:
+                    module.input_tensor = None
+            for parameter in chunk.parameters():
+                parameter.grad = None
+                if hasattr(parameter, "grad_added_to_main_grad"):
+                    parameter.grad_added_to_main_grad = False
+        for module, training in self._modes:
+            module.training = training
+
+    @contextmanager
+    def in_place_of_new(self, everywhere: bool) -> Iterator[None]:
+        """Have Megatron return the kept optimizer while the context lasts, where it would make one of these chunks.
+
+        Args:
+            everywhere: whether all ranks keep theirs. Otherwise this rank takes part in what those exchange who
+                make one.
+        """
+        original = megatron_optimizer.get_megatron_optimizer
+
+        def get(config: OptimizerConfig, model_chunks: Sequence[Any], **options: Any) -> MegatronOptimizer:
+            if [id(each) for each in model_chunks] != [id(each) for each in self.chunks]:
+                return original(config, list(model_chunks), **options)
+            if not everywhere:
+                self._take_part(config, options)
+            self._renew(config)
+            return self.optimizer
+
+        megatron_optimizer.get_megatron_optimizer = get
+        try:
+            yield
+        finally:
+            megatron_optimizer.get_megatron_optimizer = original
+
+    def _take_part(self, config: OptimizerConfig, options: Mapping[str, Any]) -> None:
+        """Gather the keys of param groups with ranks that make an optimizer: of dense and of expert parameters."""
+        names = ("no_weight_decay_cond", "scale_lr_cond")
+        filters: tuple[tuple[Callable[[Any], bool], str], ...] = (
+            (lambda group: not group["is_expert_parallel"], "buffers"),
+            (lambda group: bool(group["is_expert_parallel"]), "expert_parallel_buffers"),
+        )
+        for keep, buffers in filters:
+            megatron_optimizer._get_param_groups_and_buffers(
+                self.chunks,
+                model_chunk_offset=0,
+                config=config,
+                lr_mult=options.get("lr_mult", 1.0),
+                filter_fn=keep,
+                buffer_name=buffers,
+                **{name: options.get(name) for name in names},
+            )
+
+    def _renew(self, config: OptimizerConfig) -> None:
+        """Let the optimizer look as it does when it is new: a scheduler is made for it, and takes its values."""
+        configs = {id(each.config): each.config for each in [self.optimizer, *sub_optimizers(self.optimizer)]}
+        for each in configs.values():
+            vars(each).update(vars(config))
+        for group in self.optimizer.param_groups:
+            group.pop("initial_lr", None)
+            group["lr"] = group["pre_mult_lr"] * group.get("pre_lr_mult", 1.0)
+            group["weight_decay"] = group["pre_mult_wd"] * group.get("pre_wd_mult", 1.0)
+
+
+def agree(kept: bool, device: torch.device) -> bool:
+    """Return whether every rank keeps its model. Collective.
+
+    Args:
+        kept: whether this rank keeps its own.
+        device: where the ranks' collectives take their tensors from.
+    """
+    flag = torch.tensor([int(kept)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())

@@ -1,0 +1,130 @@
+"""Gives NeMo's set-up the model that was kept over a fault, where everything is as it was before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
+from nemo.collections.llm.gpt.model.base import GPTModel
+
+from checkpointless.inprocess.context import tell
+from checkpointless.megatron.warm import KeptModel, agree
+from checkpointless.recovery import CheckpointManager
+from checkpointless.telemetry.event_names import EventName
+
+
+class WarmStart:
+    """The set-up of one fit by a Megatron strategy, whose process groups are built and nothing else.
+
+    Args:
+        strategy: the strategy, of a trainer that fits a model.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._kept: KeptModel | None = None
+        self._everywhere = False
+        self._obstacle = _obstacle(strategy)
+        self._plans = _plans(strategy) if self._obstacle is None else {}
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the model was kept."""
+        return self._kept is not None
+
+    def agree(self, manager: CheckpointManager | None) -> None:
+        """Take what ``manager`` keeps for this fit, if it fits, and tell the other ranks. Collective.
+
+        Args:
+            manager: keeps the state over restarts; None: there is none yet.
+        """
+        kept = manager.kept if manager is not None else None
+        if manager is not None and kept is not None and kept[0] == manager.fit + 1:
+            reason = self._obstacle or kept[1].mismatch(self._plans)  # type: ignore[attr-defined]
+            if reason is None:
+                self._kept = kept[1]  # type: ignore[assignment]
+            else:
+                manager.kept = None
+                tell(EventName.WARM, kept=False, reason=reason)
+        self._everywhere = agree(self.is_warm, self._strategy.root_device)
+
+    @contextmanager
+    def build(self) -> Iterator[None]:
+        """Have NeMo find everything built that was kept, while it builds model and optimizer in the context."""
+        kept = self._kept
+        if kept is None:
+            yield
+            return
+        began_s = time.monotonic()
+        module = self._strategy.lightning_module
+        config = get_model_config(kept.chunks[0])
+        vars(config).update(vars(module.config))  # with the functions of the new trainer
+        module.config = config
+        module.module = kept.chunks[0]
+        replaced = kept.bind()
+        tell(
+            EventName.WARM,
+            kept=True,
+            everywhere=self._everywhere,
+            references=replaced,
+            seconds=time.monotonic() - began_s,
+        )
+        plugin = self._strategy.precision_plugin
+        if hasattr(plugin, "convert_module"):
+            plugin.convert_module = self._convert
+        try:
+            with kept.in_place_of_new(self._everywhere):
+                yield
+        finally:
+            vars(plugin).pop("convert_module", None)
+
+    def _convert(self, module: Any) -> Any:
+        """Do what a precision plugin does to a model besides wrapping it, which is done."""
+        dtypes = getattr(self._strategy.precision_plugin, "dtype_config", None)
+        if dtypes is not None and (dtypes.fp16 or dtypes.bf16):
+            config = get_model_config(module.module)
+            config.fp16, config.bf16 = dtypes.fp16, dtypes.bf16
+        return module
+
+    def built(self) -> KeptModel | None:
+        """Return what is built now, for the next fault; None: it cannot be kept."""
+        if self._obstacle is not None:
+            return None
+        strategy = self._strategy
+        chunks = [chunk.module for chunk in strategy.megatron_parallel]
+        return KeptModel(chunks, strategy.optimizers[0].mcore_optimizer, self._plans)
+
+
+def _obstacle(strategy: Any) -> str | None:
+    """Return why the model that ``strategy`` is about to build cannot be one that was kept; None: it can."""
+    module = strategy.lightning_module
+    if getattr(type(module), "configure_model", None) is not GPTModel.configure_model:
+        return f"it is not known how {type(module).__name__} builds its model"
+    if hasattr(module, "module"):
+        return "the model was built before the fit"
+    if module.model_transform is not None:
+        return "adapters are added anew"
+    if module.model_context_managers:
+        return "the model is built in contexts of its own"
+    if not isinstance(strategy.ddp_config, DistributedDataParallelConfig):
+        return "the model is not in Megatron's DistributedDataParallel"
+    return None
+
+
+def _plans(strategy: Any) -> dict[str, dict[str, Any]]:
+    """Return the configurations that decide how model and optimizer are built."""
+    module = strategy.lightning_module
+    optim = module.optim
+    rules = {name: getattr(optim, name, None) for name in ("no_weight_decay_cond", "scale_lr_cond", "lr_mult")}
+    plugin = strategy.precision_plugin
+    dtypes = dict(vars(plugin.dtype_config)) if getattr(plugin, "dtype_config", None) is not None else {}
+    return {
+        "model": dict(vars(module.config)),
+        "optimizer": {"class": type(optim), **rules, **vars(optim.config)},
+        "DistributedDataParallel": dict(vars(strategy.ddp_config)),
+        "precision": {"class": type(plugin), **dtypes},
+    }
