@@ -93,6 +93,9 @@ def _check_checkpointless(config: DictConfig) -> None:
         value = _value(config, f"checkpointless.{key}")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise RecipeError(f"checkpointless.{key} must be a whole number of at least {least}, not {value!r}")
+    warm = _value(config, "checkpointless.warm")
+    if warm is not None and not isinstance(warm, bool):
+        raise RecipeError(f"checkpointless.warm must be true or false, not {warm!r}")
     for key in ("trainer.plugins", "model.config"):
         place = _value(config, key)
         section = _Section(place) if isinstance(place, DictConfig) else None

@@ -25,7 +25,7 @@ from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.megatron import cleanup as megatron_cleanup
 from checkpointless.recovery.running import manager_of
 from checkpointless.strategies.block.phases import PhasedIterator, announce_gradient_sync
-from checkpointless.strategies.block.warm_start import WarmStart
+from checkpointless.strategies.block.warm_start import BuildAnewError, WarmStart
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.megatron_steps import KeptReduction, MegatronSteps
 from checkpointless.strategies.boundary.peft import StateBeforeAdapters, peft_of, trained_names
@@ -171,6 +171,20 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         if self._awaits_adapters and self._fit is not None:
             self._awaits_adapters = False
             self._take_hold()
+
+    def require_anew(self, whole: bool) -> None:
+        """Leave the block to enter it once more if a model was kept that storage does not overwrite as a whole.
+
+        Args:
+            whole: whether a checkpoint of the training itself is loaded, with its optimizer.
+
+        Raises:
+            BuildAnewError: everything has to be built anew, which the next entry does.
+        """
+        if self.is_warm and not (whole and self.ckpt_load_optimizer):
+            assert self.checkpoint_manager is not None
+            self.checkpoint_manager.kept = None
+            raise BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
 
     def _take_hold(self) -> None:
         """Take hold of model and optimizer, which are built."""

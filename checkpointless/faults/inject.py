@@ -85,6 +85,8 @@ class FaultInjector:
             return
         for index, spec in self._by_phase.get(phase, ()):
             if spec.step in (None, step) and self._drawn(index, spec, step, generation):
+                if self.ledger.is_spent(index, spec):  # the step is made again, perhaps where it cannot be caused
+                    continue
                 cause = self._prepare(spec, target or self.target)
                 if self.ledger.claim(index, spec, rank=self.rank, step=step, generation=generation):
                     self._announce(spec, step, generation)

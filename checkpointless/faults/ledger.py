@@ -30,6 +30,12 @@ class FaultLedger:
     def __init__(self, run_dir: Path | None) -> None:
         self.directory = None if run_dir is None else run_dir / FAULTS_DIR
 
+    def is_spent(self, index: int, spec: FaultSpec) -> bool:
+        """Return whether the fault has been caused as often as it is to be."""
+        if self.directory is None:
+            return _in_memory[index, str(spec)] >= spec.times
+        return all((self.directory / f"{index}-{n}.json").exists() for n in range(spec.times))
+
     def claim(self, index: int, spec: FaultSpec, **about: Any) -> bool:
         """Return whether the fault is to be caused once more; if so, count it as caused from now on.
 

@@ -17,6 +17,10 @@ from checkpointless.recovery import CheckpointManager
 from checkpointless.telemetry.event_names import EventName
 
 
+class BuildAnewError(RuntimeError):
+    """Raised where a model was kept that must not be used; the block is entered once more, without it."""
+
+
 class WarmStart:
     """The set-up of one fit by a Megatron strategy, whose process groups are built and nothing else.
 

@@ -87,6 +87,9 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
             if not manager.allow_restart_from_scratch:
                 raise UnrecoverableError(reason)
             logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
+        require_anew = getattr(self.trainer.strategy, "require_anew", None)
+        if require_anew is not None:
+            require_anew(whole=bool(path))
         event_log().emit(
             EventName.FALLBACK,
             "point",

@@ -172,6 +172,15 @@ def test_what_cannot_be_caused_here_does_not_count_as_caused(text: str, says: st
     assert not_fired([parse(text)], tmp_path) == (text,)
 
 
+def test_a_fault_that_was_caused_is_not_asked_for_where_its_step_is_made_again(tmp_path: Path) -> None:
+    text = "dataloader@data:rank=2,step=3"
+    assert FaultLedger(tmp_path).claim(0, parse(text))
+    mine = injector(tmp_path, text)
+    mine.batches = lambda: None  # the loader is not made yet
+    mine.at(FaultPhase.DATA, 3, 1)
+    assert fired(tmp_path) == {text: 1}
+
+
 def test_memory_of_a_process_without_torch_cannot_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "sys", SimpleNamespace(modules={}))
     with pytest.raises(FaultSpecError, match="has not imported torch"):

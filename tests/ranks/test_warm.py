@@ -1,0 +1,97 @@
+"""Test that ranks which live through a fault keep their model built, and that nothing is any different for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import read_events
+from tests.ranks.jobs import Disturb, Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
+TP2 = ("strategy.tensor_model_parallel_size=2",)
+PP2 = ("strategy.pipeline_model_parallel_size=2",)
+EP2 = (
+    "strategy.expert_model_parallel_size=2",
+    "model.config.num_moe_experts=4",
+    "model.config.moe_router_topk=2",
+    "model.config.moe_grouped_gemm=false",
+    "model.config.add_bias_linear=false",
+)
+BF16 = (
+    "trainer.plugins={_target_: nemo.lightning.MegatronMixedPrecision, precision: bf16-mixed}",
+    "model.config.pipeline_dtype={_target_: hydra.utils.get_object, path: torch.bfloat16}",
+    "strategy.pipeline_dtype={_target_: hydra.utils.get_object, path: torch.bfloat16}",
+    "optim.config.bf16=true",
+)
+OVERLAP = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
+
+
+def told(job: Job) -> list[Mapping[str, Any]]:
+    """Return what the ranks told of their models, fault by fault."""
+    return [event.fields for event in read_events(job.run_dir) if event.stage == EventName.WARM]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [DROPOUT, (*TP2, *DROPOUT), PP2, EP2, (*BF16, *DROPOUT), OVERLAP],
+    ids=["dp4", "tp2", "pp2", "ep2", "bf16", "overlap"],
+)
+def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tuple[str, ...]) -> None:
+    """They do after an exception, a kill within an update that others have yet to make, and once more after it."""
+    faults = (
+        "exception@backward:rank=2,step=3",
+        "sigkill@optimizer:rank=1,step=7",
+        "exception@forward:rank=1,step=11",
+    )
+    checker = f"callbacks.checker={{_target_: tests.ranks.warm_checks.OldGroups, folder: '{tmp_path / 'groups'}'}}"
+    job = disturb(4, 15, *faults, args=(*args, checker))
+    ranks = told(job)
+    assert [each["kept"] for each in ranks] == [True] * 11, ranks  # 4 ranks, then 3, then 4
+    assert [each["everywhere"] for each in ranks] == [True] * 4 + [False] * 3 + [True] * 4
+    for rank in range(4):
+        lines = (tmp_path / "groups" / f"rank-{rank}.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines]
+        assert len({each["generation"] for each in found}) >= (4 if rank != 1 else 2)
+        assert all(each["old"] == [] for each in found), f"rank {rank}: {found}"
+
+
+def test_it_can_be_switched_off(disturb: Disturb) -> None:
+    job = disturb(4, 4, "exception@backward:rank=2,step=3", args=("checkpointless.warm=false",))
+    assert told(job) == []
+
+
+def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb) -> None:
+    hooks = "callbacks.hooks={_target_: tests.ranks.warm_checks.HookedModel}"
+    job = disturb(4, 5, "exception@backward:rank=2,step=3", args=(*DROPOUT, hooks))
+    ranks = told(job)
+    assert len(ranks) == 4
+    assert not any(each["kept"] for each in ranks)
+    assert all("hooks" in each["reason"] for each in ranks), ranks
+
+
+def test_a_second_fault_while_the_first_is_handled(disturb: Disturb) -> None:
+    faults = ("exception@forward:rank=0,step=3", "exception@init:rank=1,step=2", "exception@recovery:rank=2,step=2")
+    job = disturb(4, 5, *faults, args=DROPOUT)
+    assert all(each["kept"] for each in told(job))
+
+
+def test_a_start_from_scratch_does_not_begin_with_what_was_trained(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    args = ("trainer.max_steps=5", *DROPOUT)
+    calm = run_job(nemo_zygote, tmp_path / "calm", 4, args=args)
+    # Rank 2 dies before it can give what it holds.
+    faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
+    scratch = (*args, "checkpointless.allow_restart_from_scratch=true")
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=scratch, faults=faults)
+    assert job.code == 0, job.story()
+    again = {record.step: record.loss for record in job.steps[1]}
+    assert again == {record.step: record.loss for record in calm.steps[1]}
+    assert sum(record.step == 1 for record in job.steps[1]) == 2

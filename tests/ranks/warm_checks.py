@@ -1,0 +1,65 @@
+"""A callback that looks for process groups of earlier generations that are still alive."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from lightning.pytorch.callbacks import Callback
+
+from checkpointless.inprocess import active_call_wrapper
+
+_known: dict[int, list[tuple[str, Any]]] = {}  # by generation, in this process
+
+
+class OldGroups(Callback):
+    """Writes down which old groups are alive after three steps of each generation.
+
+    Args:
+        folder: where each rank has a file, with a line per generation.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = Path(folder)
+        self._steps = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Remember the groups of this generation."""
+        groups: Any = c10d._world.pg_map
+        _known[self._generation()] = [(each.group_desc, weakref.ref(each)) for each in groups]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Look for old groups after the third step."""
+        self._steps += 1
+        if self._steps != 3:
+            return
+        gc.collect()
+        old = [
+            (generation, name)
+            for generation, groups in _known.items()
+            for name, each in groups
+            if generation < self._generation() and each() is not None
+        ]
+        self._path.mkdir(parents=True, exist_ok=True)
+        with (self._path / f"rank-{dist.get_rank()}.jsonl").open("a") as file:
+            file.write(json.dumps({"generation": self._generation(), "old": old}) + "\n")
+
+    @staticmethod
+    def _generation() -> int:
+        call = active_call_wrapper()
+        return call.generation if call is not None else 0
+
+
+class HookedModel(Callback):
+    """Adds a hook to the model when training starts, as a user's callback may; twice, the loss would differ."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add the hook."""
+        layer = next(each for each in pl_module.modules() if type(each).__name__ == "MLP")
+        layer.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))

@@ -1,0 +1,83 @@
+"""Test that references to old process groups are found wherever a model keeps them."""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from checkpointless.megatron.warm.bindings import rebind
+
+Pair = namedtuple("Pair", ["group", "other"])
+
+
+class Group:
+    """Stands for a process group: an object that is told by its identity."""
+
+
+class Slotted:
+    __slots__ = ("group",)
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+
+@dataclass
+class Config:
+    group: Any
+    others: dict[str, Any]
+
+
+def test_every_place_is_found() -> None:
+    old, new, kept = Group(), Group(), Group()
+
+    def closure() -> Group:
+        return old_in_cell
+
+    old_in_cell = old
+
+    def default(group: Group = old, *, named: Group = old) -> tuple[Group, Group]:
+        return group, named
+
+    default.__dict__["attribute"] = old
+    owner = SimpleNamespace(group=old, kept=kept)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.group = old  # type: ignore[attr-defined]
+    partial = functools.partial(print, old, file=old)
+    roots: dict[str, Any] = {
+        "list": [old, (kept, old)],
+        "dict": {"a": {"b": old}},
+        "pair": Pair(old, kept),
+        "config": Config(old, {"x": [old]}),
+        "slots": Slotted(old),
+        "closure": closure,
+        "default": default,
+        "method": owner.__repr__,
+        "partial": partial,
+        "parameter": parameter,
+        "owner": owner,
+    }
+    assert rebind([roots], {id(old): new}) == 15
+    assert roots["list"] == [new, (kept, new)]
+    assert roots["dict"] == {"a": {"b": new}}
+    assert roots["pair"] == Pair(new, kept)
+    assert roots["config"] == Config(new, {"x": [new]})
+    assert roots["slots"].group is new
+    assert closure() is new
+    assert default() == (new, new)
+    assert default.__dict__["attribute"] is new
+    assert (owner.group, owner.kept) == (new, kept)
+    assert (partial.args, partial.keywords) == ((new,), {"file": new})
+    assert parameter.group is new  # type: ignore[attr-defined]
+
+
+def test_circles_end_and_nothing_is_replaced_without_a_successor() -> None:
+    first: dict[str, Any] = {"group": Group()}
+    first["self"] = [first]
+    before = first["group"]
+    assert rebind([first], {}) == 0
+    assert first["group"] is before
