@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
 from nemo.collections.llm.gpt.model.base import GPTModel
+from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.context import tell
 from checkpointless.megatron.warm import KeptModel, agree
@@ -28,8 +29,8 @@ class WarmStart:
         strategy: the strategy, of a trainer that fits a model.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: MegatronStrategy) -> None:
+        self._strategy: Any = strategy
         self._kept: KeptModel | None = None
         self._everywhere = False
         self._obstacle = _obstacle(strategy)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from checkpointless import HPCallWrapper
 from checkpointless.demo.corpus import TextWindows, english
 from checkpointless.demo.trainers.trainer import MICRO_BATCH, MICRO_BATCHES, SEQUENCE
+from checkpointless.inprocess import HPCallWrapper
 from checkpointless.recovery import seed_data_workers
 
 BYTES, WIDTH, HEADS, LAYERS = 256, 64, 4, 4

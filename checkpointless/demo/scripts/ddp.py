@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 from checkpointless.demo.scripts import byte_model, options
 from checkpointless.demo.trainers.trainer import MICRO_BATCHES
+from checkpointless.inprocess import HPCallWrapper, HPWrapper
+from checkpointless.recovery import PlainTraining
 
 OPTIONS = options.parse(__doc__)
 

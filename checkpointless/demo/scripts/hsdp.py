@@ -6,9 +6,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 from checkpointless.demo.scripts import byte_model, options
 from checkpointless.demo.trainers.trainer import MICRO_BATCHES
+from checkpointless.inprocess import HPCallWrapper, HPWrapper
+from checkpointless.recovery import PlainTraining
 
 OPTIONS = options.parse(__doc__)
 

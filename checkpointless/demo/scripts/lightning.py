@@ -5,14 +5,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from checkpointless import HPWrapper
 from checkpointless.demo.scripts import byte_model, options
 from checkpointless.demo.trainers.trainer import MICRO_BATCH, MICRO_BATCHES
 from checkpointless.environment import own_world_size
+from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessDDPStrategy, CheckpointlessModelParallelStrategy
 
 OPTIONS = options.parse(__doc__, "ddp", "hsdp")
@@ -46,11 +47,11 @@ class Model(pl.LightningModule):
         loss: torch.Tensor = self.gpt(batch["tokens"], batch["labels"])
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and its scheduler."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, OPTIONS.steps)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 @HPWrapper(checkpoint_manager=options.manager(OPTIONS))

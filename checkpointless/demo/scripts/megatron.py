@@ -1,6 +1,6 @@
 """Train a small GPT with Megatron-core's model, DDP and distributed optimizer in a loop of one's own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from checkpointless import HPCallWrapper, HPWrapper
 from checkpointless.demo.scripts import byte_model, options
 from checkpointless.demo.trainers.trainer import MICRO_BATCH, MICRO_BATCHES, SEQUENCE
+from checkpointless.inprocess import HPCallWrapper, HPWrapper
 from checkpointless.megatron.training import MegatronTraining
 
 OPTIONS = options.parse(__doc__)
@@ -54,14 +54,19 @@ def build() -> tuple[Any, Any]:
     return model, get_megatron_optimizer(asked, [model])
 
 
-def forward_step(call: HPCallWrapper, step: int, batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
+
+
+def forward_step(
+    call: HPCallWrapper, step: int, batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
+) -> tuple[torch.Tensor, LossFunction]:
     """Compute the outputs of a microbatch, and return them with the function of their loss."""
     call.enter_phase("data", step)
     batch = next(batches)
     call.enter_phase("forward", step)
     position = torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE)
     mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
-    output = model(batch["tokens"], position, mask, labels=batch["labels"])
+    output: torch.Tensor = model(batch["tokens"], position, mask, labels=batch["labels"])
     output.register_hook(lambda _: call.enter_phase("backward", step))
 
     def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:

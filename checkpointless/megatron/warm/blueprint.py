@@ -108,29 +108,33 @@ def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return None
 
 
-def alike(then: Any, now: Any) -> bool:
+def alike(then: object, now: object) -> bool:
     """Return whether two values of a configuration mean the same, as far as that can be known."""
+    return _alike(then, now)
+
+
+def _alike(then: Any, now: Any) -> bool:
     if then is now:
         return True
     if type(then) is not type(now):
         return False
     if isinstance(then, functools.partial):
         return (
-            alike(then.func, now.func)
-            and alike(list(then.args), list(now.args))
-            and alike(then.keywords, now.keywords)
+            _alike(then.func, now.func)
+            and _alike(list(then.args), list(now.args))
+            and _alike(then.keywords, now.keywords)
         )
     if isinstance(then, types.MethodType):
-        return alike(then.__func__, now.__func__)
+        return _alike(then.__func__, now.__func__)
     if isinstance(then, types.FunctionType):
         cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (then, now)]
-        return then.__code__ is now.__code__ and alike(*cells) and alike(then.__defaults__, now.__defaults__)
+        return then.__code__ is now.__code__ and _alike(*cells) and _alike(then.__defaults__, now.__defaults__)
     if isinstance(then, list | tuple):
-        return len(then) == len(now) and all(alike(a, b) for a, b in zip(then, now))
+        return len(then) == len(now) and all(_alike(a, b) for a, b in zip(then, now))
     if isinstance(then, dict):
-        return then.keys() == now.keys() and all(alike(then[key], now[key]) for key in then)
+        return then.keys() == now.keys() and all(_alike(then[key], now[key]) for key in then)
     if isinstance(then, torch.Tensor):
         return torch.equal(then, now)
     if type(then).__eq__ is object.__eq__:
-        return bool(vars(then)) and alike(vars(then), vars(now)) if hasattr(then, "__dict__") else False
+        return bool(vars(then)) and _alike(vars(then), vars(now)) if hasattr(then, "__dict__") else False
     return bool(then == now)
