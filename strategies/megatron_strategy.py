@@ -44,7 +44,7 @@ from checkpointless.strategies.checkpoints.saves import Saves
 from checkpointless.strategies.checkpoints.unfinished import leave_unfinished, remove_whole, wait_for_removals
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
-from checkpointless.strategies.frameworks import chatter, cleanup, one_logger
+from checkpointless.strategies.frameworks import chatter, cleanup, entry_points, one_logger
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 from checkpointless.strategies.recoverable_fit import RecoverableFit, begin_manager
 
@@ -99,6 +99,7 @@ class CheckpointlessMegatronStrategy(MegatronStrategy):
         cleanup.install()
         chatter.install()
         one_logger.install()
+        entry_points.install()
         checkpoint_callbacks.install()
         if self._call.generation > 0:  # also in a new process, which has logged nothing yet
             chatter.quiet()

@@ -31,7 +31,7 @@ from checkpointless.strategies.checkpoints.connector import CheckpointlessCompat
 from checkpointless.strategies.checkpoints.lightning_saves import LightningSaves
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
-from checkpointless.strategies.frameworks import chatter
+from checkpointless.strategies.frameworks import chatter, entry_points
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 from checkpointless.strategies.recoverable_fit import RecoverableFit, begin_manager
 
@@ -54,6 +54,7 @@ class _Recoverable(ParallelStrategy):
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
         chatter.install()
+        entry_points.install()
         if self._call.generation > 0:  # also in a new process, which has logged nothing yet
             chatter.quiet()
 

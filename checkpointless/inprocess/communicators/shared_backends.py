@@ -85,8 +85,9 @@ class SharedBackends:
         @functools.wraps(original)
         def make(group_size: int, group_rank: int | None, global_ranks_in_group: Any, *more: Any, **kw: Any) -> Any:
             now, ranks = self._now, global_ranks_in_group
-            shares = now.among is not None and ranks
-            now.key = (now.among, tuple(ranks), kw.get("timeout")) if shares else None
+            now.key = None
+            if now.among is not None and ranks:
+                now.key = now.among, tuple(ranks), kw.get("timeout")
             now.is_group, now.backend = True, None
             try:
                 return original(group_size, group_rank, ranks, *more, **kw)
