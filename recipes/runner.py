@@ -77,17 +77,29 @@ def with_checkpointless(config: DictConfig) -> DictConfig:
     return config
 
 
+def completed(config: DictConfig) -> DictConfig:
+    """Return the recipe with everything that its objects are made of, which is the same each time they are made.
+
+    Raises:
+        RecipeError: the layout does not fit the ranks, or the recipe needs GPUs.
+    """
+    check_layout(config, layout_of(config, 1, own_world_size()))
+    if needs_gpu(config) and not torch.cuda.is_available():
+        raise RecipeError("this recipe needs GPUs, and there is none here")
+    return with_checkpointless(config) if checkpointless_enabled(config) else config
+
+
 def build(config: DictConfig) -> Job:
     """Make the objects that a recipe describes.
 
     Raises:
         RecipeError: an object cannot be made from what the recipe gives it, or the layout does not fit the ranks.
     """
-    check_layout(config, layout_of(config, 1, own_world_size()))
-    if needs_gpu(config) and not torch.cuda.is_available():
-        raise RecipeError("this recipe needs GPUs, and there is none here")
-    if checkpointless_enabled(config):
-        config = with_checkpointless(config)
+    return _objects(completed(config))
+
+
+def _objects(config: DictConfig) -> Job:
+    """Make the objects that a completed recipe describes."""
     data = _make(config, "data")
     model = _make(config, "model", tokenizer=data.tokenizer)
     callbacks = [_make(config, f"callbacks.{name}") for name in config.get("callbacks") or ()]
@@ -100,13 +112,18 @@ def build(config: DictConfig) -> Job:
 
 
 def fit(config: DictConfig) -> "nl.Trainer":
-    """Build the recipe's objects and train the model. This is the block that is executed again after a fault.
+    """Build the recipe's objects and train the model.
 
     Returns:
         The trainer, after the last step.
     """
+    return _fit(completed(config))
+
+
+def _fit(config: DictConfig) -> "nl.Trainer":
+    """Train a completed recipe. This is the block that is executed again after a fault."""
     prepare_process()
-    job = build(config)
+    job = _objects(config)
     prepare_process()  # for what has been imported since
     if job.log is not None:
         job.log.setup(job.trainer, resume_if_exists=getattr(job.resume, "resume_if_exists", False))
@@ -137,7 +154,7 @@ def train(config: DictConfig) -> "nl.Trainer":
         rng_replication_jump=config.checkpointless.get("rng_replication_jump"),
         tiers=tiers_of(config),
     )
-    return HPWrapper(checkpoint_manager=manager)(fit)(config)
+    return HPWrapper(checkpoint_manager=manager)(_fit)(completed(config))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from checkpointless.strategies.boundary.restoration import skip_fit
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
-from checkpointless.strategies.frameworks import chatter
+from checkpointless.strategies.frameworks import chatter, entry_points
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 from checkpointless.strategies.recoverable_fit import RecoverableFit, begin_manager
 
@@ -51,6 +51,7 @@ class RecoverableStrategy(ParallelStrategy):
             logger.warning("no HPWrapper is active: this run has no in-process recovery")
             return
         chatter.install()
+        entry_points.install()
         if self._call.generation > 0:  # also in a new process, which has logged nothing yet
             chatter.quiet()
 

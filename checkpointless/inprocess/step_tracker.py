@@ -40,6 +40,12 @@ class StepTracker:
     def enter(self) -> None:
         """Count anew, because the block is about to be entered."""
         self.since_entry = 0
+        self._begin_stage(EventName.ENTER)
+
+    def entered(self) -> None:
+        """Report that the block is entered and has come to what has a stage of its own: groups, or data."""
+        if self._open_stage is not None and self._open_stage[0] is EventName.ENTER:
+            self._end_stage()
 
     def leave(self) -> None:
         """Forget the stage that is open, because the block was left."""
@@ -51,6 +57,7 @@ class StepTracker:
         Args:
             samples_per_step: number of samples that a step of the whole job takes, for the report; None if unknown.
         """
+        self.entered()
         fields = {} if samples_per_step is None else {"samples_per_step": samples_per_step}
         self._begin_stage(EventName.DATA, **fields)
 
@@ -61,6 +68,7 @@ class StepTracker:
         if self._board is not None:
             self._board.set_making(step)
             self._board.beat()
+        self.entered()
         if self._open_stage is not None:
             self._end_stage()
             self._begin_stage(EventName.FIRST_STEP)

@@ -15,7 +15,7 @@ _NS_PER_S = 1e9
 _NOTICING = frozenset({EventName.DETECT, EventName.NOTIFY})
 _CLEANING_UP = frozenset({EventName.ABORT, EventName.FINALIZE, EventName.HEALTH})
 #: Stages that belong to the new generation; the earlier stages belong to the generation that ended.
-_STARTING = frozenset(STAGES[STAGES.index(EventName.INIT) :])
+_STARTING = frozenset(STAGES[STAGES.index(EventName.ENTER) :])
 
 
 class Outcome(enum.Enum):

@@ -27,7 +27,7 @@ PHASES: Mapping[str, tuple[EventName, ...]] = {
     "notice": (EventName.DETECT, EventName.NOTIFY),
     "stop": (EventName.ABORT, EventName.FINALIZE, EventName.HEALTH),
     "meet": (EventName.RESPAWN, EventName.BARRIER),
-    "rebuild": (EventName.INIT, EventName.REBUILD),
+    "rebuild": (EventName.ENTER, EventName.INIT, EventName.REBUILD),
     "restore": (EventName.DECIDE, EventName.TRANSFER, EventName.VERIFY),
     "resume": (EventName.DATA, EventName.FIRST_STEP),
 }

@@ -29,6 +29,7 @@ class EventName(str, enum.Enum):
     FINALIZE = "finalize"  # a rank cleans up after the block
     HEALTH = "health"  # a rank checks whether its process can go on
     BARRIER = "barrier"  # a rank waits until all are present
+    ENTER = "enter"  # a rank runs the user's function up to its process groups
     INIT = "init"  # a rank sets up its process groups
     REBUILD = "rebuild"  # a rank builds the trainer, the model and the optimizer again
     DECIDE = "decide"  # the ranks agree on the step to resume after, and on who fills whom
@@ -64,6 +65,7 @@ STAGES = (
     EventName.FINALIZE,
     EventName.HEALTH,
     EventName.BARRIER,
+    EventName.ENTER,
     EventName.INIT,
     EventName.REBUILD,
     EventName.DECIDE,

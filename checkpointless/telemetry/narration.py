@@ -24,6 +24,7 @@ _ENDING = (EventName.ABORT, EventName.FINALIZE)
 #: Stages that are usually too short for a separate line, and the stages whose lines mention them.
 _BRIEF: Mapping[str, EventName] = {
     EventName.HEALTH: EventName.FINALIZE,
+    EventName.ENTER: EventName.INIT,
     EventName.VERIFY: EventName.TRANSFER,
     EventName.DATA: EventName.TRANSFER,
 }

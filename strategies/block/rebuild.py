@@ -26,6 +26,7 @@ class Rebuild:
     def process_groups(self) -> Iterator[None]:
         """Time the build of the process groups, which the context makes; the rest begins when it ends."""
         call = self._call
+        call.steps.entered()
         call.enter_phase("init", call.high_water)
         with event_log().span(EventName.INIT, generation=call.generation, incident=call.incident):
             yield

@@ -10,7 +10,7 @@ from checkpointless.telemetry.events import Edge, Event
 S = 1_000_000_000
 UTC = 1_700_000_000 * S
 ENDING = ("abort", "finalize", "health", "barrier")
-STARTING = ("init", "rebuild", "decide", "transfer", "verify", "data")
+STARTING = ("enter", "init", "rebuild", "decide", "transfer", "verify", "data")
 STAGE_S = 0.1
 
 

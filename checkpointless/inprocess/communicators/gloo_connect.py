@@ -15,39 +15,50 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators.helper_thread import SpareHelper
+from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.patches import Patch, Patches
 
 _BACKEND = "ProcessGroupGloo"  # its constructor connects; torch makes every group's backend by this name
 
 
 class InterruptibleConnect:
-    """Replacement for ``ProcessGroupGloo`` where torch makes groups, in the main thread."""
+    """Replacement for ``ProcessGroupGloo`` where torch makes groups, in the main thread.
 
-    def __init__(self) -> None:
+    Args:
+        shared: knows the backends that need not be made again.
+    """
+
+    def __init__(self, shared: SharedBackends) -> None:
+        self._shared = shared
         self._patches = Patches()
         self._helper = SpareHelper()
 
     def install(self) -> None:
         """Replace torch's class (idempotent)."""
         if not self._patches.are_made and dist.is_gloo_available():
-            self._patches.make(
-                [Patch(c10d, _BACKEND, lambda original: _Backend(original, self._helper), "it connects in C++")]
-            )
+            self._patches.make([Patch(c10d, _BACKEND, self._in_helper, "it connects in C++")])
 
     def uninstall(self) -> None:
         """Restore torch's class."""
         self._patches.undo()
         self._helper.end()
 
+    def _in_helper(self, original: Any) -> _Backend:
+        return _Backend(original, self._helper, self._shared)
+
 
 class _Backend:
     """Stands for the class of gloo's groups: makes them, and knows them."""
 
-    def __init__(self, original: Any, helper: SpareHelper) -> None:  # Any: a class of C++
+    def __init__(self, original: Any, helper: SpareHelper, shared: SharedBackends) -> None:  # Any: a class of C++
         self._original = original
         self._helper = helper
+        self._shared = shared
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
+        return self._shared.get(lambda: self._connected(*args, **kwargs))
+
+    def _connected(self, *args: object, **kwargs: object) -> Any:
         if threading.current_thread() is not threading.main_thread():
             return self._original(*args, **kwargs)  # no other thread is interrupted
         return self._helper.run(lambda: self._original(*args, **kwargs))

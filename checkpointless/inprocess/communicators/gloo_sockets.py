@@ -28,6 +28,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.environment import MASTER_PORT_ENV
+from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.patches import Patch, Patches
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,13 @@ class GlooSockets:
     """Records which sockets process groups open, and shuts them down on demand.
 
     A group's sockets are identified by their inodes, so a descriptor number that has been reused is not mistaken.
+
+    Args:
+        shared: knows the groups that need no connection of their own. Install it later, so that it is asked first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedBackends) -> None:
+        self._shared = shared
         self._inodes: set[int] = set()
         self._before: set[int] | None = None  # this process's sockets before the group that is being created
         self._kept: dict[int, socket.socket] = {}  # duplicates that keep connections open for the peer, by inode
@@ -63,7 +68,7 @@ class GlooSockets:
 
         @functools.wraps(original)
         def noting(*args: Any, **kwargs: Any) -> Any:
-            if not _connects(*args, **kwargs):
+            if not (_connects(*args, **kwargs) and self._shared.connects):
                 return original(*args, **kwargs)
             before = set(_sockets().values())
             with self._mutex:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +21,7 @@ from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
 from checkpointless.inprocess.communicators.group_graveyard import bury, reap
 from checkpointless.inprocess.communicators.point_to_point import PointToPointCounts
+from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.inprocess.communicators.store_wait import InterruptibleStore
 
 MOST_COUNTS = 2_000  # of which each takes about 20 bytes of a message
@@ -37,16 +39,18 @@ class ProcessGroups:
     """
 
     def __init__(self) -> None:
-        self._sockets = GlooSockets()
+        self._shared = SharedBackends()
+        self._sockets = GlooSockets(self._shared)
         self.messages = PointToPointCounts()
         self._graphs = CapturedGraphs()
         self._patchers = (
-            InterruptibleConnect(),
+            InterruptibleConnect(self._shared),
             InterruptibleWait(),
             InterruptibleStore(),
             EagerInit(),
             self._graphs,
             self.messages,
+            self._shared,
         )
 
     def install(self) -> None:
@@ -58,10 +62,21 @@ class ProcessGroups:
 
     def uninstall(self) -> None:
         """Restore torch's functions."""
+        for each in reversed(self._patchers):
+            each.uninstall()
         self._sockets.release()
         self._sockets.uninstall()
-        for each in self._patchers:
-            each.uninstall()
+
+    def sharing(self, among: str = "") -> AbstractContextManager[None]:
+        """Let groups of the same ranks that this thread makes in this context share gloo's connections.
+
+        All ranks make these groups, and issue their collectives in the same order, from one thread, as NCCL demands
+        it of all communicators that have a device in common. Nothing is shared outside of a block.
+
+        Args:
+            among: a name; those of another context share if it was given the same one.
+        """
+        return self._shared.sharing(among)
 
     def abort(self) -> None:
         """Free every thread that waits in a collective: NCCL's groups are aborted, gloo's connections cut.
@@ -117,7 +132,7 @@ class ProcessGroups:
 
     def hold(self) -> None:
         """Hold every group, so that no thread has to wait in its destructor."""
-        bury(list(c10d._world.pg_map))
+        bury([*c10d._world.pg_map, *self._shared.backends])
 
     def destroy(self) -> None:
         """Destroy every process group of this process, in the main thread, after the abort.
@@ -135,6 +150,7 @@ class ProcessGroups:
             registry.clear()
         world.group_count = 0
         self.messages.counts.clear()
+        self._shared.forget()
         self._graphs.begin_anew()
         c10d._unregister_all_process_groups()  # the names of groups that were being made when they were interrupted
         _forget_meshes()

@@ -27,7 +27,7 @@ from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events
 from checkpointless.telemetry.lines import LineTail
 
 OWN = frozenset({2, 3})
-STARTING = ("init", "rebuild", "decide", "transfer", "verify", "data", "first_step")
+STARTING = ("enter", "init", "rebuild", "decide", "transfer", "verify", "data", "first_step")
 
 
 class Lines:

@@ -15,7 +15,7 @@ from checkpointless.telemetry.events import Edge, Event
 MS = 1_000_000
 UTC = 1_700_000_000_000_000_000  # nothing may depend on where a clock begins
 ENDING = ("abort", "finalize", "health", "barrier")
-STARTING = STAGES[STAGES.index("init") :]
+STARTING = STAGES[STAGES.index("enter") :]
 
 
 class Script:
@@ -99,7 +99,7 @@ def test_a_resumed_incident_from_fault_to_first_step() -> None:
     assert (summary.incident, summary.generation, summary.culprit) == ("i1", 3, 1)
     assert (summary.cause, summary.how) == ("RuntimeError: x", "exit")
     assert summary.start_ns == UTC + 100 * MS
-    assert summary.end_ns == UTC + done * MS
+    assert summary.end_ns == UTC + int(done * MS)
     assert summary.headline_s == pytest.approx((done - 100) / 1000)
     assert list(summary.stages_s) == list(STAGES)
     assert summary.stages_s["detect"] == pytest.approx(0.030)

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
+from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.inprocess.exceptions import RankShouldRestart
 
 ONE_S = 1.0
@@ -24,7 +25,7 @@ c10d: Any = distributed_c10d  # Any: the tests replace its class
 
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptibleConnect]:
-    made = InterruptibleConnect()
+    made = InterruptibleConnect(SharedBackends())
     monkeypatch.setattr(c10d, "ProcessGroupGloo", dist.ProcessGroupGloo)  # this is restored last
     yield made
     made.uninstall()

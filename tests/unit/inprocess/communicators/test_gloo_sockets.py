@@ -13,6 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import gloo_sockets
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
+from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 
 
 def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
@@ -22,7 +23,7 @@ def test_a_number_that_a_file_has_taken_meanwhile_is_left_alone(
         # The socket of that number was closed after the listing.
         monkeypatch.setattr(gloo_sockets, "_sockets", lambda: {file.fileno(): 1})
         before = len(os.listdir("/proc/self/fd"))
-        assert GlooSockets().shutdown() == 0
+        assert GlooSockets(SharedBackends()).shutdown() == 0
         assert len(os.listdir("/proc/self/fd")) == before
         assert file.write(b"still open") == 10
 
@@ -35,7 +36,7 @@ def test_a_process_without_free_descriptors_is_told_so_once(
         raise OSError(number, os.strerror(number), "/proc/self/fd")
 
     monkeypatch.setattr(gloo_sockets, "_sockets", fail)
-    sockets = GlooSockets()
+    sockets = GlooSockets(SharedBackends())
     for _ in range(3):
         with contextlib.nullcontext() if number == errno.EMFILE else pytest.raises(PermissionError):
             assert sockets.shutdown() == 0
@@ -55,7 +56,7 @@ def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypa
 
     monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
     monkeypatch.setattr(gloo_sockets, "_sockets", list_or_fail)
-    noted = GlooSockets()
+    noted = GlooSockets(SharedBackends())
     noted.install()
     try:
         with pytest.raises(OSError, match="no descriptors"):
@@ -101,7 +102,7 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listings]:
 
 def test_descriptors_are_looked_at_only_for_groups_that_connect_here(listings: Listings) -> None:
     """There are as many groups as ranks, and about as many descriptors: all of them for each would be a square."""
-    noted = GlooSockets()
+    noted = GlooSockets(SharedBackends())
     noted.install()
     try:
         make: Callable[..., Any] = getattr(c10d, gloo_sockets._FACTORY)
@@ -124,7 +125,7 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
     """The cut is repeated until the main thread has left, which may take as long as the group connects."""
     counts: list[int] = []
     opened: list[socket.socket] = []
-    noted = GlooSockets()
+    noted = GlooSockets(SharedBackends())
 
     def make_group(*_: object, **__: object) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -153,7 +154,7 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
 def test_what_could_not_be_cut_for_want_of_a_descriptor_is_cut_later(
     listings: Listings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    noted, duplicate = GlooSockets(), os.dup
+    noted, duplicate = GlooSockets(SharedBackends()), os.dup
     left = [1]  # descriptors
 
     def dup_while_there_are_any(descriptor: int) -> int:
