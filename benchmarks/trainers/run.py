@@ -82,7 +82,7 @@ TORCHFT_SETTINGS = {
     "torchft-exact": TorchftSetting(_QUICK, 4, {"TORCHFT_QUORUM_TIMEOUT_SEC": "300"}, NIGHTLY, False),
 }
 # Where three ranks train on, there have to be steps left when the fourth is back.
-STEPS = {OURS: 40, CHECKPOINT: 40, "torchft-example": 60, "torchft-quick": 300, "torchft-exact": 40}
+STEPS = {OURS: 40, CHECKPOINT: 40, "torchft-example": 300, "torchft-quick": 300, "torchft-exact": 40}
 SIDES = tuple(STEPS)
 
 
