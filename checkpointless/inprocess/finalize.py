@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -18,7 +19,17 @@ from checkpointless.inprocess.state import HPState
 
 logger = logging.getLogger(__name__)
 
-_framework_cleanups: dict[str, Callable[[], None]] = {}
+
+def forget_accelerate() -> None:
+    """Drop what Hugging Face Accelerate keeps in classes, among it that the process group has been made."""
+    state: Any = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
+# Accelerate's is here, because a loop of one's own imports nothing of ours that is made for it.
+_framework_cleanups: dict[str, Callable[[], None]] = {"accelerate": forget_accelerate}
 
 
 def register_cleanup(name: str, cleanup: Callable[[], None]) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper
+from checkpointless.inprocess import HPCallWrapper, HPWrapper
 from checkpointless.megatron import cleanup, cpu_platform
 from checkpointless.megatron.state import MegatronTensors
 from checkpointless.megatron.update import GuardedUpdate
+from checkpointless.recovery.running import running_block
 from checkpointless.recovery.training.loop import LoopTraining
 
 
@@ -20,14 +22,15 @@ class MegatronTraining(LoopTraining, MegatronTensors):
     """Model chunks, Megatron's optimizer and schedulers of a loop of one's own, for
     :class:`~checkpointless.recovery.CheckpointManager`.
 
-    Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`::
+    On the function that builds everything and trains::
 
-        MegatronTraining.prepare()     # before the model is built
-        ...                            # parallel state, model, DistributedDataParallel, get_megatron_optimizer
-        training = MegatronTraining(caller, model_chunks, optimizer, schedulers=[scheduler])
-        for step in training.steps(1000):
-            losses = forward_backward_func(...)  # with finalize_model_grads, as always
-            training.update(loss, increment=batch_size)  # in place of optimizer.step(), scheduler.step(), zero_grad
+        @MegatronTraining.wrapper()    # HPWrapper, with prepare() at every entry
+        def main():
+            ...                        # parallel state, model, DistributedDataParallel, get_megatron_optimizer
+            training = MegatronTraining(chunks=model_chunks, optimizer=optimizer, schedulers=[scheduler])
+            for step in training.steps(1000):
+                losses = forward_backward_func(...)  # with finalize_model_grads, as always
+                training.update(loss, increment=batch_size)  # for optimizer.step(), scheduler.step(), zero_grad
 
     The optimizer may be distributed, in mixed precision, or in fp32, chained or not. With the distributed optimizer
     give ``num_distributed_optimizer_instances=2`` to ``DistributedDataParallelConfig`` and to
@@ -35,7 +38,8 @@ class MegatronTraining(LoopTraining, MegatronTensors):
     batch must follow from the step's number and the random streams.
 
     Args:
-        call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
+        call: the running wrapper; None: it is found. Its ``checkpoint_manager`` is used; if there is none, one is
+            made.
         chunks: the model's chunks, each in Megatron's ``DistributedDataParallel``.
         optimizer: what ``get_megatron_optimizer`` returned.
         schedulers: the schedulers of learning rate and weight decay: Megatron's ``OptimizerParamScheduler``, or
@@ -43,18 +47,22 @@ class MegatronTraining(LoopTraining, MegatronTensors):
 
     Raises:
         UnrecoverableError: the update cannot be guarded, or the state cannot be carried over.
+        ValueError: no chunk or no optimizer is given, or no block is running.
     """
 
     _how_to_get_replicas = "num_distributed_optimizer_instances=2 gives each shard a second holder"
 
     def __init__(
         self,
-        call: HPCallWrapper,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: MegatronOptimizer,
+        call: HPCallWrapper | None = None,
+        chunks: Sequence[torch.nn.Module] = (),
+        optimizer: MegatronOptimizer | None = None,
         *,
         schedulers: Sequence[Any] = (),
     ) -> None:
+        call = running_block(call)
+        if not chunks or optimizer is None:
+            raise ValueError("MegatronTraining(chunks=[...], optimizer=...): give the chunks and the optimizer")
         MegatronTensors.__init__(self, chunks, optimizer)
         self._optimizer = optimizer
         self._increment: int | None = None
@@ -69,6 +77,24 @@ class MegatronTraining(LoopTraining, MegatronTensors):
             committed=call.committed,
             phase=call.enter_phase,
         )
+
+    @staticmethod
+    def wrapper(wrapper: HPWrapper | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Return a decorator: ``wrapper`` around a function that begins with :meth:`prepare`.
+
+        Args:
+            wrapper: None: ``HPWrapper()``.
+        """
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def prepared(*args: Any, **kwargs: Any) -> Any:
+                MegatronTraining.prepare()
+                return function(*args, **kwargs)
+
+            return (wrapper or HPWrapper())(prepared)
+
+        return decorate
 
     @staticmethod
     def prepare() -> None:

@@ -1,10 +1,10 @@
-"""The manager of the block that is running."""
+"""The block that is running, and its manager."""
 
 from __future__ import annotations
 
 from typing import cast
 
-from checkpointless.inprocess import HPCallWrapper
+from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.recovery.manager import CheckpointManager
 
 
@@ -18,3 +18,15 @@ def manager_of(call: HPCallWrapper | None) -> CheckpointManager | None:
         None outside of a block, and as long as nothing in the block keeps its state.
     """
     return cast("CheckpointManager | None", call.checkpoint_manager) if call is not None else None
+
+
+def running_block(call: HPCallWrapper | None) -> HPCallWrapper:
+    """Return ``call``, or the wrapper whose block is running in this process if it is None.
+
+    Raises:
+        ValueError: it is None, and no block is running.
+    """
+    call = call if call is not None else active_call_wrapper()
+    if call is None:
+        raise ValueError("no block is running: train inside of a function that @HPWrapper() wraps")
+    return call

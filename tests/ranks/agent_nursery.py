@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
+import torch._dynamo  # noqa: F401 - this takes so long, too: a script that imports torch has it preloaded
+
 import checkpointless.agent.node_run  # noqa: F401 - this takes so long
 from checkpointless.agent.launch import launch
 from checkpointless.agent.launch_config import LaunchConfig

@@ -17,13 +17,15 @@ from checkpointless.agent.ranks.rank_process import Script
 logger = logging.getLogger(__name__)
 
 _OWN_PACKAGE = "checkpointless"
+# What the first optimizer of a process imports: seconds, which a new rank would spend while all others wait for it.
+_FIRST_OPTIMIZER = "torch._dynamo"
 
 
 def preloads_of(script: Script) -> tuple[str, ...]:
     """Return the names that ``script`` imports, anywhere in the file, from installed distributions.
 
     The user's own modules are left out, because they belong to the run of the script. ``from a.b import c`` gives
-    ``a.b.c``, whether ``c`` is a module or not.
+    ``a.b.c``, whether ``c`` is a module or not. With torch comes what a first optimizer imports.
 
     Returns:
         Sorted dotted names; empty if the source cannot be found or parsed (running it will say why).
@@ -45,6 +47,8 @@ def preloads_of(script: Script) -> tuple[str, ...]:
     local = Path.cwd() if script.module else source.parent
     roots = {name.partition(".")[0] for name in names}
     installed = {root for root in roots if _is_installed(root, local)}
+    if "torch" in installed:
+        names.add(_FIRST_OPTIMIZER)
     return tuple(sorted(name for name in names if name.partition(".")[0] in installed))
 
 

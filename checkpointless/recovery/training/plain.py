@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.recovery.guard import guarded_update
+from checkpointless.recovery.running import running_block
 from checkpointless.recovery.training.loop import LoopTraining
 from checkpointless.recovery.training.torch_tensors import TorchTensors
 
@@ -20,7 +21,7 @@ class PlainTraining(LoopTraining, TorchTensors):
 
     Inside a function wrapped with :class:`checkpointless.inprocess.HPWrapper`::
 
-        training = PlainTraining(caller, [model], [optimizer])
+        training = PlainTraining(modules=[model], optimizers=[optimizer])
         for step in training.steps(1000):
             loss = model(batch_of(step)).mean()
             loss.backward()            # and the gradients' all-reduce
@@ -34,7 +35,8 @@ class PlainTraining(LoopTraining, TorchTensors):
     ``between`` and ``recovery`` are announced.
 
     Args:
-        call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
+        call: the running wrapper; None: it is found. Its ``checkpoint_manager`` is used; if there is none, one is
+            made.
         modules: the modules that are trained.
         optimizers: the optimizers of the modules.
         schedulers: the learning-rate schedulers, which step with every update.
@@ -43,7 +45,7 @@ class PlainTraining(LoopTraining, TorchTensors):
 
     Raises:
         UnrecoverableError: the modules cannot be recovered.
-        ValueError: this rank is in no mesh of a parameter.
+        ValueError: this rank is in no mesh of a parameter, no module or optimizer is given, or no block is running.
     """
 
     _how_to_get_replicas = (
@@ -52,13 +54,16 @@ class PlainTraining(LoopTraining, TorchTensors):
 
     def __init__(
         self,
-        call: HPCallWrapper,
-        modules: Iterable[torch.nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
+        call: HPCallWrapper | None = None,
+        modules: Iterable[torch.nn.Module] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         *,
         schedulers: Sequence[Any] = (),
         group: Sequence[int] | None = None,
     ) -> None:
+        call, modules = running_block(call), list(modules)
+        if not modules or not optimizers:
+            raise ValueError("PlainTraining(modules=[...], optimizers=[...]): give the modules and the optimizers")
         TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
         self.begin(call, schedulers)
 

@@ -25,6 +25,10 @@ _COMMUNICATES = (
     "still to be reduced over tensor-parallel ranks), so that a fault in an update would find ranks on both sides "
     "of it: reduce gradients before the update, or use another optimizer"
 )
+_SCALES = (
+    "an optimizer has a GradScaler of its own (Accelerate's have one in fp16), which no recovery would bring back: "
+    "train in bf16"
+)
 _NEEDS_CLOSURE = (
     "computes gradients several times in one step, between changes of the weights, so that its update cannot be "
     "guarded: use an optimizer that makes one update from one gradient"
@@ -60,6 +64,8 @@ class TorchTensors(TrainingTensors):
         for part in parts:
             reason = reason or unabortable(getattr(part, "config", None))
         for optimizer in optimizers:
+            if getattr(optimizer, "scaler", None) is not None:  # Accelerate's, in fp16
+                reason = reason or _SCALES
             closure = inspect.signature(type(optimizer).step).parameters.get("closure")
             needs_closure = closure is not None and closure.default is inspect.Parameter.empty
             if isinstance(optimizer, torch.optim.LBFGS) or needs_closure:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
 
+import pytest
 import torch
 
-from checkpointless.inprocess.finalize import collect_garbage
+from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, collect_garbage
 
 
 def _fail_in_a_backward_pass() -> list[weakref.ref[torch.nn.Parameter]]:
@@ -27,3 +30,20 @@ def test_the_graph_of_a_backward_pass_that_raised_is_freed() -> None:
     with torch.no_grad():
         collect_garbage()
     assert [each() for each in left] == [None] * len(left)
+
+
+@pytest.mark.slow
+def test_accelerate_forgets_that_it_is_initialized() -> None:
+    """Else its next ``Accelerator`` would make no process group. In a process of its own, for it stays imported."""
+    pytest.importorskip("accelerate")
+    code = (
+        "from accelerate import Accelerator\n"
+        "from accelerate.state import PartialState\n"
+        f"from {CheckpointlessFinalizeCleanup.__module__} import CheckpointlessFinalizeCleanup\n"
+        "Accelerator(cpu=True, gradient_accumulation_steps=2)\n"
+        "assert PartialState._shared_state\n"
+        "CheckpointlessFinalizeCleanup()()\n"
+        "assert not PartialState._shared_state\n"
+        "assert Accelerator(cpu=True).gradient_accumulation_steps == 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

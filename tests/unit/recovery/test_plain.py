@@ -72,3 +72,25 @@ def test_a_change_of_weights_counts_until_the_state_is_taken_again(train: Callab
     assert "has to be a part of the update" in training.changed()
     training.applied()
     assert training.changed() == ""
+
+
+def test_an_optimizer_with_a_scaler_of_its_own_is_refused(train: Callable[..., PlainTraining]) -> None:
+    """Accelerate wraps the optimizer, and the loss scale moves in the wrapper's step."""
+    module = torch.nn.Linear(3, 2)
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.scaler = torch.amp.GradScaler("cpu")
+    call: Any = SimpleNamespace(high_water=0)
+    with pytest.raises(UnrecoverableError, match="has a GradScaler of its own"):
+        PlainTraining(call, [module], [optimizer])
+
+
+def test_what_is_missing_is_said() -> None:
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="no block is running"):
+        PlainTraining(modules=[module], optimizers=[optimizer])
+    call: Any = SimpleNamespace(high_water=0)
+    with pytest.raises(ValueError, match="give the modules and the optimizers"):
+        PlainTraining(call, optimizers=[optimizer])
+    with pytest.raises(ValueError, match="give the modules and the optimizers"):
+        PlainTraining(call, [module])

@@ -1,5 +1,7 @@
 """Test what the zygote has imported before it forks."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,29 @@ def test_installed_modules_are_preloaded_and_the_users_own_are_not(tmp_path: Pat
     assert preloads_of(Script(str(script))) == (
         "checkpointless.inprocess.HPWrapper",
         "lightning.pytorch.Trainer",
+        "torch._dynamo",
         "torch.nn",
     )
+
+
+@pytest.mark.slow
+def test_a_first_optimizer_imports_nothing_more(tmp_path: Path) -> None:
+    """Else a rank that takes another's place would import for seconds, while the others wait for it."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch")
+    code = (
+        "import sys\n"
+        "from checkpointless.agent.ranks.preload import preload, preloads_of\n"
+        "from checkpointless.agent.ranks.rank_process import Script\n"
+        f"script = Script({str(script)!r})\n"
+        "assert preload(preloads_of(script), script) == []\n"
+        "import torch\n"
+        "before = set(sys.modules)\n"
+        "torch.optim.AdamW(torch.nn.Linear(2, 1).parameters())\n"
+        "assert set(sys.modules) == before\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_a_local_module_hides_an_installed_one(tmp_path: Path) -> None:

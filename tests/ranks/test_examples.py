@@ -1,0 +1,113 @@
+"""Each script of ``examples/`` comes through faults with the same bits, by a diff of five lines at most."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import ROOT, Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+EXAMPLES = ROOT / "examples"
+WITH_DIFF = sorted(path.stem for path in EXAMPLES.glob("*.diff"))
+STEPS, MOST_LINES = 7, 5
+FAULTS = (
+    "exception@before_optimizer:rank=1,step=2",
+    "sigkill@optimizer:rank=0,step=4",
+    "sigkill@between:rank=3,step=5",
+)
+# Megatron-core trains on GPUs only; --cpu has our platform installed by MegatronTraining.
+ON_CPU = "from checkpointless.megatron import cpu_platform\n\ncpu_platform.install()\n"
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Accelerate asks for the number of cores else
+Undisturbed = Callable[[str], Job]
+
+
+def _train(zygote: Zygote, run_dir: Path, script: Path, *faults: str) -> Job:
+    args = ("--steps", str(STEPS))
+    job = run_job(zygote, run_dir, 4, script=str(script), args=args, faults=faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    return job
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Return a function for an example's job without faults, which is made once."""
+
+    @cache
+    def run(name: str) -> Job:
+        return _train(nemo_zygote, tmp_path_factory.mktemp(name) / "run", EXAMPLES / f"{name}.py")
+
+    return run
+
+
+def printed_by(script: str, args: list[str]) -> str:
+    """Run a script in this rank, which torchrun could have started, and return what it prints."""
+    sys.argv = [script, *args]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(script, run_name="__main__")
+    return said.getvalue()
+
+
+def _losses(printed: str) -> list[str]:
+    return re.findall(r"^step \d+: loss \d+\.\d+$", printed, re.M)
+
+
+@pytest.mark.parametrize("name", WITH_DIFF)
+def test_an_example_comes_through_faults(
+    nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
+) -> None:
+    calm, rough = undisturbed(name), _train(nemo_zygote, tmp_path / "run", EXAMPLES / f"{name}.py", *FAULTS)
+    assert [incident.resumed_after for incident in rough.incidents] == [1, 4, 5], rough.story()
+    verdict = compare(calm.steps, rough.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{rough.story()}"
+    assert verdict.steps == STEPS
+    assert len({record.loss for record in calm.steps[0]}) == STEPS, "each step has another loss"
+
+
+@pytest.mark.parametrize("name", WITH_DIFF)
+def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
+    nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
+) -> None:
+    """The script to which the diff is applied knows nothing of recovery, and computes the same."""
+    diff = (EXAMPLES / f"{name}.diff").read_text()
+    added = [line[1:] for line in diff.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert 0 < len([line for line in added if line.strip()]) <= MOST_LINES
+
+    plain = tmp_path / f"{name}.py"
+    plain.write_bytes((EXAMPLES / plain.name).read_bytes())
+    back = ["git", "apply", "-R", "--unidiff-zero", "-"]
+    subprocess.run(back, cwd=tmp_path, input=diff, text=True, check=True)
+    code = plain.read_text().partition("import argparse")[2].lower()
+    assert code
+    assert "checkpointless" not in code
+    assert "wrapper" not in code
+
+    if name == "train_megatron":
+        plain.write_text(ON_CPU + plain.read_text())
+    arguments = {"script": str(plain), "args": ["--steps", str(STEPS)]}
+    without, *_ = nemo_zygote.run(4, "tests.ranks.test_examples:printed_by", arguments, env=ONE_THREAD)
+    assert _losses(without) == _losses(undisturbed(name).log(0))
+    assert len(_losses(without)) == (0 if "lightning" in name else STEPS)
+
+
+def test_every_script_has_its_diff() -> None:
+    """NeMo's are in the README and in ``docs/nemo-run.md``."""
+    scripts = {path.stem for path in EXAMPLES.glob("train_*.py")} - {"train_gpt"}
+    assert scripts == set(WITH_DIFF)
