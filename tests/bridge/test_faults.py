@@ -65,3 +65,12 @@ def faults_in(phases: tuple[str, ...], kind: str) -> list[str]:
 
 def test_an_exception(train: Train) -> None:
     train(5, "", "exception@backward:rank=1,step=3")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"], ids=["exception", "sigkill"]
+)
+@pytest.mark.parametrize("layout", ["", "tp=2"], ids=["dp4", "tp2-dp2"])
+def test_every_phase(train: Train, layout: str, kind: str) -> None:
+    phases = PHASES[:8]
+    train(2 * len(phases) + 1, f"{layout} evaluate=3", *faults_in(phases, kind))
