@@ -1,4 +1,4 @@
-"""Trains a small GPT with Megatron-Bridge, through faults: an ordinary script with four lines changed.
+"""Trains a small GPT with Megatron-Bridge, through faults: an ordinary script with three lines changed.
 
     checkpointless run --cpu --nproc-per-node 4 examples/train_bridge.py --steps 20
 
@@ -7,13 +7,13 @@ The lines are marked; without them this is plain Bridge. With `--cpu` it trains 
 
 import argparse
 
-from checkpointless import HPWrapper  # in place of nothing
-from checkpointless.bridge import pretrain  # in place of: from megatron.bridge.training.pretrain import pretrain
-
 import torch
 from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 from megatron.bridge.training import config as bridge
 from megatron.bridge.training.gpt_step import forward_step
+
+from checkpointless import HPWrapper  # in place of nothing
+from checkpointless.bridge import pretrain  # in place of: from megatron.bridge.training.pretrain import pretrain
 
 SEQ_LENGTH = 32
 
@@ -54,7 +54,9 @@ def configuration(steps: int, tp: int) -> bridge.ConfigContainer:
             train_iters=steps, global_batch_size=8, micro_batch_size=1, eval_interval=5, eval_iters=1
         ),
         optimizer=bridge.OptimizerConfig(lr=1e-3, min_lr=1e-4, use_distributed_optimizer=True, weight_decay=0.01),
-        ddp=bridge.DistributedDataParallelConfig(num_distributed_optimizer_instances=2, use_distributed_optimizer=True),
+        ddp=bridge.DistributedDataParallelConfig(
+            num_distributed_optimizer_instances=2, use_distributed_optimizer=True
+        ),
         scheduler=bridge.SchedulerConfig(
             lr_decay_style="cosine", lr_warmup_iters=2, start_weight_decay=0.01, end_weight_decay=0.01
         ),
@@ -66,7 +68,7 @@ def configuration(steps: int, tp: int) -> bridge.ConfigContainer:
     )
 
 
-@HPWrapper()
+@HPWrapper()  # in place of nothing
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)

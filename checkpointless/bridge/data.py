@@ -20,9 +20,9 @@ class Passes:
     """Iterates over a loader again and again, as Bridge does, from the batch that follows those consumed.
 
     Bridge makes an iterator when the first batch is asked for, and torch draws a number from the training's stream
-    for it. If the loader is in the middle of a pass, that iterator was made before the fault, so it is made at once,
-    before the streams are put back. Bridge's sampler of whole batches would begin every further pass where the
-    first one has resumed; here it begins where the training once began.
+    for it. If the loader is in the middle of a pass, that iterator was made before the fault: here it is made at
+    once, before the streams are put back. Bridge's sampler of whole batches would begin every further pass where
+    the first one has resumed; here it begins where the training once began.
 
     Args:
         loader: the loader, whose sampler knows how many samples are consumed.

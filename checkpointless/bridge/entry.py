@@ -12,7 +12,7 @@ from checkpointless.bridge.generation import BridgeGeneration
 from checkpointless.bridge.refusals import refusal
 from checkpointless.bridge.seams import entered
 from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
-from checkpointless.megatron import cleanup
+from checkpointless.megatron import cleanup, cpu_platform
 
 if TYPE_CHECKING:
     from megatron.bridge.training.callbacks import Callback, CallbackManager
@@ -46,6 +46,8 @@ def pretrain(
     reason = refusal(config)
     if reason is not None:
         raise UnrecoverableError(reason)
+    if cpu_platform.requested():
+        cpu_platform.install()  # with what Bridge needs, now that it is imported
     cleanup.install()
     config = _copied(config)
     with entered(BridgeGeneration(call, config)):
@@ -64,7 +66,9 @@ def finetune(config: ConfigContainer, forward_step_func: ForwardStepCallable) ->
         UnrecoverableError: see :func:`pretrain`.
     """
     if config.checkpoint.pretrained_checkpoint is None and config.checkpoint.load is None:
-        raise ValueError("finetune begins with a checkpoint: set checkpoint.pretrained_checkpoint or checkpoint.load")
+        raise ValueError(
+            "finetune begins with a checkpoint: set checkpoint.pretrained_checkpoint or checkpoint.load"
+        )
     pretrain(config, forward_step_func)
 
 

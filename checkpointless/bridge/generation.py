@@ -156,7 +156,7 @@ class BridgeGeneration:
         self.training.begin_step()
 
     def _announced(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return Bridge's forward step, which announces the phases ``forward`` and ``backward`` if there are faults."""
+        """Return a forward step that announces the phases ``forward`` and ``backward``, if there are faults."""
         call = self.call
         if call.faults is None:
             return forward_step

@@ -36,7 +36,9 @@ _REFUSALS = (
     _Refusal(
         "dist.use_megatron_fsdp", bool, "does not know the shards of Megatron's FSDP", "use_megatron_fsdp=False"
     ),
-    _Refusal("ddp.use_megatron_fsdp", bool, "does not know the shards of Megatron's FSDP", "use_megatron_fsdp=False"),
+    _Refusal(
+        "ddp.use_megatron_fsdp", bool, "does not know the shards of Megatron's FSDP", "use_megatron_fsdp=False"
+    ),
     _Refusal("dist.use_torch_fsdp2", bool, "does not know Bridge's shards of FSDP2", "use_torch_fsdp2=False"),
     _Refusal(
         "dist.use_decentralized_pg",
@@ -66,7 +68,9 @@ _REFUSALS = (
         "does not carry the statistics of determinism",
         "rerun_mode='disabled' or 'validate_results'",
     ),
-    _Refusal("rerun_state_machine.error_injection_rate", bool, "repeats no injected error", "error_injection_rate=0"),
+    _Refusal(
+        "rerun_state_machine.error_injection_rate", bool, "repeats no injected error", "error_injection_rate=0"
+    ),
     _Refusal("checkpoint.async_save", bool, "does not go on with Bridge's background saves", "async_save=False"),
     _Refusal("straggler.log_straggler", bool, "cannot start its detector twice", "log_straggler=False"),
     _Refusal("nvrx_straggler.enabled", bool, "cannot start its detector twice", "nvrx_straggler=None"),

@@ -18,7 +18,7 @@ from typing_extensions import override
 from checkpointless.bridge.outcome import Losses, StepOutcome
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.megatron.training import MegatronTraining
-from checkpointless.megatron.update import NotedNorms
+from checkpointless.megatron.update import NotedNorms, gather_parameters
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.transfer.tensor_entry import Key
 
@@ -178,12 +178,21 @@ class BridgeTraining(MegatronTraining):
             if self._call.parameter_update_lock.committed < self._call.steps.making:
                 return
             self.step = self._call.steps.making
-        if self._log is not None and (self.replayed is None or (self._log.last_step() or 0) < self.step):
-            self._record(sum(float(value) for value in reduced.values()))  # a step that is gone through again may have been recorded
+        if self._log is not None:
+            self._record_once(sum(float(value) for value in reduced.values()))
         if self.replayed is None:
             self._call.end_step()
             self._call.enter_phase("between", self.step)
         self.replayed = None
+
+    def _record_once(self, loss: float) -> None:
+        """Record the step, unless it is gone through again and was recorded before. Collective."""
+        if self.replayed is None:
+            with torch.no_grad():  # a gather that is left to the next forward pass would come too late
+                gather_parameters([each for each in self.optimizers if _gathers_late(each)], force=True)
+        elif self._log is not None and (self._log.last_step() or 0) >= self.step:
+            return
+        self._record(loss)
 
     def end(self) -> None:
         """Make no more copies of this training, whose loop is over."""
@@ -279,3 +288,8 @@ class BridgeTraining(MegatronTraining):
         train_state = self._state.train_state
         counters = {field.name: getattr(train_state, field.name) for field in dataclasses.fields(train_state)}
         return {**super().more_objects(), "counters": counters, "totals": dict(self.totals), "began": self.began}
+
+
+def _gathers_late(optimizer: MegatronOptimizer) -> bool:
+    """Return whether parameters are gathered in the forward pass that follows an update."""
+    return bool(getattr(getattr(optimizer, "ddp_config", None), "overlap_param_gather", False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import importlib
 import importlib.util
 import sys
 import types
@@ -28,50 +27,38 @@ _DEMANDING = (
 
 
 def rows() -> list[Patch]:
-    """Return the replacements in Megatron-Bridge; none if it has not been imported, which takes ten seconds."""
-    setup, initialize = sys.modules.get(_SETUP), sys.modules.get(_INITIALIZE)
-    if setup is None or initialize is None:
-        return []
-    return [
-        Patch(setup, "initialize_megatron", _without_cuda, "it requires CUDA unless it is told not to"),
-        Patch(setup, "set_jit_fusion_options", constant(None), "it compiles fusions for a device that is not there"),
-        Patch(initialize, "compile_helpers", constant(None), "the wheel has what this makes, and no Makefile"),
-        Patch(torch.distributed, "barrier", _without_devices, "gloo's refuses `device_ids`"),
-    ]
-
-
-def import_modules(names: Sequence[str]) -> None:
-    """Import modules of Megatron-Bridge, without TransformerEngine if it is not installed.
+    """Return the replacements that Bridge needs to be imported, and those in Bridge if it has been.
 
     Three of its modules demand TransformerEngine. They alone are answered, with classes that have no instances;
-    everybody else still gets ``ImportError``, and Megatron-core knows that it is not there.
-
-    Args:
-        names: dotted names of the modules.
-
-    Raises:
-        ImportError: one of them cannot be imported.
+    everybody else still gets ``ImportError``, and Megatron-core knows that it is not there. Bridge is not imported
+    here, which takes ten seconds.
     """
-    original = builtins.__import__
-    if not _is_installed():
-        builtins.__import__ = _answering(original)
-    try:
-        for name in names:
-            importlib.import_module(name)
-    finally:
-        builtins.__import__ = original
+    if not _is_there("megatron.bridge") or _is_there(_ENGINE):
+        return []
+    table = [Patch(builtins, "__import__", _answering, "Bridge imports TransformerEngine outside of any `try`")]
+    setup, initialize = sys.modules.get(_SETUP), sys.modules.get(_INITIALIZE)
+    if setup is not None and initialize is not None:
+        table += [
+            Patch(setup, "initialize_megatron", _without_cuda, "it requires CUDA unless it is told not to"),
+            Patch(setup, "set_jit_fusion_options", constant(None), "it compiles fusions for a device"),
+            Patch(initialize, "compile_helpers", constant(None), "the wheel has what it makes, and no Makefile"),
+            Patch(torch.distributed, "barrier", _without_devices, "gloo's refuses `device_ids`"),
+        ]
+    return table
 
 
-def _is_installed() -> bool:
+def _is_there(name: str) -> bool:
     try:
-        return importlib.util.find_spec(_ENGINE) is not None
+        return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
 
 
 def _answering(original: Callable[..., types.ModuleType]) -> Callable[..., types.ModuleType]:
     engine, pytorch = types.ModuleType(_ENGINE), types.ModuleType(f"{_ENGINE}.pytorch")
-    layers = {name: type(name, (torch.nn.Module,), {}) for name in ("Linear", "LayerNormLinear", "TransformerLayer")}
+    layers = {
+        name: type(name, (torch.nn.Module,), {}) for name in ("Linear", "LayerNormLinear", "TransformerLayer")
+    }
     vars(pytorch).update(layers, ops=types.SimpleNamespace(Sequential=type("Sequential", (torch.nn.Module,), {})))
     vars(engine).update(pytorch=pytorch)
 

@@ -12,16 +12,16 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+from megatron.bridge.training import checkpointing
+from megatron.bridge.training import config as bridge
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.gpt_step import forward_step
+
 from checkpointless import CheckpointManager, HPCallWrapper, HPWrapper
 from checkpointless.bridge import pretrain
 from checkpointless.recovery import NeighborMemory
-
-# Bridge comes after checkpointless.bridge, with which it can be imported on CPUs.
-import torch  # isort: skip
-from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec  # isort: skip
-from megatron.bridge.training import checkpointing, config as bridge  # isort: skip
-from megatron.bridge.training.callbacks import Callback  # isort: skip
-from megatron.bridge.training.gpt_step import forward_step  # isort: skip
 
 STEPS, LENGTH, VOCABULARY, SAMPLES = int(sys.argv[1]), 32, 128, 44
 ASKED = dict(each.split("=", 1) for each in sys.argv[2:])
@@ -184,7 +184,9 @@ def configuration() -> bridge.ConfigContainer:
         ),
         logger=bridge.LoggerConfig(log_interval=number("log", 1)),
         tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
-        checkpoint=bridge.CheckpointConfig(save=ASKED.get("save"), save_interval=2 if "save" in ASKED else None),
+        checkpoint=bridge.CheckpointConfig(
+            save=ASKED.get("save"), load=ASKED.get("save"), save_interval=2 if "save" in ASKED else None
+        ),
         rng=bridge.RNGConfig(seed=1234),
         dist=bridge.DistributedInitConfig(distributed_backend="gloo"),
     )
