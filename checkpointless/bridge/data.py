@@ -26,16 +26,23 @@ class Passes:
 
     Args:
         loader: the loader, whose sampler knows how many samples are consumed.
-        resumes: whether the training resumes from memory.
         began: number of samples that were consumed when the training began.
+
+    Attributes:
+        number: how many passes precede the one under way. Workers ask for it when they start.
     """
 
-    def __init__(self, loader: DataLoader[Any], resumes: bool, began: int) -> None:
+    def __init__(self, loader: DataLoader[Any], began: int) -> None:
         self._loader = loader
         self._sampler: Any = getattr(loader, "batch_sampler", None)
         self._began = began
         self.number = self._find_place()
-        self._first = iter(loader) if resumes and self._is_inside_a_pass else None
+        self._first: Iterator[Any] | None = None
+
+    def resume(self) -> None:
+        """Go on with a pass that is under way, if one is."""
+        if self._is_inside_a_pass:
+            self._first = iter(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         if self._first is not None:
@@ -110,5 +117,7 @@ class Loaders:
     def passes(self, loader: DataLoader[Any]) -> Passes:
         """Return what iterates over ``loader`` again and again."""
         name = next((name for each, name in self._made if each is loader), "")
-        self._passes[name] = Passes(loader, self._resumes, self._began.get(name, 0))
-        return self._passes[name]
+        self._passes[name] = passes = Passes(loader, self._began.get(name, 0))
+        if self._resumes:
+            passes.resume()
+        return passes

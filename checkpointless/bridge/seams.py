@@ -35,7 +35,7 @@ def entered(generation: BridgeGeneration) -> Iterator[None]:
 
 
 def _rows() -> list[Patch]:
-    return [
+    table = [
         Patch(pretrain, "setup", _setup, "tells Bridge's global state, of which there is a new one at each entry"),
         Patch(setup, "setup_optimizer", _setup_optimizer, "gives their state back to what was just made"),
         Patch(setup, "load_checkpoint", _load_checkpoint, "storage is not asked for what memory had"),
@@ -46,7 +46,11 @@ def _rows() -> list[Patch]:
         Patch(pretrain, "train", _train, "adds what happens when training and a step start"),
         Patch(train, "train_step", _train_step, "notes the outcome of a step, or gives it once more"),
         Patch(train, "training_log", _training_log, "has what was added up before a fault"),
+        # Of later versions:
+        Patch(setup, "_should_load_checkpoint", _should_load_checkpoint, "as load_checkpoint, which is elsewhere"),
+        Patch(pretrain, "_cleanup_after_pretrain_failure", _clean_up, "the block cleans up, and keeps the state"),
     ]
+    return [row for row in table if hasattr(row.target, row.attribute)]
 
 
 def _setup(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,6 +82,23 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if any(generation.recovered for generation in _running):
             return None
         return original(*args, **kwargs)
+
+    return replaced
+
+
+def _should_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> bool:
+        return not any(generation.recovered for generation in _running) and bool(original(*args, **kwargs))
+
+    return replaced
+
+
+def _clean_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> None:
+        if not _running:
+            original(*args, **kwargs)
 
     return replaced
 
