@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.bridge.training.callbacks import CallbackContext, CallbackManager
@@ -19,6 +19,8 @@ from checkpointless.inprocess import HPCallWrapper
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
     from megatron.bridge.training.state import GlobalState
+
+_Built = TypeVar("_Built")
 
 
 class BridgeGeneration:
@@ -66,7 +68,7 @@ class BridgeGeneration:
         """Whether model, optimizer and scheduler have their state from memory."""
         return self.training is not None and self.training.recovered
 
-    def build_data(self, build: Callable[[], Any]) -> Any:
+    def build_data(self, build: Callable[[], _Built]) -> _Built:
         """Build the data iterators, positioned where training resumes.
 
         Args:
@@ -93,7 +95,7 @@ class BridgeGeneration:
         finally:
             train_state.consumed_train_samples = before
 
-    def train_step(self, original: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    def train_step(self, original: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """Make a step, or go through one again whose update is applied.
 
         Args:

@@ -286,8 +286,9 @@ class BridgeTraining(MegatronTraining):
     def more_objects(self) -> Mapping[str, Any]:
         """Return the states of the loss scalers, Bridge's counters, and what it has added up to log."""
         train_state = self._state.train_state
+        totals = dict(self.kept_totals or self.totals)  # what is kept, until Bridge logs for the first time
         counters = {field.name: getattr(train_state, field.name) for field in dataclasses.fields(train_state)}
-        return {**super().more_objects(), "counters": counters, "totals": dict(self.totals), "began": self.began}
+        return {**super().more_objects(), "counters": counters, "totals": totals, "began": self.began}
 
 
 def _gathers_late(optimizer: MegatronOptimizer) -> bool:

@@ -120,7 +120,7 @@ def test_in_a_validation(train: Train, breaks: str) -> None:
 
 @pytest.mark.parametrize("phase", ["init", "recovery", "transfer"])
 def test_in_a_recovery(train: Train, phase: str) -> None:
-    train(5, "evaluate=3", "sigkill@forward:rank=1,step=3", f"exception@{phase}:rank=2,step=2")
+    train(5, "evaluate=3", "sigkill@forward:rank=1,step=3", f"exception@{phase}:rank=3,step=2")
 
 
 def test_after_many_incidents_nothing_is_left_behind(train: Train) -> None:
@@ -148,3 +148,8 @@ def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(bridge_zygo
     assert job.code == 1
     assert "dataset.dataloader_type: checkpointless does not know the position" in "\n".join(job.said)
     assert not job.steps
+
+
+def test_twice_in_one_step(train: Train) -> None:
+    """What is added up to log is kept, although Bridge has not logged between the faults."""
+    train(5, "log=4", "exception@forward:rank=1,step=4", "exception@sync:rank=3,step=4")

@@ -141,7 +141,7 @@ def model() -> GPTModelProvider:
 
 def data() -> Any:
     kind = ASKED.get("data", "mock")
-    common = {"num_workers": number("workers"), "pin_memory": False, "seq_length": LENGTH}
+    common: dict[str, Any] = {"num_workers": number("workers"), "pin_memory": False, "seq_length": LENGTH}
     if kind != "mock":
         return NoisyData(dataloader_type=kind, **common)
     return bridge.MockGPTDatasetConfig(
