@@ -7,13 +7,14 @@ The lines are marked; without them this is plain Bridge. With `--cpu` it trains 
 
 import argparse
 
+from checkpointless import HPWrapper  # in place of nothing
+from checkpointless.bridge import pretrain  # in place of: from megatron.bridge.training.pretrain import pretrain
+
+# isort: split
 import torch
 from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
 from megatron.bridge.training import config as bridge
 from megatron.bridge.training.gpt_step import forward_step
-
-from checkpointless import HPWrapper  # in place of nothing
-from checkpointless.bridge import pretrain  # in place of: from megatron.bridge.training.pretrain import pretrain
 
 SEQ_LENGTH = 32
 
@@ -77,4 +78,5 @@ def main() -> None:
     pretrain(configuration(options.steps, options.tp), forward_step)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -147,7 +147,7 @@ def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(bridge_zygo
     job = run_job(bridge_zygote, tmp_path / "run", 2, script=SCRIPT, args=("3", "data=external"))
     assert job.code == 1
     assert "dataset.dataloader_type: checkpointless does not know the position" in "\n".join(job.said)
-    assert not job.steps
+    assert not (job.run_dir / "steps").exists()
 
 
 def test_twice_in_one_step(train: Train) -> None:
