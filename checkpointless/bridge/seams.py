@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import queue
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.data import loaders
 from megatron.bridge.training import pretrain, setup, train
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from checkpointless.patches import Patch, Patches
 
@@ -46,6 +48,9 @@ def _rows() -> list[Patch]:
         Patch(pretrain, "train", _train, "adds what happens when training and a step start"),
         Patch(train, "train_step", _train_step, "notes the outcome of a step, or gives it once more"),
         Patch(train, "training_log", _training_log, "has what was added up before a fault"),
+        Patch(
+            filesystem_async, "_get_write_results_queue", _results_queue, "no process is there to be interrupted"
+        ),
         # Of later versions:
         Patch(setup, "_should_load_checkpoint", _should_load_checkpoint, "as load_checkpoint, which is elsewhere"),
         Patch(pretrain, "_cleanup_after_pretrain_failure", _clean_up, "the block cleans up, and keeps the state"),
@@ -82,6 +87,21 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if any(generation.recovered for generation in _running):
             return None
         return original(*args, **kwargs)
+
+    return replaced
+
+
+def _results_queue(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes the queue that writers of a save report to.
+
+    Megatron's is in a process of its own, which imports the script, and torch with the first report. A rank that is
+    interrupted while it talks to that process takes the old answer for that to its next question. Saves are not
+    made in the background here, so a queue of this process does.
+    """
+
+    @functools.wraps(original)
+    def replaced() -> Any:
+        return queue.Queue() if _running else original()
 
     return replaced
 

@@ -1,4 +1,4 @@
-"""Train as ``tests/bridge/training.py`` says. Megatron-core's saves start a process that runs this file again."""
+"""Train as ``tests/bridge/training.py`` says."""
 
 import os
 
