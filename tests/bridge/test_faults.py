@@ -32,7 +32,7 @@ def train(bridge_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Tr
         folder = tmp_path_factory.mktemp("bridge")
         job = run_job(bridge_zygote, folder / "run", 4, script=SCRIPT, args=args, faults=faults)
         assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+        assert fired(job.run_dir) == {fault: 2 if fault.endswith("times=2") else 1 for fault in faults}
         return job
 
     def compared(steps: int, layout: str, *faults: str, breaks: str = "") -> Job:
@@ -152,4 +152,5 @@ def test_what_cannot_be_carried_through_a_fault_ends_the_job_at_once(bridge_zygo
 
 def test_twice_in_one_step(train: Train) -> None:
     """What is added up to log is kept, although Bridge has not logged between the faults."""
-    train(5, "log=4", "exception@forward:rank=1,step=4", "exception@sync:rank=3,step=4")
+    job = train(5, "log=4", "exception@forward:rank=1,step=4,times=2")
+    assert len(job.incidents) == 2

@@ -181,7 +181,12 @@ def configuration() -> bridge.ConfigContainer:
             num_distributed_optimizer_instances=INSTANCES, overlap_grad_reduce=overlap, **distributed
         ),
         scheduler=bridge.SchedulerConfig(
-            lr_decay_style="cosine", lr_warmup_iters=2, start_weight_decay=0.01, end_weight_decay=0.01
+            lr_decay_style="cosine",
+            lr_decay_iters=20,
+            lr_warmup_iters=2,
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            override_opt_param_scheduler=True,
         ),
         logger=bridge.LoggerConfig(log_interval=number("log", 1)),
         tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
