@@ -22,6 +22,10 @@ GPU_VERSION ?= 3.12
 ONLY ?=
 RESULTS ?= build/gpu
 STAMP := .venv/.installed
+# Bridge wants another Megatron-core than NeMo, and declares what only GPUs need: pinned as a whole, without resolving.
+BRIDGE_CONSTRAINTS := constraints/bridge-cpu.txt
+BRIDGE_BIN := .venv-bridge/bin
+BRIDGE_STAMP := .venv-bridge/.installed
 
 # In one call: callbacks/, strategies/ and recipes/ are installed as subpackages of checkpointless, and mypy, which
 # knows only paths, must not be asked about the same file under two names.
@@ -29,7 +33,7 @@ TYPED := checkpointless callbacks strategies recipes tests
 FAST := tests/unit -m "not nemo and not ranks and not gpu and not long and not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long compat gpu-kit gpu lint docs format clean
+.PHONY: help demo test test-fast test-long test-bridge compat gpu-kit gpu lint docs format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -48,6 +52,9 @@ test-fast: $(STAMP) ## run the tests that need no NeMo, start no ranks and are q
 test-long: $(STAMP) ## run what takes longer: long tests, and users' runs through drawn faults (hours)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
 	$(BIN)/python benchmarks/users_chaos/run.py --cases 200 --seed 1 --run-dir build/users-chaos
+
+test-bridge: $(BRIDGE_STAMP) ## run the tests with Megatron-Bridge, in .venv-bridge (3 minutes; made once, 3 GB)
+	$(BRIDGE_BIN)/python -m pytest -n 2 --dist loadfile -m "not long" tests/bridge tests/unit/megatron
 
 compat: $(STAMP) ## run the fast tests with other Pythons and the newest Lightning too, where they install (half an hour)
 	$(BIN)/python tests/compat.py $(FAST)
@@ -73,11 +80,18 @@ format: $(STAMP) ## put the code into shape
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and what tools have left
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-bridge .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
 	@echo "make: installing checkpointless, NeMo and the tools into .venv; about 3 minutes, once"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[nemo,dev,docs]' -c $(CONSTRAINTS) $(TORCH)
+	@touch $@
+
+$(BRIDGE_STAMP): pyproject.toml $(BRIDGE_CONSTRAINTS)
+	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@echo "make: installing checkpointless and Megatron-Bridge into .venv-bridge; about 3 minutes, once"
+	@[ -x $(BRIDGE_BIN)/python ] || $(PYTHON) -m venv .venv-bridge
+	$(BRIDGE_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(BRIDGE_CONSTRAINTS) -e .
 	@touch $@

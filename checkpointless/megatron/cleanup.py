@@ -34,6 +34,9 @@ def install() -> None:
 def drop_globals() -> None:
     """Drop the process groups, microbatch calculator, graphs and caches of the generation that is over."""
     parallel_state.destroy_model_parallel()
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, torch.distributed.ProcessGroup):  # it forgets most of them, not all
+            setattr(parallel_state, name, None)
     num_microbatches_calculator.unset_num_microbatches_calculator()
     destroy_rerun_state_machine()
     if cuda_graphs._CudagraphGlobalRecord.cudagraph_created or cuda_graphs._CudagraphGlobalRecord.cudagraph_record:

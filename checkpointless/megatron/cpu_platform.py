@@ -33,7 +33,7 @@ import torch
 import torch.utils._device
 
 from checkpointless.environment import CPU_ENV
-from checkpointless.megatron.cpu import draws, megatron_core, nemo, placement, torch_cuda
+from checkpointless.megatron.cpu import draws, megatron_bridge, megatron_core, nemo, placement, torch_cuda
 from checkpointless.megatron.cpu.device_stream import inside_fork, set_stream_bytes, stream, stream_bytes
 from checkpointless.megatron.cpu.replacements import replacements
 from checkpointless.patches import Patch
@@ -54,15 +54,15 @@ def install() -> None:
     """Install the platform, or, if it is installed already, forget a fork that was interrupted.
 
     Imports parts of Megatron-core if it is installed (a few seconds, once per process or per zygote), because the
-    tracker is part of the platform. NeMo is not imported; a call after NeMo has been imported adds what NeMo
-    needs to load a checkpoint and for LoRA.
+    tracker is part of the platform. NeMo and Megatron-Bridge are not imported; a call after one of them has been
+    imported adds what it needs: NeMo to load a checkpoint and for LoRA, Bridge to train at all.
 
     Raises:
         RuntimeError: CUDA is available or in use in this process.
     """
     inside_fork.set(False)
     if installed():
-        replacements.make([row for row in nemo.rows() if not replacements.touch(row.target)])
+        replacements.make([row for row in _rows_of_what_is_imported() if not replacements.touch(row.target)])
         return
     if torch.cuda.is_available() or torch.cuda.is_initialized():
         raise RuntimeError(
@@ -71,7 +71,7 @@ def install() -> None:
         )
     # `with torch.device(...)` keeps a cached set of the real factories: fill it before they are replaced.
     torch.utils._device._device_constructors()
-    patches = [*_table(), *nemo.rows()]
+    patches = [*_table(), *_rows_of_what_is_imported()]
     stream.manual_seed(torch.initial_seed() % 2**63)
     replacements.make(patches)
     register_rng_source("cpu_platform", RngSource(stream_bytes, set_stream_bytes))
@@ -83,5 +83,10 @@ def uninstall() -> None:
 
 
 def _table() -> list[Patch]:
-    """Return every replacement that `install()` makes, but for NeMo's."""
+    """Return every replacement that `install()` makes, but for those in what may be imported later."""
     return [*torch_cuda.rows(), *placement.rows(), *draws.rows(), *megatron_core.rows()]
+
+
+def _rows_of_what_is_imported() -> list[Patch]:
+    """Return the replacements in NeMo and Megatron-Bridge, as far as they have been imported."""
+    return [*nemo.rows(), *megatron_bridge.rows()]

@@ -27,7 +27,7 @@ from tests.ports import free_port
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 150.0
 _ENDED_BADLY = "ended-badly"
-MODULES = ("nemo.lightning", "nemo.collections.llm", "checkpointless.demo.text")
+MODULES = ("nemo.lightning", "nemo.collections.llm", "checkpointless.demo.text", "checkpointless.strategies")
 
 
 class RankFailure(AssertionError):
@@ -35,9 +35,13 @@ class RankFailure(AssertionError):
 
 
 class Zygote:
-    """Runs a process that has imported NeMo on the CPU platform, and forks ranks on demand."""
+    """Runs a process that has imported NeMo on the CPU platform, and forks ranks on demand.
 
-    def __init__(self) -> None:
+    Args:
+        modules: what it imports, in this order, if not NeMo.
+    """
+
+    def __init__(self, modules: tuple[str, ...] = MODULES) -> None:
         environment = {
             **os.environ,
             "CHECKPOINTLESS_CPU": "1",
@@ -45,7 +49,7 @@ class Zygote:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *modules],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -122,7 +126,7 @@ def _serve() -> None:
     from checkpointless.recipes import runner
 
     runner.prepare_process()
-    for module in (*MODULES, "checkpointless.strategies", "checkpointless.agent.node_run"):
+    for module in (*sys.argv[1:], "checkpointless.agent.node_run"):
         importlib.import_module(module)
     torch.set_num_threads(1)
     gc.collect()

@@ -35,6 +35,7 @@ NOT_RUN = {
     r" report /": "the run directory of a job on a cluster",
     r" tiny_gpt_cpu --cpu --nproc-per-node 4( trainer\.max_steps=20)?$": "is run with --record-steps",
     r" --nproc-per-node 4 examples/train_gpt\.py --steps 20$": "is run with --record-steps",
+    r"train_bridge\.py": "Bridge, which another environment has; tests/bridge/test_saves.py runs it",
     r" llama3\w+ --dry-run$": "half a minute; tests/ranks/test_recipes.py compares its output",
     r"six-faults": "a run of a minute; tests/unit/cli/commands/test_report.py has one like it",
 }

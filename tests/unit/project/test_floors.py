@@ -44,6 +44,7 @@ FLOORS = {
     "__init__": 6,
     "megatron": 7,
     "callbacks": 7,
+    "bridge": 8,
     "strategies": 8,
     "demo": 9,
     "recipes": 9,

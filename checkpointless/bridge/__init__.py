@@ -1,0 +1,23 @@
+"""Recovery for trainings with Megatron-Bridge: ``pretrain`` and ``finetune`` in the places of Bridge's own.
+
+    from checkpointless import HPWrapper
+    from checkpointless.bridge import pretrain
+
+    @HPWrapper()
+    def main():
+        pretrain(config(), forward_step)
+
+Importing this package imports Megatron-Bridge. If the job was started with ``--cpu``, import it before
+``megatron.bridge``, which can be imported without TransformerEngine then.
+"""
+
+from __future__ import annotations
+
+from checkpointless.megatron import cpu_platform
+
+if cpu_platform.requested():
+    cpu_platform.install()
+
+from checkpointless.bridge.entry import finetune, pretrain  # after the platform, without which this fails on CPUs
+
+__all__ = ["finetune", "pretrain"]

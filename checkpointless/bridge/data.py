@@ -1,0 +1,123 @@
+"""Bridge's data loaders, positioned so that a training that resumes takes the batches that it would have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron.bridge.data.samplers import MegatronPretrainingBatchSampler, MegatronPretrainingRandomSampler
+
+from checkpointless.inprocess.data_workers.streams import Place, seed_data_workers
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+#: The streams of samples, in the order in which Bridge builds their loaders.
+STREAMS = ("train", "valid", "test")
+
+
+class Passes:
+    """Iterates over a loader again and again, as Bridge does, from the batch that follows those consumed.
+
+    Bridge makes an iterator when the first batch is asked for, and torch draws a number from the training's stream
+    for it. If the loader is in the middle of a pass, that iterator was made before the fault: here it is made at
+    once, before the streams are put back. Bridge's sampler of whole batches would begin every further pass where
+    the first one has resumed; here it begins where the training once began.
+
+    Args:
+        loader: the loader, whose sampler knows how many samples are consumed.
+        began: number of samples that were consumed when the training began.
+
+    Attributes:
+        number: how many passes precede the one under way. Workers ask for it when they start.
+    """
+
+    def __init__(self, loader: DataLoader[Any], began: int) -> None:
+        self._loader = loader
+        self._sampler: Any = getattr(loader, "batch_sampler", None)
+        self._began = began
+        self.number = self._find_place()
+        self._first: Iterator[Any] | None = None
+
+    def resume(self) -> None:
+        """Go on with a pass that is under way, if one is."""
+        if self._is_inside_a_pass:
+            self._first = iter(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._first is not None:
+            yield from self._first
+            self._first = None
+            self._end_pass()
+        while True:
+            yield from self._loader
+            self._end_pass()
+
+    def _find_place(self) -> int:
+        """Have the first pass begin where it must, and return how many passes precede it."""
+        sampler = self._sampler
+        self._is_inside_a_pass = False
+        if isinstance(sampler, MegatronPretrainingRandomSampler):
+            number, inside = divmod(sampler.consumed_samples, sampler.total_samples - sampler.last_batch_size)
+            self._is_inside_a_pass = inside > 0
+            return int(number)
+        if not isinstance(sampler, MegatronPretrainingBatchSampler):
+            return 0
+        taken = (sampler.consumed_samples - self._began) // sampler._global_batch_size
+        sampler.consumed_samples = self._began
+        number, batch = divmod(taken, max(len(sampler), 1))
+        sampler.consumed_samples = self._began % sampler.total_samples + batch * sampler._global_batch_size
+        self._is_inside_a_pass = batch > 0
+        return int(number)
+
+    def _end_pass(self) -> None:
+        self.number += 1
+        if isinstance(self._sampler, MegatronPretrainingBatchSampler):
+            self._sampler.consumed_samples = self._began
+
+
+class Loaders:
+    """The data loaders of one generation.
+
+    Args:
+        resumes: whether the training resumes from memory.
+        began: for each stream how many samples were consumed when the training began.
+        seed: the seed of the job.
+    """
+
+    def __init__(self, resumes: bool, began: Mapping[str, int], seed: int) -> None:
+        self._resumes = resumes
+        self._began = began
+        self._seed = seed
+        self._names: Iterator[str] = iter(())
+        self._made: list[tuple[DataLoader[Any], str]] = []
+        self._passes: dict[str, Passes] = {}
+
+    def begin_build(self) -> None:
+        """Note that Bridge builds the loaders now, those of the streams in their order."""
+        self._names = iter(STREAMS)
+
+    def made(self, loader: DataLoader[Any] | None, rank: int) -> None:
+        """Make what the workers of a loader draw depend on the batch alone, not on how long a worker has lived.
+
+        Args:
+            loader: the next stream's loader; None: it has none.
+            rank: the data-parallel rank.
+        """
+        name = next(self._names)
+        if loader is None:
+            return
+        self._made.append((loader, name))
+
+        def place() -> Place:
+            return Place(self._passes[name].number if name in self._passes else 0)
+
+        seed_data_workers(loader, self._seed, rank=rank, stream=name, place=place)
+
+    def passes(self, loader: DataLoader[Any]) -> Passes:
+        """Return what iterates over ``loader`` again and again."""
+        name = next((name for each, name in self._made if each is loader), "")
+        self._passes[name] = passes = Passes(loader, self._began.get(name, 0))
+        if self._resumes:
+            passes.resume()
+        return passes

@@ -1,0 +1,24 @@
+"""Tests that need Megatron-Bridge: ``make test-bridge`` runs them, in an environment of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+
+from tests.ranks.nemo_zygote import Zygote
+
+try:
+    version("megatron-bridge")
+    collect_ignore_glob: list[str] = []
+except PackageNotFoundError:  # where NeMo is, Bridge cannot be: they want different versions of Megatron-core
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def bridge_zygote() -> Iterator[Zygote]:
+    """Yield a process that has imported Bridge on the CPU platform and forks ranks in milliseconds."""
+    zygote = Zygote(("checkpointless.bridge",))
+    yield zygote
+    zygote.close()

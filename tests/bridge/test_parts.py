@@ -1,0 +1,151 @@
+"""Test the parts of the integration of Megatron-Bridge that need no ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import tests.bridge.imported  # noqa: F401 - before what follows
+
+# isort: split
+import pytest
+import torch
+from megatron.bridge.data.loaders import cyclic_iter
+from megatron.bridge.data.samplers import build_pretraining_data_loader
+from megatron.bridge.training import pretrain, train
+
+from checkpointless.bridge import seams
+from checkpointless.bridge.data import Loaders
+from checkpointless.bridge.entry import _copied
+from checkpointless.bridge.outcome import StepOutcome
+from checkpointless.bridge.refusals import _REFUSALS, refusal
+from checkpointless.serialization import state_tree
+
+pytestmark = [pytest.mark.nemo]
+
+SAMPLES, GLOBAL, RANKS = 22, 4, 2
+
+
+def made(kind: str, consumed: int) -> Any:
+    return build_pretraining_data_loader(
+        torch.arange(SAMPLES),
+        consumed,
+        kind,
+        1,
+        0,
+        True,
+        data_parallel_rank=1,
+        data_parallel_size=RANKS,
+        global_batch_size=GLOBAL,
+        pin_memory=False,
+    )
+
+
+@pytest.mark.parametrize("began", [0, 8])
+@pytest.mark.parametrize("kind", ["cyclic", "batch"])
+def test_a_pass_goes_on_where_it_stood_wherever_that_was(kind: str, began: int) -> None:
+    """Bridge alone is right as long as it does not resume."""
+    each = RANKS if kind == "cyclic" else GLOBAL  # samples of all ranks in one batch of the loader
+    expected = [batch.tolist() for batch in itertools.islice(cyclic_iter(made(kind, began)), 40)]
+    for taken in range(30):
+        loaders = Loaders(True, {"train": began}, seed=1)
+        loaders.begin_build()
+        loader = made(kind, began + taken * each)
+        loaders.made(loader, 1)
+        found = [batch.tolist() for batch in itertools.islice(loaders.passes(loader), 10)]
+        assert found == expected[taken : taken + 10], f"after {taken} batches"
+
+
+@pytest.mark.parametrize("kind", ["cyclic", "batch"])
+def test_an_iterator_that_was_there_before_the_fault_draws_at_once_and_others_when_they_begin(kind: str) -> None:
+    """Torch draws a number from the training's stream when an iterator is made."""
+    each = RANKS if kind == "cyclic" else GLOBAL
+    length = (SAMPLES // GLOBAL * GLOBAL if kind == "batch" else SAMPLES // RANKS * RANKS) // each
+    for resumes, taken in itertools.product((False, True), range(length + 2)):
+        loaders = Loaders(resumes, {"train": 0}, seed=1)
+        loaders.begin_build()
+        loader = made(kind, taken * each)
+        loaders.made(loader, 1)
+        before = torch.get_rng_state()
+        loaders.passes(loader)
+        drawn = not torch.equal(before, torch.get_rng_state())
+        assert drawn == (resumes and taken % length > 0)
+
+
+@pytest.mark.parametrize("losses", [[], [[1.5], [2.25]], [[1.5, 3.0], [0.1, 7.0]]])
+def test_an_outcome_travels_as_plain_data(losses: list[list[float]]) -> None:
+    outcome = StepOutcome([{"lm loss": torch.tensor(each)} for each in losses], True, 0.1, None, 8)
+    again = StepOutcome.from_plain(state_tree.loads(state_tree.dumps(outcome.to_plain())))
+    assert [{name: each.tolist() for name, each in loss.items()} for loss in again.losses] == [
+        {name: each.tolist() for name, each in loss.items()} for loss in outcome.losses
+    ]
+    assert (again.succeeded, again.grad_norm, again.num_zeros, again.samples) == (True, 0.1, None, 8)
+
+
+REFUSED = {
+    "dataset.dataloader_type": "external",
+    "train.iterations_to_skip": [3],
+    "optimizer.optimizer": "muon",
+    "rerun_state_machine.rerun_mode": "report_determinism_stats",
+    "rerun_state_machine.error_injection_rate": 1000,
+}
+ALLOWED = {
+    "dataset.dataloader_type": "cyclic",
+    "train.iterations_to_skip": [],
+    "optimizer.optimizer": "adam",
+    "rerun_state_machine.rerun_mode": "validate_results",
+    "peft": None,
+}
+
+
+def configured(setting: str, value: object) -> Any:
+    section, _, name = setting.partition(".")
+    return SimpleNamespace(**{section: SimpleNamespace(**{name: value}) if name else value})
+
+
+@pytest.mark.parametrize("setting", [each.setting for each in _REFUSALS])
+def test_what_cannot_be_carried_is_refused_in_one_line(setting: str) -> None:
+    reason = refusal(configured(setting, REFUSED.get(setting, True)))
+    assert reason is not None
+    assert reason.startswith(f"{setting}: checkpointless ")
+    assert ": set " in reason
+    assert "\n" not in reason
+    assert refusal(configured(setting, ALLOWED.get(setting, False))) is None
+    assert refusal(configured(setting.partition(".")[0], None)) is None
+
+
+@dataclass
+class Section:
+    size: int | None = None
+    hooks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Configuration:
+    model: Section
+    peft: Section | None = None
+
+
+def test_what_bridge_writes_into_its_configuration_is_not_there_at_the_next_entry() -> None:
+    config = Configuration(Section())
+    copied: Any = _copied(config)  # type: ignore[arg-type]
+    copied.model.size = 128
+    copied.model.hooks.append("a hook")
+    assert config == Configuration(Section())
+
+
+def test_outside_of_a_block_bridge_is_its_own() -> None:
+    originals = pretrain.train, train.train_step
+    generation: Any = SimpleNamespace()
+    try:
+        with seams.entered(generation):
+            assert train.train_step is not originals[1]
+            assert seams._running == [generation]
+        assert seams._running == []
+        with pytest.raises(TypeError, match="forward_step_func"):
+            train.train_step()  # Bridge's own, which misses its arguments
+    finally:
+        seams._patches.undo()
+    assert (pretrain.train, train.train_step) == originals
