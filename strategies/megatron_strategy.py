@@ -56,7 +56,8 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         failed_saves_end_job: whether a checkpoint that cannot be saved ends the job. Default: False; a warning says
             why, training goes on, and the next checkpoint that is due is made.
         warm: whether a rank that lives through a fault keeps its model and optimizer built, if nobody has changed
-            how they are built. Default: True. If False, they are built anew and take over the state.
+            how they are built, and what its data module has built. Default: True. If False, all is built anew and
+            takes over the state.
         **kwargs: the keyword arguments of ``MegatronStrategy``.
 
     Attributes:
@@ -112,6 +113,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     def setup_environment(self) -> None:
         """Set up the process groups, and make new loggers continue where the old ones were."""
         super().setup_environment()
+        self._keep_datasets()
         call = self._call
         if call is None or call.generation == 0 or self.lightning_module is None:
             return

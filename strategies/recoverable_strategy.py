@@ -21,6 +21,7 @@ from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.loops import make_resumable
 from checkpointless.strategies.boundary.restoration import skip_fit
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
+from checkpointless.strategies.data.kept_datasets import keep_datasets
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.strategies.frameworks import chatter, entry_points
@@ -39,6 +40,7 @@ class RecoverableStrategy(ParallelStrategy):
     """
 
     trainer: pl.Trainer  # since setup()
+    warm = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -128,6 +130,12 @@ class RecoverableStrategy(ParallelStrategy):
             return
         with self._rebuild.process_groups():
             build()
+
+    def _keep_datasets(self) -> None:
+        """Have the data module of a fit get back what it had built before the fault."""
+        call, module = self._call, self.lightning_module
+        if call is not None and self.warm and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            keep_datasets(module.trainer, call)
 
     def _resume_loggers(self) -> None:
         """Make new loggers continue where those of the fault's generation were."""

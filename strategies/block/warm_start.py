@@ -15,6 +15,7 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 from checkpointless.inprocess.context import tell
 from checkpointless.megatron.warm import KeptModel, agree
 from checkpointless.recovery import CheckpointManager
+from checkpointless.serialization.pictures import pictures
 from checkpointless.telemetry.event_names import EventName
 
 
@@ -120,16 +121,16 @@ def _obstacle(strategy: Any) -> str | None:
     return None
 
 
-def _plans(strategy: Any) -> dict[str, dict[str, Any]]:
-    """Return the configurations that decide how model and optimizer are built."""
-    module = strategy.lightning_module
+def _plans(strategy: Any) -> dict[str, dict[str, object]]:
+    """Return pictures of the configurations that decide how model and optimizer are built."""
+    module, plugin = strategy.lightning_module, strategy.precision_plugin
     optim = module.optim
     rules = {name: getattr(optim, name, None) for name in ("no_weight_decay_cond", "scale_lr_cond", "lr_mult")}
-    plugin = strategy.precision_plugin
-    dtypes = dict(vars(plugin.dtype_config)) if getattr(plugin, "dtype_config", None) is not None else {}
-    return {
-        "model": dict(vars(module.config)),
+    dtypes = getattr(plugin, "dtype_config", None)
+    values = {
+        "model": vars(module.config),
         "optimizer": {"class": type(optim), **rules, **vars(optim.config)},
-        "DistributedDataParallel": dict(vars(strategy.ddp_config)),
-        "precision": {"class": type(plugin), **dtypes},
+        "DistributedDataParallel": vars(strategy.ddp_config),
+        "precision": {"class": type(plugin), "types": dtypes},
     }
+    return {name: pictures(each) for name, each in values.items()}

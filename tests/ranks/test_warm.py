@@ -64,9 +64,25 @@ def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tupl
         assert all(each["old"] == [] for each in found), f"rank {rank}: {found}"
 
 
+def test_datasets_are_built_once_unless_a_rank_is_made_anew(disturb: Disturb) -> None:
+    data = ("data._target_=tests.ranks.logged_text.LoggedText",)
+    faults = (
+        "exception@forward:rank=2,step=3",
+        "sigkill@forward:rank=1,step=5",
+        "exception@backward:rank=3,step=7",
+    )
+    job = disturb(4, 9, *faults, args=(*data, *DROPOUT))
+    ranks = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DATASETS]
+    assert [each["kept"] for each in ranks] == [True] * 4 + [False] * 4 + [True] * 4, ranks
+    assert sorted((job.run_dir / "setups").read_text().split()) == sorted(
+        "0123" * 2
+    )  # and after the kill
+
+
 def test_it_can_be_switched_off(disturb: Disturb) -> None:
     job = disturb(4, 4, "exception@backward:rank=2,step=3", args=("checkpointless.warm=false",))
     assert told(job) == []
+    assert not any(event.stage == EventName.DATASETS for event in read_events(job.run_dir))
 
 
 def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb) -> None:

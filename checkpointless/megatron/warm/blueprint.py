@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,43 +96,3 @@ def _first_difference(then: tuple[str, Any], now: tuple[str, Any]) -> str:
         if before != after:
             return f"{name}: {', '.join(map(str, {*before} ^ {*after}))}" if isinstance(before, list) else name
     return "name"
-
-
-def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the name of a value that differs between two configurations; None: there is none."""
-    for name in sorted({*then, *now}):
-        if name not in then or name not in now or not alike(then[name], now[name]):
-            return name
-    return None
-
-
-def alike(then: object, now: object) -> bool:
-    """Return whether two values of a configuration mean the same, as far as that can be known."""
-    return _alike(then, now)
-
-
-def _alike(then: Any, now: Any) -> bool:
-    if then is now:
-        return True
-    if type(then) is not type(now):
-        return False
-    if isinstance(then, functools.partial):
-        return (
-            _alike(then.func, now.func)
-            and _alike(list(then.args), list(now.args))
-            and _alike(then.keywords, now.keywords)
-        )
-    if isinstance(then, types.MethodType):
-        return _alike(then.__func__, now.__func__)
-    if isinstance(then, types.FunctionType):
-        cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (then, now)]
-        return then.__code__ is now.__code__ and _alike(*cells) and _alike(then.__defaults__, now.__defaults__)
-    if isinstance(then, list | tuple):
-        return len(then) == len(now) and all(_alike(a, b) for a, b in zip(then, now))
-    if isinstance(then, dict):
-        return then.keys() == now.keys() and all(_alike(then[key], now[key]) for key in then)
-    if isinstance(then, torch.Tensor):
-        return torch.equal(then, now)
-    if type(then).__eq__ is object.__eq__:
-        return bool(vars(then)) and _alike(vars(then), vars(now)) if hasattr(then, "__dict__") else False
-    return bool(then == now)

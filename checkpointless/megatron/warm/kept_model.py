@@ -16,12 +16,13 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from checkpointless.megatron.fp8_parameters import fp8_parameters
 from checkpointless.megatron.update import sub_optimizers
 from checkpointless.megatron.warm.bindings import rebind
-from checkpointless.megatron.warm.blueprint import Blueprint, differing, unknown_class
+from checkpointless.megatron.warm.blueprint import Blueprint, unknown_class
+from checkpointless.serialization.pictures import differing
 
 #: A process group with its global ranks and its description.
 Group = tuple[Any, tuple[int, ...], str]
-#: Values of configurations, by what each describes and by name.
-Plans = Mapping[str, Mapping[str, Any]]
+#: Pictures of the values of configurations, by what each describes and by name.
+Plans = Mapping[str, Mapping[str, object]]
 #: What the guard and the strategy put over an optimizer's own functions.
 _COVERED = ("get_grad_norm", "clip_grad_norm", "count_zeros", "prepare_grads", "step_with_ready_grads", "step")
 
@@ -38,7 +39,7 @@ class KeptModel:
     Args:
         chunks: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
         optimizer: the (chained) Megatron optimizer.
-        plans: the values of all configurations before anything was built, by what each describes.
+        plans: pictures of all configurations before anything was built.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: MegatronOptimizer, plans: Plans) -> None:
@@ -70,7 +71,7 @@ class KeptModel:
         """Return what the next generation's model would have otherwise, in a phrase; None: it is the same.
 
         Args:
-            plans: the values of its configurations, before anything is built.
+            plans: pictures of its configurations, before anything is built.
         """
         for what, then in self._plans.items():
             name = differing(then, plans.get(what, {}))

@@ -1,0 +1,125 @@
+"""Pictures of values: what a value is now, to be compared with what another one is later.
+
+A picture does not change when its value does. Equal pictures mean that code which reads the values finds the same;
+where that cannot be known, pictures are equal only if they are of the very same object.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import pickle
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+_LARGE_BYTES = 1 << 20  # a larger tensor is known by its identity
+_PLAIN = (bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Size)
+_NAMED = (types.ModuleType, types.BuiltinFunctionType)
+
+
+def picture(value: object) -> object:
+    """Return a picture of ``value``."""
+    return _Painter().paint(value)
+
+
+def pictures(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a picture of each of ``values``, by name."""
+    return {name: picture(value) for name, value in values.items()}
+
+
+def differing(then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+    """Return the first name whose picture differs, in alphabetical order; None: there is none."""
+    missing = object()
+    return next((name for name in sorted({*then, *now}) if then.get(name, missing) != now.get(name, missing)), None)
+
+
+class _Same:
+    """A picture of an object of which nothing but its identity is known.
+
+    Args:
+        value: the object, which is kept so that no other one gets its place in memory.
+    """
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+class _Painter:
+    """Paints one picture. An object that is met once more is known by when it was met first."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, int] = {}
+        self._kept: list[object] = []  # so that no id is given to another object meanwhile
+
+    def paint(self, value: Any) -> object:
+        """Return the picture of a part."""
+        if value is None or isinstance(value, _PLAIN):
+            return type(value), value
+        if isinstance(value, _NAMED):
+            return _Same(value)
+        if id(value) in self._met:
+            return "again", self._met[id(value)]
+        self._met[id(value)] = len(self._met)
+        self._kept.append(value)
+        return type(value), self._inside(value)
+
+    def _inside(self, value: Any) -> object:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, dict):
+            return [(self.paint(key), self.paint(each)) for key, each in value.items()]
+        if isinstance(value, list | tuple):
+            return [self.paint(each) for each in value]
+        if isinstance(value, functools.partial):
+            return [self.paint(each) for each in (value.func, value.args, value.keywords)]
+        if isinstance(value, types.MethodType):
+            return [self.paint(value.__func__), self.paint(value.__self__)]
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if _is_transparent(value):
+            return self.paint(vars(value))
+        return _pickled(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> object:
+        if tensor.nbytes > _LARGE_BYTES or tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+            return _Same(tensor)
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return tensor.dtype, tensor.shape, str(tensor.device), bytes(flat.tolist())
+
+    def _function(self, function: types.FunctionType) -> object:
+        cells = []
+        for cell in function.__closure__ or ():
+            try:
+                cells.append(self.paint(cell.cell_contents))
+            except ValueError:  # not yet filled
+                cells.append("empty")
+        return function.__code__, cells, self.paint(function.__defaults__), self.paint(function.__kwdefaults__)
+
+
+def _is_transparent(value: object) -> bool:
+    """Return whether an object is no more than its attributes: neither pickled nor compared in its own way."""
+    kind = type(value)
+    return (
+        hasattr(value, "__dict__")
+        and kind.__reduce__ is object.__reduce__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__getstate__ is object.__getstate__
+    )
+
+
+def _pickled(value: object) -> object:
+    """Return a digest of what an object is pickled to; what cannot be pickled is known by its identity."""
+    try:
+        return xxhash.xxh3_128_hexdigest(pickle.dumps(value))
+    except Exception:  # noqa: BLE001 - any class may refuse in its own way
+        return _Same(value)

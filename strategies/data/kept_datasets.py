@@ -1,0 +1,152 @@
+"""Gives a data module back what its ``setup`` had built before the fault, where that is sure to be the same."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset
+
+from checkpointless.inprocess import HPCallWrapper
+from checkpointless.inprocess.context import tell
+from checkpointless.recovery.rng import RngStates
+from checkpointless.serialization.pictures import differing, pictures
+from checkpointless.telemetry.event_names import EventName
+
+#: What of a trainer decides how much data is built.
+_SIZES = (
+    "max_steps",
+    "max_epochs",
+    "val_check_interval",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "world_size",
+    "num_nodes",
+)
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What a call of ``setup`` found, and what it has built.
+
+    Attributes:
+        found: pictures of the data module's attributes and of the trainer's sizes before.
+        streams: the random streams before.
+        built: the attributes that are new or other ones after.
+        left: the random streams after.
+    """
+
+    found: Mapping[str, object]
+    streams: RngStates
+    built: Mapping[str, Any]
+    left: RngStates
+
+
+@dataclass
+class _Kept:
+    """What the calls of ``setup`` in one block have built, in the order of the calls."""
+
+    generation: int = -1
+    calls: int = 0  # in that generation
+    built: dict[int, _Built] = field(default_factory=dict)
+
+    def next_call(self, generation: int) -> int:
+        """Return the number of the next call in ``generation``."""
+        if generation != self.generation:
+            self.generation, self.calls = generation, 0
+        self.calls += 1
+        return self.calls
+
+
+_kept: weakref.WeakKeyDictionary[HPCallWrapper, _Kept] = weakref.WeakKeyDictionary()
+
+
+def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
+    """Have the next ``setup`` of the trainer's data module give back what was built before the fault.
+
+    That is so if every rank has it, all that ``setup`` builds are map-style datasets and plain values, and what it
+    finds is as it was: the attributes of the data module, the sizes of the trainer, the random streams. Otherwise
+    ``setup`` is called.
+
+    Args:
+        trainer: the trainer, whose process groups exist. Its data module has not been set up.
+        call: the running wrapper.
+    """
+    module: Any = getattr(trainer, "datamodule", None)
+    if module is None:
+        return
+    setup: Callable[[str], None] = module.setup
+    kept = _kept.setdefault(call, _Kept())
+    number = kept.next_call(call.generation)
+
+    def once(stage: str) -> None:
+        """Set up the data module, or give it what it had; then leave its class's own ``setup`` in place."""
+        vars(module).pop("setup", None)
+        began_s, streams, found = time.monotonic(), _streams(), _found(module, trainer, stage)
+        earlier = kept.built.pop(number, None)
+        reason = _difference(earlier, found, streams)
+        if call.generation > 0 and _everywhere(reason is None, trainer.strategy.root_device):
+            assert earlier is not None
+            vars(module).update(earlier.built)
+            earlier.left.restore()
+            kept.built[number] = earlier
+            tell(EventName.DATASETS, kept=True, seconds=time.monotonic() - began_s)
+            return
+        if call.generation > 0:
+            tell(EventName.DATASETS, kept=False, reason=reason or "another rank sets its data module up")
+        before = dict(vars(module))
+        setup(stage)
+        built = {name: value for name, value in vars(module).items() if before.get(name, before) is not value}
+        if all(_is_lasting(value) for value in built.values()):
+            kept.built[number] = _Built(found, streams, built, _streams())
+
+    module.setup = once
+
+
+def _streams() -> RngStates:
+    """Return the random streams that a data module draws from, which are not those of a framework's own tracker."""
+    streams = RngStates.capture().streams
+    return RngStates({name: state for name, state in streams.items() if not name.startswith("source:")})
+
+
+def _found(module: pl.LightningDataModule, trainer: pl.Trainer, stage: str) -> dict[str, object]:
+    """Return pictures of what decides what ``setup`` builds."""
+    attributes = {name: value for name, value in vars(module).items() if name != "trainer"}
+    sizes = {name: getattr(trainer, name, None) for name in _SIZES}
+    return pictures({**attributes, **sizes, "class": type(module), "stage": str(stage)})
+
+
+def _difference(earlier: _Built | None, found: Mapping[str, object], streams: RngStates) -> str | None:
+    """Return why ``setup`` may build something else than before the fault, in a phrase; None: the same."""
+    if earlier is None:
+        return "nothing was kept"
+    name = differing(earlier.found, found)
+    if name is not None:
+        return f"{name} is another one"
+    return None if streams.same_streams(earlier.streams) else "random numbers were drawn otherwise before"
+
+
+def _is_lasting(value: object) -> bool:
+    """Return whether a value that ``setup`` has made can be used once more: training does not change it."""
+    if isinstance(value, IterableDataset):
+        return False
+    if isinstance(value, list | tuple):
+        return all(_is_lasting(each) for each in value)
+    if isinstance(value, dict):
+        return all(_is_lasting(each) for each in value.values())
+    return isinstance(value, (*_PLAIN, Dataset))
+
+
+def _everywhere(mine: bool, device: torch.device) -> bool:
+    """Return whether ``mine`` is true on every rank. Collective."""
+    flag = torch.tensor([int(mine)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())

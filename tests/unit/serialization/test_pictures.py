@@ -1,0 +1,121 @@
+"""Test that pictures are equal where values mean the same, and only there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointless.serialization.pictures import differing, picture, pictures
+
+
+@dataclass
+class Settings:
+    size: int
+    start: Any
+
+
+class Bare:
+    """A value without an equality of its own, and without attributes."""
+
+
+class Opaque:
+    """A value that cannot be looked into."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it cannot be pickled")
+
+
+class Pickled:
+    """A value that says itself what it is."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.noise = number, object()
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"number": self.number}
+
+
+def normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def start(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nn.init.normal_(tensor, std=sigma)
+
+    return start
+
+
+def hook(*_: object, key: int = 0) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "same"),
+    [
+        (1, 1, True),
+        (1, 1.0, False),
+        (True, 1, False),
+        (normal(0.1), normal(0.1), True),
+        (normal(0.1), normal(0.2), False),
+        (functools.partial(hook, 1, key=2), functools.partial(hook, 1, key=2), True),
+        (functools.partial(hook, 1, key=2), functools.partial(hook, 1, key=3), False),
+        (functools.partial(hook, 1), functools.partial(print, 1), False),
+        ([1, {"a": (2, None)}], [1, {"a": (2, None)}], True),
+        ([1, {"a": (2, None)}], [1, {"a": (3, None)}], False),
+        (Settings(1, torch.float32), Settings(1, torch.float32), True),
+        (Settings(1, torch.float32), Settings(1, torch.bfloat16), False),
+        (torch.ones(2), torch.ones(2), True),
+        (torch.ones(2), torch.zeros(2), False),
+        (Bare(), Bare(), True),
+        (Opaque(), Opaque(), False),
+        (Pickled(1), Pickled(1), True),
+        (Pickled(1), Pickled(2), False),
+        (None, 0, False),
+    ],
+)
+def test_what_is_alike(then: Any, now: Any, same: bool) -> None:
+    assert (picture(then) == picture(now)) is same
+    before, after = pictures({"a": 1, "b": then}), pictures({"a": 1, "b": now})
+    assert differing(before, after) == (None if same else "b")
+
+
+def test_a_value_that_is_missing_differs() -> None:
+    assert differing(pictures({"a": 1}), {}) == "a"
+    assert differing({}, pictures({"a": 1})) == "a"
+
+
+def test_a_picture_stays_as_it_was() -> None:
+    value: dict[str, Any] = {"a": [1], "b": torch.zeros(2), "c": Settings(1, [2])}
+    before = picture(value)
+    value["a"].append(2)
+    assert picture(value) != before
+    value["a"].pop()
+    assert picture(value) == before
+    value["b"].add_(1)
+    assert picture(value) != before
+    value["b"].zero_()
+    value["c"].start.append(3)
+    assert picture(value) != before
+
+
+def test_circles_end() -> None:
+    def circle(end: int) -> dict[str, Any]:
+        made: dict[str, Any] = {"end": end}
+        made["self"] = [made]
+        return made
+
+    assert picture(circle(1)) == picture(circle(1))
+    assert picture(circle(1)) != picture(circle(2))
+
+
+def test_what_is_shared_is_not_like_what_is_equal() -> None:
+    one: list[int] = []
+    assert picture([one, one]) != picture([[], []])
+
+
+def test_a_large_tensor_is_known_by_its_identity() -> None:
+    large = torch.zeros(1 << 20)
+    assert picture(large) == picture(large)
+    assert picture(large) != picture(large.clone())
