@@ -55,11 +55,13 @@ PART_OF: dict[str, Part | None] = {
     "lock.mark_ready": Part.REST,
     "lock.update, in": Part.REST,
     "lock.update, out": Part.REST,
+    "applied": Part.STATE,
     "committed": Part.REST,
     "store_rng_states": Part.STREAMS,
     "capture": Part.STREAMS,
     "capture: Python": Part.STREAMS,
     "capture: NumPy": Part.STREAMS,
+    "capture: torch": Part.STREAMS,
     "capture: sources": Part.STREAMS,
     "put_on_board": Part.STREAMS,
     "same_streams": Part.STREAMS,
@@ -205,6 +207,9 @@ class HookTimer(Callback):
                 "random streams (both calls), over and over": over_and_over_ns(
                     lambda: _take_streams(manager, step)
                 ),
+                "all hooks around an update, over and over": over_and_over_ns(
+                    lambda: _take_everything(strategy._fit._keeper, step)
+                ),
             },
         }
         (self._directory / f"hooks-{dist.get_rank()}.json").write_text(json.dumps(result))
@@ -238,7 +243,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     for method in ("copy_buffers", "reached", "ready"):
         watch.replace(strategy._fit.live, method, f"live.{method}")
     watch.replace(strategy.checkpoint_manager, "keep_buffers", "keep_buffers")
-    watch.replace(step_keeper, "take_accumulated", "take_accumulated")
+    watch.replace(step_keeper, "Accumulated", "take_accumulated")
     watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
     watch.replace(strategy.checkpoint_manager, "replicate_rng_states", "replicate_rng_states", whole=True)
     watch.replace(streams, "put_on_board", "put_on_board")
@@ -246,6 +251,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
         watch.replace(rng.RngStates, method, method)
     watch.replace(rng._python, "take", "capture: Python")
     watch.replace(rng._numpy, "take", "capture: NumPy")
+    watch.replace(rng._torch, "take", "capture: torch")
     for stream in rng._sources.values():  # Megatron's and the workers' seed
         stream.take = watch.around("capture: sources", stream.take)
     watch.replace(call.board, "put_snapshot", "put_snapshot")
@@ -253,6 +259,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     guarded = optimizer.step_with_ready_grads
     watch.replace(optimizer, "step_with_ready_grads", "GuardedUpdate")
     watch.replace(guarded, "_ready", "ready")
+    watch.replace(guarded, "_applied", "applied")
     watch.replace(guarded, "_committed", "committed")
     watch.replace(update, "update_locally", "update_locally")
     watch.replace(update, "gather_parameters", "gather_parameters")
@@ -274,6 +281,15 @@ def _take_streams(manager: Any, step: int) -> None:
     """What a step does with the random streams, when training is over."""
     manager.store_rng_states(step, stage=Stage.TURNED)
     manager.store_rng_states(step + 1)
+
+
+def _take_everything(keeper: Any, step: int) -> None:
+    """What a step does with the state and the streams, but for the vote and what goes to another rank."""
+    keeper._gradients_are_final(step + 1)
+    with keeper._call.parameter_update_lock.update(step + 1):
+        keeper.live.applied(step + 1)
+    keeper._committed(step + 1)
+    keeper.reached(step, Stage.CHECKED)
 
 
 def over_and_over_ns(call: Callable[[], Any]) -> list[int]:

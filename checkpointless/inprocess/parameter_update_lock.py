@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -88,24 +87,41 @@ class ParameterUpdateLock:
         """Record that the gradients of ``step`` are final: this rank could apply them without other ranks."""
         self._ready_step = step
 
-    @contextmanager
-    def update(self, step: int) -> Iterator[None]:
+    def update(self, step: int) -> AbstractContextManager[None]:
         """Bracket the local update of ``step``; leaving it without an error commits the step.
 
         Raises:
-            RankShouldRestart: a fault is being handled, so the update must not begin.
+            RankShouldRestart: upon entry; a fault is being handled, so the update must not begin.
         """
+        return _Update(self, step)
+
+    def _begin(self, step: int) -> None:
         with self._mutex:
             if not self._closed:
                 self._idle.clear()  # from here on, the fault thread waits and does not interrupt
         if self._idle.is_set():
             raise RankShouldRestart(f"a fault is being handled; step {step} is not applied")
-        try:
-            yield
-        except BaseException:
+
+    def _end(self, step: int, failed: bool) -> None:
+        if failed:
             self._torn = True
-            self._idle.set()
-            raise
-        self._ready_step = None
-        self._committed = step
+        else:
+            self._ready_step = None
+            self._committed = step
         self._idle.set()
+
+
+class _Update(AbstractContextManager[None]):
+    """One update in the lock; a class, since a generator costs more at each step."""
+
+    __slots__ = ("_lock", "_step")
+
+    def __init__(self, lock: ParameterUpdateLock, step: int) -> None:
+        self._lock = lock
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._lock._begin(self._step)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._lock._end(self._step, kind is not None)

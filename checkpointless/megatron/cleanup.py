@@ -82,15 +82,22 @@ def _weak_hooks(maker: Callable[[Any, torch.nn.Parameter], Callable[..., None]])
     return weak
 
 
+_taken: dict[str, tuple[torch.Tensor, int, bytes]] = {}  # by name: the state, how often it was changed, its bytes
+
+
 def _tracker_states() -> dict[str, bytes]:
     """Return the tracker's states as bytes, which are cheaper to store than tensors."""
-    return {name: _bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {name: _bytes(name, state) for name, state in get_cuda_rng_tracker().get_states().items()}
 
 
-def _bytes(state: torch.Tensor | torch.Generator) -> bytes:
-    """Return a state; a tracker for CUDA graphs keeps generators."""
-    tensor = state.get_state() if isinstance(state, torch.Generator) else state
-    return tensor.numpy().tobytes()
+def _bytes(name: str, state: torch.Tensor | torch.Generator) -> bytes:
+    """Return a state; a tracker for CUDA graphs keeps generators, and another one a new tensor for each draw."""
+    if type(state) is not torch.Tensor:
+        return (state.get_state() if isinstance(state, torch.Generator) else state).numpy().tobytes()
+    known = _taken.get(name)
+    if known is None or known[0] is not state or known[1] != state._version:
+        known = _taken[name] = (state, state._version, state.numpy().tobytes())
+    return known[2]
 
 
 def _set_tracker_states(states: dict[str, bytes]) -> None:

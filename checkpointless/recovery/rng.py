@@ -12,6 +12,7 @@ import dataclasses
 import random
 import struct
 import sys
+import zlib
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +27,11 @@ from checkpointless.wire.board import Board
 
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
 _NUMPY = struct.Struct("<16si?d")  # generator, position, whether a second normal is pending, and which; then words
-_MT19937_BYTES = 624 * 4 + 4  # the size of NumPy's mt19937_state: the words and the position
+_MT19937_BYTES = 624 * 4 + 4  # of NumPy's mt19937_state: the words and the position; of Python's: the reverse
+_HEAD = struct.Struct("<4sb?diH")  # magic, stage, whether the loss is known, and it; length of `own`; streams
+_MAGIC = b"RNG1"
+_ENTRY = struct.Struct("<HII")  # of a stream: the lengths of its name and its state, and the state's crc32
+_NO_OWN = -1  # in the place of its length
 DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
 _AS_AFTER_THE_STEP = b""  # the snapshot of a later moment, if nothing was drawn between the step and that moment
 #: The board's series for each moment after a step.
@@ -83,12 +88,12 @@ class RngStates:
         own: Mapping[str, Any] | None = MappingProxyType({}),
     ) -> RngStates:
         """Capture the state of every stream of this process."""
-        streams = {"python": _python.take(), "torch": torch.get_rng_state().numpy().tobytes()}
+        streams = {"python": _python.take(), "torch": _torch.take()}
         numpy = _numpy_random()
         if numpy is not None:
             streams["numpy"] = _numpy.take(numpy)
         if torch.cuda.is_initialized():
-            streams["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+            streams["cuda"] = _cuda.take()
         for name, source in _sources.items():
             streams[f"source:{name}"] = source.take()
         return cls(streams, loss, stage, own)
@@ -117,18 +122,62 @@ class RngStates:
 
     def to_bytes(self) -> bytes:
         """Encode as plain data: about 10 kB, with Megatron's tracker on the CPU 25 kB, and in addition ``own``."""
-        own = None if self.own is None else dict(self.own)
-        return state_tree.dumps((self.streams, self.loss, int(self.stage), own))
+        head, parts = self.to_parts()
+        return b"".join([head, *parts])
+
+    def to_parts(self) -> tuple[bytes, list[bytes]]:
+        """Return what :meth:`to_bytes` does, in parts: a head with the checksum of each stream, and the streams."""
+        own = b"" if not self.own else state_tree.dumps(dict(self.own))
+        length = _NO_OWN if self.own is None else len(own)
+        loss = self.loss
+        head = [
+            _HEAD.pack(
+                _MAGIC, self.stage, loss is not None, 0.0 if loss is None else loss, length, len(self.streams)
+            ),
+            own,
+        ]
+        for name, state in self.streams.items():
+            head += (_ENTRY.pack(len(name), len(state), _checksum(name, state)), name.encode())
+        return b"".join(head), list(self.streams.values())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RngStates:
         """Decode what :meth:`to_bytes` made.
 
         Raises:
-            ValueError: ``data`` was not made by :meth:`to_bytes`.
+            ValueError: ``data`` was not made by :meth:`to_bytes`, or is damaged.
         """
-        streams, loss, stage, own = state_tree.loads(data)
-        return cls(streams, loss, Stage(stage), own)
+        try:
+            magic, stage, has_loss, loss, length, count = _HEAD.unpack_from(data)
+            if magic != _MAGIC:
+                raise ValueError("these are no random streams")
+            place = _HEAD.size + max(length, 0)
+            own = None if length == _NO_OWN else state_tree.loads(data[_HEAD.size : place]) if length else {}
+            entries = []
+            for _ in range(count):
+                name_length, size, crc = _ENTRY.unpack_from(data, place)
+                place += _ENTRY.size + name_length
+                entries.append((data[place - name_length : place].decode(), size, crc))
+        except struct.error as error:
+            raise ValueError(f"the random streams are cut off: {error}") from error
+        streams = {}
+        for name, size, crc in entries:
+            streams[name] = data[place : place + size]
+            place += size
+            if len(streams[name]) != size or zlib.crc32(streams[name]) != crc:
+                raise ValueError(f"the random stream {name} is damaged")
+        return cls(streams, loss if has_loss else None, Stage(stage), own)
+
+
+_checksums: dict[str, tuple[bytes, int]] = {}  # by stream: the state that was looked at last, and its checksum
+
+
+def _checksum(name: str, state: bytes) -> int:
+    """Return the checksum of a stream's state; that of the same object is known."""
+    known = _checksums.get(name)
+    if known is None or known[0] is not state:
+        known = _checksums[name] = (state, zlib.crc32(state))
+    return known[1]
 
 
 def put_on_board(board: Board, step: int, states: RngStates, after_the_step: RngStates | None) -> None:
@@ -144,16 +193,16 @@ def put_on_board(board: Board, step: int, states: RngStates, after_the_step: Rng
     unmoved = (
         states.stage is not Stage.COMMITTED and after_the_step is not None and states.same_streams(after_the_step)
     )
-    if not unmoved:
-        payload = states.to_bytes()
-    elif states.own == {}:
-        payload = _AS_AFTER_THE_STEP
-    else:
-        payload = dataclasses.replace(states, streams={}).to_bytes()
     if states.stage is Stage.COMMITTED:  # what followed when this step was made before is void
         for stage in (Stage.ENDED, Stage.CHECKED, Stage.TURNED, Stage.ACCUMULATED):
             board.drop_snapshot(step, _SERIES[stage])
-    board.put_snapshot(step, payload, series=_SERIES[states.stage])
+    series = _SERIES[states.stage]
+    if not unmoved:
+        board.put_parts(step, *states.to_parts(), series)
+    elif states.own == {}:
+        board.put_snapshot(step, _AS_AFTER_THE_STEP, series)
+    else:
+        board.put_snapshot(step, dataclasses.replace(states, streams={}).to_bytes(), series)
 
 
 def from_board(board: Board, step: int) -> dict[Stage, RngStates]:
@@ -163,7 +212,10 @@ def from_board(board: Board, step: int) -> dict[Stage, RngStates]:
         snapshot = board.snapshot(step, series)
         if snapshot is None:
             continue
-        states = RngStates.from_bytes(snapshot) if snapshot != _AS_AFTER_THE_STEP else RngStates(stage=stage)
+        try:
+            states = RngStates.from_bytes(snapshot) if snapshot != _AS_AFTER_THE_STEP else RngStates(stage=stage)
+        except ValueError:  # the process ended while it wrote them
+            continue
         if states.streams:
             found[stage] = states
         elif Stage.COMMITTED in found:
@@ -173,22 +225,66 @@ def from_board(board: Board, step: int) -> dict[Stage, RngStates]:
 
 
 class _PythonStream:
-    """Python's stream; its words are packed again only if it has moved."""
+    """Python's stream. ``getstate`` is slow (it makes 625 numbers): the words in memory tell whether to call it.
+
+    CPython's generator has a position and 624 words behind the head of its object (``RandomObject`` of
+    ``_randommodule.c``). Whether that is so is seen each time that the state is asked for.
+    """
 
     def __init__(self) -> None:
-        self._taken: tuple[tuple[int, ...], bytes] = ((), b"")  # the words, and their bytes
+        self._generator: tuple[object, Any] = (None, None)  # and its memory; None: it is not known
+        self._taken = (b"", b"", b"")  # the memory, what precedes the words, and the state
 
     def take(self) -> bytes:
+        generator: Any = getattr(random.getstate, "__self__", None)
+        if generator is not self._generator[0]:
+            self._generator = (generator, _memory_of(generator))
+        memory = self._generator[1]
+        now = memory.raw if memory is not None else b""
+        seen, head, state = self._taken
+        if now and now == seen:
+            gauss = generator.gauss_next
+            if _PYTHON.pack(generator.VERSION, gauss is not None, 0.0 if gauss is None else gauss) == head:
+                return state
         version, words, gauss = random.getstate()
-        seen, packed = self._taken
-        if words != seen:
-            packed = array("I", words).tobytes()
-            self._taken = (words, packed)
-        return _PYTHON.pack(version, gauss is not None, gauss or 0.0) + packed
+        head, packed = (
+            _PYTHON.pack(version, gauss is not None, 0.0 if gauss is None else gauss),
+            array("I", words).tobytes(),
+        )
+        if now and now[4:] + now[:4] != packed:  # it is something else that is there
+            self._generator, now = (generator, None), b""
+        state = head + packed
+        self._taken = (now, head, state if state != self._taken[2] else self._taken[2])
+        return self._taken[2]
 
     def put_back(self, state: bytes) -> None:
         version, has_gauss, gauss = _PYTHON.unpack_from(state)
         random.setstate((version, tuple(array("I", state[_PYTHON.size :])), gauss if has_gauss else None))
+
+
+def _memory_of(generator: object) -> Any:
+    """Return the memory of Python's generator; None if it is another kind of generator."""
+    if type(generator) is not random.Random or sys.implementation.name != "cpython":
+        return None
+    return (ctypes.c_char * _MT19937_BYTES).from_address(id(generator) + object.__basicsize__)
+
+
+class _TorchStream:
+    """A stream of torch's; its state is the same object while it has not moved.
+
+    Args:
+        get: returns the state as torch does.
+    """
+
+    def __init__(self, get: Callable[[], torch.Tensor]) -> None:
+        self._get = get
+        self._taken = b""
+
+    def take(self) -> bytes:
+        state = self._get().numpy().tobytes()
+        if state != self._taken:
+            self._taken = state
+        return self._taken
 
 
 class _NumpyStream:
@@ -258,6 +354,8 @@ def _constant(state: state_tree.Tree) -> tuple[Any, ...] | None:
 
 
 _python = _PythonStream()
+_torch = _TorchStream(lambda: torch.get_rng_state())
+_cuda = _TorchStream(lambda: torch.cuda.get_rng_state())
 _numpy = _NumpyStream()
 _sources: dict[str, _SourceStream] = {}
 

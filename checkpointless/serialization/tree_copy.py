@@ -43,13 +43,14 @@ def _copy(value: Any, made: dict[int, Any], depth: int) -> Any:
     if kind is list:
         items: list[Any] = []
         made[id(value)] = items
-        items.extend(_copy(item, made, depth + 1) for item in value)
+        items.extend([item if type(item) in _IMMUTABLE else _copy(item, made, depth + 1) for item in value])
         return items
     if kind in (dict, OrderedDict, defaultdict):
         pairs: Any = defaultdict(value.default_factory) if kind is defaultdict else kind()
         made[id(value)] = pairs
         for key, item in value.items():
-            pairs[_copy(key, made, depth + 1)] = _copy(item, made, depth + 1)
+            known = key if type(key) in _IMMUTABLE else _copy(key, made, depth + 1)
+            pairs[known] = item if type(item) in _IMMUTABLE else _copy(item, made, depth + 1)
         if kind is OrderedDict:
             vars(pairs).update({name: _copy(item, made, depth + 1) for name, item in vars(value).items()})
         return pairs

@@ -12,17 +12,19 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from checkpointless.environment import BOARD_FD_ENV
 
-_MAGIC = b"CPLBRD01"
+_MAGIC = b"CPLBRD02"
 _HEADER = struct.Struct("<8sQqqqq")  # magic, beat, step in progress, committed step, generation, shard
 _BEAT_OFFSET = 8
 _FIELD = struct.Struct("<q")
 _MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET = 16, 24, 32, 40
-_SLOT = struct.Struct("<qII")  # step, length, crc32 of the payload
+_SLOT = struct.Struct("<qIII")  # step, length, how many bytes have a checksum, and that: their crc32
+_EMPTY = _SLOT.pack(-1, 0, 0, 0)
 _SLOTS_OFFSET = 64
 _FACTS_SERIES = 6
 NO_STEP = -1
@@ -65,6 +67,7 @@ class Board:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._written: dict[int, list[tuple[int, bytes]]] = {}  # by slot: what is in it, each with its place
         self._memory = mmap.mmap(fd, self.SIZE)
         if self._memory[:8] != _MAGIC:
             self._memory.close()
@@ -125,35 +128,62 @@ class Board:
 
         Args:
             step: the optimizer step.
-            payload: at most 256 KiB, or 5 MiB in a large series, less the 16 bytes of the slot's header.
+            payload: at most 256 KiB, or 5 MiB in a large series, less the 20 bytes of the slot's header.
             series: the number of the series, below :attr:`SERIES`; from :attr:`SMALL_SERIES` on, the series are
                 large. Each series keeps its two newest snapshots.
 
         Raises:
             ValueError: the payload is larger than a slot.
         """
-        if len(payload) > self._room(series):
-            raise ValueError(f"a snapshot of {len(payload)} bytes does not fit into {self._room(series)}")
-        offset = self._offset(step, series)
-        _SLOT.pack_into(self._memory, offset, NO_STEP, 0, 0)
-        start = offset + _SLOT.size
-        self._memory[start : start + len(payload)] = payload
-        _SLOT.pack_into(self._memory, offset, step, len(payload), zlib.crc32(payload))
+        self._put(step, [payload], len(payload), zlib.crc32(payload), series)
+
+    def put_parts(self, step: int, head: bytes, parts: Sequence[bytes], series: int = 0) -> None:
+        """Store a snapshot as :meth:`put_snapshot` does; parts that are in the slot already are not copied again.
+
+        Args:
+            step: the optimizer step.
+            head: what has a checksum. It has to have those of the parts, for :meth:`snapshot` looks at it alone.
+            parts: what follows; a part is known again if it is the same object.
+            series: the number of the series.
+
+        Raises:
+            ValueError: all together are larger than a slot.
+        """
+        self._put(step, [head, *parts], len(head), zlib.crc32(head), series)
+
+    def _put(self, step: int, parts: Sequence[bytes], checked: int, crc: int, series: int) -> None:
+        length = sum(map(len, parts))
+        if length > self._room(series):
+            raise ValueError(f"a snapshot of {length} bytes does not fit into {self._room(series)}")
+        offset, memory = self._offset(step, series), self._memory
+        memory[offset : offset + _SLOT.size] = _EMPTY
+        written, place = self._written.pop(offset, []), offset + _SLOT.size
+        now: list[tuple[int, bytes]] = []
+        for part in parts:
+            known = written[len(now)] if len(now) < len(written) else None
+            if known is None or known[0] != place or known[1] is not part:
+                memory[place : place + len(part)] = part
+            now.append((place, part))
+            place += len(part)
+        _SLOT.pack_into(memory, offset, step, length, checked, crc)
+        if len(now) > 1:
+            self._written[offset] = now
 
     def drop_snapshot(self, step: int, series: int) -> None:
         """Forget the snapshot that :meth:`put_snapshot` stored after ``step``."""
         if self._read_step(step, series) == step:
-            _SLOT.pack_into(self._memory, self._offset(step, series), NO_STEP, 0, 0)
+            offset = self._offset(step, series)
+            self._memory[offset : offset + _SLOT.size] = _EMPTY
 
     def snapshot(self, step: int, series: int = 0) -> bytes | None:
         """Return the snapshot after ``step``, or None if it is missing or incomplete."""
         offset = self._offset(step, series)
-        found, length, crc = _SLOT.unpack_from(self._memory, offset)
-        if found != step or step < 0 or length > self._room(series):
+        found, length, checked, crc = _SLOT.unpack_from(self._memory, offset)
+        if found != step or step < 0 or length > self._room(series) or checked > length:
             return None
         start = offset + _SLOT.size
         payload = bytes(self._memory[start : start + length])
-        return payload if zlib.crc32(payload) == crc else None
+        return payload if zlib.crc32(payload[:checked]) == crc else None
 
     def put_facts(self, facts: dict[str, object]) -> None:
         """Store what a successor of this process must know from the start: all of it, as plain data."""
@@ -169,7 +199,8 @@ class Board:
         """Forget all snapshots."""
         for series in range(self.SERIES):
             for step in (0, 1):
-                _SLOT.pack_into(self._memory, self._offset(step, series), NO_STEP, 0, 0)
+                offset = self._offset(step, series)
+                self._memory[offset : offset + _SLOT.size] = _EMPTY
 
     def _room(self, series: int) -> int:
         return (self.SLOT_BYTES if series < self.SMALL_SERIES else self.LARGE_SLOT_BYTES) - _SLOT.size
@@ -181,5 +212,5 @@ class Board:
         return before + (2 * (series - self.SMALL_SERIES) + step % 2) * self.LARGE_SLOT_BYTES
 
     def _read_step(self, step: int, series: int) -> int:
-        found, _, _ = _SLOT.unpack_from(self._memory, self._offset(step, series))
+        found, *_ = _SLOT.unpack_from(self._memory, self._offset(step, series))
         return int(found)

@@ -24,6 +24,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torchmetrics import Metric, MetricTracker
 from typing_extensions import override
 
+from checkpointless.strategies.boundary.later import Later
+
 logger = logging.getLogger(__name__)
 
 #: How much of a rank's metrics is kept outside of its process at most, in bytes.
@@ -48,7 +50,6 @@ _META = (
     "dataloader_idx",
     "metric_attribute",
 )
-_RESULT = ("value", "cumulated_batch_size")
 _warned = False
 
 
@@ -109,29 +110,62 @@ def make_results_resumable(trainer: pl.Trainer) -> None:
 
 def take_accumulated(trainer: pl.Trainer) -> dict[str, Any]:
     """Return what was logged and accumulated in this epoch, as plain data that is not changed later."""
-    connector = trainer._logger_connector
-    results: Any = trainer.fit_loop.epoch_loop._results
-    for key in results.keys() - results.about.keys():
-        results.about[key] = _about(results[key])
-    return {
-        "results": {key: _take_result(metric, results.about[key]) for key, metric in results.items()},
-        "metrics": {name: _take_metric(each) for name, each in _parts_of(trainer, Metric)},
-        "tracked": {name: len(each) for name, each in _parts_of(trainer, MetricTracker)},
-        "first": connector._first_loop_iter,
-        "fx": connector._current_fx,
-    }
+    return Accumulated(trainer)()
 
 
-def _take_result(metric: _ResultMetric, about: dict[str, Any]) -> dict[str, Any]:
-    known, logged = vars(metric), metric._forward_cache  # the cache is never changed
-    values = {name: known[name] for name in _RESULT if name in known} if metric.is_tensor else {}
-    return {
-        "about": about,
-        "values": {name: value if value is logged else _kept(value) for name, value in values.items()},
-        "logged": logged if metric.is_tensor else None,
-        "count": metric._update_count,
-        "has_reset": metric.has_reset,
-    }
+class Accumulated(Later[dict[str, Any]]):
+    """What was logged and accumulated in this epoch of ``trainer`` until now.
+
+    Args:
+        trainer: the trainer.
+
+    Attributes:
+        has_own: whether this rank alone has a part of it.
+    """
+
+    __slots__ = ("has_own",)
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        connector = trainer._logger_connector
+        results: Any = trainer.fit_loop.epoch_loop._results
+        if len(results) != len(results.about):
+            for key in results.keys() - results.about.keys():
+                results.about[key] = _about(results[key])
+        taken = [(key, *_take_result(metric, results.about[key])) for key, metric in results.items()]
+        parts = list(_parts_of(trainer, (Metric, MetricTracker)))
+        metrics = {name: _take_metric(each) for name, each in parts if isinstance(each, Metric)}
+        tracked = {name: len(each) for name, each in parts if isinstance(each, MetricTracker)}
+        first, fx = connector._first_loop_iter, connector._current_fx
+        self.has_own = bool(metrics) or any(about["meta"]["on_epoch"] for _, about, *_ in taken)
+
+        def make() -> dict[str, Any]:
+            return {
+                "results": {key: dict(zip(_KEPT_OF_RESULT, values)) for key, *values in taken},
+                "metrics": metrics,
+                "tracked": tracked,
+                "first": first,
+                "fx": fx,
+            }
+
+        super().__init__(make)
+
+
+_KEPT_OF_RESULT = ("about", "values", "logged", "count", "has_reset")
+
+
+def _take_result(metric: _ResultMetric, about: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what is kept of a result, in the order of :data:`_KEPT_OF_RESULT`."""
+    known = vars(metric)
+    count, has_reset, logged = known["_update_count"], known["has_reset"], known["_forward_cache"]
+    if not about["is_tensor"]:
+        return about, {}, None, count, has_reset
+    value, size = known["value"], known.get("cumulated_batch_size")
+    if value is not logged and value.requires_grad:
+        value = value.detach()
+    values = {"value": value}  # Lightning changes neither a value nor the cache, but puts another in its place
+    if size is not None:  # it is summed up over the ranks in place, if it is counted at all
+        values["cumulated_batch_size"] = size.detach().clone() if about["meta"]["on_epoch"] else size
+    return about, values, logged, count, has_reset
 
 
 def _about(metric: _ResultMetric) -> dict[str, Any]:
@@ -175,8 +209,11 @@ def _is_small(value: Any) -> bool:
 
 def _parts_of(trainer: Any, kind: Any) -> Iterator[tuple[str, Any]]:
     """Yield the modules of ``kind`` in a trainer's module, by name; what Megatron built is not searched."""
+    module = trainer.lightning_module
     built = "module" if hasattr(trainer.strategy, "megatron_parallel") else None
-    for name, child in trainer.lightning_module.named_children():
+    if module._modules.keys() == {built}:
+        return
+    for name, child in module.named_children():
         if name != built:
             for path, each in child.named_modules(prefix=name):
                 if isinstance(each, kind):

@@ -15,12 +15,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.serialization import state_tree
 from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, take_accumulated
+from checkpointless.strategies.boundary.later import Later, copies_of
+from checkpointless.strategies.boundary.progress import progress_of
 
 
 class InMemoryCheckpoint(dict[str, Any]):
@@ -33,7 +36,7 @@ class Kind:
 
     Attributes:
         name: its key in the objects of a moment.
-        take: returns the trainer's state of this kind, as plain data that is not changed later.
+        take: returns the trainer's state of this kind, as plain data that is not changed later, or what makes it.
         put: puts that data back into a trainer.
     """
 
@@ -42,46 +45,93 @@ class Kind:
     put: Callable[[Any, Any], None]
 
 
-def take_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
+def take_checkpoint(trainer: pl.Trainer) -> Later[dict[str, Any]]:
+    """Take what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
 
     These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
     of callbacks, module and data module add.
 
+    Returns:
+        What makes the checkpoint, as it would be now.
+
     Raises:
         UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
     """
-    checkpoint: dict[str, Any] = {
+    counted: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": pl.__version__,
-        "state_dict": {},
-        "optimizer_states": [],
-        "loops": _loops(trainer),
-        "callbacks": call._call_callbacks_state_dict(trainer),
+    }
+    loops = _loops(trainer)
+    kept: dict[str, Any] = {
+        "callbacks": _callbacks(trainer),
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     }
     precision = trainer.precision_plugin
-    if precision_state := precision.state_dict():
-        checkpoint[type(precision).__qualname__] = precision_state
+    if type(precision).state_dict is not Precision.state_dict and (precision_state := precision.state_dict()):
+        kept[type(precision).__qualname__] = precision_state
     datamodule = getattr(trainer, "datamodule", None)
-    if datamodule is not None and is_overridden("state_dict", datamodule):
-        checkpoint[type(datamodule).__qualname__] = call._call_lightning_datamodule_hook(trainer, "state_dict")
-    _call_save_hooks(trainer, checkpoint)
-    copied: dict[str, Any] = state_tree.copy(checkpoint)
-    return copied
+    if datamodule is not None and _overrides(datamodule, "state_dict"):
+        kept[type(datamodule).__qualname__] = call._call_lightning_datamodule_hook(trainer, "state_dict")
+
+    def checkpoint() -> dict[str, Any]:
+        return {**counted, "state_dict": {}, "optimizer_states": [], "loops": loops(), **kept}
+
+    if _has_save_hooks(trainer):
+        made = checkpoint()
+        _call_save_hooks(trainer, made)
+        copied = state_tree.copy(made)
+        return Later(lambda: copied)
+    kept = state_tree.copy(kept)
+    return Later(checkpoint)
 
 
-def _loops(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """Return the loops' state; None at the beginning, which to Lightning is something else once it is loaded."""
-    fit_loop = trainer.fit_loop
+def _callbacks(trainer: Any) -> dict[str, Any]:
+    """Return the states of the callbacks that have one, by their keys."""
+    base = Callback.state_dict
+    asked = [each for each in trainer.callbacks if type(each).state_dict is not base or "state_dict" in vars(each)]
+    return {each.state_key: state for each in asked if (state := each.state_dict())}
+
+
+def _loops(trainer: pl.Trainer) -> Callable[[], dict[str, Any] | None]:
+    """Return what makes the loops' state; of None, at the beginning, Lightning makes something else once loaded."""
+    fit_loop: Any = trainer.fit_loop
     begun = fit_loop.epoch_progress.current.ready > 0 or fit_loop.restarting or fit_loop.epoch_loop.restarting
     if not begun:
-        return None
-    state = fit_loop.state_dict()
+        return lambda: None
+    state = progress_of(fit_loop).take()
+    loaders = None
     if fit_loop._combined_loader is None and fit_loop._combined_loader_states_to_load:
-        state["state_dict"]["combined_loader"] = fit_loop._combined_loader_states_to_load
-    return {"fit_loop": state}
+        loaders = state_tree.copy(fit_loop._combined_loader_states_to_load)
+
+    def make() -> dict[str, Any]:
+        made = state()
+        if loaders is not None:
+            made["state_dict"]["combined_loader"] = loaders
+        return {"fit_loop": made}
+
+    return make
+
+
+_overridden: dict[tuple[type, str], bool] = {}
+
+
+def _overrides(part: Any, hook: str) -> bool:
+    """Return whether a module or a data module has a ``hook`` of its own, which Lightning is slow to say."""
+    known = (type(part), hook)
+    if hook in vars(part):
+        return bool(is_overridden(hook, part))
+    if known not in _overridden:
+        _overridden[known] = bool(is_overridden(hook, part))
+    return _overridden[known]
+
+
+def _has_save_hooks(trainer: Any) -> bool:
+    base = Callback.on_save_checkpoint
+    if any(type(each).on_save_checkpoint is not base for each in trainer.callbacks):
+        return True
+    parts = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    return any(part is not None and _overrides(part, "on_save_checkpoint") for part in parts)
 
 
 def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -129,9 +179,18 @@ def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
 # --- kinds that Lightning's checkpoints lack --------------------------------------------------------------------
 
 
-def _take_metrics(trainer: Any) -> dict[str, Any]:
+def _take_metrics(trainer: Any) -> Later[dict[str, Any]]:
     connector = trainer._logger_connector
-    return {name: {key: _number(value) for key, value in getattr(connector, name).items()} for name in _METRICS}
+    found: dict[str, dict[str, Any]] = {name: dict(getattr(connector, name)) for name in _METRICS}
+    logged = [value for values in found.values() for value in values.values()]
+    tensors = {id(value): value for value in logged if isinstance(value, torch.Tensor)}
+    copies = copies_of(list(tensors.values()))
+
+    def make() -> dict[str, Any]:
+        made = dict(zip(tensors, copies()))
+        return {name: {key: made.get(id(v), v) for key, v in values.items()} for name, values in found.items()}
+
+    return Later(make)
 
 
 def _put_metrics(trainer: Any, state: dict[str, Any]) -> None:
@@ -140,10 +199,6 @@ def _put_metrics(trainer: Any, state: dict[str, Any]) -> None:
 
 
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-
-
-def _number(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 #: What checkpoint callbacks know and do not put into their state, or do not take from it again: which checkpoints
@@ -193,12 +248,13 @@ KINDS = (
 )
 
 
-def take_kinds(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return every kind of state in :data:`KINDS`, by name."""
-    return {kind.name: kind.take(trainer) for kind in KINDS}
+def take_kinds(trainer: pl.Trainer) -> Later[dict[str, Any]]:
+    """Take every kind of state in :data:`KINDS` by name, but for what is accumulated over an epoch."""
+    taken = [(kind.name, kind.take(trainer)) for kind in KINDS if kind.name != ACCUMULATED]
+    return Later(lambda: {name: each() if isinstance(each, Later) else each for name, each in taken})
 
 
 def put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
-    """Put back what :func:`take_kinds` returned."""
+    """Put back what :func:`take_kinds` returned, and what was accumulated."""
     for kind in KINDS:
         kind.put(trainer, states[kind.name])

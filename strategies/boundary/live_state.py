@@ -13,11 +13,38 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.live_state import DATA, Built
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
-from checkpointless.strategies.boundary.kinds import take_checkpoint, take_kinds
+from checkpointless.strategies.boundary.epoch_metrics import Accumulated
+from checkpointless.strategies.boundary.kinds import ACCUMULATED, take_checkpoint, take_kinds
+from checkpointless.strategies.boundary.later import Later
 from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.strategies.boundary.steps import TrainedTensors
 from checkpointless.strategies.data.position import DataPosition, begun_at, take_sampler
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
+
+
+class _Taken:
+    """What was taken at a moment; it is made a :class:`Moment` when that is asked for.
+
+    Args:
+        objects: makes the non-tensor state.
+        buffers: copies of the buffers.
+    """
+
+    __slots__ = ("_objects", "buffers")
+
+    def __init__(self, objects: Callable[[], dict[str, Any]], buffers: Mapping[Key, torch.Tensor]) -> None:
+        self._objects = objects if isinstance(objects, Later) else Later(objects)
+        self.buffers = buffers
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The non-tensor state, as plain data that nobody changes."""
+        return self._objects()
+
+    @property
+    def moment(self) -> Moment:
+        """The moment."""
+        return Moment(self._objects(), self.buffers)
 
 
 class TrainerLiveState:
@@ -41,9 +68,9 @@ class TrainerLiveState:
         self._position = position
         self._tensors = tensors
         self._versions: dict[tuple[int, Stage], list[int]] = {}  # of the parameters, at each moment
-        self._accumulated: tuple[int, Moment] | None = None  # the newest step, when the next one had gradients
-        self._moments: dict[tuple[int, Stage], Moment] = {}
-        self._ready: tuple[int, Moment] | None = None  # the step in the making, and what its commit leaves
+        self._accumulated: tuple[int, _Taken] | None = None  # the newest step, when the next one had gradients
+        self._moments: dict[tuple[int, Stage], _Taken] = {}
+        self._ready: tuple[int, _Taken] | None = None  # the step in the making, and what its commit leaves
         self._update_is_skipped = False
         self.built: Built | None = None  # by the strategy, when all is built
         self._travels: set[Stage] = set()  # the stages whose state is known to be fit for another process
@@ -75,7 +102,7 @@ class TrainerLiveState:
         step: int,
         stage: Stage,
         buffers: Mapping[Key, torch.Tensor],
-        keep: Callable[[dict[str, Any]], None] | None = None,
+        keep: Callable[[Accumulated], None] | None = None,
     ) -> None:
         """Take the state of the moment that the trainer has reached: ``stage`` after ``step``.
 
@@ -83,13 +110,14 @@ class TrainerLiveState:
             step: the optimizer step.
             stage: the moment after ``step``.
             buffers: copies of the buffers as they are now.
-            keep: keeps the random streams and, of the objects that it is given, those that only this rank has.
+            keep: keeps the random streams and, of what was accumulated over the epoch, what only this rank has.
                 None: nothing is kept.
 
         Raises:
             UnrecoverableError: the state has something in it that could not be given to a new process.
         """
-        moment = self._take(buffers)
+        accumulated = Accumulated(self.trainer)
+        moment = self._take(buffers, accumulated)
         if stage not in self._travels:
             try:
                 state_tree.check(moment.objects)
@@ -97,7 +125,7 @@ class TrainerLiveState:
                 raise UnrecoverableError(f"{error}; no new process could be given this state") from error
             self._travels.add(stage)
         if keep is not None:  # first, so that a rank that has a moment also has its streams
-            keep(moment.objects)
+            keep(accumulated)
         if stage is Stage.ACCUMULATED:
             self._accumulated = step, moment
         else:
@@ -114,31 +142,49 @@ class TrainerLiveState:
         """
         self._update_is_skipped = not outcome.succeeded
         changed = {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()}
-        objects = {"optimizer": changed, "outcome": outcome.to_plain()}
-        self._ready = step, Moment(objects, buffers)
+        plain = outcome.to_plain()
+
+        def objects() -> dict[str, Any]:
+            return {"optimizer": changed, "outcome": plain()}
+
+        self._ready = step, _Taken(objects, buffers)
 
     def applied(self, step: int) -> None:
         """Note that the update of ``step`` is applied: no rank goes back to before it any more."""
-        committed = self._committed(step)
+        committed = self._committed(step, self._tensors.groups())
         if committed is not None:
-            committed.objects["optimizer"]["groups"] = self._tensors.groups()
             self._versions.clear()
             self._note_versions(step, Stage.COMMITTED)
             self._moments = {(step, Stage.COMMITTED): committed}
             self._ready = self._accumulated = None
 
-    def _committed(self, step: int) -> Moment | None:
-        """Return what the commit of ``step`` leaves: what the step changed, and the rest as it was before it."""
+    def _committed(self, step: int, groups: list[list[dict[str, Any]]] | None = None) -> _Taken | None:
+        """Return what the commit of ``step`` leaves: what the step changed, and the rest as it was before it.
+
+        Args:
+            step: the optimizer step.
+            groups: the values of the param groups after the update; None: they are as before it.
+        """
         before = max((key for key in self._moments if key[0] == step - 1), default=None)
         if self._ready is None or self._ready[0] != step or before is None:
             return None
-        changed, moment, base = self._ready[1], self._moments[before], before[1]
+        changed, taken, base = self._ready[1], self._moments[before], before[1]
         if self._accumulated is not None and self._accumulated[0] == step - 1:
-            moment, base = self._accumulated[1], Stage.ACCUMULATED
-        objects = {**moment.objects, **changed.objects, "base": int(base)}
-        if base is Stage.LOADED:
-            objects["sampler"] = begun_at(objects["sampler"], take_sampler(self.trainer))
-        return Moment(objects, changed.buffers)
+            taken, base = self._accumulated[1], Stage.ACCUMULATED
+        begun = take_sampler(self.trainer) if base is Stage.LOADED else None
+
+        def objects() -> dict[str, Any]:
+            made = {**taken.objects, **changed.objects, "base": int(base)}
+            if base is Stage.LOADED:
+                made["sampler"] = begun_at(made["sampler"], begun)
+            if groups is not None:
+                made["optimizer"] = {**made["optimizer"], "groups": groups}
+            return made
+
+        committed = _Taken(objects, changed.buffers)
+        if base is Stage.COMMITTED:
+            _ = committed.objects  # otherwise each step would hold all those before it
+        return committed
 
     def _note_versions(self, step: int, stage: Stage) -> None:
         versions = getattr(self._tensors, "versions", None)
@@ -178,19 +224,24 @@ class TrainerLiveState:
         """Return the non-tensor state that was taken last."""
         return self._moments[max(self._moments)].objects
 
-    def _take(self, buffers: Mapping[Key, torch.Tensor]) -> Moment:
+    def _take(self, buffers: Mapping[Key, torch.Tensor], accumulated: Accumulated) -> _Taken:
         trainer = self.trainer
         position = self._position() if self._position is not None else DataPosition(0, 0)
-        objects = {
-            "checkpoint": take_checkpoint(trainer),
-            "kinds": take_kinds(trainer),
-            "sampler": take_sampler(trainer),
-            "data": dataclasses.astuple(position),
-            "optimizer": {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()},
-            "outcome": None,
-            "base": None,
-        }
-        return Moment(objects, buffers)
+        checkpoint, kinds, sampler = take_checkpoint(trainer), take_kinds(trainer), take_sampler(trainer)
+        groups, scalers = self._tensors.groups(), self._tensors.scalers()
+
+        def objects() -> dict[str, Any]:
+            return {
+                "checkpoint": checkpoint(),
+                "kinds": {**kinds(), ACCUMULATED: accumulated()},
+                "sampler": sampler,
+                "data": dataclasses.astuple(position),
+                "optimizer": {"groups": groups, "scalers": scalers},
+                "outcome": None,
+                "base": None,
+            }
+
+        return _Taken(objects, buffers)
 
     # --- when a fault comes ---------------------------------------------------------------------------------------
 
@@ -205,7 +256,7 @@ class TrainerLiveState:
         if committed is not None:
             found.setdefault(Stage.COMMITTED, committed)
         state = {"state": self._tensors.plain_state(), "spread": self._tensors.spread()}
-        return {stage: _with_state(moment, state) for stage, moment in sorted(found.items())}
+        return {stage: _with_state(taken.moment, state) for stage, taken in sorted(found.items())}
 
     def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
         """Return the buffers at each moment after ``step``; if its update failed or is to come, those before it."""
@@ -230,7 +281,7 @@ class TrainerLiveState:
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Note that tensors and objects are in place as they were at ``stage`` after ``step``."""
         self._versions.clear()  # until the next moment
-        self._moments = {(step, stage): Moment(objects, self._tensors.copy_buffers())}
+        self._moments = {(step, stage): _Taken(lambda: objects, self._tensors.copy_buffers())}
         self._ready = self._accumulated = None
 
     def put_buffers_back(self) -> None:

@@ -12,6 +12,7 @@ from nemo.lightning.megatron_parallel import MegatronStep
 
 from checkpointless.megatron.state import MegatronTensors
 from checkpointless.megatron.update import GuardedUpdate, NotedNorms
+from checkpointless.strategies.boundary.later import Later
 from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.strategies.boundary.steps import Guard
 
@@ -60,7 +61,7 @@ class MegatronSteps:
             phase=guard.phase,
         )
 
-    def outcome(self, accumulated: dict[str, Any]) -> StepOutcome:
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> StepOutcome:
         """Return the outcome of the step whose gradients are final now."""
         assert self._update is not None
         return self._outcomes.outcome(not self._update.overflow, accumulated)
@@ -126,7 +127,7 @@ class StepOutcomes:
         if not step.forward_only:
             self._reduced, self._has_outputs = reduced, bool(microbatch_outputs)
 
-    def outcome(self, succeeded: bool, accumulated: dict[str, Any]) -> StepOutcome:
+    def outcome(self, succeeded: bool, accumulated: Later[dict[str, Any]]) -> StepOutcome:
         """Return the outcome of the step whose gradients are final now.
 
         Args:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.moment import Stage
-from checkpointless.strategies.boundary.epoch_metrics import own_part, take_accumulated
-from checkpointless.strategies.boundary.kinds import ACCUMULATED
+from checkpointless.strategies.boundary.epoch_metrics import Accumulated, own_part
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.steps import Guard, Steps
 from checkpointless.strategies.data.position import DataPosition
@@ -70,7 +70,7 @@ class StepKeeper:
         if stage is not Stage.ACCUMULATED:  # nobody resumes there
             manager.keep_buffers(step, stage, buffers)  # first: streams of a moment imply its buffers
         store = partial(manager.store_rng_states, step, stage=stage)
-        self.live.reached(step, stage, buffers, lambda objects: store(own=own_part(objects["kinds"][ACCUMULATED])))
+        self.live.reached(step, stage, buffers, lambda accumulated: store(own=_own_of(accumulated)))
 
     def _committed(self, step: int) -> None:
         self._call.committed(step)
@@ -81,10 +81,15 @@ class StepKeeper:
         call, manager = self._call, self._manager
         call.enter_phase("before_optimizer", step)
         if manager is not None:
-            accumulated = take_accumulated(self._trainer)
+            accumulated = Accumulated(self._trainer)
             buffers = self.live.copy_buffers()
             self.live.ready(step, self.steps.outcome(accumulated), buffers)
             manager.keep_buffers(step, Stage.COMMITTED, buffers)
-            manager.store_rng_states(step, loss=call.steps.loss, own=own_part(accumulated))
+            manager.store_rng_states(step, loss=call.steps.loss, own=_own_of(accumulated))
             manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)
+
+
+def _own_of(accumulated: Accumulated) -> dict[str, Any] | None:
+    """Return the part that this rank alone has; None if it is too large to be kept outside of the process."""
+    return own_part(accumulated()) if accumulated.has_own else {}

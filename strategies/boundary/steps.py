@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from checkpointless.inprocess import ParameterUpdateLock
+from checkpointless.strategies.boundary.later import Later
 from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.transfer.state_tensors import StateTensors
 from checkpointless.transfer.tensor_entry import Key
@@ -79,7 +80,7 @@ class Steps(Protocol):
     def guard(self, guard: Guard) -> None:
         """Guard every update from now on."""
 
-    def outcome(self, accumulated: dict[str, Any]) -> StepOutcome:
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> StepOutcome:
         """Return the outcome of the step whose gradients are final now.
 
         Args:

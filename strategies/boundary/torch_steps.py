@@ -25,7 +25,8 @@ from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.training.torch_tensors import TorchTensors
 from checkpointless.serialization import state_tree
-from checkpointless.strategies.boundary.kinds import ACCUMULATED, take_checkpoint, take_kinds
+from checkpointless.strategies.boundary.kinds import take_checkpoint, take_kinds
+from checkpointless.strategies.boundary.later import Later
 from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.strategies.boundary.steps import Guard
 
@@ -148,14 +149,14 @@ class TorchSteps:
         )
         self._is_updated = True
 
-    def outcome(self, accumulated: dict[str, Any]) -> StepOutcome:
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> StepOutcome:
         """Return the outcome of the step whose gradients are final now."""
-        checkpoint = take_checkpoint(self._trainer)
+        checkpoint = take_checkpoint(self._trainer)()
         checkpoint["loops"] = self._loop.optim_progress.optimizer.zero_grad.state_dict()
         if self._scaler is not None:
             state = self._scaler.state_dict()
             checkpoint[_PLUGIN] = state if self._overflows else after_an_update(state)
-        kinds = {name: state for name, state in take_kinds(self._trainer).items() if name != ACCUMULATED}
+        kinds = take_kinds(self._trainer)()
         output = self._loop.output()
         if "loss" in output:
             self._call.steps.loss = loss_of(output)

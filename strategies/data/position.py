@@ -35,6 +35,9 @@ _SAMPLER = (
 )
 
 
+_PLAIN = (int, bool, type(None))
+
+
 @dataclass(frozen=True)
 class DataPosition:
     """Where a training stands in an epoch's data.
@@ -65,8 +68,11 @@ def take_sampler(trainer: pl.Trainer) -> dict[str, Any] | None:
     sampler = megatron_sampler(trainer)
     if sampler is None:
         return None
+    counted = {name: getattr(sampler, name) for name in _SAMPLER if hasattr(sampler, name)}
     return {
-        "sampler": {name: state_tree.copy(getattr(sampler, name)) for name in _SAMPLER if hasattr(sampler, name)},
+        "sampler": {
+            name: each if type(each) in _PLAIN else state_tree.copy(each) for name, each in counted.items()
+        },
         "calculator": {name: value for name, value in vars(_calculator()).items() if type(value) is int},
         "module_step": getattr(getattr(trainer, "datamodule", None), "init_global_step", None),
     }

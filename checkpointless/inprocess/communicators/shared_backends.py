@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -28,6 +28,7 @@ from checkpointless.patches import Patch, Patches
 
 _FACTORY = "_new_process_group_helper"  # every process group, default or not, is made by this one function
 
+_Backend = TypeVar("_Backend")
 _Key = tuple[str, tuple[int, ...], timedelta | None]  # which groups share, the ranks of a group, and its timeout
 
 
@@ -107,13 +108,14 @@ class SharedBackends:
             return None  # torch gives each group another backend then, which it uses with each collective
         return now.backend if now.backend is not None or now.key is None else self._shared.get(now.key)
 
-    def get(self, make: Callable[[], Any]) -> Any:
+    def get(self, make: Callable[[], _Backend]) -> _Backend:
         """Return the backend of the group that this thread is making.
 
         Args:
             make: makes a backend, if there is none yet.
         """
-        now, backend = self._now, self._known()
+        now = self._now
+        backend: _Backend | None = self._known()
         if backend is None:
             backend = make()
         if now.is_group:
@@ -123,7 +125,7 @@ class SharedBackends:
         return backend
 
     @property
-    def backends(self) -> list[Any]:
+    def backends(self) -> list[object]:
         """The backends that are shared."""
         return list(self._shared.values())
 

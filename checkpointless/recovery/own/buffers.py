@@ -95,6 +95,10 @@ class OwnBuffers:
             buffers: copies of the buffers, which nobody changes.
             board: this rank's board, if it has one.
         """
+        if not buffers and self._first is not None and not self._first[0] and not self._is_own:
+            self._large = {}
+            self.keep_record(step, stage, NOTHING, board)
+            return
         keys, flat = self._small(buffers)
         if self._first is None:
             self._first = keys, flat

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -250,3 +251,73 @@ def test_what_else_is_a_ranks_own_is_kept_with_its_streams(
     assert found[Stage.CHECKED].own == own
     assert found[Stage.COMMITTED].own == {"mean": torch.tensor(2.0)}
     board.close()
+
+
+@pytest.mark.parametrize("own", [None, {}, {"a": 1.5, "t": torch.arange(3)}])
+@pytest.mark.parametrize("loss", [None, 0.0, -0.0, 2.5])
+def test_everything_comes_back_from_bytes(loss: float | None, own: dict[str, Any] | None) -> None:
+    states = RngStates({"a": b"", "b": b"1234"}, loss, Stage.LOADED, own)
+    found = RngStates.from_bytes(states.to_bytes())
+    assert (found.streams, repr(found.loss), found.stage) == (states.streams, repr(loss), Stage.LOADED)
+    assert found.own == own if own is None else repr(found.own) == repr(own)
+
+
+def test_damaged_streams_are_refused_and_those_of_a_board_are_not_there() -> None:
+    states = RngStates.capture()
+    whole = states.to_bytes()
+    for at in (len(whole) // 2, len(whole) - 1):
+        with pytest.raises(ValueError, match="damaged"):
+            RngStates.from_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    for length in (0, 10, 30, len(whole) - 1):
+        with pytest.raises(ValueError, match="random stream"):
+            RngStates.from_bytes(whole[:length])
+    board = Board.create(0)
+    put_on_board(board, 3, states, None)
+    words = states.streams["torch"]
+    place = os.pread(board.fd, Board.SIZE, 0).index(words)
+    os.pwrite(board.fd, bytes([words[100] ^ 1]), place + 100)
+    assert from_board(board, 3) == {}
+    board.close()
+
+
+def test_streams_that_have_not_moved_are_the_same_objects() -> None:
+    """By that the board knows that it has them already."""
+    np.random.seed(3)  # a pending second number can be used up without a word being drawn
+    first, second = RngStates.capture(), RngStates.capture()
+    for name in ("python", "numpy", "torch"):
+        assert second.streams[name] is first.streams[name]
+    draw()
+    third = RngStates.capture()
+    moved = {name for name, state in first.streams.items() if third.streams[name] != state}
+    assert moved >= {"python", "numpy", "torch"}
+
+
+def test_pythons_stream_is_looked_at_in_memory_only_where_its_words_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = rng._PythonStream()
+    stream.take()
+    assert stream._generator[1] is not None, "this interpreter keeps them where they are looked for"
+    elsewhere = rng._PythonStream()
+    monkeypatch.setattr(rng, "_memory_of", lambda _: SimpleNamespace(raw=b"x" * 2500))
+    for _ in range(3):
+        random.random()
+        assert elsewhere.take() == stream.take()
+    assert elsewhere._generator[1] is None
+
+
+def test_another_generator_of_pythons_is_taken_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = rng._PythonStream()
+    before = stream.take()
+
+    class Mine(random.Random):
+        """A generator of the user's own."""
+
+    for generator in (random.Random(5), Mine(6)):
+        monkeypatch.setattr(random, "getstate", generator.getstate)
+        assert stream.take() != before
+        taken = stream.take()
+        generator.random()
+        assert stream.take() != taken
+        generator.gauss(0, 1)
+        pending = stream.take()
+        generator.gauss(0, 1)  # this uses the pending one up: no word changes
+        assert stream.take() != pending

@@ -47,6 +47,41 @@ def test_the_two_newest_snapshots_are_kept(board: Board, payloads: list[bytes]) 
     assert board.snapshot(last - 2) is None
 
 
+PARTS = [bytes([number]) * size for number, size in enumerate((0, 1, 5, 40, 40, 90), start=65)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=9), st.lists(st.sampled_from(PARTS), max_size=5))))
+def test_parts_that_are_there_already_are_read_as_if_they_were_written_again(
+    board: Board, puts: list[tuple[int, bytes, list[bytes]]]
+) -> None:
+    reader = Board(os.dup(board.fd))
+    for step, head, parts in puts:
+        if len(parts) == 5:  # a snapshot of one piece between those of parts
+            board.put_snapshot(step, b"".join(parts), 4)
+        else:
+            board.put_parts(step, head, parts, 4)
+        expected = b"".join(parts) if len(parts) == 5 else head + b"".join(parts)
+        assert reader.snapshot(step, 4) == expected
+    reader.close()
+
+
+def test_a_part_that_is_there_already_is_not_copied_and_one_that_is_equal_is() -> None:
+    board = Board.create(0)
+    part, equal = b"x" * 1000, bytes(bytearray(b"x" * 1000))
+    board.put_parts(4, b"head", [part])
+    place = os.pread(board.fd, Board.SIZE, 0).index(part)
+    os.pwrite(board.fd, b"y", place)  # shows whether it is written again
+    board.put_parts(6, b"HEAD", [part])
+    damaged = board.snapshot(6)
+    assert damaged is not None
+    assert damaged[4:5] == b"y"
+    board.put_parts(8, b"head", [equal])
+    assert board.snapshot(8) == b"head" + part
+    os.pwrite(board.fd, b"z", place - 1)
+    assert board.snapshot(8) is None, "the head has a checksum"
+    board.close()
+
+
 def test_a_torn_snapshot_is_not_taken_for_whole() -> None:
     board = Board.create(0)
     board.put_snapshot(4, b"x" * 1000)

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, Trainer
 
 from checkpointless.strategies.frameworks import entry_points
 
+pytestmark = pytest.mark.nemo
 GROUP = "lightning.pytorch.callbacks_factory"
 
 

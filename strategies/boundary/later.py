@@ -1,0 +1,87 @@
+"""State that is taken at every moment and looked at after a fault: it is put into its form when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+_State = TypeVar("_State")
+
+#: Types whose values nobody can change.
+IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
+
+
+class Later(Generic[_State]):
+    """State of a moment that is over, and what makes plain data of it.
+
+    Args:
+        make: makes the plain data, of nothing that changes after the moment.
+    """
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], _State]) -> None:
+        self._make: Callable[[], _State] | None = make
+        self._made: _State
+
+    def __call__(self) -> _State:
+        """Return the plain data, the same object each time."""
+        make = self._make
+        if make is not None:
+            self._made = make()
+            self._make = None  # what it was made of is released
+        return self._made
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """Copy ``tensors`` as they are now: numbers on the host as Python's numbers, alike ones elsewhere in one call.
+
+    Args:
+        tensors: tensors of any shapes, dtypes and devices.
+
+    Returns:
+        What makes the copies, without gradients.
+    """
+    taken = [_number_in(each) for each in tensors]
+    others = [each for each, number in zip(tensors, taken) if number is None]
+    if not others:
+        return lambda: [_tensor_of(*number) for number in taken if number is not None]
+    copies = _clones(others)
+
+    def make() -> list[torch.Tensor]:
+        rest = iter(copies)
+        return [next(rest) if number is None else _tensor_of(*number) for number in taken]
+
+    return make
+
+
+def _number_in(tensor: torch.Tensor) -> tuple[float, torch.dtype] | None:
+    """Return the number of a tensor on the host that has one, and its dtype; None: it has to be copied."""
+    if type(tensor) is not torch.Tensor or tensor.dim() or not tensor.is_cpu or tensor.dtype not in _NUMBERS:
+        return None
+    number: float = tensor.item()
+    return (number, tensor.dtype) if number == number else None  # a NaN may have bits of its own
+
+
+def _tensor_of(number: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(number, dtype=dtype, device="cpu")
+
+
+#: Dtypes of which each value is one of Python's numbers.
+_NUMBERS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.bool})
+
+
+def _clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    first = tensors[0]
+    if len(tensors) > 1 and all(
+        type(each) is torch.Tensor
+        and not each.dim()
+        and each.dtype is first.dtype
+        and each.device == first.device
+        and not each.requires_grad
+        for each in tensors
+    ):
+        return list(torch.stack(tuple(tensors)).unbind())
+    return [each.detach().clone() for each in tensors]

@@ -1,0 +1,66 @@
+"""Test what is taken at a moment and put into its form later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from checkpointless.strategies.boundary.later import Later, copies_of
+
+pytestmark = pytest.mark.nemo
+NAN = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)[0]
+
+
+def test_it_is_made_once_and_only_when_it_is_asked_for() -> None:
+    made: list[int] = []
+    later = Later(lambda: made.append(1) or [3])  # type: ignore[func-returns-value]
+    assert made == []
+    assert later() is later()
+    assert made == [1]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [torch.tensor(1.5)],
+        [torch.tensor(0.1), torch.tensor(-0.0), torch.tensor(float("inf")), torch.tensor(1e-45)],
+        [torch.tensor(0.1, dtype=torch.float64), torch.tensor(2**60 + 1), torch.tensor(True)],
+        [NAN, torch.tensor(2.0), NAN.clone()],
+        [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(3.0, dtype=torch.bfloat16)],
+        [torch.tensor([1.0, 2.0]), torch.tensor(3.0), torch.tensor([]), torch.tensor(1 + 2j)],
+    ],
+)
+def test_copies_have_the_bits_that_the_tensors_had(tensors: list[torch.Tensor]) -> None:
+    before = [
+        (
+            each.dtype,
+            each.shape,
+            each.numpy(force=True).tobytes()
+            if each.dtype is not torch.bfloat16
+            else each.view(torch.int16).numpy().tobytes(),
+        )
+        for each in tensors
+    ]
+    copies = copies_of(tensors)
+    for each in tensors:
+        each.zero_()
+    made = copies()
+    after = [
+        (
+            each.dtype,
+            each.shape,
+            each.numpy().tobytes()
+            if each.dtype is not torch.bfloat16
+            else each.view(torch.int16).numpy().tobytes(),
+        )
+        for each in made
+    ]
+    assert after == before
+
+
+def test_copies_have_no_gradients() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    copies = copies_of([weight * 2, torch.tensor([1.0], requires_grad=True), weight])()
+    assert [each.requires_grad for each in copies] == [False] * 3
+    assert [each.item() for each in copies] == [4.0, 1.0, 2.0]
