@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -45,6 +46,7 @@ OURS, CHECKPOINT = "checkpointless", "checkpoint"
 FAULTS = ("exception", "killed")
 NONE = "none"
 LIMIT_S = 400.0
+_PORTS = range(20000, 30000)
 LEFT_ALONE_S = 30.0  # a rank that is not back when the others have ended does not come to its end in this time
 
 
@@ -82,7 +84,7 @@ TORCHFT_SETTINGS = {
     "torchft-exact": TorchftSetting(_QUICK, 4, {"TORCHFT_QUORUM_TIMEOUT_SEC": "300"}, NIGHTLY, False),
 }
 # Where three ranks train on, there have to be steps left when the fourth is back.
-STEPS = {OURS: 40, CHECKPOINT: 40, "torchft-example": 300, "torchft-quick": 300, "torchft-exact": 40}
+STEPS = {OURS: 40, CHECKPOINT: 40, "torchft-example": 200, "torchft-quick": 200, "torchft-exact": 40}
 SIDES = tuple(STEPS)
 
 
@@ -163,8 +165,8 @@ def measure(side: str, fault: str, directory: Path) -> Outcome:
     alone: list[float] = []
 
     def over() -> bool:
-        """Whether the job has ended, or nothing more is to be expected of it."""
-        if running.ended:
+        """Whether the job has ended, or a part of it has failed, or nothing more is to be expected of it."""
+        if running.ended or any(running.exit_codes()):
             return True
         ended = sum(mark.what == "end" for mark in read_marks(directory))
         if ended >= RANKS - 1 and not alone:
@@ -180,8 +182,8 @@ def measure(side: str, fault: str, directory: Path) -> Outcome:
         running = stack.enter_context(job(side, fault, directory, port))
         in_time = wait_for(over, LIMIT_S)
         codes = running.exit_codes()
-    ended = "well" if not any(codes) else "failed"
-    if None in codes:
+    ended = "failed" if any(codes) else "well"
+    if not any(codes) and None in codes:
         ended = "alone" if in_time else "late"
     return judge(side, fault, read_marks(directory), ended)
 
@@ -293,12 +295,18 @@ def _report(outcomes: list[Outcome], about: dict[str, Any], path: Path | None) -
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on."""
+    """Return ports that nobody listens on, and that the system gives to nobody who asks for any port."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        found: list[int] = []
+        for port in random.sample(_PORTS, len(_PORTS)):
+            try:
+                stack.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                continue
+            found.append(port)
+            if len(found) == count:
+                return found
+    raise RuntimeError(f"fewer than {count} free ports")
 
 
 if __name__ == "__main__":
