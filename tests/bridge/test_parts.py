@@ -91,7 +91,7 @@ REFUSED = {
     "rerun_state_machine.rerun_mode": "report_determinism_stats",
     "rerun_state_machine.error_injection_rate": 1000,
 }
-ALLOWED = {
+ALLOWED: dict[str, object] = {
     "dataset.dataloader_type": "cyclic",
     "train.iterations_to_skip": [],
     "optimizer.optimizer": "adam",
