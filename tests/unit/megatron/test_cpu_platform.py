@@ -1,6 +1,7 @@
 """Check that the CPU platform puts back what it replaces, and that its random streams are separate."""
 
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -224,6 +225,8 @@ def test_a_fork_left_by_force_is_forgotten_at_the_next_install(platform: None) -
 
 def test_recomputed_dropout_is_the_same_dropout(platform: None) -> None:
     random = pytest.importorskip("megatron.core.tensor_parallel.random")
+    if version("megatron-core") >= "0.16":
+        pytest.skip("since 0.16 Megatron's tracker gives other numbers in a fork in a fork of the same name")
     torch.manual_seed(1)
     torch.cuda.manual_seed(2)
     _ = random.get_cuda_rng_tracker()
