@@ -74,9 +74,7 @@ def test_datasets_are_built_once_unless_a_rank_is_made_anew(disturb: Disturb) ->
     job = disturb(4, 9, *faults, args=(*data, *DROPOUT))
     ranks = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DATASETS]
     assert [each["kept"] for each in ranks] == [True] * 4 + [False] * 4 + [True] * 4, ranks
-    assert sorted((job.run_dir / "setups").read_text().split()) == sorted(
-        "0123" * 2
-    )  # and after the kill
+    assert sorted((job.run_dir / "setups").read_text().split()) == sorted("0123" * 2)  # and after the kill
 
 
 def test_it_can_be_switched_off(disturb: Disturb) -> None:
