@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DEMO_STEPS, DEMO_RANKS = 6, 8
 #: Names of the demo's trainers, which cost an import; a test compares the two.
-TRAINER_NAMES = ("nemo", "ddp", "hsdp", "megatron", "lightning-ddp", "lightning-hsdp")
+TRAINER_NAMES = ("nemo", "ddp", "hsdp", "megatron", "bridge", "lightning-ddp", "lightning-hsdp")
 _SEED_HELP = "of the draws (default: 0); the same seed draws the same faults"
 _NEEDS_CHAOS = {"seed": None, "overlap": False, "chaos_case": None, "chaos_steps": None}
 

@@ -21,7 +21,13 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 FOLDER = Path(checkpointless.demo.scripts.__file__).parent
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 INCIDENTS = 10
-SCRIPTED = [name for name in TRAINERS if name != "nemo"]
+SCRIPTED = [
+    pytest.param(
+        name, marks=() if name in ("ddp", "hsdp") else pytest.mark.long
+    )  # the others have tests of their own
+    for name in TRAINERS
+    if name not in ("nemo", "bridge")
+]
 
 
 def train(zygote: Zygote, run_dir: Path, trainer: str, nproc: int, task: Task, *faults: str) -> Job:
@@ -66,7 +72,12 @@ def test_ten_incidents_leave_nothing_behind(nemo_zygote: Zygote, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("trainer", "layout"), [("hsdp", {"tp": 2}), ("lightning-hsdp", {"tp": 2}), ("megatron", {"tp": 2, "pp": 2})]
+    ("trainer", "layout"),
+    [
+        ("hsdp", {"tp": 2}),
+        pytest.param("lightning-hsdp", {"tp": 2}, marks=pytest.mark.long),
+        pytest.param("megatron", {"tp": 2, "pp": 2}, marks=pytest.mark.long),
+    ],
 )
 def test_eight_ranks_share_models(
     nemo_zygote: Zygote, tmp_path: Path, trainer: str, layout: dict[str, int]

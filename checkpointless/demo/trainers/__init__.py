@@ -1,6 +1,6 @@
 """The trainers that the demo can show, by name."""
 
-from checkpointless.demo.trainers.loops import DDP, HSDP, LIGHTNING_DDP, LIGHTNING_HSDP, MEGATRON_LOOP
+from checkpointless.demo.trainers.loops import BRIDGE_GPT, DDP, HSDP, LIGHTNING_DDP, LIGHTNING_HSDP, MEGATRON_LOOP
 from checkpointless.demo.trainers.nemo import NeMo
 from checkpointless.demo.trainers.trainer import DemoError, Program, Task, Trainer
 
@@ -8,5 +8,5 @@ __all__ = ["TRAINERS", "DemoError", "Program", "Task", "Trainer"]
 
 #: By name; the first is the default.
 TRAINERS: dict[str, Trainer] = {
-    each.name: each for each in (NeMo(), DDP, HSDP, MEGATRON_LOOP, LIGHTNING_DDP, LIGHTNING_HSDP)
+    each.name: each for each in (NeMo(), DDP, HSDP, MEGATRON_LOOP, BRIDGE_GPT, LIGHTNING_DDP, LIGHTNING_HSDP)
 }

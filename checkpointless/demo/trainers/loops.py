@@ -1,11 +1,19 @@
-"""Loops of one's own, and Lightning: each is a script of ``checkpointless.demo.scripts``."""
+"""Loops of one's own, Bridge and Lightning: each is a script of ``checkpointless.demo.scripts``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from checkpointless.demo.trainers.trainer import DemoError, Program, Task, Trainer, divide
-from checkpointless.faults.chaos import DATA_PARALLEL, LIGHTNING, LIGHTNING_SHARDED, MEGATRON, SHARDED, Scope
+from checkpointless.faults.chaos import (
+    BRIDGE,
+    DATA_PARALLEL,
+    LIGHTNING,
+    LIGHTNING_SHARDED,
+    MEGATRON,
+    SHARDED,
+    Scope,
+)
 
 HEADS, LAYERS = 4, 4  # of the scripts' models
 
@@ -100,6 +108,16 @@ MEGATRON_LOOP = ScriptedTrainer(
     needs=("megatron.core",),
     install="pip install 'checkpointless[nemo]'",
     preload=_MEGATRON,
+)
+BRIDGE_GPT = ScriptedTrainer(
+    "bridge",
+    "Megatron-Bridge's GPT on made-up text",
+    "bridge",
+    BRIDGE,
+    keys=("tp", "pp"),
+    needs=("megatron.bridge",),
+    install="see docs/megatron-bridge.md, which says how; it and NeMo need environments of their own",
+    preload=("checkpointless.bridge",),
 )
 LIGHTNING_DDP = ScriptedTrainer(
     "lightning-ddp",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from checkpointless import cli
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.faults.chaos import (
+    BRIDGE,
     DATA_PARALLEL,
     DEADLY,
     LAYOUTS,
@@ -38,7 +39,7 @@ NEEDS_RECIPES = pytest.mark.skipif(find_spec("hydra") is None, reason="recipes n
 MANY = [(seed, number, seed % 2 == 1) for seed in range(12) for number in range(40)]
 
 
-SCOPES = (NEMO, DATA_PARALLEL, SHARDED, MEGATRON, LIGHTNING, LIGHTNING_SHARDED)
+SCOPES = (NEMO, DATA_PARALLEL, SHARDED, MEGATRON, BRIDGE, LIGHTNING, LIGHTNING_SHARDED)
 IN_EVERY_SCOPE = pytest.mark.parametrize("scope", SCOPES, ids=lambda scope: scope.name)
 
 
