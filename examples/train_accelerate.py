@@ -52,7 +52,7 @@ def main() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         training.update(total)
         accelerator.print(f"step {step}: loss {total:.6f}", flush=True)
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":
