@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs Megatron-core")
 
-from megatron.core import rerun_state_machine
+from megatron.core import parallel_state, rerun_state_machine
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import cuda_graphs
 
@@ -84,3 +84,11 @@ def test_the_machine_that_repeats_steps_is_dropped() -> None:
     cleanup.drop_globals()
     assert rerun_state_machine.get_rerun_state_machine() is not before
     rerun_state_machine.destroy_rerun_state_machine()
+
+
+def test_no_process_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron forgets most of its groups itself."""
+    name = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
+    monkeypatch.setattr(parallel_state, name, torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 1))
+    cleanup.drop_globals()
+    assert getattr(parallel_state, name) is None
