@@ -116,6 +116,11 @@ class RngStates:
         taken = self.streams.get(f"source:{name}")
         return state_tree.loads(taken) if taken is not None else None
 
+    def without_sources(self) -> RngStates:
+        """Return the streams of Python, NumPy and torch alone."""
+        own = {name: state for name, state in self.streams.items() if not name.startswith("source:")}
+        return dataclasses.replace(self, streams=own)
+
     def same_streams(self, other: RngStates) -> bool:
         """Return whether no stream moved between the two captures."""
         return self.streams == other.streams

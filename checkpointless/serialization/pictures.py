@@ -17,13 +17,17 @@ import torch
 import xxhash
 
 _LARGE_BYTES = 1 << 20  # a larger tensor is known by its identity
+_MOST_PARTS, _MOST_PICKLED_BYTES = 100_000, 64 << 20
 _PLAIN = (bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, torch.Size)
 _NAMED = (types.ModuleType, types.BuiltinFunctionType)
 
 
 def picture(value: object) -> object:
-    """Return a picture of ``value``."""
-    return _Painter().paint(value)
+    """Return a picture of ``value``; what cannot be painted, or is too large, is known by its identity."""
+    try:
+        return _Painter().paint(value)
+    except Exception:  # noqa: BLE001 - any class may refuse to be looked at in its own way
+        return _Same(value)
 
 
 def pictures(values: Mapping[str, object]) -> dict[str, object]:
@@ -35,6 +39,10 @@ def differing(then: Mapping[str, object], now: Mapping[str, object]) -> str | No
     """Return the first name whose picture differs, in alphabetical order; None: there is none."""
     missing = object()
     return next((name for name in sorted({*then, *now}) if then.get(name, missing) != now.get(name, missing)), None)
+
+
+class _TooLargeError(Exception):
+    """Raised for what is too large to be painted."""
 
 
 class _Same:
@@ -71,11 +79,19 @@ class _Painter:
             return "again", self._met[id(value)]
         self._met[id(value)] = len(self._met)
         self._kept.append(value)
+        if len(self._kept) > _MOST_PARTS:
+            raise _TooLargeError
+        if isinstance(value, dict | list | tuple) and getattr(
+            value, "__dict__", None
+        ):  # a subclass with attributes
+            return type(value), self._inside(value), self.paint(vars(value))
         return type(value), self._inside(value)
 
     def _inside(self, value: Any) -> object:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if isinstance(value, dict | list | tuple | set | frozenset) and len(value) > _MOST_PARTS:
+            raise _TooLargeError
         if isinstance(value, dict):
             return [(self.paint(key), self.paint(each)) for key, each in value.items()]
         if isinstance(value, list | tuple):
@@ -111,6 +127,7 @@ def _is_transparent(value: object) -> bool:
     kind = type(value)
     return (
         hasattr(value, "__dict__")
+        and not any(each.__dict__.get("__slots__") for each in kind.__mro__)
         and kind.__reduce__ is object.__reduce__
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__getstate__ is object.__getstate__
@@ -119,7 +136,33 @@ def _is_transparent(value: object) -> bool:
 
 def _pickled(value: object) -> object:
     """Return a digest of what an object is pickled to; what cannot be pickled is known by its identity."""
+    digest = _BoundedDigest()
     try:
-        return xxhash.xxh3_128_hexdigest(pickle.dumps(value))
+        pickle.Pickler(digest, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception:  # noqa: BLE001 - any class may refuse in its own way
         return _Same(value)
+    return digest.hexdigest()
+
+
+class _BoundedDigest:
+    """A file that keeps a digest of what is written, up to a size."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._size = 0
+
+    def write(self, data: bytes) -> int:
+        """Take ``data`` into the digest.
+
+        Raises:
+            _TooLargeError: it is too much.
+        """
+        self._size += len(data)
+        if self._size > _MOST_PICKLED_BYTES:
+            raise _TooLargeError
+        self._digest.update(data)
+        return len(data)
+
+    def hexdigest(self) -> str:
+        """Return the digest of all that was written."""
+        return self._digest.hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
@@ -15,12 +15,28 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 from checkpointless.inprocess.context import tell
 from checkpointless.megatron.warm import KeptModel, agree
 from checkpointless.recovery import CheckpointManager
+from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.pictures import pictures
 from checkpointless.telemetry.event_names import EventName
 
 
 class BuildAnewError(RuntimeError):
     """Raised where a model was kept that must not be used; the block is entered once more, without it."""
+
+
+class NotKept:
+    """A model that cannot be kept.
+
+    Args:
+        reason: why, in a phrase.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def unfit(self) -> str:
+        """Return why it cannot be kept."""
+        return self._reason
 
 
 class WarmStart:
@@ -34,6 +50,8 @@ class WarmStart:
         self._strategy: Any = strategy
         self._kept: KeptModel | None = None
         self._everywhere = False
+        self._streams = RngStates.capture().without_sources()
+        self._left = RngStates()
         self._obstacle = _obstacle(strategy)
         self._plans = _plans(strategy) if self._obstacle is None else {}
 
@@ -48,15 +66,26 @@ class WarmStart:
         Args:
             manager: keeps the state over restarts; None: there is none yet.
         """
-        kept = manager.kept if manager is not None else None
-        if manager is not None and kept is not None and kept[0] == manager.fit + 1:
-            reason = self._obstacle or kept[1].mismatch(self._plans)  # type: ignore[attr-defined]
-            if reason is None:
-                self._kept = kept[1]  # type: ignore[assignment]
-            else:
-                manager.kept = None
-                tell(EventName.WARM, kept=False, reason=reason)
+        found = manager.kept if manager is not None else None
+        if manager is not None and found is not None and found[0] == manager.fit + 1:
+            kept, left = cast("tuple[KeptModel, tuple[RngStates, RngStates]]", (found[1], found[1].streams))  # type: ignore[attr-defined]
+            reason = self._obstacle or kept.mismatch(self._plans) or kept.unfit()
+            if reason is None and not self._streams.same_streams(left[0]):
+                reason = "random numbers were drawn otherwise before"
+            self._take(manager, kept, left[1], reason)
         self._everywhere = agree(self.is_warm, self._strategy.root_device)
+        if self._kept is not None and not self._everywhere and self._kept.builds_together:
+            assert manager is not None
+            self._take(manager, None, RngStates(), "another rank builds its model, and exchanges weights meanwhile")
+
+    def _take(
+        self, manager: CheckpointManager, kept: KeptModel | None, left: RngStates, reason: str | None
+    ) -> None:
+        """Take what is kept, or let it go for ``reason``."""
+        self._kept, self._left = (kept, left) if reason is None else (None, RngStates())
+        if reason is not None:
+            manager.kept = None
+            tell(EventName.WARM, kept=False, reason=reason)
 
     @contextmanager
     def build(self) -> Iterator[None]:
@@ -64,6 +93,7 @@ class WarmStart:
         kept = self._kept
         if kept is None:
             yield
+            self._left = RngStates.capture()
             return
         began_s = time.monotonic()
         module = self._strategy.lightning_module
@@ -85,6 +115,7 @@ class WarmStart:
         try:
             with kept.in_place_of_new(self._everywhere):
                 yield
+            self._left.restore()  # a model that is built draws its first weights
         finally:
             vars(plugin).pop("convert_module", None)
 
@@ -96,18 +127,21 @@ class WarmStart:
             config.fp16, config.bf16 = dtypes.fp16, dtypes.bf16
         return module
 
-    def built(self) -> KeptModel | None:
-        """Return what is built now, for the next fault; None: it cannot be kept."""
+    def built(self) -> KeptModel | NotKept:
+        """Return what is built now, for the next fault."""
         if self._obstacle is not None:
-            return None
+            return NotKept(self._obstacle)
         strategy = self._strategy
         chunks = [chunk.module for chunk in strategy.megatron_parallel]
-        return KeptModel(chunks, strategy.optimizers[0].mcore_optimizer, self._plans)
+        return KeptModel(chunks, strategy.optimizers[0].mcore_optimizer, self._plans, (self._streams, self._left))
 
 
 def _obstacle(strategy: Any) -> str | None:
     """Return why the model that ``strategy`` is about to build cannot be one that was kept; None: it can."""
     module = strategy.lightning_module
+    hooked = [each for each in (module, *module.trainer.callbacks) if _acts_before_the_restore(each)]
+    if hooked:
+        return f"on_fit_start of {type(hooked[0]).__name__} would find a trained model"
     if getattr(type(module), "configure_model", None) is not GPTModel.configure_model:
         return f"it is not known how {type(module).__name__} builds its model"
     if hasattr(module, "module"):
@@ -119,6 +153,14 @@ def _obstacle(strategy: Any) -> str | None:
     if not isinstance(strategy.ddp_config, DistributedDataParallelConfig):
         return "the model is not in Megatron's DistributedDataParallel"
     return None
+
+
+def _acts_before_the_restore(part: object) -> bool:
+    """Return whether a callback or module of the user's acts between the set-up of a model and its restore."""
+    hook = getattr(type(part), "on_fit_start", None)
+    return not getattr(hook, "__module__", "").startswith(
+        ("lightning.", "pytorch_lightning.", "nemo.", "checkpointless.")
+    )
 
 
 def _plans(strategy: Any) -> dict[str, dict[str, object]]:
@@ -133,4 +175,12 @@ def _plans(strategy: Any) -> dict[str, dict[str, object]]:
         "DistributedDataParallel": vars(strategy.ddp_config),
         "precision": {"class": type(plugin), "types": dtypes},
     }
-    return {name: pictures(each) for name, each in values.items()}
+    return {
+        what: pictures({name: value for name, value in each.items() if _is_own(name)})
+        for what, each in values.items()
+    }
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a value is the configuration's own, and not a framework's note of how it was made."""
+    return not name.startswith("__")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,9 @@ _SIZES = (
     "num_nodes",
 )
 _PLAIN = (bool, int, float, str, bytes, type(None))
+#: What leads to everything, or to nothing.
+_CLOSED = (*_PLAIN, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType)
+_MOST_OBJECTS = 300_000
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,11 @@ def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
     def once(stage: str) -> None:
         """Set up the data module, or give it what it had; then leave its class's own ``setup`` in place."""
         vars(module).pop("setup", None)
-        began_s, streams, found = time.monotonic(), _streams(), _found(module, trainer, stage)
+        began_s, streams, found = (
+            time.monotonic(),
+            RngStates.capture().without_sources(),
+            _found(module, trainer, stage),
+        )
         earlier = kept.built.pop(number, None)
         reason = _difference(earlier, found, streams)
         if call.generation > 0 and _everywhere(reason is None, trainer.strategy.root_device):
@@ -105,21 +114,22 @@ def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
         before = dict(vars(module))
         setup(stage)
         built = {name: value for name, value in vars(module).items() if before.get(name, before) is not value}
-        if all(_is_lasting(value) for value in built.values()):
-            kept.built[number] = _Built(found, streams, built, _streams())
+        after = _found(module, trainer, stage)
+        in_place = any(name not in built and after.get(name, before) != found[name] for name in found)
+        owners = (module, trainer, trainer.lightning_module)
+        if not in_place and all(_is_lasting(value) for value in built.values()) and not reaches(built, owners):
+            kept.built[number] = _Built(found, streams, built, RngStates.capture().without_sources())
 
     module.setup = once
 
 
-def _streams() -> RngStates:
-    """Return the random streams that a data module draws from, which are not those of a framework's own tracker."""
-    streams = RngStates.capture().streams
-    return RngStates({name: state for name, state in streams.items() if not name.startswith("source:")})
-
-
 def _found(module: pl.LightningDataModule, trainer: pl.Trainer, stage: str) -> dict[str, object]:
     """Return pictures of what decides what ``setup`` builds."""
-    attributes = {name: value for name, value in vars(module).items() if name != "trainer"}
+    attributes = {
+        name: value
+        for name, value in vars(module).items()
+        if name != "trainer" and not name.startswith("__")  # such names are frameworks' notes
+    }
     sizes = {name: getattr(trainer, name, None) for name in _SIZES}
     return pictures({**attributes, **sizes, "class": type(module), "stage": str(stage)})
 
@@ -143,6 +153,27 @@ def _is_lasting(value: object) -> bool:
     if isinstance(value, dict):
         return all(_is_lasting(each) for each in value.values())
     return isinstance(value, (*_PLAIN, Dataset))
+
+
+def reaches(root: object, targets: Sequence[object]) -> bool:
+    """Return whether one of ``targets`` can be reached from ``root``; True if there is too much to look at.
+
+    Args:
+        root: where to begin; classes, modules and functions are not looked into.
+        targets: the objects that are looked for.
+    """
+    wanted, seen, due = {id(each) for each in targets}, {id(root)}, [root]
+    while due:
+        for each in gc.get_referents(due.pop()):
+            if id(each) in wanted:
+                return True
+            if isinstance(each, _CLOSED) or id(each) in seen:
+                continue
+            seen.add(id(each))
+            due.append(each)
+            if len(seen) > _MOST_OBJECTS:
+                return True
+    return False
 
 
 def _everywhere(mine: bool, device: torch.device) -> bool:

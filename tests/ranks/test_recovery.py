@@ -128,7 +128,8 @@ def test_both_holders_gone_falls_back_to_the_checkpoint(
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=5", "sigkill@recovery:rank=2,step=4")
     args = ("trainer.max_steps=7", *with_checkpoints(tmp_path / "nemo"))
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults)
+    # A checkpoint can take long on a busy disk.
+    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=faults, heartbeat_timeout_s=60.0)
     assert job.code == 0, job.story()
     reference = undisturbed(4, ("trainer.max_steps=7",))
     verdict = compare(reference, job.steps)

@@ -92,6 +92,32 @@ def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb) -> 
     assert all("hooks" in each["reason"] for each in ranks), ranks
 
 
+def test_a_callback_that_acts_before_the_restore_finds_a_new_model(disturb: Disturb) -> None:
+    early = "callbacks.early={_target_: tests.ranks.warm_checks.FirstWeights}"
+    job = disturb(4, 5, "exception@backward:rank=2,step=3", args=(*DROPOUT, early))
+    assert all("on_fit_start of FirstWeights" in each["reason"] for each in told(job))
+    assert len(told(job)) == 4
+
+
+def test_stages_that_tie_their_embeddings_build_together(disturb: Disturb) -> None:
+    """A first stage that is made anew exchanges weights with the last one while both build."""
+    tied = (*PP2, "model.config.share_embeddings_and_output_weights=true")
+    job = disturb(4, 8, "exception@forward:rank=3,step=3", "sigkill@forward:rank=0,step=5", args=tied)
+    assert [each["kept"] for each in told(job)] == [True] * 4 + [False] * 3, told(job)
+
+
+def test_an_update_that_is_made_again_without_main_parameters(disturb: Disturb) -> None:
+    """In fp32 without the distributed optimizer, the held gradients are those of the parameters themselves."""
+    plain = (
+        "optim.config.use_distributed_optimizer=false",
+        "strategy.ddp.use_distributed_optimizer=false",
+        "strategy.num_distributed_optimizer_instances=1",
+    )
+    faults = ("sigkill@optimizer:rank=1,step=3", "sigkill@optimizer:rank=2,step=6")
+    job = disturb(4, 8, *faults, args=(*plain, *DROPOUT))
+    assert all(each["kept"] for each in told(job))
+
+
 def test_a_second_fault_while_the_first_is_handled(disturb: Disturb) -> None:
     faults = ("exception@forward:rank=0,step=3", "exception@init:rank=1,step=2", "exception@recovery:rank=2,step=2")
     job = disturb(4, 5, *faults, args=DROPOUT)

@@ -63,3 +63,17 @@ class HookedModel(Callback):
         """Add the hook."""
         layer = next(each for each in pl_module.modules() if type(each).__name__ == "MLP")
         layer.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
+
+
+class FirstWeights(Callback):
+    """Keeps the weights that training begins with, and fails if they are trained ones."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at the first weights of the model, which are the same whenever it is built."""
+        weight = next(pl_module.parameters())
+        first = float(weight.sum())
+        _first.setdefault("sum", first)
+        assert _first["sum"] == first, "the model is trained already"
+
+
+_first: dict[str, float] = {}

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 #: Packages whose modules keep nothing from step to step but parameters and buffers.
-KNOWN = ("megatron.core.", "nemo.", "torch.nn.", "checkpointless.")
+KNOWN = ("megatron.core.", "nemo.", "torch.nn.", "checkpointless.", "builtins.", "abc.", "typing.")
+#: Packages of theirs whose modules do: TransformerEngine's.
+_UNKNOWN = ("megatron.core.extensions.",)
 #: Where torch keeps the hooks of a module.
 _HOOKS = (
     "_forward_hooks",
@@ -51,8 +53,10 @@ def unknown_class(modules: Sequence[torch.nn.Module]) -> str | None:
     """Return the name of a class of which it is not known what it keeps from step to step; None: there is none."""
     for module in modules:
         for each in module.modules():
-            if not f"{type(each).__module__}.".startswith(KNOWN):
-                return f"{type(each).__module__}.{type(each).__qualname__}"
+            for kind in type(each).__mro__:
+                package = f"{kind.__module__}."
+                if not package.startswith(KNOWN) or package.startswith(_UNKNOWN):
+                    return f"{package}{kind.__qualname__}"
     return None
 
 

@@ -12,17 +12,26 @@ import torch.distributed.distributed_c10d as c10d
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.utils import get_model_config
 
 from checkpointless.megatron.fp8_parameters import fp8_parameters
 from checkpointless.megatron.update import sub_optimizers
 from checkpointless.megatron.warm.bindings import rebind
 from checkpointless.megatron.warm.blueprint import Blueprint, unknown_class
+from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.pictures import differing
 
 #: A process group with its global ranks and its description.
 Group = tuple[Any, tuple[int, ...], str]
 #: Pictures of the values of configurations, by what each describes and by name.
 Plans = Mapping[str, Mapping[str, object]]
+#: Options with which an interrupted step leaves more behind than is undone here, or a graph that is given up.
+_UNKNOWN_REMAINS = (
+    "defer_embedding_wgrad_compute",
+    "moe_shared_expert_overlap",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+)
 #: What the guard and the strategy put over an optimizer's own functions.
 _COVERED = ("get_grad_norm", "clip_grad_norm", "count_zeros", "prepare_grads", "step_with_ready_grads", "step")
 
@@ -40,13 +49,22 @@ class KeptModel:
         chunks: the model's chunks, as Megatron's ``DistributedDataParallel`` wraps them.
         optimizer: the (chained) Megatron optimizer.
         plans: pictures of all configurations before anything was built.
+        streams: the random streams before anything was built, and after.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: MegatronOptimizer, plans: Plans) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: MegatronOptimizer,
+        plans: Plans,
+        streams: tuple[RngStates, RngStates],
+    ) -> None:
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self._plans = plans
+        self.streams = streams
         self._built = Blueprint(self.chunks)
+        self._marks = _marks(optimizer)
         self._modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
         self._generations = [groups_now()]  # to which references may point: a fault may come while they change
 
@@ -65,7 +83,25 @@ class KeptModel:
             return "overlap_param_gather_with_optimizer_step is on"
         if self.chunks[0].ddp_config.use_megatron_fsdp:
             return "Megatron's FSDP is built anew"
+        for model in self.chunks:
+            config = get_model_config(model)
+            on = [name for name in _UNKNOWN_REMAINS if getattr(config, name, False)]
+            on += ["cuda_graph_impl"] if getattr(config, "cuda_graph_impl", "none") not in (None, "none") else []
+            if on:
+                return f"{on[0]} is on"
+        if _marks(self.optimizer) != self._marks:
+            return "the optimizer has other hooks or functions than when it was built"
         return self._built.difference(self.chunks)
+
+    @property
+    def builds_together(self) -> bool:
+        """Whether ranks that build this model exchange more than the keys of param groups: tied embeddings."""
+        config = get_model_config(self.chunks[0])
+        if config.pipeline_model_parallel_size == 1:
+            return False
+        return bool(
+            getattr(config, "share_embeddings_and_output_weights", True) or getattr(config, "mtp_num_layers", None)
+        )
 
     def mismatch(self, plans: Plans) -> str | None:
         """Return what the next generation's model would have otherwise, in a phrase; None: it is the same.
@@ -113,7 +149,8 @@ class KeptModel:
                 if getattr(module, "input_tensor", None) is not None:
                     module.input_tensor = None
             for parameter in chunk.parameters():
-                parameter.grad = None
+                if not _is_held(parameter):
+                    parameter.grad = None
                 if hasattr(parameter, "grad_added_to_main_grad"):
                     parameter.grad_added_to_main_grad = False
         for module, training in self._modes:
@@ -170,6 +207,25 @@ class KeptModel:
             group.pop("initial_lr", None)
             group["lr"] = group["pre_mult_lr"] * group.get("pre_lr_mult", 1.0)
             group["weight_decay"] = group["pre_mult_wd"] * group.get("pre_wd_mult", 1.0)
+
+
+def _is_held(parameter: Any) -> bool:
+    """Return whether a gradient is what a held update is made from, for want of main parameters."""
+    grad, main = parameter.grad, getattr(parameter, "main_grad", None)
+    return grad is not None and main is not None and grad.data_ptr() == main.data_ptr()
+
+
+def _marks(optimizer: Any) -> list[object]:
+    """Return what users may have put on an optimizer: the hooks of each part, and functions of its own."""
+    parts = [optimizer, *sub_optimizers(optimizer)]
+    parts += [inner for each in parts if (inner := vars(each).get("optimizer")) is not None]
+    return [
+        (
+            {name: len(hooks) for name, hooks in vars(each).items() if name.endswith("_hooks") and hooks},
+            sorted(name for name, value in vars(each).items() if callable(value) and name not in _COVERED),
+        )
+        for each in parts
+    ]
 
 
 def agree(kept: bool, device: torch.device) -> bool:

@@ -270,7 +270,7 @@ CASES = (
         (
             "sigterm@before_optimizer:rank=1,step=4",
             "sigkill@optimizer:rank=2,step=5",
-            "exception@after_optimizer:rank=3,step=5",
+            "exception@after_optimizer:rank=3,step=6",
         ),
     ),
     Case("the same with workers", EPOCHS_BY_WORKERS, ("sigterm@before_optimizer:rank=1,step=4",)),
