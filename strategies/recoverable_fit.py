@@ -25,7 +25,12 @@ from checkpointless.strategies.boundary.restoration import Restoration
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
 from checkpointless.strategies.boundary.steps import Steps
 from checkpointless.strategies.checkpoints.save_failed import SaveFailed
-from checkpointless.strategies.data.position import DataPosition, samples_per_step, several_loaders
+from checkpointless.strategies.data.position import (
+    DataPosition,
+    ahead_of_steps,
+    samples_per_step,
+    several_loaders,
+)
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.validation import ValidationData
 from checkpointless.strategies.data.worker_streams import WorkerSeed
@@ -257,8 +262,14 @@ class RecoverableFit:
 
         Args:
             loader: the loader as Lightning will iterate over it.
+
+        Raises:
+            UnrecoverableError: the loader's position could not be restored.
         """
         if self.manager is not None and self._trainer.training:
+            reason = ahead_of_steps(loader) if self._announces_data else None
+            if reason is not None:
+                raise UnrecoverableError(reason)
             position = self._restoration.position() if self._restoration is not None else None
             if position is not None:  # Lightning tells the sampler too late: workers ask for their items at once
                 epochs: Any = self._trainer.fit_loop.epoch_progress

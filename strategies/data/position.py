@@ -52,6 +52,8 @@ class DataPosition:
         length: how many batches Lightning's fetcher expects in the epoch; None: unknown. With a sampler that counts
             what workers fetch ahead, it depends on when it is asked for.
         length_at_start: how many batches there were when the fit was set up; None: unknown.
+        ahead: how many of the delivered batches no step has had yet: Lightning fetches one ahead of a loader without
+            a length.
     """
 
     fetched: int
@@ -61,6 +63,7 @@ class DataPosition:
     within: bool = True
     length: int | None = None
     length_at_start: int | None = None
+    ahead: int = 0
 
 
 def take_sampler(trainer: pl.Trainer) -> dict[str, Any] | None:
@@ -148,6 +151,17 @@ def go_on_counting(fetcher: _DataFetcher, position: DataPosition) -> None:
 def keeps_its_position(loader: object) -> bool:
     """Return whether Lightning saves and restores the position of ``loader``."""
     return isinstance(loader, _Stateful)
+
+
+def ahead_of_steps(loader: object) -> str | None:
+    """Return why the position of ``loader`` cannot be restored if Lightning fetches its batches; None: it can."""
+    if not keeps_its_position(loader) or sized_len(loader) is not None:  # type: ignore[arg-type]
+        return None
+    return (
+        f"{type(loader).__name__} says where it stands, but Lightning fetches a batch ahead of a loader without a "
+        "length, which no step has had yet: give it a __len__, or leave out its state_dict (it is gone through "
+        "once more after a fault)"
+    )
 
 
 def track(loader: Iterable[object], starts: Starts, position: DataPosition | None) -> TrackedSampler | None:

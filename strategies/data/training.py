@@ -58,6 +58,7 @@ class TrainingData:
             tracked.consumed if tracked is not None else None,
             length=fetcher.length if fetcher is not None else None,
             length_at_start=tracked.length_at_start if tracked is not None else None,
+            ahead=len(getattr(fetcher, "batches", ())),
         )
 
     def made(self, loader: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
@@ -101,7 +102,17 @@ class TrainingData:
         fit_loop.epoch_loop.not_delivered = position.fetched - position.delivered
 
     def _take_what_was_delivered(self, loaders: Iterable[object], fetcher: Any, position: DataPosition) -> None:
-        """Advance an iterator whose batches only the dataset knows past those that were delivered."""
-        if self._tracked is None and not any(keeps_its_position(loader) for loader in loaders):
-            for _ in range(position.delivered):
+        """Advance an iterator whose batches only the dataset knows past those that were delivered.
+
+        Lightning's fetcher may have fetched some ahead to learn where they end; it has as many again.
+        """
+        if self._tracked is not None or any(keeps_its_position(loader) for loader in loaders):
+            return
+        ahead: list[Any] = getattr(fetcher, "batches", [])
+        for _ in range(position.delivered - position.ahead):
+            if ahead:
+                ahead.pop(0)
+            else:
                 next(fetcher.iterator)
+        while len(ahead) < position.ahead:
+            ahead.append(next(fetcher.iterator))  # as many as the iterator had, so it does not end here

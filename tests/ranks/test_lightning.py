@@ -84,6 +84,32 @@ def test_hsdp_in_every_phase(train: Train, kind: str) -> None:
         ]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_tensor_parallelism_in_every_phase(train: Train, kind: str) -> None:
+    train("hsdp-tp", 16, *in_every_phase(kind, 8), features="accumulate")
+
+
+@pytest.mark.parametrize("features", ["stream", "stream,accumulate"])
+def test_a_stream(train: Train, features: str) -> None:
+    """An iterable dataset is gone through once more, past what steps have had and not what was fetched ahead."""
+    faults = ("exception@forward:rank=1,step=3", "exception@after_optimizer:rank=2,step=5")
+    train("ddp", 7, *faults, features=features)
+
+
+@pytest.mark.parametrize("what", ["raises-in-save", "killed-in-save"])
+def test_a_fault_within_a_save(nemo_zygote: Zygote, tmp_path: Path, what: str) -> None:
+    calm = run_job(nemo_zygote, tmp_path / "calm", 4, script=SCRIPT, args=("7", "ddp", "saves"))
+    job = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=("7", "ddp", "saves", what))
+    assert job.code == 0, job.story()
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert len(job.incidents) == 1
+    names = [sorted(path.name for path in (each.run_dir / "saved").iterdir()) for each in (calm, job)]
+    assert names[0] == names[1]
+    assert logged(calm) == logged(job)
+
+
 def test_hsdp_with_tensor_parallelism(train: Train) -> None:
     train("hsdp-tp", 7, "sigkill@backward:rank=1,step=3", "exception@forward:rank=6,step=5")
 
@@ -112,10 +138,11 @@ def test_saves_validations_and_workers(train: Train) -> None:
         ("lbfgs", "LBFGS computes gradients several times in one step"),
         ("twice", "optimizer_step() updates more than once in a step"),
         ("static", "leave static_graph out"),
+        ("stream,stateful", "give it a __len__, or leave out its state_dict"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str) -> None:
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("3", "ddp", features))
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("3", "ddp", *features.split(",")))
     assert job.code == 1
     assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))])
     with pytest.raises(FileNotFoundError, match="no recorded steps"):

@@ -2,7 +2,9 @@
 
 import math
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from checkpointless import HPWrapper
 from checkpointless.environment import own_run_dir
+from checkpointless.inprocess import active_call_wrapper
 from checkpointless.strategies import CheckpointlessDDPStrategy, CheckpointlessModelParallelStrategy
 
 STEPS, STRATEGY, FEATURES = int(sys.argv[1]), sys.argv[2], frozenset(sys.argv[3:])
@@ -29,8 +32,41 @@ class Samples(Dataset[torch.Tensor]):
         return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) + torch.rand(1)
 
 
+class Stream(IterableDataset[torch.Tensor]):
+    """Each rank's part of an endless stream, which knows where it stands."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        while True:
+            self.place += 1
+            yield torch.randn(WIDTH, generator=torch.Generator().manual_seed(self.place * ranks + rank))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.place = state_dict["place"]
+
+
+class StatefulLoader(DataLoader[torch.Tensor]):
+    """Says where its stream stands, by Lightning's protocol."""
+
+    def state_dict(self) -> dict[str, int]:
+        stream: Any = self.dataset
+        return stream.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        stream: Any = self.dataset
+        stream.load_state_dict(state_dict)
+
+
 class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        if "stream" in FEATURES:
+            return (StatefulLoader if "stateful" in FEATURES else DataLoader)(Stream(), batch_size=3)
         return DataLoader(Samples(), batch_size=3, shuffle=True, num_workers=int("workers" in FEATURES))
 
     def val_dataloader(self) -> DataLoader[torch.Tensor]:
@@ -128,6 +164,19 @@ class Norms(Callback):
         self.norm, self.means = state_dict["norm"], state_dict["means"]
 
 
+class StoppedSaves(ModelCheckpoint):
+    """A save after which the rank that writes it is killed, or within which another one raises, once."""
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        call = active_call_wrapper()
+        due = trainer.global_step == 4 and call is not None and call.generation == 0
+        if due and "raises-in-save" in FEATURES and trainer.global_rank == 1:
+            raise RuntimeError("in a save")
+        super()._save_checkpoint(trainer, filepath)
+        if due and "killed-in-save" in FEATURES and trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Swaps(Callback):
     """Has other weights in the places of the trained ones during a validation."""
 
@@ -167,7 +216,7 @@ def main() -> None:
         more["precision"] = "bf16-mixed"
     callbacks: list[Callback] = [Norms(), *([Swaps()] if "swaps" in FEATURES else [])]
     if "saves" in FEATURES:
-        saves = ModelCheckpoint(
+        saves = StoppedSaves(
             folder / "saved", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max", save_last="link"
         )
         callbacks.append(saves)
