@@ -52,8 +52,8 @@ class DataPosition:
         length: how many batches Lightning's fetcher expects in the epoch; None: unknown. With a sampler that counts
             what workers fetch ahead, it depends on when it is asked for.
         length_at_start: how many batches there were when the fit was set up; None: unknown.
-        ahead: how many of the delivered batches no step has had yet: Lightning fetches one ahead of a loader without
-            a length.
+        ahead: how many of the delivered batches no step has had yet: where a loader has no length, Lightning
+            fetches one ahead.
     """
 
     fetched: int
