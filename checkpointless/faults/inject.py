@@ -88,8 +88,8 @@ class FaultInjector:
                 if self.ledger.is_spent(index, spec):  # the step is made again, perhaps where it cannot be caused
                     continue
                 cause = self._prepare(spec, target or self.target)
+                self._announce(spec, step, generation)  # first: it takes a while, in which another fault may come
                 if self.ledger.claim(index, spec, rank=self.rank, step=step, generation=generation):
-                    self._announce(spec, step, generation)
                     cause()
 
     def _drawn(self, index: int, spec: FaultSpec, step: int, generation: int) -> bool:
