@@ -14,7 +14,7 @@ from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events,
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("checkpointless", "callbacks", "strategies", "recipes", "benchmarks", "examples")
-EMITTERS = {"emit", "span", "_begin_stage"}
+EMITTERS = {"emit", "span", "tell", "_begin_stage"}
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
