@@ -88,7 +88,8 @@ def kill_in_a_save(seed: int, storage: Path, killed: list[int]) -> Callable[[Sce
 def test_after_a_kill_in_a_save_the_newest_whole_checkpoint_is_resumed_from(
     nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path, saves: int
 ) -> None:
-    steps, storage, killed = 2 * saves + 6, tmp_path / "nemo", list[int]()
+    # On a quiet machine a job makes many steps until it is killed. NeMo's checkpoint at its end has no optimizer.
+    steps, storage, killed = 2 * saves + 40, tmp_path / "nemo", list[int]()
     reference = undisturbed(NPROC, (f"trainer.max_steps={steps}",))
     resumed: list[int] = []
     for number in range(saves + 1):
