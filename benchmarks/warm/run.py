@@ -128,6 +128,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Run the sides of each case by turns, and show the table."""
     args = options()
+    json_file = args.json.resolve() if args.json is not None else None
     sides: dict[str, tuple[str, list[str]]] = {
         "warm": (sys.executable, []),
         "built anew": (sys.executable, ["checkpointless.warm=false"]),
@@ -137,7 +138,12 @@ def main() -> None:
     about = machine(["torch", "lightning", "nemo_toolkit", "megatron-core", "checkpointless"])
     found: dict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
     with interruptible(), ExitStack() as stack:
-        base = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-")))
+        base = (
+            args.keep.resolve()
+            if args.keep
+            else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-")))
+        )
+        os.chdir(base)  # Python imports what lies in the current directory first
         for turn in range(args.repeats):
             for model in args.models:
                 for layout in args.layouts:
@@ -149,9 +155,9 @@ def main() -> None:
                         )
     about["load_at_end"] = os.getloadavg()[0]
     show(found, about)
-    if args.json is not None:
+    if json_file is not None:
         rows = [{"case": case, "runs": [asdict(each) for each in runs]} for case, runs in found.items()]
-        args.json.write_text(json.dumps({"machine": about, "cases": rows}, indent=1) + "\n")
+        json_file.write_text(json.dumps({"machine": about, "cases": rows}, indent=1) + "\n")
 
 
 def show(found: dict[tuple[str, str, str], list[Outcome]], about: dict[str, Any]) -> None:
