@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,8 +37,11 @@ def result(console: Console, config: DemoConfig, outcome: DemoResult, run_dir: P
         console.print(incidents_table(outcome.incidents))
     console.print(losses_table(outcome.undisturbed, outcome.disturbed))
     picture = run_dir / "losses.png"
-    draw(outcome.undisturbed, outcome.disturbed, outcome.incidents, picture)
-    console.print(f"picture of both curves: {picture}")
+    if importlib.util.find_spec("matplotlib") is not None:
+        draw(outcome.undisturbed, outcome.disturbed, outcome.incidents, picture)
+        console.print(f"picture of both curves: {picture}")
+    else:
+        console.print("no picture of the curves: it needs matplotlib (pip install matplotlib)")
     for fault in outcome.not_fired:
         console.print(f"[red]the fault {fault} never happened[/red]")
     if not outcome.complete:
