@@ -21,7 +21,7 @@ def plan(console: Console, config: DemoConfig, run_dir: Path) -> None:
     """Show what the demo is going to do."""
     layout = ", ".join(f"{key}={size}" for key, size in config.layout.items()) or "data parallel"
     console.print(
-        f"{config.trainer.what}, on the English text of Python's own manual, {config.nproc} CPU ranks ({layout}), "
+        f"{config.trainer.what} on {config.trainer.corpus}, {config.nproc} CPU ranks ({layout}), "
         f"dropout {config.dropout:g}."
     )
     for note in config.trainer.notes(config.task):

@@ -25,6 +25,13 @@ _LENGTH_BYTES = 8
 GATHERED_BYTES = 256 * 1024  # bytes of each rank per all-gather
 
 
+def true_on_all(mine: bool) -> bool:
+    """Return whether ``mine`` is true on every rank. Collective."""
+    flag = torch.tensor([int(mine)], dtype=torch.int64, device=wire_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
 def all_gather_json(message: Json, group: dist.ProcessGroup | None = None) -> list[Parsed]:
     """Gather every rank's ``message`` on every rank, in rank order. Collective.
 

@@ -13,11 +13,12 @@ from nemo.collections.llm.gpt.model.base import GPTModel
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.context import tell
-from checkpointless.megatron.warm import KeptModel, agree
+from checkpointless.megatron.warm import KeptModel
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.pictures import pictures
 from checkpointless.telemetry.event_names import EventName
+from checkpointless.transfer.exchange import true_on_all
 
 
 class BuildAnewError(RuntimeError):
@@ -73,7 +74,7 @@ class WarmStart:
             if reason is None and not self._streams.same_streams(left[0]):
                 reason = "random numbers were drawn otherwise before"
             self._take(manager, kept, left[1], reason)
-        self._everywhere = agree(self.is_warm, self._strategy.root_device)
+        self._everywhere = true_on_all(self.is_warm)
         if self._kept is not None and not self._everywhere and self._kept.builds_together:
             assert manager is not None
             self._take(manager, None, RngStates(), "another rank builds its model, and exchanges weights meanwhile")

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from checkpointless.inprocess import HPCallWrapper
@@ -20,6 +18,7 @@ from checkpointless.inprocess.context import tell
 from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.pictures import differing, pictures
 from checkpointless.telemetry.event_names import EventName
+from checkpointless.transfer.exchange import true_on_all
 
 #: What of a trainer decides how much data is built.
 _SIZES = (
@@ -102,7 +101,7 @@ def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
         )
         earlier = kept.built.pop(number, None)
         reason = _difference(earlier, found, streams)
-        if call.generation > 0 and _everywhere(reason is None, trainer.strategy.root_device):
+        if call.generation > 0 and true_on_all(reason is None):
             assert earlier is not None
             vars(module).update(earlier.built)
             earlier.left.restore()
@@ -174,10 +173,3 @@ def reaches(root: object, targets: Sequence[object]) -> bool:
             if len(seen) > _MOST_OBJECTS:
                 return True
     return False
-
-
-def _everywhere(mine: bool, device: torch.device) -> bool:
-    """Return whether ``mine`` is true on every rank. Collective."""
-    flag = torch.tensor([int(mine)], device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())

@@ -26,6 +26,7 @@ class ScriptedTrainer(Trainer):
         what: what is trained, and by whom, for people.
         script: name of the script.
         scope: cases that chaos may draw.
+        corpus: what it is trained on.
         keys: parallel sizes that a layout may give.
         more: further arguments of the script.
         needs: modules that have to be installed.
@@ -40,6 +41,7 @@ class ScriptedTrainer(Trainer):
         script: str,
         scope: Scope,
         *,
+        corpus: str = Trainer.corpus,
         keys: tuple[str, ...] = (),
         more: tuple[str, ...] = (),
         needs: tuple[str, ...] = ("torch",),
@@ -47,6 +49,7 @@ class ScriptedTrainer(Trainer):
         preload: tuple[str, ...] = (),
     ) -> None:
         self.name, self.what, self.scope, self.keys = name, what, scope, keys
+        self.corpus = corpus
         self.needs, self.install = needs, install
         self._script = f"checkpointless.demo.scripts.{script}"
         self._more, self._preload = more, preload
@@ -111,9 +114,10 @@ MEGATRON_LOOP = ScriptedTrainer(
 )
 BRIDGE_GPT = ScriptedTrainer(
     "bridge",
-    "Megatron-Bridge's GPT on made-up text",
+    "Megatron-Bridge's GPT",
     "bridge",
     BRIDGE,
+    corpus="made-up text",
     keys=("tp", "pp"),
     needs=("megatron.bridge",),
     install="see docs/megatron-bridge.md, which says how; it and NeMo need environments of their own",

@@ -67,6 +67,7 @@ class Trainer(ABC):
     Attributes:
         name: name on the command line.
         what: what is trained, and by whom, for people.
+        corpus: what it is trained on.
         keys: parallel sizes that a layout may give.
         needs: modules that have to be installed.
         install: how to install them.
@@ -75,6 +76,7 @@ class Trainer(ABC):
 
     name: str
     what: str
+    corpus = "the English text of Python's own manual"
     keys: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("torch",)
     install: str = "pip install torch"

@@ -1,5 +1,5 @@
 """What a rank that lives through a fault keeps built: modules, DDP's buffers and optimizer, bound to new groups."""
 
-from checkpointless.megatron.warm.kept_model import KeptModel, agree
+from checkpointless.megatron.warm.kept_model import KeptModel
 
-__all__ = ["KeptModel", "agree"]
+__all__ = ["KeptModel"]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from megatron.core import optimizer as megatron_optimizer
@@ -226,15 +225,3 @@ def _marks(optimizer: Any) -> list[object]:
         )
         for each in parts
     ]
-
-
-def agree(kept: bool, device: torch.device) -> bool:
-    """Return whether every rank keeps its model. Collective.
-
-    Args:
-        kept: whether this rank keeps its own.
-        device: where the ranks' collectives take their tensors from.
-    """
-    flag = torch.tensor([int(kept)], device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
