@@ -166,13 +166,9 @@ class BridgeGeneration:
         def announced(*args: Any, **kwargs: Any) -> Any:
             call.enter_phase("forward", call.steps.making)
             output, loss = forward_step(*args, **kwargs)
-
-            def loss_of(*args: Any, **kwargs: Any) -> Any:
-                found = loss(*args, **kwargs)
-                call.enter_phase("backward", call.steps.making)
-                return found
-
-            return output, loss_of
+            if output.requires_grad:  # on each pipeline stage; only the last one has a loss
+                output.register_hook(lambda _: call.enter_phase("backward", call.steps.making))
+            return output, loss
 
         return announced
 
