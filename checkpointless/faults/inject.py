@@ -89,8 +89,23 @@ class FaultInjector:
                     continue
                 cause = self._prepare(spec, target or self.target)
                 self._announce(spec, step, generation)  # first: it takes a while, in which another fault may come
-                if self.ledger.claim(index, spec, rank=self.rank, step=step, generation=generation):
-                    cause()
+                self._cause(index, spec, cause, rank=self.rank, step=step, generation=generation)
+
+    def _cause(self, index: int, spec: FaultSpec, cause: Callable[[], None], **about: Any) -> None:
+        """Count the fault as caused and cause it, if it is still to be caused.
+
+        Another rank's fault may interrupt this at any moment. What was not caused then does not count.
+        """
+        claimed = began = False
+        try:
+            claimed = self.ledger.claim(index, spec, **about)
+            if claimed:
+                began = spec.kind not in _NEVER_RETURN
+                cause()
+        except BaseException:
+            if claimed and not began:
+                self.ledger.withdraw(index, spec)
+            raise
 
     def _drawn(self, index: int, spec: FaultSpec, step: int, generation: int) -> bool:
         """Return whether the fault is drawn. Each step has a separate draw, which is the same in every process."""
@@ -185,6 +200,8 @@ _ENDS: dict[FaultKind, Callable[[], Any]] = {
     ),  # unlike CDLL, PyDLL does not release the GIL in a call
     FaultKind.HANG: _hang,
 }
+#: Kinds after which this process runs no more code.
+_NEVER_RETURN = frozenset({FaultKind.SIGKILL, FaultKind.EXIT, FaultKind.SEGFAULT, FaultKind.ABORT})
 
 
 def from_environment(rank: int) -> FaultInjector | None:

@@ -34,7 +34,7 @@ class FaultLedger:
         """Return whether the fault has been caused as often as it is to be."""
         if self.directory is None:
             return _in_memory[index, str(spec)] >= spec.times
-        return all((self.directory / f"{index}-{n}.json").exists() for n in range(spec.times))
+        return all(path.exists() for path in self._claims(index, spec))
 
     def claim(self, index: int, spec: FaultSpec, **about: Any) -> bool:
         """Return whether the fault is to be caused once more; if so, count it as caused from now on.
@@ -55,7 +55,26 @@ class FaultLedger:
             return True
         self.directory.mkdir(parents=True, exist_ok=True)
         claim = json.dumps({"spec": spec.text or str(spec), "pid": os.getpid(), **about}).encode()
-        return any(_create(self.directory / f"{index}-{n}.json", claim) for n in range(spec.times))
+        return any(_create(path, claim) for path in self._claims(index, spec))
+
+    def withdraw(self, index: int, spec: FaultSpec) -> None:
+        """Take this process's newest claim back: the fault was interrupted before it happened.
+
+        Args:
+            index: the fault's place among the job's faults.
+            spec: the fault.
+        """
+        if self.directory is None:
+            _in_memory[index, str(spec)] -= 1
+            return
+        mine = [path for path in self._claims(index, spec) if _claimant(path) == os.getpid()]
+        if mine:
+            mine[-1].unlink()
+
+    def _claims(self, index: int, spec: FaultSpec) -> list[Path]:
+        """Return the files of all claims that there can be."""
+        assert self.directory is not None
+        return [self.directory / f"{index}-{n}.json" for n in range(spec.times)]
 
 
 def fired(run_dir: Path) -> dict[str, int]:
@@ -87,11 +106,26 @@ def not_fired(specs: Iterable[FaultSpec], run_dir: Path) -> tuple[str, ...]:
     return tuple(wanted - Counter(fired(run_dir)))
 
 
-def _create(path: Path, data: bytes) -> bool:
-    """Create ``path`` with ``data``; return False if the file exists already."""
+def _claimant(path: Path) -> int | None:
+    """Return the process number in a claim; None if there is no such claim."""
     try:
-        with open(path, "xb", buffering=0) as file:
-            file.write(data)
+        return int(json.loads(path.read_bytes())["pid"])
+    except FileNotFoundError:
+        return None
+
+
+def _create(path: Path, data: bytes) -> bool:
+    """Create ``path`` with ``data``, whole or not at all; return False if the file exists already."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(data)
+    try:
+        os.link(draft, path)
+        return True
     except FileExistsError:
         return False
-    return True
+    except BaseException:  # another rank's fault interrupts this one, which is not caused then
+        if path.exists() and path.samefile(draft):
+            path.unlink()
+        raise
+    finally:
+        draft.unlink()

@@ -1,6 +1,7 @@
 """Test when a fault is due, and that it is caused no more often than asked for."""
 
 import json
+import os
 import random
 import signal
 import time
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from checkpointless.environment import FAULTS_ENV, RUN_DIR_ENV
-from checkpointless.faults import device, ledger
+from checkpointless.faults import device, inject, ledger
 from checkpointless.faults.inject import FaultInjector, InjectedFault, from_environment
 from checkpointless.faults.ledger import FaultLedger, fired, not_fired
-from checkpointless.faults.spec import FaultPhase, FaultSpecError, parse
+from checkpointless.faults.spec import FaultKind, FaultPhase, FaultSpecError, parse
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EVENTS_FILE, read_events
 
@@ -179,6 +180,39 @@ def test_a_fault_that_was_caused_is_not_asked_for_where_its_step_is_made_again(t
     mine.batches = lambda: None  # the loader is not made yet
     mine.at(FaultPhase.DATA, 3, 1)
     assert fired(tmp_path) == {text: 1}
+
+
+@pytest.mark.parametrize("kept", ["on disk", "in memory"])
+def test_a_death_that_is_interrupted_has_not_happened(
+    tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank's fault raises in this rank's main thread, between any two of its instructions."""
+    monkeypatch.setattr(ledger, "_in_memory", Counter())
+    run_dir = tmp_path if kept == "on disk" else None
+    text = "sigkill@data:rank=2,step=3,times=2"
+    assert FaultLedger(run_dir).claim(0, parse(text))
+    monkeypatch.setitem(inject._ENDS, FaultKind.SIGKILL, lambda: (_ for _ in ()).throw(InterruptedError()))
+    mine = injector(run_dir, text)
+    with pytest.raises(InterruptedError):
+        mine.at(FaultPhase.DATA, 3, 0)
+    assert not mine.ledger.is_spent(0, parse(text))
+    assert mine.ledger.claim(0, parse(text))
+
+
+def test_a_claim_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def interrupted(*args: Path) -> None:
+        link(*args)
+        raise InterruptedError
+
+    text = "sigkill@data:rank=2,step=3"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", interrupted)
+        with pytest.raises(InterruptedError):
+            FaultLedger(tmp_path).claim(0, parse(text))
+    assert not list(tmp_path.rglob("*0-0*"))
+    assert FaultLedger(tmp_path).claim(0, parse(text))
 
 
 def test_memory_of_a_process_without_torch_cannot_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
