@@ -41,7 +41,8 @@ def quiet() -> None:
         each = logging.getLogger(name)
         if each.level < logging.WARNING and (each.level != logging.NOTSET or name in FAMILIES):
             _levels.setdefault(name, each.level)
-            each.setLevel(logging.WARNING)
+            each.level = logging.WARNING
+    _levels_have_changed()
     logging.getLogger().addFilter(_is_ours)  # it is added once, however often this runs
     warnings.filterwarnings("ignore", message=_UNTRUE)
 
@@ -50,8 +51,15 @@ def speak() -> None:
     """Let everything through again that was let through before :func:`quiet`."""
     while _levels:
         name, level = _levels.popitem()
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).level = level
+    _levels_have_changed()
     logging.getLogger().removeFilter(_is_ours)
+
+
+def _levels_have_changed() -> None:
+    """Have all loggers ask for their levels again, once: each ``setLevel`` would, and NeMo has 1,200 loggers."""
+    root = logging.getLogger()
+    root.setLevel(root.level)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,37 @@ _LEAVES = (
     torch.Size,
     torch.Generator,
 )
+
+
+class _Form(enum.Enum):
+    """How the references in an object are followed."""
+
+    LEAF = enum.auto()  # there are none
+    DICT = enum.auto()
+    LIST = enum.auto()
+    TUPLE = enum.auto()
+    SET = enum.auto()
+    PARTIAL = enum.auto()
+    METHOD = enum.auto()
+    FUNCTION = enum.auto()
+    OBJECT = enum.auto()
+
+
+_FORMS: Sequence[tuple[_Form, type | tuple[type, ...]]] = (
+    (_Form.LEAF, _LEAVES),
+    (_Form.DICT, dict),
+    (_Form.LIST, list),
+    (_Form.TUPLE, tuple),
+    (_Form.SET, (set, frozenset)),
+    (_Form.PARTIAL, functools.partial),
+    (_Form.METHOD, types.MethodType),
+    (_Form.FUNCTION, types.FunctionType),
+)
+
+
+def _form(kind: type) -> _Form:
+    """Return how references in the objects of a class are followed."""
+    return next((form for form, kinds in _FORMS if issubclass(kind, kinds)), _Form.OBJECT)
 
 
 def rebind(roots: Iterable[object], successors: Mapping[int, object]) -> int:
@@ -52,6 +84,7 @@ class _Walk:
         self._successors = successors
         self._seen: dict[int, object] = {}  # the objects, too: their ids must not be given to others meanwhile
         self._due: list[Any] = []
+        self._forms: dict[type, _Form] = {}  # to ask for each object would take most of the time
         self.replaced = 0
 
     def over(self, roots: Iterable[object]) -> None:
@@ -65,12 +98,13 @@ class _Walk:
 
     def _next(self, value: Any) -> Any:
         """Return what is to stand in the place of ``value``; what stays is visited later."""
-        if isinstance(value, _LEAVES):
+        form = self._form(value)
+        if form is _Form.LEAF:
             return value
         if id(value) in self._successors:
             self.replaced += 1
             return self._successors[id(value)]
-        if isinstance(value, tuple):
+        if form is _Form.TUPLE:
             made = [self._next(each) for each in value]
             if any(new is not old for new, old in zip(made, value)):
                 return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -78,26 +112,34 @@ class _Walk:
         self._due.append(value)
         return value
 
+    def _form(self, value: object) -> _Form:
+        kind = type(value)
+        found = self._forms.get(kind)
+        if found is None:
+            found = self._forms[kind] = _form(kind)
+        return found
+
     def _visit(self, each: Any) -> None:
-        if isinstance(each, dict):
-            self._items(each, list(each.items()))
-        elif isinstance(each, list):
-            self._items(each, list(enumerate(each)))
-        elif isinstance(each, tuple | set | frozenset):
-            for value in each:
-                self._next(value)
-        elif isinstance(each, functools.partial):
-            arguments, keywords = self._next(each.args), dict(each.keywords)
-            self._items(keywords, list(keywords.items()))
-            each.__setstate__((each.func, arguments, keywords, each.__dict__))  # type: ignore[attr-defined]
-            self._next(each.func)
-        elif isinstance(each, types.MethodType):
-            self._next(each.__self__)
-            self._next(each.__func__)
-        elif isinstance(each, types.FunctionType):
-            self._function(each)
-        else:
-            self._attributes(each)
+        match self._form(each):
+            case _Form.DICT:
+                self._items(each, list(each.items()))
+            case _Form.LIST:
+                self._items(each, list(enumerate(each)))
+            case _Form.TUPLE | _Form.SET:
+                for value in each:
+                    self._next(value)
+            case _Form.PARTIAL:
+                arguments, keywords = self._next(each.args), dict(each.keywords)
+                self._items(keywords, list(keywords.items()))
+                each.__setstate__((each.func, arguments, keywords, each.__dict__))
+                self._next(each.func)
+            case _Form.METHOD:
+                self._next(each.__self__)
+                self._next(each.__func__)
+            case _Form.FUNCTION:
+                self._function(each)
+            case _Form.OBJECT:
+                self._attributes(each)
 
     def _items(self, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
         for key, value in items:
