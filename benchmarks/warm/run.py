@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import Job, interruptible, machine, parser, progress, read_marks, shown, wait_for
 
-from checkpointless.cli.commands.train import RECIPE_PRELOAD, RECIPE_RUNNER
 from checkpointless.report.incidents import summarize
 from checkpointless.telemetry.events import read_events
 
@@ -79,10 +78,10 @@ def measure(python: str, overrides: list[str], directory: Path) -> Outcome:
     """
     directory.mkdir(parents=True)
     clock = json.dumps({"_target_": "rank_clock.RankClock", "directory": str(directory)})
-    command = [python, "-m", "checkpointless", "run", "--cpu", "--nproc-per-node", str(RANKS)]
-    command += ["--run-dir", str(directory / "run"), "--preload", ",".join(RECIPE_PRELOAD)]
+    command = [python, "-m", "checkpointless", "train", "--cpu", "--nproc-per-node", str(RANKS)]
+    command += ["--run-dir", str(directory / "run")]
     command += [text for fault in faults() for text in ("--fault", fault)]
-    command += ["-m", RECIPE_RUNNER, "tiny_gpt_cpu", f"trainer.max_steps={STEPS}", f"callbacks.clock={clock}"]
+    command += ["tiny_gpt_cpu", f"trainer.max_steps={STEPS}", f"callbacks.clock={clock}"]
     path = os.pathsep.join([str(HERE), str(HERE.parent)])  # of the checkout whose Python it is comes the rest
     with Job(
         [[*command, *overrides]], [{"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}], directory / "log"

@@ -9,6 +9,7 @@ import pkgutil
 import site
 import sys
 import sysconfig
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -44,12 +45,26 @@ def preloads_of(script: Script) -> tuple[str, ...]:
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.update(node.module if a.name == "*" else f"{node.module}.{a.name}" for a in node.names)
-    local = Path.cwd() if script.module else source.parent
-    roots = {name.partition(".")[0] for name in names}
-    installed = {root for root in roots if _is_installed(root, local)}
-    if "torch" in installed:
-        names.add(_FIRST_OPTIMIZER)
-    return tuple(sorted(name for name in names if name.partition(".")[0] in installed))
+    return installed(names, Path.cwd() if script.module else source.parent)
+
+
+def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
+    """Return those of ``names`` that come from installed distributions.
+
+    With torch comes what a first optimizer imports.
+
+    Args:
+        names: dotted names.
+        local: the folder in which the user's own modules lie, which hide installed ones.
+
+    Returns:
+        Sorted dotted names.
+    """
+    wanted = set(names)
+    roots = {root for root in {name.partition(".")[0] for name in wanted} if _is_installed(root, local)}
+    if "torch" in roots:
+        wanted.add(_FIRST_OPTIMIZER)
+    return tuple(sorted(name for name in wanted if name.partition(".")[0] in roots))
 
 
 def preload(names: tuple[str, ...], script: Script | None = None) -> list[str]:

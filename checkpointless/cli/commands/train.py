@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpointless.agent.ranks.preload import installed
 from checkpointless.cli.command import Command
 from checkpointless.cli.cuda import has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
 RECIPE_RUNNER = "checkpointless.recipes.runner"
 RECIPE_PRELOAD = (
     "nemo.collections.llm",
-    "checkpointless.strategies",
-    "checkpointless.callbacks",
-    "checkpointless.recovery",
+    "checkpointless.strategies.CheckpointlessMegatronStrategy",
+    "checkpointless.callbacks.CheckpointlessCallback",
+    "checkpointless.recovery.CheckpointManager",
+    "torch._dynamo",  # which the first optimizer of a process imports
     RECIPE_RUNNER,
 )
+#: Keys of a recipe whose values name what Hydra makes an object with.
+_NAMES = ("_target_", "path")
 
 _EPILOG = """\
 examples:
@@ -64,9 +68,29 @@ def train(options: argparse.Namespace) -> int:
         script=RECIPE_RUNNER,
         script_args=(options.recipe, *options.overrides),
         module=True,
-        preload=RECIPE_PRELOAD,
+        preload=preloads_of(config),
     )
     return launch_job(options, program, last)
+
+
+def preloads_of(config: DictConfig) -> tuple[str, ...]:
+    """Return what is worth importing once, before ranks are forked: what a recipe names and is installed."""
+    from omegaconf import OmegaConf
+
+    found: set[str] = set()
+    due: list[object] = [OmegaConf.to_container(config)]
+    while due:
+        each = due.pop()
+        if isinstance(each, dict):
+            found.update(value for key, value in each.items() if key in _NAMES and _is_dotted(value))
+        if isinstance(each, dict | list):
+            due += each.values() if isinstance(each, dict) else each
+    more = set(installed(found, Path.cwd())) - set(RECIPE_PRELOAD)
+    return *RECIPE_PRELOAD, *sorted(more)
+
+
+def _is_dotted(value: object) -> bool:
+    return isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
 
 
 def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> DictConfig:
