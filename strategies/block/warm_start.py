@@ -55,6 +55,9 @@ class WarmStart:
         self._left = RngStates()
         self._obstacle = _obstacle(strategy)
         self._plans = _plans(strategy) if self._obstacle is None else {}
+        self._noted: dict[str, Any] = {}
+        if self._obstacle is None:
+            strategy.lightning_module.configure_model = self._configure
 
     @property
     def is_warm(self) -> bool:
@@ -87,6 +90,23 @@ class WarmStart:
         if reason is not None:
             manager.kept = None
             tell(EventName.WARM, kept=False, reason=reason)
+
+    def _configure(self, vp_stage: int | None = None) -> None:
+        """Stand in for the module's ``configure_model``: have it build its model, unless that is kept.
+
+        Args:
+            vp_stage: the virtual pipeline stage, which it is told.
+        """
+        module = self._strategy.lightning_module
+        vars(module).pop("configure_model", None)
+        values = vars(module.config)
+        if self._kept is not None:
+            self._noted = self._kept.noted
+            values.update(self._noted)
+            return
+        before = dict(values)
+        module.configure_model(vp_stage=vp_stage)
+        self._noted = {name: value for name, value in values.items() if value is not before.get(name, before)}
 
     @contextmanager
     def build(self) -> Iterator[None]:
@@ -134,7 +154,9 @@ class WarmStart:
             return NotKept(self._obstacle)
         strategy = self._strategy
         chunks = [chunk.module for chunk in strategy.megatron_parallel]
-        return KeptModel(chunks, strategy.optimizers[0].mcore_optimizer, self._plans, (self._streams, self._left))
+        return KeptModel(
+            chunks, strategy.optimizers[0].mcore_optimizer, self._plans, (self._streams, self._left), self._noted
+        )
 
 
 def _obstacle(strategy: Any) -> str | None:
@@ -175,6 +197,7 @@ def _plans(strategy: Any) -> dict[str, dict[str, object]]:
         "optimizer": {"class": type(optim), **rules, **vars(optim.config)},
         "DistributedDataParallel": vars(strategy.ddp_config),
         "precision": {"class": type(plugin), "types": dtypes},
+        "tokenizer": {"class": type(module.tokenizer), "size": getattr(module.tokenizer, "vocab_size", None)},
     }
     return {
         what: pictures({name: value for name, value in each.items() if _is_own(name)})

@@ -53,7 +53,8 @@ def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tupl
         "exception@forward:rank=1,step=11",
     )
     checker = f"callbacks.checker={{_target_: tests.ranks.warm_checks.OldGroups, folder: '{tmp_path / 'groups'}'}}"
-    job = disturb(4, 15, *faults, args=(*args, checker))
+    once = "callbacks.once={_target_: tests.ranks.warm_checks.NoSecondModel}"
+    job = disturb(4, 15, *faults, args=(*args, checker, once))
     ranks = told(job)
     assert [each["kept"] for each in ranks] == [True] * 11, ranks  # 4 ranks, then 3, then 4
     assert [each["everywhere"] for each in ranks] == [True] * 4 + [False] * 3 + [True] * 4

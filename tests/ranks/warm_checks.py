@@ -77,3 +77,21 @@ class FirstWeights(Callback):
 
 
 _first: dict[str, float] = {}
+
+
+class NoSecondModel(Callback):
+    """Fails if a model is built where one is kept: a second copy of the parameters, if only for a moment."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forbid the configuration to build a model, in all generations of a process but its first."""
+        config: Any = pl_module.config
+        if _built:
+            config.configure_model = _must_not_build
+        _built.append(config)
+
+
+_built: list[object] = []
+
+
+def _must_not_build(*args: object, **kwargs: object) -> None:
+    raise AssertionError("a second model is built")

@@ -49,6 +49,10 @@ class KeptModel:
         optimizer: the (chained) Megatron optimizer.
         plans: pictures of all configurations before anything was built.
         streams: the random streams before anything was built, and after.
+        noted: the values of the model's configuration that were set while it was built, by name.
+
+    Attributes:
+        chunks, optimizer, streams, noted: the arguments.
     """
 
     def __init__(
@@ -57,9 +61,11 @@ class KeptModel:
         optimizer: MegatronOptimizer,
         plans: Plans,
         streams: tuple[RngStates, RngStates],
+        noted: Mapping[str, Any],
     ) -> None:
         self.chunks = list(chunks)
         self.optimizer = optimizer
+        self.noted = dict(noted)
         self._plans = plans
         self.streams = streams
         self._built = Blueprint(self.chunks)
@@ -132,7 +138,7 @@ class KeptModel:
         self._generations.append(now)  # before the first is replaced
         for name in _COVERED:
             vars(self.optimizer).pop(name, None)
-        replaced = rebind([*self.chunks, self.optimizer], successors)
+        replaced = rebind([*self.chunks, self.optimizer, self.noted], successors)
         self._generations = [now]
         self._reset()
         return replaced
