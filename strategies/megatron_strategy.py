@@ -193,18 +193,21 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         assert self._fit is not None
         fit = self._fit
         fit.take_hold(MegatronSteps(self.trainer, lambda: fit.position().fetched))
+        bound = self._bound_launches()
         if fit.live is not None and self._warm_start is not None:
-            fit.live.built = self._warm_start.built()
-        self._bound_launches()
+            fit.live.built = self._warm_start.built(bound)
 
-    def _bound_launches(self) -> None:
+    def _bound_launches(self) -> launch_bound.LaunchBound | None:
         """Keep launches from running far ahead of the GPU, unless layers are captured in graphs."""
+        if self._warm_start is not None and self._warm_start.is_warm:  # the model has the hooks
+            return self._warm_start.bound
         config = get_model_config(self.megatron_parallel[0])
         graphs = getattr(config, "cuda_graph_impl", "none") != "none"
         graphs |= any(getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph"))
         bound = None if graphs else launch_bound.from_environment()
         if bound is not None:
             bound.watch(self.megatron_parallel)
+        return bound
 
     @override
     def selective_restore(self) -> None:

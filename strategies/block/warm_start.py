@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 from nemo.collections.llm.gpt.model.base import GPTModel
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 
+from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.inprocess.context import tell
 from checkpointless.megatron.warm import KeptModel
 from checkpointless.recovery import CheckpointManager
@@ -148,15 +149,23 @@ class WarmStart:
             config.fp16, config.bf16 = dtypes.fp16, dtypes.bf16
         return module
 
-    def built(self) -> KeptModel | NotKept:
-        """Return what is built now, for the next fault."""
+    @property
+    def bound(self) -> LaunchBound | None:
+        """What bounds the launches of the model that was kept; None: nothing, or no model was kept."""
+        return self._kept.bound if self._kept is not None else None
+
+    def built(self, bound: LaunchBound | None) -> KeptModel | NotKept:
+        """Return what is built now, for the next fault.
+
+        Args:
+            bound: what bounds the launches of the model's layers; None: nothing.
+        """
         if self._obstacle is not None:
             return NotKept(self._obstacle)
         strategy = self._strategy
         chunks = [chunk.module for chunk in strategy.megatron_parallel]
-        return KeptModel(
-            chunks, strategy.optimizers[0].mcore_optimizer, self._plans, (self._streams, self._left), self._noted
-        )
+        optimizer, streams = strategy.optimizers[0].mcore_optimizer, (self._streams, self._left)
+        return KeptModel(chunks, optimizer, self._plans, streams, self._noted, bound)
 
 
 def _obstacle(strategy: Any) -> str | None:

@@ -82,6 +82,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--lingers", type=int, help=f"the rank that waits after step {LINGERS_AFTER}; default: none"
     )
+    parser.add_argument(
+        "--cold", action="store_true", help="ranks that live through a fault build their model anew"
+    )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--instances", type=int, default=2)
@@ -128,6 +131,7 @@ def train(options: argparse.Namespace) -> None:
             tensor_model_parallel_size=options.tensor_parallel,
             pipeline_model_parallel_size=options.pipeline_parallel,
             pipeline_dtype=torch.bfloat16,
+            warm=not options.cold,
             ddp=DistributedDataParallelConfig(
                 use_distributed_optimizer=True,
                 grad_reduce_in_fp32=True,

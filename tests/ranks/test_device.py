@@ -83,25 +83,37 @@ def test_faults_change_no_bit_and_take_nobody_with_them(
     assert verdict.steps == STEPS
 
 
-def test_a_reentry_fits_into_the_memory_that_training_takes_and_a_fifth_more(
+P = 3_294_720  # parameters; training in bf16 holds 12.2 bytes for each, and 13.2 at most in a step
+
+
+def wide(zygote: Zygote, run_dir: Path, *faults: str, args: tuple[str, ...]) -> Job:
+    """Train the wide model through faults."""
+    script = str(ROOT / "tests" / "device" / "wide.py")
+    return run_job(
+        zygote, run_dir, 4, script=script, args=args, faults=faults, heartbeat_timeout_s=30.0, limit_s=200.0
+    )
+
+
+def test_a_reentry_in_which_all_is_built_anew_fits_into_a_fifth_more_memory(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Training in bf16 holds 12.2 bytes per parameter here; the device has 15.
-
-    Some ranks are interrupted in a backward pass, and one between its update and the next ``zero_grad``.
-    """
-    job = run_job(
-        nemo_zygote,
-        tmp_path / "run",
-        4,
-        script=str(ROOT / "tests" / "device" / "wide.py"),
-        args=("--bytes", str(15 * 3_294_720), "--lingers", "0"),
-        faults=("exception@forward:rank=2,step=3",),
-        heartbeat_timeout_s=30.0,
-        limit_s=200.0,
-    )
+    """Some ranks are interrupted in a backward pass, and one between its update and the next ``zero_grad``."""
+    args = ("--cold", "--bytes", str(15 * P), "--lingers", "0")
+    job = wide(nemo_zygote, tmp_path / "run", "exception@forward:rank=2,step=3", args=args)
     assert job.code == 0, job.story()
     assert [incident.respawned for incident in job.incidents] == [()]
+
+
+def test_survivors_need_no_more_memory_than_training(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    """Ten faults; the device has 4 % more than a step takes, in which nobody can build a model anew."""
+    args = ("--bytes", str(int(13.7 * P)), "--steps", "24")
+    faults = [f"exception@{('forward', 'backward')[at % 2]}:rank={at % 4},step={3 + 2 * at}" for at in range(10)]
+    job = wide(nemo_zygote, tmp_path / "run", *faults, args=args)
+    assert job.code == 0, job.story()
+    assert [incident.respawned for incident in job.incidents] == [()] * 10
+    cold = wide(nemo_zygote, tmp_path / "cold", faults[0], args=(*args, "--cold"))
+    assert cold.code != 0
+    assert "out of memory" in cold.story()
 
 
 # ---- the device itself

@@ -45,8 +45,13 @@ class LaunchBound:
     def __init__(self, layers: int, make_event: Callable[[], Event] | None = None) -> None:
         if layers < 1:
             raise ValueError(f"at least one layer must run ahead, not {layers}")
-        make = make_event or (lambda: torch.cuda.Event(blocking=True))
-        self._free: deque[Event] = deque(make() for _ in range(layers + 1))
+        self._layers = layers
+        self._make = make_event or (lambda: torch.cuda.Event(blocking=True))
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was launched, because it was aborted. A model that is watched stays so."""
+        self._free: deque[Event] = deque(self._make() for _ in range(self._layers + 1))
         self._recorded: deque[Event] = deque()
 
     def watch(self, model: torch.nn.Module) -> int:

@@ -13,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
+from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.megatron.fp8_parameters import fp8_parameters
 from checkpointless.megatron.update import sub_optimizers
 from checkpointless.megatron.warm.bindings import rebind
@@ -50,9 +51,10 @@ class KeptModel:
         plans: pictures of all configurations before anything was built.
         streams: the random streams before anything was built, and after.
         noted: the values of the model's configuration that were set while it was built, by name.
+        bound: what bounds the launches of the model's layers, by hooks that the model has already; None: nothing.
 
     Attributes:
-        chunks, optimizer, streams, noted: the arguments.
+        chunks, optimizer, streams, noted, bound: the arguments.
     """
 
     def __init__(
@@ -62,10 +64,12 @@ class KeptModel:
         plans: Plans,
         streams: tuple[RngStates, RngStates],
         noted: Mapping[str, Any],
+        bound: LaunchBound | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.noted = dict(noted)
+        self.bound = bound
         self._plans = plans
         self.streams = streams
         self._built = Blueprint(self.chunks)
@@ -160,6 +164,8 @@ class KeptModel:
                     parameter.grad_added_to_main_grad = False
         for module, training in self._modes:
             module.training = training
+        if self.bound is not None:
+            self.bound.restart()
 
     @contextmanager
     def in_place_of_new(self, everywhere: bool) -> Iterator[None]:
