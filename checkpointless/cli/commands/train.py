@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointless.agent.ranks.preload import installed
 from checkpointless.cli.command import Command
 from checkpointless.cli.cuda import has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
@@ -76,6 +75,8 @@ def train(options: argparse.Namespace) -> int:
 def preloads_of(config: DictConfig) -> tuple[str, ...]:
     """Return what is worth importing once, before ranks are forked: what a recipe names and is installed."""
     from omegaconf import OmegaConf
+
+    from checkpointless.agent.ranks.preload import installed
 
     found: set[str] = set()
     due: list[object] = [OmegaConf.to_container(config)]
