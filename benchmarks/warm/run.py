@@ -11,7 +11,7 @@ import tempfile
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ LAYOUTS = {
     "tp2 dp2": ("strategy.tensor_model_parallel_size=2",),
     "pp2 dp2": ("strategy.pipeline_model_parallel_size=2",),
 }
+#: With so many ranks each of them has two sequences of a step at least.
+WIDE = ("data.global_batch_size=64",)
 MODELS = {
     "tiny": (),
     "56 M": (
@@ -70,15 +72,21 @@ def faults() -> list[str]:
     return [f"{kinds[at % 2]}@backward:rank={1 + at % 3},step={3 * at + 4}" for at in range(FAULTS)]
 
 
-def measure(python: str, overrides: list[str], directory: Path) -> Outcome:
+def measure(python: str, overrides: list[str], directory: Path, ranks: int = RANKS) -> Outcome:
     """Train through the faults, and read what was written down.
+
+    Args:
+        python: the interpreter of the checkout.
+        overrides: of the recipe.
+        directory: a new directory for the job.
+        ranks: how many there are.
 
     Raises:
         RuntimeError: the job failed.
     """
     directory.mkdir(parents=True)
     clock = json.dumps({"_target_": "rank_clock.RankClock", "directory": str(directory)})
-    command = [python, "-m", "checkpointless", "train", "--cpu", "--nproc-per-node", str(RANKS)]
+    command = [python, "-m", "checkpointless", "train", "--cpu", "--nproc-per-node", str(ranks)]
     command += ["--run-dir", str(directory / "run")]
     command += [text for fault in faults() for text in ("--fault", fault)]
     command += ["tiny_gpt_cpu", f"trainer.max_steps={STEPS}", f"callbacks.clock={clock}"]
@@ -121,19 +129,32 @@ def options() -> argparse.Namespace:
     made.add_argument("--before", metavar="PYTHON", help="also measure the checkout that this Python imports")
     made.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     made.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="(default: all)")
+    made.add_argument(
+        "--ranks", nargs="+", type=int, metavar="N", help="instead: data-parallel jobs of N ranks, warm"
+    )
     return made.parse_args()
 
 
-def main() -> None:
-    """Run the sides of each case by turns, and show the table."""
-    args = options()
-    json_file = args.json.resolve() if args.json is not None else None
+def cases(args: argparse.Namespace) -> list[tuple[tuple[str, str, str], str, list[str], int]]:
+    """What is measured by turns: for each job its names, the interpreter, the overrides and the number of ranks."""
+    if args.ranks:
+        return [(("tiny", f"dp{ranks}", "warm"), sys.executable, list(WIDE), ranks) for ranks in args.ranks]
     sides: dict[str, tuple[str, list[str]]] = {
         "warm": (sys.executable, []),
         "built anew": (sys.executable, ["checkpointless.warm=false"]),
     }
     if args.before:
         sides["before"] = (args.before, [])
+    return [
+        ((model, layout, side), python, [*MODELS[model], *LAYOUTS[layout], *more], RANKS)
+        for model, layout, (side, (python, more)) in product(args.models, args.layouts, sides.items())
+    ]
+
+
+def main() -> None:
+    """Run the sides of each case by turns, and show the table."""
+    args = options()
+    json_file = args.json.resolve() if args.json is not None else None
     about = machine(["torch", "lightning", "nemo_toolkit", "megatron-core", "checkpointless"])
     found: dict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
     with interruptible(), ExitStack() as stack:
@@ -143,15 +164,10 @@ def main() -> None:
             else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-")))
         )
         os.chdir(base)  # Python imports what lies in the current directory first
-        for turn in range(args.repeats):
-            for model in args.models:
-                for layout in args.layouts:
-                    for side, (python, more) in sides.items():
-                        progress(f"{turn + 1} of {args.repeats}: {model}, {layout}, {side}")
-                        place = base / f"{turn}-{model}-{layout}-{side}".replace(" ", "-")
-                        found[model, layout, side].append(
-                            measure(python, [*MODELS[model], *LAYOUTS[layout], *more], place)
-                        )
+        for turn, (case, python, overrides, ranks) in product(range(args.repeats), cases(args)):
+            progress(f"{turn + 1} of {args.repeats}: {', '.join(case)}")
+            place = base / f"{turn}-{'-'.join(case)}".replace(" ", "-")
+            found[case].append(measure(python, overrides, place, ranks))
     about["load_at_end"] = os.getloadavg()[0]
     show(found, about)
     if json_file is not None:
