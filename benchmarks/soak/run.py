@@ -59,6 +59,7 @@ KINDS = (
     *("hang@backward", "gil@forward", "sigstop@sync"),
 )
 IN_PROCESS = ("exception", "oom", "dataloader")
+ZYGOTE = "checkpointless.agent.ranks.zygote"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Sampler(threading.Thread):
         """Until the agent is gone."""
         while True:
             try:
-                (zygote,) = self._agent.children()
+                (zygote,) = [each for each in self._agent.children() if ZYGOTE in each.cmdline()]
                 self.samples.append(
                     Sample(
                         at_s=time.monotonic() - self._began_s,
