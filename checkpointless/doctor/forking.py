@@ -19,8 +19,8 @@ from checkpointless.agent.rank_program import import_environment
 from checkpointless.agent.ranks.platforms import CPU
 from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.agent.ranks.starters import zygote_env
+from checkpointless.devices.cuda_sign import TORCH_SIGN
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.doctor.fork_trial import TORCH_SIGN
 from checkpointless.telemetry.wording import duration, plural, printable
 
 TIMEOUT_S = 300.0
