@@ -29,7 +29,7 @@ _RECORD_HELP = (
     "bytes in each step"
 )
 _WARM_SPARES_HELP = (
-    "processes per node that have imported what ranks need and wait to take a dead rank's place, at most one for each "
+    "processes per node that have imported what ranks need and wait to take a dead rank's place, at most one per "
     "rank (default: 0; --spares is about nodes)"
 )
 
