@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import Job, Mark, interruptible, machine, parser, progress, read_marks, shown, wait_for
 
 from checkpointless.report.incidents import summarize
-from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import Event, read_events
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2
@@ -82,10 +83,10 @@ def measure(mode: str, warm_spares: int, kills: int, directory: Path) -> Outcome
             new = _steps(directory)[-1].detail["pid"]
             found.killed_s.append(min(each.at_s for each in _steps(directory) if each.detail["pid"] == new) - at_s)
     events = read_events(run_dir)
-    ends = [event for event in events if event.stage == "respawn" and event.edge == "end"]
+    ends = [event for event in events if event.stage == EventName.RESPAWN and event.edge == "end"]
     found.respawn_s = [event.fields["seconds"] for event in ends]
     found.used = sum(event.fields["standby"] for event in ends)
-    found.ready_s = [e.fields["seconds"] for e in events if e.stage == "standby" and e.fields["fate"] == "ready"]
+    found.ready_s = [event.fields["seconds"] for event in _ready_events(run_dir)]
     if len(summarize(events)) != kills:
         raise RuntimeError(f"more happened than was caused; see {log}")
     return found
@@ -111,8 +112,12 @@ def _steps(directory: Path) -> list[Mark]:
 
 def _ready(run_dir: Path) -> list[int]:
     """The standbys that have been ready so far."""
-    events = [event for event in read_events(run_dir) if event.stage == "standby"]
-    return [event.fields["process"] for event in events if event.fields["fate"] == "ready"]
+    return [event.fields["process"] for event in _ready_events(run_dir)]
+
+
+def _ready_events(run_dir: Path) -> list[Event]:
+    events = [event for event in read_events(run_dir) if event.stage == EventName.STANDBY]
+    return [event for event in events if event.fields["fate"] == "ready"]
 
 
 def _memory(pid: int) -> tuple[int, int]:

@@ -11,7 +11,10 @@ import psutil
 import pytest
 
 from checkpointless.agent.node import TERM_GRACE_S
+from checkpointless.telemetry.events import read_events
 from tests.ranks.agent_job import Job, is_alive, wait_until
+from tests.ranks.jobs import Disturb
+from tests.ranks.layouts import DROPOUT
 
 pytestmark = pytest.mark.ranks
 
@@ -119,6 +122,8 @@ def test_a_standby_that_cannot_take_the_place(tmp_path: Path, mode: dict[str, An
     os.kill(standby, number)
     if number == signal.SIGKILL:
         wait_until(lambda: told(job, "lost") == [standby])
+    else:
+        wait_until(lambda: psutil.Process(standby).status() == psutil.STATUS_STOPPED)
     kill(job, 1)
     assert places(job) == [(1, False)]
     wait_until(lambda: told(job, "lost") == [standby] and not is_alive(standby))
@@ -165,3 +170,12 @@ def test_a_killed_zygote_takes_its_standbys_with_it(tmp_path: Path) -> None:
     job.zygote().kill()
     ended = job.end()
     assert (ended.code, ended.err) == (1, "the process that starts ranks was killed by SIGKILL\n")
+
+
+@pytest.mark.nemo
+@pytest.mark.timeout(400)
+def test_every_step_is_that_of_an_undisturbed_run(disturb: Disturb) -> None:
+    faults = ("sigkill@backward:rank=1,step=12", "sigkill@optimizer:rank=0,step=20", "sigkill@data:rank=3,step=28")
+    job = disturb(4, 30, *faults, args=DROPOUT, warm_spares=2)
+    ends = [event for event in read_events(job.run_dir) if event.stage == "respawn" and event.edge == "end"]
+    assert [(event.rank, event.fields["standby"]) for event in ends] == [(1, True), (0, True), (3, True)]

@@ -55,6 +55,7 @@ class CommandedNode:
         heartbeat_timeout_s: how long a rank may show no progress (None: without end).
         guard: knows which devices must not be used.
         clock: the agent's clock.
+        warm_spares: how many standbys to keep.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class CommandedNode:
         heartbeat_timeout_s: float | None = None,
         guard: DeviceGuard | None = None,
         clock: Callable[[], float] = time.monotonic,
+        warm_spares: int = 0,
     ) -> None:
         self.starter = NoProcesses()
         self.said: list[NodeMessage] = []
@@ -84,6 +86,7 @@ class CommandedNode:
             say=self.printed.append,
             clock=clock,
             guard=guard,
+            warm_spares=warm_spares,
         )
 
     def tick(self, after_s: float = 0.0) -> None:
