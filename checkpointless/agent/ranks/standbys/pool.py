@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointless.agent.ranks.standbys.place import ASSIGN, PING, READY, SPOILED
+from checkpointless.agent.ranks.standbys.place import ASSIGN, MAX_REQUEST_BYTES, PING, READY, SPOILED
 from checkpointless.posix.process_state import ProcessLook
 from checkpointless.posix.process_tree import ProcessTree
 
@@ -134,6 +134,9 @@ class StandbyPool:
         """
         self.hear()
         request = json.dumps({"type": ASSIGN, "env": dict(env)}).encode()
+        if len(request) > MAX_REQUEST_BYTES:
+            logger.warning("no standby is used: the environment of the rank has %d bytes", len(request))
+            return None
         for standby in [each for each in self._standbys.values() if each.is_ready and not each.why]:
             if chr(ProcessLook.at(standby.pid).letter) in "Tt":
                 self.kill(standby.pid, "it was stopped")

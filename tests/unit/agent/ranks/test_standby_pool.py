@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from checkpointless.agent.ranks.standbys import pool as pools
-from checkpointless.agent.ranks.standbys.place import READY, SPOILED, say, wait_for_place
+from checkpointless.agent.ranks.standbys.place import MAX_REQUEST_BYTES, READY, SPOILED, say, wait_for_place
 from checkpointless.agent.ranks.standbys.pool import Fate, StandbyNews, StandbyPool
 from checkpointless.posix.process_tree import ProcessTree
 
@@ -111,7 +111,8 @@ def test_a_standby_gets_environment_and_descriptors(pool: Pool) -> None:
     assert [(news.pid, news.fate) for news in pool.told] == [(pid, Fate.READY)]
     assert pool.told[0].private_bytes > 0
     assert StandbyNews.from_json(pool.told[0].to_json()) == pool.told[0]
-    assert give(pool, {"RANK": "5", "LARGE": "x" * 60_000}) == (pid, "5 True")
+    assert give(pool, {"RANK": "5", "LARGE": "x" * MAX_REQUEST_BYTES}) == (None, "")
+    assert give(pool, {"RANK": "5", "LARGE": "x" * 100_000}) == (pid, "5 True")
     assert (pool.pool.count(), pid in pool.pool) == (0, False)
 
 
