@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import Job, Mark, interruptible, machine, parser, progress, read_marks, shown, wait_for
 
+from checkpointless.cli.commands.train import preloads_of
+from checkpointless.recipes.settings import load
 from checkpointless.report.incidents import summarize
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Event, read_events
@@ -30,9 +32,7 @@ PAUSE_S = 0.3  # between steps
 MODES = ("forked", "interpreter")
 SIDES = {"without": 0, "with a standby": 1}
 START_LIMIT_S, LIMIT_S = 400.0, 300.0
-PRELOAD = (
-    "nemo.collections.llm,nemo.lightning,checkpointless.strategies,checkpointless.recipes.runner,torch._dynamo"
-)
+RECIPE = "tiny_gpt_cpu"
 
 
 @dataclass
@@ -96,13 +96,14 @@ def _command(mode: str, warm_spares: int, directory: Path) -> list[str]:
     marks = json.dumps({"_target_": "step_marks.StepMarks", "directory": str(directory), "pause_s": PAUSE_S})
     command = [sys.executable, "-m", "checkpointless", "run", "--cpu", "--nproc-per-node", str(RANKS)]
     command += ["--run-dir", str(directory / "run"), "--warm-spares", str(warm_spares)]
-    command += ["--preload", PRELOAD + (",sets_up_cuda" if mode == "interpreter" else "")]
-    command += ["-m", "checkpointless.recipes.runner", "tiny_gpt_cpu"]
+    preload = [*preloads_of(load(RECIPE)), *(["sets_up_cuda"] if mode == "interpreter" else [])]
+    command += ["--preload", ",".join(preload), "-m", "checkpointless.recipes.runner", RECIPE]
     return [*command, "trainer.max_steps=100000", f"callbacks.marks={marks}"]
 
 
 def _environment() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(HERE), str(HERE.parent)])
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def _steps(directory: Path) -> list[Mark]:

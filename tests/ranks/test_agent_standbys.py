@@ -45,8 +45,7 @@ def kill(job: Job, *ranks: int) -> None:
     before = {rank: living(job, rank) for rank in ranks}
     for pid in before.values():
         os.kill(pid, signal.SIGKILL)
-    for rank, pid in before.items():
-        wait_until(lambda rank=rank, pid=pid: job.notes("step", rank)[-1]["pid"] != pid)
+    wait_until(lambda: all(job.notes("step", rank)[-1]["pid"] != pid for rank, pid in before.items()))
 
 
 def places(job: Job) -> list[tuple[int, bool]]:
