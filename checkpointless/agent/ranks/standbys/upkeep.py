@@ -34,6 +34,7 @@ class StandbyUpkeep:
         self._is_missing = False  # whether fewer may wait than are to
         self._not_before_s = 0.0
         self._pause_s = FIRST_PAUSE_S
+        self._left_out: set[str] = set()  # imports that standbys do without
 
     def wanted(self, ranks: Iterable[LocalRank]) -> int:
         """Return how many standbys are to be there now; 0 if nothing is to be done about them now.
@@ -67,7 +68,9 @@ class StandbyUpkeep:
             return
         self._is_missing = True
         if news.fate is Fate.SPOILED:
-            self._say(f"standbys do without {news.why}, which sets up CUDA when it is imported")
+            if news.why not in self._left_out:  # several may have begun together
+                self._left_out.add(news.why)
+                self._say(f"standbys do without {news.why}, which sets up CUDA when it is imported")
             return
         self._not_before_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

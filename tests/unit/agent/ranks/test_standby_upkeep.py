@@ -115,6 +115,7 @@ def test_one_that_an_import_spoils_is_made_again_at_once(node: TrainingNode) -> 
     node.commit(1, 0, 1)
     node.lose("bitsandbytes", Fate.SPOILED)
     assert node.kept == [2, 2]
+    node.lose("bitsandbytes", Fate.SPOILED)
     assert node.printed == ["standbys do without bitsandbytes, which sets up CUDA when it is imported"]
 
 
