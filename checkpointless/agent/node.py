@@ -65,6 +65,7 @@ class NodeAgent:
         clock: clock of the times given to :meth:`tick`; it should stand still while this process does not run, so
             that ranks are not blamed for what the agent did not see.
         guard: knows which devices of this node must not be used; None if the ranks use none.
+        warm_spares: how many standbys to keep.
 
     Attributes:
         index: the node's number.
@@ -87,6 +88,7 @@ class NodeAgent:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         guard: DeviceGuard | None = None,
+        warm_spares: int = 0,
     ) -> None:
         self.clock = clock
         self.index = index
@@ -109,6 +111,7 @@ class NodeAgent:
             clock=clock,
             on_lost=self._leave,
             guard=guard,
+            warm_spares=warm_spares,
         )
 
     # ---- what others may know

@@ -108,6 +108,7 @@ class NodeRun:
         return DeviceGuard(environment, self._config.nproc_per_node, clock=self._clock)
 
     def _agent(self, link: Link) -> NodeAgent:
+        node = None if self._config.is_alone else self._config.node_rank
         return NodeAgent(
             index=self._config.node_rank,
             heartbeat=Heartbeat.of(self._config.heartbeat_timeout_s),
@@ -115,13 +116,14 @@ class NodeRun:
             report=link.report,
             selector=self._selector,
             starter=self._starter,
-            fresh_starter=self._program.interpreters,
+            fresh_starter=lambda: self._program.interpreters(self._logs.of_zygote(node)),
             make_rank=self._make_rank,
             rank_env=self._program.environment,
             events=self._events,
             say=self._say,
             clock=self._clock,
             guard=self._guard(),
+            warm_spares=self._config.warm_spares,
         )
 
     def _make_rank(self, number: int) -> LocalRank:

@@ -10,7 +10,8 @@ from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.ranks.platforms import CPU, find_platform
 from checkpointless.agent.ranks.preload import preloads_of
 from checkpointless.agent.ranks.rank_process import Script
-from checkpointless.agent.ranks.starters import FreshStarter, ZygoteStarter
+from checkpointless.agent.ranks.standbys.interpreters import StandbyProgram
+from checkpointless.agent.ranks.starters import FreshStarter, ZygoteStarter, zygote_env
 from checkpointless.environment import (
     AGENT_PID_ENV,
     CPU_ENV,
@@ -60,10 +61,9 @@ class RankProgram:
         Raises:
             OSError: the file cannot be written.
         """
-        preload = self._config.preload
         return ZygoteStarter(
             self._script,
-            preload=preloads_of(self._script) if preload is None else preload,
+            preload=self._preload(),
             platform=self._platform,
             env=self.environment,
             log_path=log,
@@ -71,9 +71,20 @@ class RankProgram:
             fork_here=self._config.fork_here,
         )
 
-    def interpreters(self) -> FreshStarter:
-        """Return what starts each rank in an interpreter of its own."""
-        return FreshStarter(self._script, self._platform, self._folder)
+    def interpreters(self, log: Path) -> FreshStarter:
+        """Return what starts each rank in an interpreter of its own.
+
+        Args:
+            log: file that the output of standbys goes to.
+        """
+        standbys = StandbyProgram(
+            self._script, self._preload(), self._platform, zygote_env(self.environment), log, self._folder
+        )
+        return FreshStarter(standbys)
+
+    def _preload(self) -> tuple[str, ...]:
+        preload = self._config.preload
+        return preloads_of(self._script) if preload is None else preload
 
 
 def rank_environment(config: LaunchConfig) -> dict[str, str]:

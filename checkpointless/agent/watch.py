@@ -74,6 +74,7 @@ class Watch:
             high_water=_known(agent.began_after) if committed is None else committed,
             incident=agent.incident,
             respawns=self._tally.respawns,
+            from_standbys=self._tally.from_standbys,
             device_problems=dict(self._tally.device_problems),
             exit_code=None if agent.outcome is None else agent.outcome.code,
             ranks=ranks,

@@ -28,6 +28,10 @@ _RECORD_HELP = (
     "parameters, buffers, callbacks, module and data; validations; checkpoints. Takes a pass over the model's "
     "bytes in each step"
 )
+_WARM_SPARES_HELP = (
+    "processes per node that have imported what ranks need and wait to take a dead rank's place, at most one per "
+    "rank (default: 0; --spares is about nodes)"
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ def add_job_options(parser: argparse.ArgumentParser, ranks: str = "1") -> None:
     add("--node-rank", "--node_rank", type=count, default=0, metavar="I", help="this node's number, from 0")
     add("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="H[:P]", help="node 0, as all nodes reach it")
     add("--spares", type=count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
+    add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
     add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
     add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
     add_coordination_options(parser)
@@ -135,6 +140,7 @@ def _configured(options: argparse.Namespace, program: Program) -> LaunchConfig:
             nnodes=options.nnodes,
             node_rank=options.node_rank,
             spares=options.spares,
+            warm_spares=options.warm_spares,
             rdzv_endpoint=options.rdzv_endpoint,
             token=os.environ.pop(TOKEN_ENV, ""),  # not for the ranks
             run_dir=run_dir,

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib.machinery
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,10 +21,8 @@ from checkpointless.agent.ranks import preload as preloading
 from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.rank_process import Script, die_with_parent
 from checkpointless.agent.ranks.zygote import can_fork
+from checkpointless.devices.cuda_sign import cuda_sign
 
-TORCH_SIGN = "torch.cuda.is_initialized()"  # what torch knows, it says to forked children
-_LIBCUDA = "libcuda.so.1"
-_CUDA_SUCCESS, _CUDA_NOT_INITIALIZED = 0, 3  # of CUresult
 _TASKS = Path("/proc/self/task")
 
 
@@ -83,32 +79,6 @@ class ImportWatch:
                 self.look(module.__name__)
 
         return exec_module
-
-
-def cuda_sign() -> str:
-    """Return how it shows that CUDA was initialised in this process; "" if it does not."""
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is not None and getattr(cuda, "_initialized", False):
-        return TORCH_SIGN
-    try:
-        driver = ctypes.CDLL(_LIBCUDA, mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # only if somebody has loaded it
-    except OSError:
-        return ""
-    context = ctypes.c_void_p()
-    if driver.cuCtxGetCurrent(ctypes.byref(context)) == _CUDA_NOT_INITIALIZED:
-        return ""
-    return "a context of the CUDA driver" if context.value or _has_primary_context(driver) else "cuInit"
-
-
-def _has_primary_context(driver: ctypes.CDLL) -> bool:
-    count, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
-    if driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_SUCCESS:
-        return False
-    for device in range(count.value):
-        code = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
-        if code == _CUDA_SUCCESS and active.value:
-            return True
-    return False
 
 
 class _Failures(logging.Handler):

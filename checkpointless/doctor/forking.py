@@ -19,13 +19,14 @@ from checkpointless.agent.rank_program import import_environment
 from checkpointless.agent.ranks.platforms import CPU
 from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.agent.ranks.starters import zygote_env
+from checkpointless.devices.cuda_sign import TORCH_SIGN
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.doctor.fork_trial import TORCH_SIGN
 from checkpointless.telemetry.wording import duration, plural, printable
 
 TIMEOUT_S = 300.0
 _TELL_S = 2.0  # after which a person wonders whether something goes on
 _SOURCE = "the imports, made in a child process"
+_STANDBYS = "or have standbys wait: --warm-spares N"
 _INSTEAD = "import it in the function that uses it, or leave it out of --preload"
 _MOST_BYTES = 10**6  # of what the child may say
 _LONGEST = 200
@@ -73,10 +74,11 @@ def judge(trial: Trial) -> list[Finding]:
         findings.append(_finding(Severity.ERROR, seen, _INSTEAD))
     elif trial.cuda:
         seen = f"importing {trial.cuda_by} initialised CUDA ({trial.cuda}): {anew}"
-        findings.append(_finding(Severity.WARNING, seen, _INSTEAD))
+        findings.append(_finding(Severity.WARNING, seen, f"{_INSTEAD}, {_STANDBYS}"))
     elif not trial.can_fork:
         seen = f"torch says that forked ranks could not use CUDA: {anew}"
-        findings.append(_finding(Severity.WARNING, seen, "look for an import that asks torch for its devices"))
+        todo = f"look for an import that asks torch for its devices, {_STANDBYS}"
+        findings.append(_finding(Severity.WARNING, seen, todo))
     for name, module in trial.threads:
         seen = f"importing {module} started the thread {name}: forked ranks lack it, and may wait for its locks"
         findings.append(_finding(Severity.WARNING, seen, f"start it when it is used, or {_INSTEAD}"))

@@ -70,6 +70,9 @@ def _of_node(now: Snapshot) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "checkpointless_respawns", "Processes started on this node in place of dead ones.", now.respawns
     )
+    yield CounterMetricFamily(
+        "checkpointless_respawns_from_standbys", "Of these, those that had waited as standbys.", now.from_standbys
+    )
     problems = CounterMetricFamily(
         "checkpointless_device_problems", "What was wrong with devices of this node.", labels=["severity"]
     )

@@ -108,6 +108,7 @@ class Snapshot:
         high_water: the highest committed step that this node knows of (None: none yet).
         incident: the incident that the ranks are being brought together for (None: none).
         respawns: how many processes were started in place of dead ones.
+        from_standbys: how many of these had waited as standbys, of those that have come to their block.
         device_problems: how many fatal problems and how many warnings were found with devices of this node.
         exit_code: the job's exit code (None: the job has not ended).
         job: the whole job; None where the coordinator does not run.
@@ -120,6 +121,7 @@ class Snapshot:
     high_water: int | None = None
     incident: str | None = None
     respawns: int = 0
+    from_standbys: int = 0
     device_problems: Mapping[str, int] = field(default_factory=dict)
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
@@ -153,7 +155,7 @@ class Tally:
         causes: how many of the other incidents there were, by how the cause came about.
         recoveries: see :class:`JobStatus`.
         rungs: see :class:`JobStatus`.
-        respawns: see :class:`Snapshot`.
+        respawns, from_standbys: see :class:`Snapshot`.
         steps_lost: see :class:`JobStatus`.
         given_up: see :class:`JobStatus`.
         device_problems: see :class:`Snapshot`.
@@ -165,6 +167,7 @@ class Tally:
     recoveries: Durations = _NO_RECOVERIES
     rungs: dict[str, Durations] = field(default_factory=lambda: dict.fromkeys(_RUNGS, _NO_RECOVERIES))
     respawns: int = 0
+    from_standbys: int = 0
     steps_lost: int = 0
     given_up: int = 0
     device_problems: Counter[str] = field(default_factory=Counter)
@@ -173,6 +176,8 @@ class Tally:
         """Count an event; of several ``detect`` events of an incident, the last knows best how it came about."""
         if stage == EventName.RESPAWN and edge == "begin":
             self.respawns += 1
+        elif stage == EventName.RESPAWN:
+            self.from_standbys += fields["standby"]
         elif stage == EventName.DEVICE:
             self.device_problems[FATAL if fields["is_fatal"] else WARNING] += 1
         elif stage == EventName.BAD_DEVICE:

@@ -19,6 +19,7 @@ class EventName(str, enum.Enum):
     BACK = "back"  # a node that was not connected is connected again
     DEVICE = "device"  # something is wrong with a device of a node
     BAD_DEVICE = "bad_device"  # a rank's device must not be used, and what is done about it
+    STANDBY = "standby"  # a standby process of a node waits, or is no more and was not used
     TRAINED = "trained"  # a rank has made its last step
     SAVE_FAILED = "save_failed"  # a checkpoint could not be saved, and why; training goes on
 

@@ -50,6 +50,7 @@ class LocalRank:
         last_words: the reason or message that the living process gave in this generation for leaving its block.
         began_after: the last committed optimizer step on the board when the living process was started.
         ended: how the last process ended, once it has.
+        was_standby: whether the living process had waited as a standby.
         kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
     """
 
@@ -68,6 +69,7 @@ class LocalRank:
     last_words: str = ""
     began_after: int = NO_STEP
     ended: RankEnded | None = None
+    was_standby: bool = False
     kill_at_s: float | None = None
 
     def send(self, message: AgentMessage) -> bool:

@@ -16,6 +16,8 @@ from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.rank_link import RankLink
 from checkpointless.agent.ranks.rank_reports import RankReports
+from checkpointless.agent.ranks.standbys.pool import StandbyNews
+from checkpointless.agent.ranks.standbys.upkeep import StandbyUpkeep
 from checkpointless.agent.ranks.starters import (
     Descriptors,
     Exited,
@@ -50,6 +52,7 @@ class ProcessKeeper:
         clock: clock of the times after which a process is killed.
         on_lost: called with the reason when no process can be started any more.
         guard: knows which devices must not be used; None if the ranks use none.
+        warm_spares: how many standbys to keep.
 
     Attributes:
         ranks: every rank that this node has started a process of, by number.
@@ -72,6 +75,7 @@ class ProcessKeeper:
         clock: Callable[[], float],
         on_lost: Callable[[str], None],
         guard: DeviceGuard | None = None,
+        warm_spares: int = 0,
     ) -> None:
         self.ranks: dict[int, LocalRank] = {}
         self.can_start = self.is_discarding = False
@@ -90,6 +94,7 @@ class ProcessKeeper:
         self._on_lost = on_lost
         self._guard = guard
         self._held = HeldSpawns(job, guard, report, say, clock)
+        self._standbys = StandbyUpkeep(job, warm_spares, say, clock)
         self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
         self._is_ready = False
         if starter.readable is not None:
@@ -106,6 +111,14 @@ class ProcessKeeper:
         self._join_when_ready()
         for spawn in self._held.released():
             self._start(self.ranks[spawn.rank], spawn)
+        self._hear_starter()
+        wanted = self._standbys.wanted(self.ranks.values())
+        if wanted and not self._starter_lost:
+            self._starter.keep(wanted)
+
+    def _hear_starter(self) -> None:
+        if self._starter_lost:
+            return
         try:
             news = self._starter.news()
         except StarterLostError as error:
@@ -120,11 +133,16 @@ class ProcessKeeper:
             if isinstance(item, Ready):
                 self._on_starter_ready(item)
                 continue
+            if isinstance(item, StandbyNews):
+                self._standbys.note(item)
+                continue
             rank = self.ranks[item.rank]
             if item.incarnation != rank.incarnation:
                 continue
             if isinstance(item, Started):
-                rank.pid = item.pid
+                rank.pid, rank.was_standby = item.pid, item.standby
+                if item.standby:
+                    self._standbys.note_used()
                 if self._job.outcome is not None:
                     self.kill(rank)
             elif isinstance(item, Exited):
@@ -150,7 +168,7 @@ class ProcessKeeper:
         job.run_id = spawn.env.get(TORCHELASTIC_RUN_ID_ENV, "")
         rank.local = int(spawn.env.get(LOCAL_RANK_ENV, "0"))
         rank.state, rank.pid, rank.kill_at_s = RankState.STARTING, None, None
-        rank.said_hello, rank.forgiven, rank.ended = False, False, None
+        rank.said_hello, rank.forgiven, rank.ended, rank.was_standby = False, False, None, False
         if not self._held.hold(spawn, rank.local):
             self._start(rank, spawn)
 
@@ -308,6 +326,8 @@ class ProcessKeeper:
             self._report(self.joined())
 
     def _hear_rank(self, rank: LocalRank) -> None:
+        if rank.pid is None:
+            self._hear_starter()  # which process this is: a standby may say hello as soon as the starter tells
         try:
             self._reports.hear(rank)
         except ProtocolError as error:

@@ -97,9 +97,8 @@ class RankReports:
             return
         if rank.incarnation > 0 and not rank.said_hello:
             seconds = time.monotonic() - rank.started_at_s
-            self._job.emit(
-                EventName.RESPAWN, "end", rank=rank.number, seconds=seconds, incarnation=rank.incarnation
-            )
+            told = {"incarnation": rank.incarnation, "standby": rank.was_standby}
+            self._job.emit(EventName.RESPAWN, "end", rank=rank.number, seconds=seconds, **told)
         rank.said_hello = True
         self._is_ready(rank)
 

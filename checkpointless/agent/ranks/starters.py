@@ -14,9 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from checkpointless.agent.ranks.rank_process import Script
+from checkpointless.agent.ranks.standbys.interpreters import InterpreterStandbys, StandbyProgram
+from checkpointless.agent.ranks.standbys.pool import StandbyNews
 from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
 from checkpointless.posix.forked_process import ForkedProcess
 from checkpointless.posix.process_tree import ProcessTree
@@ -50,11 +52,16 @@ class Descriptors:
 
 @dataclass(frozen=True)
 class Started:
-    """A process was started."""
+    """A process was started.
+
+    Attributes:
+        standby: whether it had waited as a standby.
+    """
 
     rank: int
     incarnation: int
     pid: int
+    standby: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,9 @@ class Ready:
     seconds: float
 
 
+News: TypeAlias = Started | Exited | Ready | StandbyNews
+
+
 class StarterLostError(RuntimeError):
     """The process that starts ranks has ended."""
 
@@ -95,14 +105,18 @@ class Starter(abc.ABC):
 
     @abc.abstractmethod
     def start(self, order: Order, descriptors: Descriptors) -> None:
-        """Start one process; :class:`Started` follows."""
+        """Start one process, or give its place to a standby; :class:`Started` follows."""
+
+    @abc.abstractmethod
+    def keep(self, standbys: int) -> None:
+        """Begin to make what is missing of so many standbys; :class:`StandbyNews` follows for each."""
 
     @abc.abstractmethod
     def signal(self, pid: int, number: int) -> None:
         """Send a signal to a rank; SIGKILL also goes to its children. A rank that has ended is left alone."""
 
     @abc.abstractmethod
-    def news(self) -> list[Started | Exited | Ready]:
+    def news(self) -> list[News]:
         """Return what happened since the last call, without blocking.
 
         Raises:
@@ -179,11 +193,14 @@ class ZygoteStarter(Starter):
         }
         self._request(request, [descriptors.log, descriptors.agent, descriptors.board])
 
+    def keep(self, standbys: int) -> None:
+        self._request({"type": "standbys", "count": standbys}, [])
+
     def signal(self, pid: int, number: int) -> None:
         self._request({"type": "signal", "pid": pid, "signal": int(number)}, [])
 
-    def news(self) -> list[Started | Exited | Ready]:
-        found: list[Started | Exited | Ready] = []
+    def news(self) -> list[News]:
+        found: list[News] = []
         while True:
             try:
                 data = self._connection.recv(64 * 1024)
@@ -221,13 +238,15 @@ class ZygoteStarter(Starter):
         except OSError as error:
             logger.warning("the zygote cannot be reached: %s", error)  # news() reports this too
 
-    def _event(self, body: dict[str, Any]) -> Started | Exited | Ready:
+    def _event(self, body: dict[str, Any]) -> News:
         if body["type"] == "ready":
             self._is_ready = True
             return Ready(body["can_fork"], tuple(body["failed"]), body["seconds"])
         if body["type"] == "started":
             self._pids.add(body["pid"])
-            return Started(body["rank"], body["incarnation"], body["pid"])
+            return Started(body["rank"], body["incarnation"], body["pid"], body["standby"])
+        if body["type"] == "standby":
+            return StandbyNews.from_json(body)
         self._pids.discard(body["pid"])
         return Exited(body["rank"], body["incarnation"], body["pid"], body["code"])
 
@@ -264,36 +283,29 @@ class FreshStarter(Starter):
     """Starts every rank in a separate interpreter.
 
     Args:
-        script: what the ranks run.
-        platform: name of the platform that a rank installs before the script
-            (:mod:`checkpointless.agent.ranks.platforms`); None: none.
-        folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
+        program: what the ranks run; standbys have imported what it says before they are ranks.
     """
 
-    def __init__(self, script: Script, platform: str | None, folder: Path | None) -> None:
+    def __init__(self, program: StandbyProgram) -> None:
         self._command = [sys.executable, "-m", "checkpointless.agent.ranks.rank_process"]
-        self._command += ["--parent", str(os.getpid()), "--script", script.to_json()]
-        if folder is not None:
-            self._command += ["--temp-folder", str(folder)]
-        self._folder = folder
-        if platform is not None:
-            self._command += ["--platform", platform]
+        self._command += ["--parent", str(os.getpid()), "--script", program.script.to_json()]
+        if program.folder is not None:
+            self._command += ["--temp-folder", str(program.folder)]
+        self._folder = program.folder
+        if program.platform is not None:
+            self._command += ["--platform", program.platform]
+        self._standbys = InterpreterStandbys(program)
         self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessTree]] = {}
-        self._news: list[Started | Exited | Ready] = []
+        self._news: list[News] = []
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
-        inherited = {AGENT_FD_ENV: str(descriptors.agent), BOARD_FD_ENV: str(descriptors.board)}
-        process = subprocess.Popen(
-            self._command,
-            env={**os.environ, **order.env, **inherited},
-            stdin=subprocess.DEVNULL,
-            stdout=descriptors.log,
-            stderr=descriptors.log,
-            pass_fds=[descriptors.agent, descriptors.board],
-            start_new_session=True,
-        )
-        self._processes[process.pid] = (order, process, ProcessTree(process.pid, self._folder))
-        self._news.append(Started(order.rank, order.incarnation, process.pid))
+        taken = self._standbys.take(order.env, (descriptors.log, descriptors.agent, descriptors.board))
+        process, tree = self._interpreter(order, descriptors) if taken is None else taken
+        self._processes[process.pid] = (order, process, tree)
+        self._news.append(Started(order.rank, order.incarnation, process.pid, taken is not None))
+
+    def keep(self, standbys: int) -> None:
+        self._standbys.keep(standbys)
 
     def signal(self, pid: int, number: int) -> None:
         if pid not in self._processes:
@@ -303,7 +315,8 @@ class FreshStarter(Starter):
         else:
             os.kill(pid, number)
 
-    def news(self) -> list[Started | Exited | Ready]:
+    def news(self) -> list[News]:
+        self._news += self._standbys.news()
         for pid, (order, process, tree) in list(self._processes.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
@@ -317,8 +330,22 @@ class FreshStarter(Starter):
     def close(self) -> None:
         for _, _, tree in self._processes.values():
             tree.kill()
+        self._standbys.close(_CLOSE_TIMEOUT_S)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for _, process, tree in self._processes.values():
             process.wait(max(0.1, deadline - time.monotonic()))
             tree.clean()
         self._processes.clear()
+
+    def _interpreter(self, order: Order, descriptors: Descriptors) -> tuple[subprocess.Popen[bytes], ProcessTree]:
+        inherited = {AGENT_FD_ENV: str(descriptors.agent), BOARD_FD_ENV: str(descriptors.board)}
+        process = subprocess.Popen(
+            self._command,
+            env={**os.environ, **order.env, **inherited},
+            stdin=subprocess.DEVNULL,
+            stdout=descriptors.log,
+            stderr=descriptors.log,
+            pass_fds=[descriptors.agent, descriptors.board],
+            start_new_session=True,
+        )
+        return process, ProcessTree(process.pid, self._folder)

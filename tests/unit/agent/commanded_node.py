@@ -12,7 +12,7 @@ from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.ranks.device_guard import DeviceGuard
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.rank_log import RankLog
-from checkpointless.agent.ranks.starters import Descriptors, Exited, Order, Ready, Started, Starter
+from checkpointless.agent.ranks.starters import Descriptors, Exited, News, Order, Ready, Started, Starter
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.posix.errands import Errands
 from checkpointless.telemetry.events import EventLog
@@ -25,17 +25,21 @@ class NoProcesses(Starter):
     """Starts nothing; the test says what its processes do."""
 
     def __init__(self) -> None:
-        self.coming: list[Started | Exited | Ready] = [Ready(True, (), 0.0)]
+        self.coming: list[News] = [Ready(True, (), 0.0)]
+        self.kept: list[int] = []
         self.signals: list[tuple[int, int]] = []
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
         os.close(os.dup(descriptors.agent))  # this raises unless it is open
         self.coming.append(Started(order.rank, order.incarnation, 1000 + order.rank))
 
+    def keep(self, standbys: int) -> None:
+        self.kept.append(standbys)
+
     def signal(self, pid: int, number: int) -> None:
         self.signals.append((pid, number))
 
-    def news(self) -> list[Started | Exited | Ready]:
+    def news(self) -> list[News]:
         found, self.coming = self.coming, []
         return found
 
@@ -51,6 +55,7 @@ class CommandedNode:
         heartbeat_timeout_s: how long a rank may show no progress (None: without end).
         guard: knows which devices must not be used.
         clock: the agent's clock.
+        warm_spares: how many standbys to keep.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class CommandedNode:
         heartbeat_timeout_s: float | None = None,
         guard: DeviceGuard | None = None,
         clock: Callable[[], float] = time.monotonic,
+        warm_spares: int = 0,
     ) -> None:
         self.starter = NoProcesses()
         self.said: list[NodeMessage] = []
@@ -80,6 +86,7 @@ class CommandedNode:
             say=self.printed.append,
             clock=clock,
             guard=guard,
+            warm_spares=warm_spares,
         )
 
     def tick(self, after_s: float = 0.0) -> None:
