@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -103,12 +103,13 @@ def fill(
     else:
         seen: list[int] = []
 
-        def on_bucket(position: int, count: int, payload: torch.Tensor) -> torch.Tensor:
+        def on_bucket(position: int, count: int, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
             seen.append(position)
             first_round = len(seen) <= count
-            if rank in damaged and (damage_always or (first_round and position == count // 2)):
-                payload = payload.clone()
-                flip_a_bit(payload)
+            if rank not in damaged or not (damage_always or (first_round and position == count // 2)):
+                return None
+            payload = copy()
+            flip_a_bit(payload)
             return payload
 
         fills = [Fill(destination, holders.index(rank), len(holders)) for destination in destinations]
@@ -181,12 +182,12 @@ def fill_objects(count: int, apart: bool = False, killed: bool = False, meeting:
     shard: dict[Key, torch.Tensor] = {("shard", index): torch.full((999,), float(index)) for index in range(40)}
     sent = 0
 
-    def on_bucket(position: int, total: int, payload: torch.Tensor) -> torch.Tensor:
+    def on_bucket(position: int, total: int, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         nonlocal sent
-        sent += payload.numel()
+        sent += copy().numel()
         if killed and rank == world - 1 and position == total // 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return payload
+        return None
 
     def attempt(holders: Sequence[int]) -> dict[str, Any]:
         if rank != 0:
