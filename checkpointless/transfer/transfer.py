@@ -165,8 +165,9 @@ def receive_state(
         for place, source in enumerate(sources):
             share = [told.alike.index(place), len(told.alike)] if place in told.alike else None
             reads_it = told.pids[place] is not None
-            order = {"wanted": missing, "bucket_bytes": bucket_bytes, "objects": share, "reads": reads_it}
-            send_json(order, source)
+            send_json(
+                {"wanted": missing, "bucket_bytes": bucket_bytes, "objects": share, "reads": reads_it}, source
+            )
         inside = [
             torch.empty(entry.shape, dtype=entry.dtype, device=own_device(entry.device)) for entry in told.inside
         ]
