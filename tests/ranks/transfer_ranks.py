@@ -218,15 +218,7 @@ def fill_objects(
             lambda entries: {entry.key: torch.zeros(entry.shape) for entry in entries},
             memory_budget_bytes=_OBJECTS_BUDGET,
         )
-        grown = (_peak_kb() - before) // 1024
-        return {
-            "equal": state_tree.digest(arrived) == state_tree.digest(objects),
-            "types": [type(arrived[name]).__name__ for name in ("history", "decay", "milestones")],
-            "shared": arrived["best"] is arrived["weights"]["layer.0"],
-            "strides": arrived["best"].stride() == objects["best"].stride(),
-            "report": vars(report),
-            "grown_mb": grown,
-        }
+        return _compared_objects(arrived, objects, vars(report), (_peak_kb() - before) // 1024)
 
     memory_ways.take(way, range(1, world), rank)
     pids = all_gather_json(os.getpid())
@@ -245,6 +237,18 @@ def fill_objects(
         outcome["again"] = attempt([1])
     dist.barrier()
     return outcome
+
+
+def _compared_objects(arrived: Any, objects: Any, report: dict[str, Any], grown_mb: int) -> dict[str, Any]:
+    """Return what rank 0 found of the objects."""
+    return {
+        "equal": state_tree.digest(arrived) == state_tree.digest(objects),
+        "types": [type(arrived[name]).__name__ for name in ("history", "decay", "milestones")],
+        "shared": arrived["best"] is arrived["weights"]["layer.0"],
+        "strides": arrived["best"].stride() == objects["best"].stride(),
+        "report": report,
+        "grown_mb": grown_mb,
+    }
 
 
 def fill_odd_memory(folder: str) -> dict[str, Any]:
