@@ -303,16 +303,18 @@ def _start_reads(
     reads: MemoryReads,
 ) -> list[int]:
     """Begin to read buckets, each into the memory where it belongs; return those that need a buffer on the way."""
-    started: list[BucketRead] = []
     staged: list[int] = []
-    for index in indices:
-        places = addresses_of(tensors, shares.buckets[index])
-        if places is None:
-            staged.append(index)
-        else:
-            sizes = [part.nbytes for part in shares.buckets[index]]
-            started.append(BucketRead(index, *readable[index], places, sizes, tensors))
-    reads.start(started)
+
+    def straight() -> Iterator[BucketRead]:
+        for index in indices:
+            places = addresses_of(tensors, shares.buckets[index])
+            if places is None:
+                staged.append(index)
+            else:
+                sizes = [part.nbytes for part in shares.buckets[index]]
+                yield BucketRead(index, *readable[index], places, sizes, tensors)
+
+    reads.start(straight())
     return staged
 
 

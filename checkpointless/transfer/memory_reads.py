@@ -14,8 +14,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -74,7 +73,7 @@ class MemoryReads:
     def __init__(self, threads: int | None = None) -> None:
         self._count = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._threads: list[threading.Thread] = []
-        self._due: queue.SimpleQueue[BucketRead] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[BucketRead | None] = queue.SimpleQueue()
         self._found: dict[int, int | None] = {}
         self._closed: dict[int, str] = {}
         self._changed = threading.Condition()
@@ -90,14 +89,19 @@ class MemoryReads:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def start(self, reads: Sequence[BucketRead]) -> None:
-        """Begin to read buckets in threads, in their order."""
-        for each in reads:
-            self._due.put(each)
-        for _ in range(min(self._count, len(reads))):
-            thread = threading.Thread(target=self._run, name="checkpointless-read", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    def start(self, reads: Iterable[BucketRead]) -> None:
+        """Begin to read buckets in threads, in their order; the first are read while the last are being made."""
+        threads: list[threading.Thread] = []
+        try:
+            for each in reads:
+                self._due.put(each)
+                if len(threads) < self._count:
+                    threads.append(threading.Thread(target=self._run, name="checkpointless-read", daemon=True))
+                    threads[-1].start()
+        finally:
+            for _ in threads:
+                self._due.put(None)
+            self._threads += threads
 
     def finish(self) -> dict[int, int | None]:
         """Wait for what was started.
@@ -162,40 +166,40 @@ class MemoryReads:
             _all.discard(self)
 
     def _run(self) -> None:
-        try:
-            while True:
-                bucket = self._due.get_nowait()
-                self._found[bucket.index] = None
+        while (bucket := self._due.get()) is not None:
+            self._found[bucket.index] = None
+            try:
                 self._found[bucket.index] = self.fetch(bucket)
-        except (queue.Empty, ReadsStopped):
-            return
+            except ReadsStopped:
+                return
 
     def _read(self, bucket: BucketRead, call: Sequence[Piece]) -> None:
         """Read the pieces of one call, with as many system calls as it takes."""
-        left = list(call)
+        left, own = list(call), threading.get_ident()
         while left:
             local = [(bucket.places[piece.part] + piece.start, piece.nbytes) for piece in left]
             remote = [(bucket.addresses[piece.part] + piece.start, piece.nbytes) for piece in left]
-            with self._under_way():
+            try:
+                self._enter(own)
                 count = process_memory.read(bucket.pid, local, remote)
+            finally:
+                self._leave(own)
             if count <= 0:
                 raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
             self._calls += 1
             left = left_of(left, count)
 
-    @contextmanager
-    def _under_way(self) -> Iterator[None]:
-        """Bracket a system call: :meth:`stop` waits for it, and there is none after that."""
-        own = threading.get_ident()
-        try:
-            with self._changed:
-                if self._is_stopped:
-                    raise ReadsStopped("the transfer was aborted")
-                self._reading.add(own)
-            yield
-        finally:
-            with self._changed:
-                self._reading.discard(own)
+    def _enter(self, thread: int) -> None:
+        """Note that a thread is about to make a system call: :meth:`stop` waits for it, and lets none follow."""
+        with self._changed:
+            if self._is_stopped:
+                raise ReadsStopped("the transfer was aborted")
+            self._reading.add(thread)
+
+    def _leave(self, thread: int) -> None:
+        with self._changed:
+            self._reading.discard(thread)
+            if self._is_stopped:
                 self._changed.notify_all()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 #: Bytes of one call: what it has brought is digested while the cache of the core still has it.
-CALL_BYTES = 1024 * 1024
+CALL_BYTES = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True)

@@ -42,5 +42,5 @@ def test_a_call_is_full_unless_it_has_as_many_pieces_as_it_may() -> None:
 
 def test_a_tensor_of_more_than_two_gib_is_cut() -> None:
     calls = list(calls_of([5 * GIB + 1], CALL_BYTES, 1024))
-    assert len(calls) == 5 * 1024 + 1
+    assert len(calls) == 5 * GIB // CALL_BYTES + 1
     assert calls[-1] == [Piece(0, 5 * GIB, 5 * GIB + 1)]
