@@ -208,11 +208,10 @@ def fill_objects(
         return None
 
     def attempt(holders: Sequence[int]) -> dict[str, Any]:
+        before = _peak_kb(reset=True)
         if rank != 0:
-            before = _peak_kb(reset=True)
             send_state(shard, objects, [Fill(0, holders.index(rank), len(holders))], on_bucket=on_bucket)
             return {"sent": sent, "grown_mb": (_peak_kb() - before) // 1024}
-        before = _peak_kb(reset=True)
         arrived, report = receive_state(
             holders,
             lambda entries: {entry.key: torch.zeros(entry.shape) for entry in entries},
