@@ -12,6 +12,7 @@ DEVICE_GUARD_ENV = "CHECKPOINTLESS_DEVICE_GUARD"  # "1": agents ask NVML before 
 EAGER_INIT_ENV = "CHECKPOINTLESS_EAGER_INIT"  # "1": NCCL's communicators are made with the groups, by splitting
 FLIGHT_RECORDS_ENV = "CHECKPOINTLESS_FLIGHT_RECORDS"  # "active" or "all": collectives kept at a fault
 LAUNCH_AHEAD_ENV = "CHECKPOINTLESS_LAUNCH_AHEAD"  # how many layers launches may run ahead of the GPU; default: 8
+MEMORY_READS_ENV = "CHECKPOINTLESS_MEMORY_READS"  # "0": no rank reads from the memory of another one on its node
 LOG_LEVEL_ENV = "CHECKPOINTLESS_LOG_LEVEL"  # "debug", "info", "warning" or "error"; default: messages go nowhere
 SPINNING_KERNELS_ENV = "CHECKPOINTLESS_SPINNING_KERNELS"  # "1": kernels that no abort ends are accepted
 
@@ -68,6 +69,7 @@ CUDA_DEVICE_ORDER_ENV = "CUDA_DEVICE_ORDER"  # "PCI_BUS_ID": devices are counted
 HYPERPOD_SOCKET_ENV = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"  # path of the agent's socket
 
 YES = "1"  # value of a variable that switches something on
+NO = "0"  # value of one that switches something off
 
 
 def own_run_dir() -> Path | None:

@@ -23,11 +23,13 @@ from common import ROOT, TARGETS, install_beside, machine, progress, search_path
 HERE = Path(__file__).resolve().parent
 TORCHFT_VERSION = "0.2.0"
 TORCHFT_TARGET = TARGETS / f"torchft-{TORCHFT_VERSION}"
-SIDES = ("raw", "ours_1", "ours_2", "torchft_http", "torchft_pg")
+SIDES = ("raw", "memory_1", "ours_1", "memory_2", "ours_2", "torchft_http", "torchft_pg")
 LABELS = {
     "raw": "gloo, raw, 256 MiB a send",
-    "ours_1": "checkpointless, one holder",
-    "ours_2": "checkpointless, two holders",
+    "memory_1": "checkpointless, from memory, one holder",
+    "ours_1": "checkpointless, over sockets, one holder",
+    "memory_2": "checkpointless, from memory, two holders",
+    "ours_2": "checkpointless, over sockets, two holders",
     "torchft_http": "torchft HTTPTransport, 10 chunks",
     "torchft_pg": "torchft PGTransport, in place",
 }
@@ -80,16 +82,17 @@ def table(entries: list[dict[str, Any]]) -> str:
         if any(entry["side"] == side for entry in entries)
     }
     lines = [
-        "| side | GB/s: median (range) | of raw | extra memory, filled rank / holder, MiB |",
-        "| --- | --- | --- | --- |",
+        "| side | GB/s: median (range) | of raw | processor seconds | extra memory, filled rank / holder, MiB |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for side, speed in speeds.items():
         of_raw = f"{speed['median'] / speeds['raw']['median']:.0%}" if "raw" in speeds else ""
         extras = [entry["extra_bytes"] for entry in entries if entry["side"] == side]
+        used_s = spread([sum(entry["processor_s"]) for entry in entries if entry["side"] == side])["median"]
         peaks = [max(extra[rank] for extra in extras) / 2**20 for rank in (0, 1)]
         lines.append(
             f"| {LABELS[side]} | {speed['median']:.2f} ({speed['min']:.2f} to {speed['max']:.2f}) | {of_raw} "
-            f"| {peaks[0]:.0f} / {peaks[1]:.0f} |"
+            f"| {used_s:.2f} | {peaks[0]:.0f} / {peaks[1]:.0f} |"
         )
     return "\n".join(lines)
 

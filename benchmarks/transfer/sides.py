@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointless.environment import MEMORY_READS_ENV, NO, YES
 from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
 from checkpointless.inprocess.communicators.helper_thread import HelperThread
 from checkpointless.serialization.checksum import MemoryChecksumManager
@@ -52,8 +53,10 @@ class Rank:
         """Those of ``names``, in their order."""
         known: dict[str, Side] = {
             "raw": self.raw,
-            "ours_1": lambda: self.ours((1,)),
-            "ours_2": lambda: self.ours((1, 2)),
+            "memory_1": lambda: self.ours((1,), YES),
+            "ours_1": lambda: self.ours((1,), NO),
+            "memory_2": lambda: self.ours((1, 2), YES),
+            "ours_2": lambda: self.ours((1, 2), NO),
             "torchft_http": self.torchft_http,
             "torchft_pg": self.torchft_pg,
         }
@@ -77,8 +80,9 @@ class Rank:
         """Touch the buffer that :meth:`raw` uses."""
         self._raw_buffer = torch.ones(RAW_BYTES, dtype=torch.uint8)
 
-    def ours(self, holders: tuple[int, ...]) -> dict[str, Any]:
-        """``receive_state`` from ``holders``, interruptible as in a job."""
+    def ours(self, holders: tuple[int, ...], from_memory: str) -> dict[str, Any]:
+        """``receive_state`` from ``holders``, interruptible as in a job, from their memory or over sockets."""
+        os.environ[MEMORY_READS_ENV] = from_memory
         patch, helper = InterruptibleWait(), HelperThread()
         patch.install()
         try:
@@ -89,6 +93,8 @@ class Rank:
                     )
                 )
                 assert isinstance(report, TransferReport)
+                if (report.by_memory > 0) != (from_memory == YES):
+                    raise RuntimeError(f"{report.by_memory} bytes were read from memory")
                 return {"bytes": report.bytes, "digest": report.digest}
             if self.rank in holders:
                 fill = Fill(0, holders.index(self.rank), len(holders))
@@ -181,21 +187,22 @@ def main() -> None:
             rank.forget()
             dist.barrier()
             before = reset_peak()
-            began_s = time.monotonic()
+            began_s, used_s = time.monotonic(), time.process_time()
             more = side()
-            seconds = time.monotonic() - began_s
+            seconds, used_s = time.monotonic() - began_s, time.process_time() - used_s
             extra = peak_bytes() - before
             dist.barrier()
             rank.check(name)
             extras: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(extras, extra)
+            dist.all_gather_object(extras, (extra, used_s))
             if rank.rank == 0 and repeat >= 0:
                 line = {
                     "side": name,
                     "repeat": repeat,
                     "seconds": seconds,
                     "gb_per_s": rank.nbytes / seconds / 1e9,
-                    "extra_bytes": extras,
+                    "extra_bytes": [extra for extra, _ in extras],
+                    "processor_s": [used_s for _, used_s in extras],
                     **more,
                 }
                 print(json.dumps(line), flush=True)

@@ -6,7 +6,7 @@ All of the state is moved this way, or, in fine-tuning, the frozen weights and t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -131,17 +131,17 @@ def announce_transfer(target: int) -> OnBucket:
         target: the optimizer step whose state is moved.
     """
 
-    def on_bucket(position: int, count: int, payload: torch.Tensor) -> torch.Tensor:
+    def on_bucket(position: int, count: int, copy: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         call = active_call_wrapper()
         if call is None or position != count // 2:
-            return payload
+            return None
         copies: list[torch.Tensor] = []
 
-        def copy() -> torch.Tensor:
-            copies.append(payload.clone())  # the bucket itself may be a part of the state
+        def damaged() -> torch.Tensor:
+            copies.append(copy())
             return copies[0]
 
-        call.enter_phase("transfer", target, copy)
-        return copies[0] if copies else payload
+        call.enter_phase("transfer", target, damaged)
+        return copies[0] if copies else None
 
     return on_bucket

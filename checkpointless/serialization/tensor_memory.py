@@ -32,7 +32,15 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of ``tensor`` as flat uint8 on its device: a view if it is contiguous, else a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor.detach().contiguous())
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous ``tensor`` as flat uint8: a view.
+
+    A contiguous tensor of one element may have any stride, of which a view of another dtype wants to know nothing.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

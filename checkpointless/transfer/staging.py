@@ -8,7 +8,7 @@ import torch
 
 from checkpointless.serialization.checksum import digest_parts
 from checkpointless.serialization.pending_digests import PendingDigests
-from checkpointless.serialization.tensor_memory import is_on_host, tensor_bytes
+from checkpointless.serialization.tensor_memory import flat_bytes, is_on_host, tensor_bytes
 from checkpointless.transfer.buckets import PACKED_BYTES, Bucket
 from checkpointless.transfer.pinned_copies import PinnedCopies
 from checkpointless.transfer.wire import wire_device
@@ -49,7 +49,24 @@ def in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | 
     tensor = tensors[part.index].detach()
     if not tensor.is_contiguous() or tensor.device.type != wire_device().type:
         return None
-    return tensor.reshape(-1).view(torch.uint8)[part.start : part.stop]
+    return flat_bytes(tensor)[part.start : part.stop]
+
+
+def addresses_of(tensors: Sequence[torch.Tensor], bucket: Bucket) -> list[int] | None:
+    """Return where the bucket's parts lie in this process; None if one is not one piece of the host's memory."""
+    addresses: list[int] = []
+    for part in bucket:
+        tensor = tensors[part.index]
+        if not tensor.is_contiguous() or not is_on_host(tensor):
+            return None
+        addresses.append(tensor.data_ptr() + part.start)
+    return addresses
+
+
+def copy_of(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor:
+    """Return a copy of the bucket's bytes, flat uint8, on the device that the wire uses."""
+    pieces = [tensor_bytes(tensors[part.index])[part.start : part.stop] for part in bucket]
+    return torch.cat([piece.to(wire_device()) for piece in pieces])
 
 
 def pack(tensors: Sequence[torch.Tensor], bucket: Bucket, slot: torch.Tensor, pinned: PinnedCopies) -> torch.Tensor:
@@ -84,12 +101,12 @@ def unpack(
         if not target.is_contiguous():  # its storage has gaps: go through a contiguous copy
             pinned.settle()
             whole = target.contiguous()
-            whole.reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(body)
+            flat_bytes(whole)[part.start : part.stop].copy_(body)
             target.copy_(whole)
         elif is_on_host(target) and not is_on_host(landed):
-            pinned.to_host(target.reshape(-1).view(torch.uint8)[part.start : part.stop], body)
+            pinned.to_host(flat_bytes(target)[part.start : part.stop], body)
         else:
-            target.reshape(-1).view(torch.uint8)[part.start : part.stop].copy_(body)
+            flat_bytes(target)[part.start : part.stop].copy_(body)
         offset += part.nbytes
     if is_on_host(landed):
         digests.add_known(

@@ -235,6 +235,7 @@ class TensorLeftOut(Callback):
         elif where in ("wire", "nowhere"):
             _replace(TrainerLiveState, "room", self._found)
             _replace(bucket_rounds, "in_place", self._never_in_place)
+            _replace(bucket_rounds, "addresses_of", self._never_in_place)
             _replace(bucket_rounds, "unpack", lambda original: self._lost(original, lose=where == "wire"))
         elif where == "order":
             _replace(transfer, "_keep", self._not_asked_for)
@@ -259,11 +260,11 @@ class TensorLeftOut(Callback):
         return room
 
     def _never_in_place(self, original: Any) -> Any:
-        def in_place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor | None:
+        def place(tensors: Sequence[torch.Tensor], bucket: Bucket) -> Any:
             packed = any(tensors[part.index] is self._place for part in bucket)
             return None if packed else original(tensors, bucket)
 
-        return in_place
+        return place
 
     def _lost(self, original: Any, lose: bool) -> Any:
         def unpack(tensors: Sequence[torch.Tensor], bucket: Bucket, landed: torch.Tensor, *args: Any) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from checkpointless.serialization.tensor_memory import local_part
+from checkpointless.serialization.tensor_memory import local_part, tensor_bytes
 from checkpointless.transfer.module_tensors import TrainingTensors
 
 
@@ -55,3 +55,10 @@ def test_a_module_of_dtensors_has_its_shards_under_its_keys() -> None:
     found = TrainingTensors([module], [optimizer]).tensors()
     assert {key[-1] for key in found} == {"weight", "exp_avg", "exp_avg_sq", "step"}
     assert {type(tensor) for tensor in found.values()} == {torch.Tensor}
+
+
+def test_one_element_among_others_has_its_own_bytes() -> None:
+    one = torch.arange(3.0).reshape(1, 3)[:, 1]
+    assert one.stride() == (3,)
+    assert tensor_bytes(one).view(torch.float32).tolist() == [1.0]
+    assert tensor_bytes(one).data_ptr() == one.data_ptr()
