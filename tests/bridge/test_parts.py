@@ -16,7 +16,7 @@ from megatron.bridge.data.loaders import cyclic_iter
 from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.training import pretrain, train
 
-from checkpointless.bridge import seams
+from checkpointless.bridge import finetune, seams
 from checkpointless.bridge.data import Loaders
 from checkpointless.bridge.entry import _copied
 from checkpointless.bridge.outcome import StepOutcome
@@ -134,6 +134,12 @@ def test_what_bridge_writes_into_its_configuration_is_not_there_at_the_next_entr
     copied.model.size = 128
     copied.model.hooks.append("a hook")
     assert config == Configuration(Section())
+
+
+def test_finetune_begins_with_a_checkpoint() -> None:
+    config: Any = SimpleNamespace(checkpoint=SimpleNamespace(pretrained_checkpoint=None, load=None))
+    with pytest.raises(ValueError, match=r"checkpoint\.pretrained_checkpoint or checkpoint\.load"):
+        finetune(config, lambda: None)
 
 
 def test_outside_of_a_block_bridge_is_its_own() -> None:
