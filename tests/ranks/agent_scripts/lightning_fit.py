@@ -1,5 +1,6 @@
 """Train with Lightning's own strategies, as a user does: ``STEPS STRATEGY [FEATURES]``."""
 
+import itertools
 import math
 import os
 import signal
@@ -13,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from checkpointless import HPWrapper
 from checkpointless.environment import own_run_dir
@@ -63,11 +64,46 @@ class StatefulLoader(DataLoader[torch.Tensor]):
         stream.load_state_dict(state_dict)
 
 
+class PositionedLoader(DataLoader[torch.Tensor]):
+    """Says how many batches of the pass it has given, and begins behind as many."""
+
+    given = begins = 0
+
+    def __iter__(self) -> Any:
+        self.given, self.begins = self.begins, 0
+        batches: Any = self.batch_sampler
+        for indices in itertools.islice(batches, self.given, None):
+            self.given += 1
+            yield self.collate_fn([self.dataset[index] for index in indices])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given % len(self)}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.given = self.begins = state_dict["given"]
+
+
 class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         if "stream" in FEATURES:
             return (StatefulLoader if "stateful" in FEATURES else DataLoader)(Stream(), batch_size=3)
-        return DataLoader(Samples(), batch_size=3, shuffle=True, num_workers=int("workers" in FEATURES))
+        kind: Any = PositionedLoader if "positioned" in FEATURES else DataLoader
+        options: dict[str, Any] = {"batch_size": 3, "num_workers": int("workers" in FEATURES)}
+        if "torchdata" in FEATURES:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+            from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+            kind = StatefulDataLoader
+        samples = Samples()
+        if "sharded" in FEATURES:
+            options["sampler"] = StatefulDistributedSampler(samples, seed=3)
+        elif "weighted" in FEATURES:
+            drawn = torch.Generator().manual_seed(11)
+            options["sampler"] = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=drawn)
+        else:
+            options["shuffle"] = True
+        loader: DataLoader[torch.Tensor] = kind(samples, **options)
+        return loader
 
     def val_dataloader(self) -> DataLoader[torch.Tensor]:
         return DataLoader(Samples(), batch_size=5)
