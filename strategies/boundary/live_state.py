@@ -14,7 +14,7 @@ from checkpointless.recovery.live_state import DATA, Built
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.strategies.boundary.epoch_metrics import Accumulated
-from checkpointless.strategies.boundary.kinds import ACCUMULATED, take_checkpoint, take_kinds
+from checkpointless.strategies.boundary.kinds import ACCUMULATED, of_save_hooks, take_checkpoint, take_kinds
 from checkpointless.strategies.boundary.later import Later
 from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.strategies.boundary.steps import TrainedTensors
@@ -266,7 +266,7 @@ class TrainerLiveState:
         return found
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the states of data loaders, data module and callbacks, by name."""
+        """Return the states of data loaders, data module, callbacks and module, by name."""
         checkpoint = objects["checkpoint"]
         loops = checkpoint["loops"] or {}
         loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
@@ -276,6 +276,8 @@ class TrainerLiveState:
         datamodule = getattr(self.trainer, "datamodule", None)
         if type(datamodule).__qualname__ in checkpoint:
             parts[f"{DATA} ({type(datamodule).__qualname__})"] = checkpoint[type(datamodule).__qualname__]
+        for key, value in of_save_hooks(self.trainer, checkpoint).items():
+            parts[f"what on_save_checkpoint puts into checkpoint[{key!r}]"] = value
         return parts
 
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:

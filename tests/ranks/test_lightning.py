@@ -156,6 +156,15 @@ def test_a_step_of_the_modules_own(train: Train, features: str) -> None:
     train("ddp", 6, *faults, "exception@between:rank=0,step=5", features=features)
 
 
+def test_a_state_of_the_modules_that_differs_from_rank_to_rank_is_named(train: Train) -> None:
+    """A new process gets a peer's, and this is said of what differs alone."""
+    job = train("ddp", 5, "exception@forward:rank=0,step=2", "sigkill@forward:rank=2,step=4", features="own-state")
+    logs = [job.log(rank) for rank in range(4)]
+    said = "what on_save_checkpoint puts into checkpoint['rank'] differs from rank to rank: rank [2] gets a peer's"
+    assert sum(log.count(said) for log in logs) > 0, job.story()
+    assert not any("checkpoint['seen']" in log for log in logs)
+
+
 def test_weights_that_were_exchanged_for_a_validation_are_not_taken_for_the_trained_ones(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:

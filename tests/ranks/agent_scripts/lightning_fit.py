@@ -172,6 +172,8 @@ class Model(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["seen"] = self.seen
+        if "own-state" in FEATURES:
+            checkpoint["rank"] = self.global_rank
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.seen = checkpoint["seen"]
