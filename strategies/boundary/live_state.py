@@ -141,7 +141,8 @@ class TrainerLiveState:
             buffers: copies of the buffers as they are now.
         """
         self._update_is_skipped = not outcome.succeeded
-        changed = {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()}
+        tensors = self._tensors
+        changed = {"groups": tensors.groups(), "scalers": tensors.scalers(), "trained": tensors.trained()}
         plain = outcome.to_plain()
 
         def objects() -> dict[str, Any]:
@@ -193,8 +194,10 @@ class TrainerLiveState:
 
     def changed(self) -> str:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
-        if not self._versions or not self._moments:
-            return ""
+        grown = getattr(self._tensors, "grown", None)
+        reason: str = grown() if grown is not None else ""
+        if reason or not self._versions or not self._moments:
+            return reason
         step, stage = max(self._moments)
         if self._is_as_it_was(step, stage):
             return ""
@@ -228,7 +231,7 @@ class TrainerLiveState:
         trainer = self.trainer
         position = self._position() if self._position is not None else DataPosition(0, 0)
         checkpoint, kinds, sampler = take_checkpoint(trainer), take_kinds(trainer), take_sampler(trainer)
-        groups, scalers = self._tensors.groups(), self._tensors.scalers()
+        groups, scalers, trained = self._tensors.groups(), self._tensors.scalers(), self._tensors.trained()
 
         def objects() -> dict[str, Any]:
             return {
@@ -236,7 +239,7 @@ class TrainerLiveState:
                 "kinds": {**kinds(), ACCUMULATED: accumulated()},
                 "sampler": sampler,
                 "data": dataclasses.astuple(position),
-                "optimizer": {"groups": groups, "scalers": scalers},
+                "optimizer": {"groups": groups, "scalers": scalers, "trained": trained},
                 "outcome": None,
                 "base": None,
             }

@@ -121,6 +121,8 @@ class Model(pl.LightningModule):
             return
         layers = [torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.ReLU(), torch.nn.Dropout(0.1)]
         self.net = torch.nn.Sequential(*layers, torch.nn.Linear(2 * WIDTH, WIDTH))
+        if "frees" in FEATURES:
+            self.net[0].requires_grad_(False)
         if STRATEGY == "ddp":
             self.net.append(torch.nn.BatchNorm1d(WIDTH))
             return
@@ -134,6 +136,22 @@ class Model(pl.LightningModule):
         over = mesh["data_parallel"] if "fully-sharded" in FEATURES else mesh["replicate", "shard"]
         for layer in (self.net[0], self.net[3], self.net):
             fully_shard(layer, mesh=over)
+
+    def on_train_epoch_start(self) -> None:
+        """In one epoch train other parameters than in the others, as schedules for fine-tuning do."""
+        if "freezes" in FEATURES and self.current_epoch in (1, 2):
+            self.net[0].requires_grad_(self.current_epoch == 2)
+        if "frees" in FEATURES and self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+        optimizer: Any = self.optimizers()
+        if "adds" in FEATURES and self.current_epoch == 1:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+        if "exchanges" in FEATURES and self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.AdamW(self.parameters(), lr=1e-3)]
+
+    def on_validation_end(self) -> None:
+        if "freezes" in FEATURES and self.trainer.global_step == 12:
+            self.net[3].bias.requires_grad_(False)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, torch.Tensor]:
         loss = (self.net(batch) - batch.roll(1, 1)).square().mean()
@@ -235,7 +253,9 @@ class Swaps(Callback):
 
 def strategy_of(name: str) -> Any:
     if name == "ddp":
-        return CheckpointlessDDPStrategy(static_graph="static" in FEATURES)
+        return CheckpointlessDDPStrategy(
+            static_graph="static" in FEATURES, find_unused_parameters="freezes" in FEATURES
+        )
     tensor_parallel = 2 if name == "hsdp-tp" else 1
     replicas = 1 if "fully-sharded" in FEATURES else 2
     return CheckpointlessModelParallelStrategy(
