@@ -11,6 +11,8 @@ from lightning.pytorch.plugins import Precision
 
 from checkpointless.strategies.boundary.kinds import of_save_hooks
 
+pytestmark = pytest.mark.nemo
+
 
 class Adds:
     """Has a hook of its own."""

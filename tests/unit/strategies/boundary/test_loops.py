@@ -11,6 +11,8 @@ import pytest
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.boundary.loops import Resumption, make_resumable
 
+pytestmark = pytest.mark.nemo
+
 Loops = tuple[Any, Any, list[str]]
 
 

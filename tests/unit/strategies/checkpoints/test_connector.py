@@ -10,6 +10,8 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
 
+pytestmark = pytest.mark.nemo
+
 
 @pytest.mark.parametrize("options", [{}, {"weights_only": True}], ids=["2.4", "2.6"])
 def test_how_storage_is_read_is_passed_on(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from checkpointless.recovery.rng import RngStates
 from checkpointless.strategies.data.position import DataPosition, generators_of
 from checkpointless.strategies.data.stateful import DrawnOrder, begin_anew, repeat_order
 
+pytestmark = pytest.mark.nemo
+
 SAMPLES = 32
 
 
