@@ -106,8 +106,8 @@ def replica_lines(layout: Layout, enabled: bool, has_copies: bool = False) -> li
     if not enabled:
         lines.append("checkpointless is off in this recipe: nothing is recovered from memory.")
     if sizes == [1]:
-        lost = "comes from a copy in tiers" if enabled and has_copies else "is lost with its process"
-        return [*lines, f"No replicas: each of the {len(groups)} shards has one holder, and {lost}."]
+        fate = "comes from a copy in tiers" if enabled and has_copies else "is lost with its process"
+        return [*lines, f"No replicas: each of the {len(groups)} shards has one holder, and {fate}."]
     distances = {b - a for a, b in itertools.pairwise(first)}
     apart = f", {distances.pop()} ranks apart" if len(distances) == 1 else ""
     lines.append(

@@ -100,7 +100,7 @@ def take_checkpoint(trainer: pl.Trainer) -> Later[dict[str, Any]]:
     return Later(checkpoint)
 
 
-def of_save_hooks(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+def of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Find what ``on_save_checkpoint`` of module and callbacks has put into a checkpoint.
 
     Args:

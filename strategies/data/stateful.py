@@ -63,8 +63,8 @@ class DrawnOrder:
         position: where the training stands; None: at the beginning.
     """
 
-    def __init__(self, inner: Any, starts: Starts, position: DataPosition | None) -> None:
-        self._inner = inner
+    def __init__(self, inner: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
+        self._inner: Any = inner  # of torch or the user
         self._starts = starts
         self._repeats = position is not None and position.within
         self._has_repeated = self._has_resumed = False
