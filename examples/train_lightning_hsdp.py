@@ -31,8 +31,7 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch."""
-        (rows,) = batch
-        return torch.nn.functional.mse_loss(self.net(rows), rows.roll(-1, 1))
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[0].roll(-1, 1))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""

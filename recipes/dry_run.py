@@ -15,7 +15,7 @@ from checkpointless.environment import TOKEN_ENV
 from checkpointless.layout import Layout
 from checkpointless.recipes.memory import GIB, Memory, Precision, Stage, fullest, memory, precision_of
 from checkpointless.recipes.settings import missing
-from checkpointless.recipes.tiers import copy_bytes, tier_lines
+from checkpointless.recipes.tiers import copy_bytes, tier_lines, tiers_of
 
 _PORT = 29400
 
@@ -54,7 +54,7 @@ def show(plan: Plan, console: Console) -> None:
     for name, value in layout_rows(plan.layout):
         console.print(f"{name:<10} {value}", soft_wrap=True)
     _headline(console, "replicas")
-    for line in replica_lines(plan.layout, plan.enabled):
+    for line in replica_lines(plan.layout, plan.enabled, bool(tiers_of(plan.config))):
         console.print(line, soft_wrap=True)
     _headline(console, "memory of the state, per GPU" if not plan.cpu else "memory of the state, per rank")
     for part in memory_lines(plan):
@@ -91,8 +91,14 @@ def layout_rows(layout: Layout) -> list[tuple[str, str]]:
     return rows
 
 
-def replica_lines(layout: Layout, enabled: bool) -> list[str]:
-    """Describe which ranks hold the same shard, and which losses the job survives."""
+def replica_lines(layout: Layout, enabled: bool, has_copies: bool = False) -> list[str]:
+    """Describe which ranks hold the same shard, and which losses the job survives.
+
+    Args:
+        layout: the layout of the ranks.
+        enabled: whether the job recovers from faults.
+        has_copies: whether copies are kept in tiers.
+    """
     groups = layout.replica_groups()
     sizes = sorted({len(group) for group in groups})
     first = groups[0]
@@ -100,7 +106,8 @@ def replica_lines(layout: Layout, enabled: bool) -> list[str]:
     if not enabled:
         lines.append("checkpointless is off in this recipe: nothing is recovered from memory.")
     if sizes == [1]:
-        return [*lines, f"No replicas: each of the {len(groups)} shards has one holder."]
+        fate = "comes from a copy in tiers" if enabled and has_copies else "is lost with its process"
+        return [*lines, f"No replicas: each of the {len(groups)} shards has one holder, and {fate}."]
     distances = {b - a for a, b in itertools.pairwise(first)}
     apart = f", {distances.pop()} ranks apart" if len(distances) == 1 else ""
     lines.append(

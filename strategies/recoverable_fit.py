@@ -160,8 +160,9 @@ class RecoverableFit:
             return
         step = self._job_step()
         self._keeper.reached(step, stage)
-        if stage is Stage.ENDED:
-            self._loggers.keep_rows(step)
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        if stage is Stage.ENDED or (stage is Stage.CHECKED and epoch_loop._is_training_done):
+            self._loggers.keep_rows(step, int(stage))  # before a validation, or before the end of an epoch
 
     def before_fetch(self) -> None:
         """Announce that a batch is asked for, unless what fetches batches in the step does so itself."""

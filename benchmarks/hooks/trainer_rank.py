@@ -94,7 +94,7 @@ def megatron(call: HPCallWrapper, directory: str, steps: int) -> None:
 
     MegatronTraining.prepare()
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=example.REPLICAS)
+    parallel_state.initialize_model_parallel(**example.REPLICAS)
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     model = example.build_model()
@@ -103,14 +103,10 @@ def megatron(call: HPCallWrapper, directory: str, steps: int) -> None:
     timer = TrainerTimer(call, directory)
     timer.time_megatron(training, optimizer)
     for step in timer.steps(training, steps):
+        shape = (example.ACCUMULATE, example.MICRO, example.LENGTH)
+        data = iter(torch.randint(example.VOCABULARY, shape, generator=torch.Generator().manual_seed(step)))
         losses = get_forward_backward_func()(
-            forward_step_func=example.forward_step,
-            data_iterator=example.batches(step),
-            model=[model],
-            num_microbatches=example.ACCUMULATE,
-            seq_length=example.LENGTH,
-            micro_batch_size=example.MICRO,
-            forward_only=False,
+            forward_step_func=example.forward_step, data_iterator=data, model=[model], **example.STEP
         )
         training.update(sum(losses))
     timer.write()

@@ -139,8 +139,7 @@ class BridgeTraining(MegatronTraining):
             self.step = self._state.train_state.step
             self.settle()
             manager.begin_buffers(self)
-            self._take(Stage.LOADED)
-            manager.store_rng_states(self.step, stage=Stage.LOADED)
+            self._take(Stage.LOADED, {})
         manager.attach(self, self.step)
         self._call.steps.begin_data()
 
@@ -155,9 +154,7 @@ class BridgeTraining(MegatronTraining):
         """Take the state before the next step, and report that the step begins."""
         if self.replayed is not None:
             return
-        self._take(Stage.CHECKED)
-        self._versions = self._parameter_versions()
-        self._manager.store_rng_states(self.step, stage=Stage.CHECKED, own=self._largest())
+        self._take(Stage.CHECKED, self._largest())
         self._manager.make_copies(self.step)
         self._norms.forget()
         self._losses = []
@@ -241,10 +238,13 @@ class BridgeTraining(MegatronTraining):
         self._reached = {(step, Stage.COMMITTED): self._moment(step)}
         self._versions = self._parameter_versions()
 
-    def _take(self, stage: Stage) -> None:
-        moment = self._moment(self.step)
+    def _take(self, stage: Stage, own: Mapping[str, Any]) -> None:
+        """Take the state of a moment; the streams first, so that a rank that has a moment also has its streams."""
+        moment, versions = self._moment(self.step), self._parameter_versions()
         self._manager.keep_buffers(self.step, stage, moment.buffers)
+        self._manager.store_rng_states(self.step, stage=stage, own=own)
         kept = {key: each for key, each in self._reached.items() if key[0] == self.step}
+        self._versions = versions
         self._reached = {**kept, (self.step, stage): moment}
 
     def _largest(self) -> dict[str, Any]:

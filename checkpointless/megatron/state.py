@@ -97,6 +97,10 @@ class MegatronTensors(TrainingTensors):
             for optimizer in self.optimizers
         ]
 
+    def trained(self) -> list[bool]:
+        """Return nothing: Megatron's buffers and optimizers are made for the parameters that are trained then."""
+        return []
+
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """Load what :meth:`groups`, :meth:`plain_state` and :meth:`scalers` returned."""

@@ -25,6 +25,20 @@ from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, ta
 from checkpointless.strategies.boundary.later import Later, copies_of
 from checkpointless.strategies.boundary.progress import progress_of
 
+#: What Lightning itself writes, besides the states of precision plugin and data module under their names.
+_LIGHTNINGS = frozenset(
+    {
+        "epoch",
+        "global_step",
+        "pytorch-lightning_version",
+        "state_dict",
+        "optimizer_states",
+        "loops",
+        "callbacks",
+        "lr_schedulers",
+    }
+)
+
 
 class InMemoryCheckpoint(dict[str, Any]):
     """A Lightning checkpoint whose model and optimizer tensors are already in place."""
@@ -49,7 +63,7 @@ def take_checkpoint(trainer: pl.Trainer) -> Later[dict[str, Any]]:
     """Take what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
 
     These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
-    of callbacks, module and data module add.
+    of callbacks and module add.
 
     Returns:
         What makes the checkpoint, as it would be now.
@@ -84,6 +98,23 @@ def take_checkpoint(trainer: pl.Trainer) -> Later[dict[str, Any]]:
         return Later(lambda: copied)
     kept = state_tree.copy(kept)
     return Later(checkpoint)
+
+
+def of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Find what ``on_save_checkpoint`` of module and callbacks has put into a checkpoint.
+
+    Args:
+        trainer: the trainer.
+        checkpoint: what :func:`take_checkpoint` returned, made.
+
+    Returns:
+        The values by their keys.
+    """
+    if not _has_save_hooks(trainer):
+        return {}
+    parts = (trainer.precision_plugin, getattr(trainer, "datamodule", None))
+    known = _LIGHTNINGS | {type(part).__qualname__ for part in parts}
+    return {key: value for key, value in checkpoint.items() if key not in known}
 
 
 def _callbacks(trainer: Any) -> dict[str, Any]:
@@ -130,8 +161,7 @@ def _has_save_hooks(trainer: Any) -> bool:
     base = Callback.on_save_checkpoint
     if any(type(each).on_save_checkpoint is not base for each in trainer.callbacks):
         return True
-    parts = (trainer.lightning_module, getattr(trainer, "datamodule", None))
-    return any(part is not None and _overrides(part, "on_save_checkpoint") for part in parts)
+    return _overrides(trainer.lightning_module, "on_save_checkpoint")  # Lightning asks no data module
 
 
 def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -142,10 +172,10 @@ def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
             if type(each).on_save_checkpoint is not Callback.on_save_checkpoint:
                 owner = type(each).__name__
                 each.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
-        for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
-            if part is not None and is_overridden("on_save_checkpoint", part):
-                owner = type(part).__name__
-                part.on_save_checkpoint(checkpoint)
+        module = trainer.lightning_module
+        if _overrides(module, "on_save_checkpoint"):
+            owner = type(module).__name__
+            module.on_save_checkpoint(checkpoint)
     except Exception as error:
         raise UnrecoverableError(
             f"{owner}.on_save_checkpoint failed on a checkpoint without the model's tensors "

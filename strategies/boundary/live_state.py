@@ -14,7 +14,7 @@ from checkpointless.recovery.live_state import DATA, Built
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.strategies.boundary.epoch_metrics import Accumulated
-from checkpointless.strategies.boundary.kinds import ACCUMULATED, take_checkpoint, take_kinds
+from checkpointless.strategies.boundary.kinds import ACCUMULATED, of_save_hooks, take_checkpoint, take_kinds
 from checkpointless.strategies.boundary.later import Later
 from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.strategies.boundary.steps import TrainedTensors
@@ -141,7 +141,8 @@ class TrainerLiveState:
             buffers: copies of the buffers as they are now.
         """
         self._update_is_skipped = not outcome.succeeded
-        changed = {"groups": self._tensors.groups(), "scalers": self._tensors.scalers()}
+        tensors = self._tensors
+        changed = {"groups": tensors.groups(), "scalers": tensors.scalers(), "trained": tensors.trained()}
         plain = outcome.to_plain()
 
         def objects() -> dict[str, Any]:
@@ -193,8 +194,10 @@ class TrainerLiveState:
 
     def changed(self) -> str:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
-        if not self._versions or not self._moments:
-            return ""
+        grown = getattr(self._tensors, "grown", None)
+        reason: str = grown() if grown is not None else ""
+        if reason or not self._versions or not self._moments:
+            return reason
         step, stage = max(self._moments)
         if self._is_as_it_was(step, stage):
             return ""
@@ -228,7 +231,7 @@ class TrainerLiveState:
         trainer = self.trainer
         position = self._position() if self._position is not None else DataPosition(0, 0)
         checkpoint, kinds, sampler = take_checkpoint(trainer), take_kinds(trainer), take_sampler(trainer)
-        groups, scalers = self._tensors.groups(), self._tensors.scalers()
+        groups, scalers, trained = self._tensors.groups(), self._tensors.scalers(), self._tensors.trained()
 
         def objects() -> dict[str, Any]:
             return {
@@ -236,7 +239,7 @@ class TrainerLiveState:
                 "kinds": {**kinds(), ACCUMULATED: accumulated()},
                 "sampler": sampler,
                 "data": dataclasses.astuple(position),
-                "optimizer": {"groups": groups, "scalers": scalers},
+                "optimizer": {"groups": groups, "scalers": scalers, "trained": trained},
                 "outcome": None,
                 "base": None,
             }
@@ -266,7 +269,7 @@ class TrainerLiveState:
         return found
 
     def own_parts(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the states of data loaders, data module and callbacks, by name."""
+        """Return the states of data loaders, data module, callbacks and module, by name."""
         checkpoint = objects["checkpoint"]
         loops = checkpoint["loops"] or {}
         loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
@@ -276,6 +279,8 @@ class TrainerLiveState:
         datamodule = getattr(self.trainer, "datamodule", None)
         if type(datamodule).__qualname__ in checkpoint:
             parts[f"{DATA} ({type(datamodule).__qualname__})"] = checkpoint[type(datamodule).__qualname__]
+        for key, value in of_save_hooks(self.trainer, checkpoint).items():
+            parts[f"what on_save_checkpoint puts into checkpoint[{key!r}]"] = value
         return parts
 
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:

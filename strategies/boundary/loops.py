@@ -75,6 +75,13 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         pending = self.resumption is not None and self.resumption.stage in (Stage.COMMITTED, Stage.ENDED)
         return False if pending else bool(super().done)
 
+    def update_restart_stage(self) -> None:
+        """Leave Lightning, which guesses since 2.6, nothing to guess if it is known where the loop resumes."""
+        if self.resumption is None:
+            super().update_restart_stage()  # type: ignore[misc]
+        else:  # the stage in which nothing is made up for
+            self._restart_stage = "restarted_on_last"
+
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
         """Begin the epoch, or resume it."""
@@ -145,6 +152,17 @@ class ResumableFitLoop(_FitLoop):
             super().setup_data()
             if self._combined_loader is not None:
                 self.epoch_loop.observer.data_is_set_up(self._combined_loader.flattened)
+
+    def update_restart_stage(self) -> None:
+        """Count as Lightning 2.4 does, and leave it nothing to guess, if it is known where the loop resumes."""
+        if self.resumption is None:
+            super().update_restart_stage()  # type: ignore[misc]
+            return
+        if self.restarting:
+            self.epoch_progress.reset_on_restart()
+        self.epoch_loop.resumption = self.resumption
+        self.epoch_loop.update_restart_stage()
+        self._resuming_from_checkpoint = not self.resumption.begins_epoch
 
     @property
     @override

@@ -125,7 +125,7 @@ class Restoration:
         put_sampler(trainer, objects["sampler"])
         self._waiting = None
         self._keeper.live.put_buffers_back()
-        self._loggers.forget_rows(fit_loop.epoch_loop._batches_that_stepped, step if stage is Stage.ENDED else None)
+        self._loggers.forget_rows(fit_loop.epoch_loop._batches_that_stepped, step, int(stage))
         if stage is Stage.COMMITTED:  # what led to the step is replayed, with the streams from before it
             base = Stage(objects["base"])
             if not manager.restore_streams_of(step - 1, base) and base is not Stage.LOADED:

@@ -23,6 +23,13 @@ class TrainedTensors(StateTensors, Protocol):
     def scalers(self) -> list[dict[str, Any] | None]:
         """Return the states of the loss scalers that the optimizers have."""
 
+    def trained(self) -> list[bool]:
+        """Return which parameters are trained now; nothing where a framework does not let that change.
+
+        Raises:
+            UnrecoverableError: what is trained was changed in a way that a recovery could not repeat.
+        """
+
     def plain_state(self) -> dict[Key, dict[str, Any]]:
         """Return the optimizers' non-tensor state, which only an update changes."""
 

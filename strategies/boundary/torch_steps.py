@@ -36,6 +36,10 @@ _TWICE = (
     "the module's optimizer_step() updates more than once in a step; one update of a step can be guarded: let it "
     "call optimizer.step() once"
 )
+_ANOTHER = (
+    "the trainer has another optimizer than at the beginning, which no rank that is made anew has: let "
+    "configure_optimizers return the one that is used to the end"
+)
 _PLUGIN = "precision"
 
 
@@ -111,6 +115,8 @@ class TorchSteps:
             self._put_back_once()
             return
         (optimizer,) = self.tensors.optimizers
+        if self._trainer.strategy.optimizers[0] is not optimizer:
+            raise UnrecoverableError(_ANOTHER)
         own = vars(optimizer).get("step")  # a scheduler's
         vars(optimizer)["step"] = partial(self._step, optimizer.step)
         try:

@@ -36,11 +36,12 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         return adopted
 
     @override
-    def resume_start(self, checkpoint_path: str | Path | None = None) -> None:
+    def resume_start(self, checkpoint_path: str | Path | None = None, **options: Any) -> None:
         """Load from memory if this is a restart and memory suffices, else from ``checkpoint_path``.
 
         Args:
             checkpoint_path: the checkpoint on storage; None: the one that the delayed auto-resume finds.
+            **options: how storage is read (``weights_only``, since Lightning 2.6).
 
         Raises:
             UnrecoverableError: steps were committed, and neither memory nor storage holds them any more.
@@ -49,7 +50,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         call = active_call_wrapper()
         manager = getattr(strategy, "checkpoint_manager", None)  # a strategy of another kind has none
         if call is None or manager is None or call.generation == 0 or not self._fits:
-            self._load(self._storage_path(checkpoint_path))
+            self._load(self._storage_path(checkpoint_path), options)
             return
         if strategy.awaits_adapters and manager.checkpointless_recovery_feasible(self.trainer):
             strategy.add_adapters()
@@ -62,7 +63,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         if checkpoint is not None:
             self._loaded_checkpoint = InMemoryCheckpoint(copy_to_load(checkpoint))
             return
-        self._from_storage(checkpoint_path, manager, call)
+        self._from_storage(checkpoint_path, options, manager, call)
 
     @override
     def resume_end(self) -> None:
@@ -77,7 +78,9 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
         """Whether the trainer was asked for a fit; a validation that follows a fit has no separate state."""
         return bool(self.trainer.state.fn == TrainerFn.FITTING)
 
-    def _from_storage(self, checkpoint_path: str | Path | None, manager: Any, call: Any) -> None:
+    def _from_storage(
+        self, checkpoint_path: str | Path | None, options: dict[str, Any], manager: Any, call: Any
+    ) -> None:
         path = self._storage_path(checkpoint_path)
         if not path and call.high_water > 0 and manager.verdict is not Verdict.START:
             reason = (
@@ -98,15 +101,15 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
             reason=manager.refusal,
             storage=str(path) if path else None,
         )
-        self._load(path)
+        self._load(path, options)
         manager.delete_checkpoint()
 
-    def _load(self, path: Any) -> None:
+    def _load(self, path: Any, options: dict[str, Any]) -> None:
         """Load the checkpoint at ``path`` or, without one, what NeMo's ``restore_config`` names."""
         restore_from_storage = getattr(self.trainer.strategy, "restore_from_storage", None)
         if not path and restore_from_storage is not None:
             restore_from_storage()
-        super().resume_start(path)
+        super().resume_start(path, **options)
 
     def _storage_path(self, checkpoint_path: str | Path | None) -> Any:
         """Return the checkpoint to load: the given one, or the one that the delayed auto-resume finds now."""

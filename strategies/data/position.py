@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import IterableDataset
 
@@ -183,10 +184,15 @@ def track(loader: Iterable[object], starts: Starts, position: DataPosition | Non
         return None
     tracked = TrackedSampler(sampler, starts, position)
     object.__setattr__(loader, name, tracked)  # torch forbids a plain assignment
+    keep_generators(loader)
+    return tracked
+
+
+def keep_generators(loader: Iterable[object]) -> None:
+    """Keep, with the random streams of the rank, the generators that the order of ``loader`` comes from."""
     _generators[:] = generators_of(loader)
     if _generators:
         register_rng_source("loader", RngSource(_take_generators, _put_generators))
-    return tracked
 
 
 def place_of_sampler(loader: Iterable[object]) -> str:
@@ -201,9 +207,19 @@ def sampler_of(loader: Iterable[object]) -> Iterable[object] | None:
 
 def generators_of(loader: Iterable[object]) -> list[torch.Generator]:
     """Return the generators that a loader was given, which its order does not share with the process."""
-    sampler = sampler_of(loader)
-    given = [getattr(each, "generator", None) for each in (loader, sampler, getattr(sampler, "sampler", None))]
+    given = [getattr(each, "generator", None) for each in (loader, *samplers_of(loader))]
     return list({id(each): each for each in given if isinstance(each, torch.Generator)}.values())
+
+
+def samplers_of(loader: Iterable[object]) -> list[Any]:
+    """Return the sampler of ``loader`` and those that it takes its items from, also one that Lightning divides."""
+    found: list[Any] = []
+    each: Any = sampler_of(loader)
+    while each is not None and all(each is not known for known in found):
+        found.append(each)
+        dataset: Any = each.dataset if isinstance(each, DistributedSamplerWrapper) else None
+        each = getattr(each, "sampler", None) if dataset is None else dataset._sampler
+    return found
 
 
 # The generators of the training loader, if its order does not come from the process's streams.

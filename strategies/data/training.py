@@ -13,6 +13,7 @@ from checkpointless.strategies.data.position import (
     keeps_its_position,
     track,
 )
+from checkpointless.strategies.data.stateful import DrawnOrder, begin_anew, repeat_order
 
 if TYPE_CHECKING:
     from lightning.pytorch.loops.fetchers import _DataFetcher
@@ -41,6 +42,8 @@ class TrainingData:
 
     def __init__(self) -> None:
         self._tracked: TrackedSampler | None = None  # None: the loader, or the dataset alone, knows its position
+        self._stateful: Iterable[object] | None = None  # a loader that knows its position
+        self._order: DrawnOrder | None = None  # of such a loader, if it does not know that
 
     def position(self, fit_loop: FitLoop) -> DataPosition:
         """Return where the training stands in its data.
@@ -51,6 +54,8 @@ class TrainingData:
         fetcher = fit_loop._data_fetcher
         fetched = fetcher.fetched if fetcher is not None else 0
         tracked = self._tracked
+        if self._order is not None:  # a moment is reached, so the training goes on
+            self._order.resumed()
         return DataPosition(
             fetched,
             fetched - fit_loop.epoch_loop.not_delivered,
@@ -69,7 +74,11 @@ class TrainingData:
             starts: keeps the random streams at the beginning of each iterator.
             position: where the training stands; None: at the beginning.
         """
-        self._tracked = None if keeps_its_position(loader) else track(loader, starts, position)
+        self._tracked = self._order = self._stateful = None
+        if keeps_its_position(loader):
+            self._stateful, self._order = loader, repeat_order(loader, starts, position)
+        else:
+            self._tracked = track(loader, starts, position)
 
     def set_up(self) -> None:
         """Note that the fit is set up: Lightning has asked how many batches there are."""
@@ -80,11 +89,19 @@ class TrainingData:
         """Begin an epoch; the one before it was over when it was resumed."""
         if self._tracked is not None:
             self._tracked.begin_epoch()
+        self._begin_anew()
 
     def begin_epoch_at(self, position: DataPosition) -> None:
         """Let the epoch that begins where the loops resume begin at ``position``."""
         if self._tracked is not None:
             self._tracked.begin_at(position.consumed)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        if self._stateful is not None:
+            begin_anew(self._stateful)
+        if self._order is not None:
+            self._order.begin_anew()
 
     def resume_at(self, position: DataPosition, fit_loop: FitLoop) -> None:
         """Let an epoch that has begun in an earlier generation continue at ``position``.

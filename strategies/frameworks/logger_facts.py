@@ -10,7 +10,7 @@ from checkpointless.inprocess.facts import Facts
 from checkpointless.strategies.frameworks.loggers import forget_rows, rows_of, versions_of, write_on
 
 _NEMO_VERSION = "NEMO_EXPM_VERSION"  # nemo.constants.NEMO_ENV_VARNAME_VERSION
-_ROWS = "rows"  # the fact that records how many rows the loggers had when the newest validation began
+_ROWS = "rows"  # the fact that records how many rows the loggers had before validations and ends of epochs
 
 
 class LoggerFacts:
@@ -46,19 +46,25 @@ class LoggerFacts:
             if name in os.environ:
                 self._facts.keep("environment", {name: os.environ[name]})
 
-    def keep_rows(self, step: int) -> None:
-        """Keep how many rows there are when the validation after ``step`` begins."""
-        if self._trainer.is_global_zero:
-            self._facts.keep(_ROWS, [step, rows_of(self._trainer)])
+    def keep_rows(self, step: int, stage: int) -> None:
+        """Keep how many rows there are at a moment after which rows of its own step or before may be logged.
 
-    def forget_rows(self, first: int, validated_after: int | None) -> None:
+        Args:
+            step: the optimizer step.
+            stage: the moment after it.
+        """
+        if self._trainer.is_global_zero:
+            others = [each for each in self._facts.get(_ROWS, []) if each[0] == step and each[1] != stage]
+            self._facts.keep(_ROWS, [*others, [step, stage, rows_of(self._trainer)]])
+
+    def forget_rows(self, first: int, step: int, stage: int) -> None:
         """Drop the rows that are about to be logged again.
 
         Args:
-            first: the step from which on rows are dropped.
-            validated_after: the step whose validation comes next: rows from before it stay. None: no validation.
+            first: the step from which on rows are dropped, if the number of rows at the moment was not kept.
+            step: the optimizer step that training resumes after.
+            stage: the moment after it that training resumes at.
         """
         if self._trainer.is_global_zero:
-            step, rows = self._facts.get(_ROWS, [-1, []])
-            kept = rows if validated_after is not None and step == validated_after else []
-            forget_rows(self._trainer, first, kept)
+            known = {(at, moment): rows for at, moment, rows in self._facts.get(_ROWS, [])}
+            forget_rows(self._trainer, first, known.get((step, stage)))

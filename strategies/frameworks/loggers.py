@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,20 +45,24 @@ def rows_of(trainer: pl.Trainer) -> list[int]:
     return found
 
 
-def forget_rows(trainer: pl.Trainer, first: int, kept: Sequence[int] = ()) -> None:
+def forget_rows(trainer: pl.Trainer, first: int, kept: Sequence[int] | None = None) -> None:
     """Drop the rows of each :class:`CSVLogger` that are about to be logged again.
 
     Args:
         trainer: the trainer of rank 0.
         first: the step from which on rows are dropped.
-        kept: how many rows of each logger are kept regardless, as :func:`rows_of` returned it; empty: none.
+        kept: how many rows of each logger are kept, as :func:`rows_of` returned it; None: those before ``first``.
     """
     loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)]
-    for each, count in itertools.zip_longest(loggers, kept[: len(loggers)], fillvalue=0):
-        path = Path(each.experiment.metrics_file_path)  # type: ignore[union-attr]
+    for index, each in enumerate(loggers):
+        path = Path(each.experiment.metrics_file_path)
         if path.exists():
-            rows = enumerate(_read(path))
-            _write(path, [row for number, row in rows if number < count or float(row["step"] or 0) < first])
+            rows = _read(path)
+            if kept is not None and index < len(kept):
+                rows = rows[: kept[index]]
+            else:
+                rows = [row for row in rows if float(row["step"] or 0) < first]
+            _write(path, rows)
 
 
 def _keep_rows(each: CSVLogger) -> None:

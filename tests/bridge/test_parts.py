@@ -16,11 +16,13 @@ from megatron.bridge.data.loaders import cyclic_iter
 from megatron.bridge.data.samplers import build_pretraining_data_loader
 from megatron.bridge.training import pretrain, train
 
-from checkpointless.bridge import seams
+from checkpointless.bridge import finetune, seams
 from checkpointless.bridge.data import Loaders
 from checkpointless.bridge.entry import _copied
 from checkpointless.bridge.outcome import StepOutcome
 from checkpointless.bridge.refusals import _REFUSALS, refusal
+from checkpointless.bridge.training import BridgeTraining
+from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 
 pytestmark = [pytest.mark.nemo]
@@ -134,6 +136,34 @@ def test_what_bridge_writes_into_its_configuration_is_not_there_at_the_next_entr
     copied.model.size = 128
     copied.model.hooks.append("a hook")
     assert config == Configuration(Section())
+
+
+def test_finetune_begins_with_a_checkpoint() -> None:
+    config: Any = SimpleNamespace(checkpoint=SimpleNamespace(pretrained_checkpoint=None, load=None))
+    with pytest.raises(ValueError, match=r"checkpoint\.pretrained_checkpoint or checkpoint\.load"):
+        finetune(config, lambda: None)
+
+
+def test_a_rank_that_has_a_moment_also_has_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault may interrupt the rank anywhere; a moment without streams cannot be resumed at."""
+
+    class Interrupted(Exception): ...
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise Interrupted
+
+    training = BridgeTraining.__new__(BridgeTraining)
+    training.step, training._reached = 4, {}
+    manager: Any = SimpleNamespace(keep_buffers=lambda *_: None, store_rng_states=interrupted)
+    training._manager = manager
+    monkeypatch.setattr(training, "_moment", lambda _: Moment({}, {}))
+    monkeypatch.setattr(training, "_parameter_versions", lambda: [1])
+    with pytest.raises(Interrupted):
+        training._take(Stage.CHECKED, {})
+    assert training.moments(4) == {}
+    manager.store_rng_states = lambda *_, **__: None
+    training._take(Stage.CHECKED, {})
+    assert set(training.moments(4)) == {Stage.CHECKED}
 
 
 def test_outside_of_a_block_bridge_is_its_own() -> None:

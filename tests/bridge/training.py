@@ -2,7 +2,9 @@
 
 ``tp``, ``pp``, ``instances``, ``bf16``, ``fp16``, ``overlap``, ``batch`` (global), ``evaluate`` (interval), ``log``
 (interval), ``workers``: each a number; ``data`` is ``mock``, ``single``, ``cyclic`` or ``batch``; ``save=FOLDER``
-saves every second step. ``break=EVENT:KIND:RANK:STEP`` has one rank raise or die at an event of Bridge's.
+saves every second step. ``tune=FOLDER`` begins with the weights of a checkpoint, and ``sft=FOLDER`` takes its
+samples from that folder's files, all of one length with ``pad``. ``break=EVENT:KIND:RANK:STEP`` has one rank raise
+or die at an event of Bridge's.
 """
 
 import functools
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointless import CheckpointManager, HPCallWrapper, HPWrapper
-from checkpointless.bridge import pretrain
+from checkpointless.bridge import finetune, pretrain
 from checkpointless.recovery import NeighborMemory
 
 # isort: split
@@ -143,6 +145,10 @@ def model() -> GPTModelProvider:
 def data() -> Any:
     kind = ASKED.get("data", "mock")
     common: dict[str, Any] = {"num_workers": number("workers"), "pin_memory": False, "seq_length": LENGTH}
+    if "sft" in ASKED:
+        common["dataset_kwargs"] = {"pad_to_max_length": bool(number("pad"))}
+        common["dataloader_type"] = "batch" if kind == "mock" else kind
+        return bridge.FinetuningDatasetConfig(dataset_root=ASKED["sft"], do_test=False, **common)
     if kind != "mock":
         return NoisyData(dataloader_type=kind, **common)
     return bridge.MockGPTDatasetConfig(
@@ -189,9 +195,14 @@ def configuration() -> bridge.ConfigContainer:
             override_opt_param_scheduler=True,
         ),
         logger=bridge.LoggerConfig(log_interval=number("log", 1)),
-        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
+        tokenizer=bridge.TokenizerConfig(
+            legacy_tokenizer="sft" in ASKED, tokenizer_type="NullTokenizer", vocab_size=VOCABULARY
+        ),
         checkpoint=bridge.CheckpointConfig(
-            save=ASKED.get("save"), load=ASKED.get("save"), save_interval=2 if "save" in ASKED else None
+            save=ASKED.get("save"),
+            load=ASKED.get("save"),
+            save_interval=2 if "save" in ASKED else None,
+            pretrained_checkpoint=ASKED.get("tune") or None,
         ),
         rng=bridge.RNGConfig(seed=1234),
         dist=bridge.DistributedInitConfig(distributed_backend="gloo"),
@@ -202,4 +213,7 @@ def configuration() -> bridge.ConfigContainer:
 def main(caller: HPCallWrapper) -> None:
     broken = Break(caller)
     broken.in_saves()
-    pretrain(configuration(), forward_step, callbacks=[broken])
+    if ASKED.get("tune"):
+        finetune(configuration(), forward_step)
+    else:
+        pretrain(configuration(), forward_step, callbacks=[broken])

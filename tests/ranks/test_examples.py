@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 EXAMPLES = ROOT / "examples"
 WITH_DIFF = sorted(path.stem for path in EXAMPLES.glob("*.diff"))
-STEPS, MOST_LINES = 7, 5
+STEPS, MOST_LINES, MOST_OF_A_SCRIPT = 7, 5, 60
 FAULTS = (
     "exception@before_optimizer:rank=1,step=2",
     "sigkill@optimizer:rank=0,step=4",
@@ -94,6 +94,7 @@ def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
     plain.write_bytes((EXAMPLES / plain.name).read_bytes())
     back = ["git", "apply", "-R", "--unidiff-zero", "-"]
     subprocess.run(back, cwd=tmp_path, input=diff, text=True, check=True)
+    assert len(plain.read_text().splitlines()) <= MOST_OF_A_SCRIPT
     code = plain.read_text().partition("import argparse")[2].lower()
     assert code
     assert "checkpointless" not in code

@@ -149,11 +149,52 @@ def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, fe
         assert job.steps
 
 
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_parameters_that_are_frozen_and_trained_again_by_hooks(train: Train, kind: str) -> None:
+    """A hook does so at the beginning of an epoch, another after a validation; neither does it again later."""
+    train("ddp", 22, *in_every_phase(kind), f"{kind}@data:rank=3,step=17", features="freezes,validation")
+
+
+@pytest.mark.parametrize(
+    ("features", "reason"),
+    [
+        ("adds", "an optimizer has other parameters than at the beginning (add_param_group)"),
+        ("exchanges", "the trainer has another optimizer than at the beginning"),
+        ("frees", "net.0.weight is trained now and had requires_grad=False when DistributedDataParallel was made"),
+    ],
+)
+@pytest.mark.parametrize("fault", [None, "exception@forward:rank=1,step=9"], ids=["calm", "at-once"])
+def test_parameters_that_hooks_add_are_noticed_at_once(
+    nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str, fault: str | None
+) -> None:
+    """The second epoch begins with step 9, which is not made."""
+    faults = (fault,) if fault is not None else ()
+    job = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=("12", "ddp", features), faults=faults)
+    assert job.code == 1
+    assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(4))]), job.story()
+    assert {record.step for record in job.steps[0]} == set(range(1, 9))
+
+
+def test_a_shard_whose_training_is_changed_is_noticed(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    job = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=("12", "hsdp", "freezes"))
+    assert job.code == 1
+    assert "requires_grad of the parameter net.0.weight was changed behind fully_shard" in job.said[-1]
+
+
 @pytest.mark.parametrize("features", ["seldom", "raw"])
 def test_a_step_of_the_modules_own(train: Train, features: str) -> None:
     """The module leaves updates out, or goes around Lightning: the update is guarded all the same."""
     faults = ("exception@after_optimizer:rank=1,step=2", "sigkill@optimizer:rank=2,step=4")
     train("ddp", 6, *faults, "exception@between:rank=0,step=5", features=features)
+
+
+def test_a_state_of_the_modules_that_differs_from_rank_to_rank_is_named(train: Train) -> None:
+    """A new process gets a peer's, and this is said of what differs alone."""
+    job = train("ddp", 5, "exception@forward:rank=0,step=2", "sigkill@forward:rank=2,step=4", features="own-state")
+    logs = [job.log(rank) for rank in range(4)]
+    said = "what on_save_checkpoint puts into checkpoint['rank'] differs from rank to rank: rank [2] gets a peer's"
+    assert sum(log.count(said) for log in logs) > 0, job.story()
+    assert not any("checkpoint['seen']" in log for log in logs)
 
 
 def test_weights_that_were_exchanged_for_a_validation_are_not_taken_for_the_trained_ones(

@@ -71,3 +71,42 @@ def test_nobody_left_ends_the_job_with_the_reason(nemo_zygote: Zygote, tmp_path:
     job = train(nemo_zygote, tmp_path / "run", *faults)
     assert job.code == 1
     assert "no living rank holds the shard of ranks 0, 1, 2" in job.said[-1]
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_parameters_that_the_loop_frees_and_freezes(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
+    """It does so once, in steps 4 and 7: what is trained afterwards belongs to the state."""
+
+    def run(name: str, *faults: str) -> Job:
+        script = str(SCRIPTS / "plain_frozen.py")
+        return run_job(nemo_zygote, tmp_path / name, 3, script=script, args=("10", "frees"), faults=faults)
+
+    calm = run("calm")
+    places = ("before_optimizer:rank=1,step=4", "between:rank=0,step=7", "optimizer:rank=2,step=9")
+    faults = tuple(f"{kind}@{place}" for place in places)
+    job = run("rough", *faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("what", "faults", "reason", "made"),
+    [
+        ("adds", (), "an optimizer has other parameters than at the beginning (add_param_group)", 3),
+        ("adds", ("exception@before_optimizer:rank=1,step=4",), "an optimizer has other parameters than at the", 3),
+        ("late", (), "requires_grad of parameters was changed between update() of step 4 and the next step", 4),
+    ],
+    ids=["adds", "adds-and-fails-at-once", "late"],
+)
+def test_what_the_loop_changes_in_a_way_that_no_recovery_repeats_is_noticed_at_once(
+    nemo_zygote: Zygote, tmp_path: Path, what: str, faults: tuple[str, ...], reason: str, made: int
+) -> None:
+    script = str(SCRIPTS / "plain_frozen.py")
+    job = run_job(nemo_zygote, tmp_path / "run", 3, script=script, args=("10", what), faults=faults)
+    assert job.code == 1
+    said = "\n".join([*job.said, *(job.log(rank) for rank in range(3))])
+    assert reason in said, job.story()
+    assert {record.step for record in job.steps[0]} == set(range(1, made + 1))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from checkpointless.cli.command import Command
 from checkpointless.cli.job import Program, add_job_options, launch_job
+from checkpointless.cli.output import out
 from checkpointless.cli.values import UsageError, modules
 
 _EPILOG = """\
@@ -18,6 +19,7 @@ examples:
   checkpointless run --nproc-per-node 4 --cpu -m my_package.train --steps 20
   checkpointless run --nproc-per-node 4 --record-steps --fault sigkill@backward:rank=1,step=5 train.py
   checkpointless run --nproc-per-node 8 --nnodes 4 --node-rank 2 --rdzv-endpoint node0:29400 train.py
+  checkpointless run --nproc-per-node 8 --dry-run train.py     what it says of replicas; starts nothing
 
 What follows the script is the script's own. A rank that fails is recovered in place or replaced, while the others
 keep their state; that needs `@HPWrapper()` on the script's main function.
@@ -35,6 +37,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="import these once and fork ranks with them, so that a replaced rank is ready at once "
         "(default: what the script imports from installed packages)",
     )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="show what would be started, and what the script says of how many ranks hold each part of its state; "
+        "start nothing",
+    )
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
     add("script", metavar="SCRIPT", help="the training script")
     add("script_args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
@@ -46,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: it cannot be run as asked.
     """
+    if options.dry_run:
+        return dry_run(options)
     beside = Path.cwd() if options.module else Path(options.script).resolve().parent
     _check_importable(options.preload or (), beside)
     program = Program(
@@ -56,6 +66,35 @@ def run(options: argparse.Namespace) -> int:
         preload=options.preload,
     )
     return launch_job(options, program, None)
+
+
+def dry_run(options: argparse.Namespace) -> int:
+    """Show what `run` would start, and what the script says of replicas. The script is read and not run.
+
+    Args:
+        options: options of ``run``.
+
+    Raises:
+        UsageError: the script cannot be read.
+    """
+    from checkpointless.cli.script_holders import holders_in
+
+    nodes = "this node" if options.nnodes == 1 else f"each of {options.nnodes} nodes"
+    ranks = f"{options.nproc_per_node} rank{'' if options.nproc_per_node == 1 else 's'}"
+    name = f"the module {options.script}" if options.module else options.script
+    out(f"would start {ranks} of {name} on {nodes}")
+    try:
+        found = [] if options.module else holders_in(Path(options.script).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{options.script} cannot be read: {error}") from error
+    for each in found:
+        out(each.text)
+    if not found:
+        out(
+            "how many ranks hold each part of the state is not known without running it: meshes and groups say so. "
+            "If no two do, rank 0 warns of it before the first step (PlainTraining, MegatronTraining)"
+        )
+    return 0
 
 
 def _check_importable(modules: Sequence[str], beside: Path) -> None:

@@ -118,7 +118,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
             needs_gpu,
             require_complete,
         )
-        from checkpointless.recipes.tiers import check_tiers
+        from checkpointless.recipes.tiers import check_tiers, tiers_of
     except ImportError as error:
         raise UsageError(f"`train` needs {error.name}: pip install 'checkpointless[nemo]'") from error
     name = options.recipe
@@ -142,7 +142,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         check_tiers(config, layout)
         if not options.dry_run:  # a dry run may be done on another machine
             check_requirements(config, layout, Machine.here())
-        if options.dry_run and checkpointless_enabled(config):
+        if options.dry_run and checkpointless_enabled(config) and not tiers_of(config):
             check_replicas(layout)
     except RecipeError as error:
         raise UsageError(str(error)) from error

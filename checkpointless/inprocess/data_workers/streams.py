@@ -65,7 +65,7 @@ def seed_data_workers(
     """
     if getattr(loader, "num_workers", None) == 0:
         return
-    if not isinstance(loader, DataLoader) or type(loader)._get_iterator is not DataLoader._get_iterator:
+    if not isinstance(loader, DataLoader) or not _starts_workers_as_torch_does(loader):
         raise TypeError(f"{type(loader).__name__} is not torch's DataLoader, or starts its workers itself")
     init: Any = loader.worker_init_fn
     if isinstance(init, WorkerStreams):
@@ -75,6 +75,15 @@ def seed_data_workers(
             "the workers of this data loader are running already: call this before the first iteration"
         )
     loader.worker_init_fn = WorkerStreams((seed, rank, stream), place, init)
+
+
+def _starts_workers_as_torch_does(loader: DataLoader[Any]) -> bool:
+    """Return whether workers call the ``worker_init_fn`` and then torch's fetcher, as torchdata's do, too."""
+    get_iterator = type(loader)._get_iterator
+    if get_iterator is DataLoader._get_iterator:
+        return True
+    # Of an iterable dataset, torchdata's workers replace the iterator of the fetcher.
+    return get_iterator.__module__.startswith("torchdata.stateful_dataloader") and not is_iterable(loader)
 
 
 def is_iterable(loader: object) -> bool:

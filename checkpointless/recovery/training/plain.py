@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.running import running_block
 from checkpointless.recovery.training.loop import LoopTraining
 from checkpointless.recovery.training.torch_tensors import TorchTensors
+
+_LATE = (
+    "requires_grad of parameters was changed between update() of step {} and the next step, which is not made "
+    "again after a fault: change it in a step, before its update()"
+)
 
 
 class PlainTraining(LoopTraining, TorchTensors):
@@ -65,6 +70,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         if not modules or not optimizers:
             raise ValueError("PlainTraining(modules=[...], optimizers=[...]): give the modules and the optimizers")
         TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
+        self._trained_by_update: list[bool] = []
         self.begin(call, schedulers)
 
     def update(self, loss: float | None = None) -> None:
@@ -101,6 +107,26 @@ class PlainTraining(LoopTraining, TorchTensors):
                 carried over.
         """
         return TorchTensors.step_optimizers(self)
+
+    @override
+    def changed(self) -> str:
+        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
+        return self.grown() or LoopTraining.changed(self)
+
+    @override
+    def more_objects(self) -> Mapping[str, Any]:
+        """Return which parameters are trained.
+
+        Raises:
+            UnrecoverableError: the optimizers have other parameters than at the beginning, or the loop has frozen
+                or freed some behind the update.
+        """
+        trained = self.trained()
+        is_behind_update = 0 < self.step == self._ready_step
+        if is_behind_update and trained != self._trained_by_update:
+            raise UnrecoverableError(_LATE.format(self.step))
+        self._trained_by_update = trained
+        return {"trained": trained}
 
     @override
     def arrange(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,8 @@ from checkpointless.kernels import unabortable
 from checkpointless.precision import unsupported_in_a_loop
 from checkpointless.recovery.training.ddp_buckets import settle_buckets
 from checkpointless.transfer.module_tensors import TrainingTensors
-from checkpointless.transfer.sharded_tensors import replicas_of
+from checkpointless.transfer.sharded_tensors import is_sharded, replicas_of
+from checkpointless.transfer.tensor_entry import Key
 
 _COMMUNICATES = (
     "an optimizer communicates in its step (torch.optim.Muon does with DTensors, and any does whose gradients are "
@@ -33,6 +35,20 @@ _NEEDS_CLOSURE = (
     "computes gradients several times in one step, between changes of the weights, so that its update cannot be "
     "guarded: use an optimizer that makes one update from one gradient"
 )
+
+
+_MORE_PARAMETERS = (
+    "an optimizer has other parameters than at the beginning (add_param_group), which no rank that is made anew "
+    "has: give it all of them at the beginning, and train some of them later by their requires_grad"
+)
+_FREED = (
+    "the parameter {} is trained now and had requires_grad=False when DistributedDataParallel was made, which does "
+    "not reduce its gradients: let it be trained when it is wrapped, and freeze it behind that"
+)
+_FROZEN_SHARD = (
+    "requires_grad of the parameter {} was changed behind fully_shard, which looks at it once: change it before"
+)
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class TorchTensors(TrainingTensors):
@@ -79,6 +95,10 @@ class TorchTensors(TrainingTensors):
         super().__init__(modules, optimizers)
         # As they are now: while FSDP2 computes, whole parameters are in the places of the divided ones.
         self._named = {id(module): list(module.named_parameters()) for module in modules}
+        self._all = [parameter for named in self._named.values() for _, parameter in named]
+        self._trained_at_first = list(map(_requires_grad, self._all))
+        self._sizes = _sizes_of(optimizers)
+        self._trained: list[bool] = []  # as it was at the moment that was resumed at
         self.optimizers = list(optimizers)
         # Beside later updates threads may communicate.
         self._is_known = is_known
@@ -87,13 +107,57 @@ class TorchTensors(TrainingTensors):
 
     def _replicas(self) -> tuple[int, ...]:
         """Return the ranks that hold the same as this one, as far as the parameters tell."""
-        parameters = [parameter for named in self._named.values() for _, parameter in named]
-        return replicas_of(parameters, dist.get_rank()) or tuple(range(dist.get_world_size()))
+        return replicas_of(self._all, dist.get_rank()) or tuple(range(dist.get_world_size()))
 
     @override
     def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters that the module had when the training began, with their names."""
         return iter(self._named[id(module)])
+
+    def trained(self) -> list[bool]:
+        """Return which parameters are trained now (``requires_grad``), in the order of the modules.
+
+        Raises:
+            UnrecoverableError: what is trained was changed in a way that a recovery could not repeat.
+        """
+        trained = list(map(_requires_grad, self._all))
+        if trained != self._trained_at_first:
+            self._refuse_what_a_wrapper_overlooks(trained)
+        reason = self.grown()
+        if reason:
+            raise UnrecoverableError(reason)
+        return trained
+
+    def grown(self) -> str:
+        """Return why no rank that is made anew has what the optimizers have; "" if it has."""
+        return _MORE_PARAMETERS if _sizes_of(self.optimizers) != self._sizes else ""
+
+    def _refuse_what_a_wrapper_overlooks(self, trained: Sequence[bool]) -> None:
+        reduced = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in self.modules)
+        names = [name for named in self._named.values() for name, _ in named]
+        for name, parameter, at_first, now in zip(names, self._all, self._trained_at_first, trained):
+            if at_first != now and is_sharded(parameter):
+                raise UnrecoverableError(_FROZEN_SHARD.format(name))
+            if now and not at_first and reduced:
+                raise UnrecoverableError(_FREED.format(name))
+
+    @override
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Put back what :meth:`trained` returned, and the optimizers' plain values."""
+        super().load_objects(objects)
+        self._trained = list(objects.get("trained", ()))
+        self._put_trained()
+
+    @override
+    def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
+        """Give the modules' buffers the values of ``copies``, and let those parameters be trained that were."""
+        super().put_buffers(copies)
+        self._put_trained()
+
+    def _put_trained(self) -> None:
+        for parameter, trained in zip(self._all, self._trained):
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
 
     def group(self) -> tuple[int, ...]:
         """Return the global ranks that hold the same state."""
@@ -144,3 +208,8 @@ class TorchTensors(TrainingTensors):
 
     def derive(self) -> None:
         """Do nothing: the ranks of a group hold everything, so nothing follows from other ranks' shards."""
+
+
+def _sizes_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
+    """Return how many parameters each param group of each optimizer has."""
+    return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]

@@ -1,5 +1,6 @@
 """Train with Lightning's own strategies, as a user does: ``STEPS STRATEGY [FEATURES]``."""
 
+import itertools
 import math
 import os
 import signal
@@ -13,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from checkpointless import HPWrapper
 from checkpointless.environment import own_run_dir
@@ -63,11 +64,46 @@ class StatefulLoader(DataLoader[torch.Tensor]):
         stream.load_state_dict(state_dict)
 
 
+class PositionedLoader(DataLoader[torch.Tensor]):
+    """Says how many batches of the pass it has given, and begins behind as many."""
+
+    given = begins = 0
+
+    def __iter__(self) -> Any:
+        self.given, self.begins = self.begins, 0
+        batches: Any = self.batch_sampler
+        for indices in itertools.islice(batches, self.given, None):
+            self.given += 1
+            yield self.collate_fn([self.dataset[index] for index in indices])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given % len(self)}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.given = self.begins = state_dict["given"]
+
+
 class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         if "stream" in FEATURES:
             return (StatefulLoader if "stateful" in FEATURES else DataLoader)(Stream(), batch_size=3)
-        return DataLoader(Samples(), batch_size=3, shuffle=True, num_workers=int("workers" in FEATURES))
+        kind: Any = PositionedLoader if "positioned" in FEATURES else DataLoader
+        options: dict[str, Any] = {"batch_size": 3, "num_workers": int("workers" in FEATURES)}
+        if "torchdata" in FEATURES:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+            from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+            kind = StatefulDataLoader
+        samples = Samples()
+        if "sharded" in FEATURES:
+            options["sampler"] = StatefulDistributedSampler(samples, seed=3)
+        elif "weighted" in FEATURES:
+            drawn = torch.Generator().manual_seed(11)
+            options["sampler"] = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=drawn)
+        else:
+            options["shuffle"] = True
+        loader: DataLoader[torch.Tensor] = kind(samples, **options)
+        return loader
 
     def val_dataloader(self) -> DataLoader[torch.Tensor]:
         return DataLoader(Samples(), batch_size=5)
@@ -85,6 +121,8 @@ class Model(pl.LightningModule):
             return
         layers = [torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.ReLU(), torch.nn.Dropout(0.1)]
         self.net = torch.nn.Sequential(*layers, torch.nn.Linear(2 * WIDTH, WIDTH))
+        if "frees" in FEATURES:
+            self.net[0].requires_grad_(False)
         if STRATEGY == "ddp":
             self.net.append(torch.nn.BatchNorm1d(WIDTH))
             return
@@ -98,6 +136,22 @@ class Model(pl.LightningModule):
         over = mesh["data_parallel"] if "fully-sharded" in FEATURES else mesh["replicate", "shard"]
         for layer in (self.net[0], self.net[3], self.net):
             fully_shard(layer, mesh=over)
+
+    def on_train_epoch_start(self) -> None:
+        """In one epoch train other parameters than in the others, as schedules for fine-tuning do."""
+        if "freezes" in FEATURES and self.current_epoch in (1, 2):
+            self.net[0].requires_grad_(self.current_epoch == 2)
+        if "frees" in FEATURES and self.current_epoch == 1:
+            self.net[0].requires_grad_(True)
+        optimizer: Any = self.optimizers()
+        if "adds" in FEATURES and self.current_epoch == 1:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+        if "exchanges" in FEATURES and self.current_epoch == 1:
+            self.trainer.optimizers = [torch.optim.AdamW(self.parameters(), lr=1e-3)]
+
+    def on_validation_end(self) -> None:
+        if "freezes" in FEATURES and self.trainer.global_step == 12:
+            self.net[3].bias.requires_grad_(False)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, torch.Tensor]:
         loss = (self.net(batch) - batch.roll(1, 1)).square().mean()
@@ -136,6 +190,8 @@ class Model(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["seen"] = self.seen
+        if "own-state" in FEATURES:
+            checkpoint["rank"] = self.global_rank
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.seen = checkpoint["seen"]
@@ -197,7 +253,9 @@ class Swaps(Callback):
 
 def strategy_of(name: str) -> Any:
     if name == "ddp":
-        return CheckpointlessDDPStrategy(static_graph="static" in FEATURES)
+        return CheckpointlessDDPStrategy(
+            static_graph="static" in FEATURES, find_unused_parameters="freezes" in FEATURES
+        )
     tensor_parallel = 2 if name == "hsdp-tp" else 1
     replicas = 1 if "fully-sharded" in FEATURES else 2
     return CheckpointlessModelParallelStrategy(

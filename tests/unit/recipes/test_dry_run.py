@@ -17,6 +17,7 @@ from rich.console import Console
 
 from checkpointless.cli import command_line
 from checkpointless.cli.commands import train
+from checkpointless.cli.values import UsageError
 from checkpointless.layout import Layout
 from checkpointless.recipes.dry_run import Plan, launch_lines, replica_lines, show
 from checkpointless.recipes.layout import layout_of
@@ -49,8 +50,25 @@ def test_the_loss_of_a_node_is_said_plainly() -> None:
     assert alone[-1] == "The loss of the node: not survivable, there is no other."
     assert replica_lines(Layout(8, 8), enabled=False) == [
         "checkpointless is off in this recipe: nothing is recovered from memory.",
-        "No replicas: each of the 8 shards has one holder.",
+        "No replicas: each of the 8 shards has one holder, and is lost with its process.",
     ]
+    assert replica_lines(Layout(8, 8), enabled=True, has_copies=True) == [
+        "No replicas: each of the 8 shards has one holder, and comes from a copy in tiers."
+    ]
+
+
+def test_one_instance_of_the_optimizer_is_enough_with_copies_in_tiers() -> None:
+    overrides = (
+        "strategy.num_distributed_optimizer_instances=1",
+        "checkpointless.tiers={neighbor_memory: {every: 1}}",
+    )
+    argv = ["train", "tiny_gpt_cpu", "--cpu", "--dry-run", "--nproc-per-node", "4"]
+    options = command_line._parser().parse_args(argv)
+    options.overrides = overrides
+    train.check_train(options, lambda: False)
+    options.overrides = overrides[:1]
+    with pytest.raises(UsageError, match="there is no replica"):
+        train.check_train(options, lambda: False)
 
 
 def test_the_cost_of_the_replica_is_said() -> None:

@@ -1,0 +1,126 @@
+"""Test that an order which a sampler draws is drawn again, where the loader knows its position alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from checkpointless.recovery import rng
+from checkpointless.recovery.rng import RngStates
+from checkpointless.strategies.data.position import DataPosition, generators_of
+from checkpointless.strategies.data.stateful import DrawnOrder, begin_anew, repeat_order
+
+pytestmark = pytest.mark.nemo
+
+SAMPLES = 32
+
+
+class Starts:
+    """Keeps the streams of a pass, as a manager does."""
+
+    def __init__(self) -> None:
+        self.kept: RngStates | None = None
+
+    def keep_data_start(self, streams: RngStates) -> None:
+        self.kept = streams
+
+    def data_start(self) -> RngStates | None:
+        return self.kept
+
+
+@pytest.fixture(autouse=True)
+def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rng, "_sources", {})
+
+
+def weighted(generator: torch.Generator | None = None) -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=generator)
+
+
+def divided(sampler: Any) -> DistributedSamplerWrapper:
+    return DistributedSamplerWrapper(sampler, num_replicas=2, rank=1, shuffle=False)
+
+
+def loader_of(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(SAMPLES), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.mark.parametrize("wrap", [divided, lambda sampler: sampler], ids=["divided", "whole"])
+def test_the_interrupted_pass_is_drawn_again_and_the_next_one_anew(wrap: Any) -> None:
+    """The generator is made anew with its seed, as a script that is entered again does."""
+    starts = Starts()
+    loader = loader_of(wrap(weighted(seeded())))
+    assert repeat_order(loader, starts, None) is not None
+    batches: Any = loader.batch_sampler
+    first, second, third = (list(batches) for _ in range(3))
+    assert first != second != third
+    loader = loader_of(wrap(weighted(seeded())))
+    list(loader.batch_sampler), list(loader.batch_sampler)  # type: ignore[arg-type]
+    kept = starts.kept  # the third pass
+
+    entered = loader_of(wrap(weighted(seeded())))
+    order = repeat_order(entered, starts, DataPosition(3, 3))
+    assert order is not None
+    batches = entered.batch_sampler
+    assert list(batches) == list(batches) == third, "however often the loader begins it"
+    assert starts.kept is kept
+    assert kept is not None
+    kept.restore()
+    list(weighted(generators_of(entered)[0]))  # what is put back last: the streams behind the third pass
+    order.resumed()
+    assert list(batches) not in (first, second, third)
+
+
+def test_a_loader_that_begins_late_repeats_once_and_not_if_its_pass_was_over() -> None:
+    starts = Starts()
+    torch.manual_seed(1)
+    order = DrawnOrder(weighted(), starts, None)
+    interrupted = list(order)
+    torch.manual_seed(2)
+    late = DrawnOrder(weighted(), starts, DataPosition(3, 3))
+    late.resumed()
+    before = torch.get_rng_state()
+    assert list(late) == interrupted
+    assert torch.equal(torch.get_rng_state(), before), "the training's streams stand where they stood"
+    assert list(late) != interrupted
+    over = DrawnOrder(weighted(), starts, DataPosition(8, 8))
+    over.begin_anew()
+    assert list(over) != interrupted
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SequentialSampler(range(SAMPLES)),
+        DistributedSampler(range(SAMPLES), num_replicas=2, rank=0),  # type: ignore[arg-type]
+    ],
+    ids=["sequential", "distributed"],
+)
+def test_an_order_that_follows_from_seed_and_epoch_needs_nothing(sampler: Any) -> None:
+    loader = loader_of(sampler)
+    assert repeat_order(loader, Starts(), None) is None
+    assert loader.sampler is sampler
+
+
+def test_generators_are_found_below_what_lightning_divides() -> None:
+    own = seeded()
+    assert generators_of(loader_of(divided(weighted(own)))) == [own]
+    assert generators_of(loader_of(RandomSampler(range(SAMPLES), generator=own))) == [own]
+    assert generators_of(loader_of(DistributedSampler(range(SAMPLES), 2, 0))) == []  # type: ignore[arg-type]
+
+
+def test_a_place_that_a_sampler_was_told_is_not_that_of_the_next_pass() -> None:
+    class Told(SequentialSampler):
+        next_yielded: int | None = 8
+
+    sampler = Told(range(SAMPLES))
+    begin_anew(loader_of(sampler))
+    assert sampler.next_yielded is None
