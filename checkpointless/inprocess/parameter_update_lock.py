@@ -37,12 +37,10 @@ class ParameterUpdateLock:
     """
 
     def __init__(self) -> None:
-        # A plain lock: an asynchronous exception inside a Condition's __enter__ would leave the Condition locked
-        # forever.
-        self._mutex = threading.Lock()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._closed = False
+        # Each thread writes its own flag first, then reads the other's: one of them sees what the other does.
+        self._closed = False  # written by the fault thread
+        self._in_update = False  # written by the training thread
+        self._ended = threading.Event()  # no update is in progress since the lock was closed
         self._committed = UNKNOWN_STEP
         self._ready_step: int | None = None
         self._torn = False
@@ -69,9 +67,9 @@ class ParameterUpdateLock:
 
     def open(self) -> None:
         """Allow updates again, at the entry of a new generation."""
-        with self._mutex:
-            self._closed = False
-        self._idle.set()
+        self._in_update = False
+        self._ended.clear()
+        self._closed = False
 
     def close(self, timeout: timedelta) -> bool:
         """Keep new updates from beginning and wait for the one in progress to end, successfully or not.
@@ -79,9 +77,8 @@ class ParameterUpdateLock:
         Returns:
             False if the update has not ended within ``timeout``.
         """
-        with self._mutex:
-            self._closed = True
-        return self._idle.wait(timeout.total_seconds())
+        self._closed = True
+        return not self._in_update or self._ended.wait(timeout.total_seconds())
 
     def mark_ready(self, step: int) -> None:
         """Record that the gradients of ``step`` are final: this rank could apply them without other ranks."""
@@ -96,11 +93,13 @@ class ParameterUpdateLock:
         return _Update(self, step)
 
     def _begin(self, step: int) -> None:
-        with self._mutex:
-            if not self._closed:
-                self._idle.clear()  # from here on, the fault thread waits and does not interrupt
-        if self._idle.is_set():
-            raise RankShouldRestart(f"a fault is being handled; step {step} is not applied")
+        # Until the flag is right nothing is called, so no exception that another thread raises here can come.
+        self._in_update = True
+        if not self._closed:  # from here on, the fault thread waits and does not interrupt
+            return
+        self._in_update = False
+        self._ended.set()
+        raise RankShouldRestart(f"a fault is being handled; step {step} is not applied")
 
     def _end(self, step: int, failed: bool) -> None:
         if failed:
@@ -108,7 +107,9 @@ class ParameterUpdateLock:
         else:
             self._ready_step = None
             self._committed = step
-        self._idle.set()
+        self._in_update = False
+        if self._closed:
+            self._ended.set()
 
 
 class _Update(AbstractContextManager[None]):

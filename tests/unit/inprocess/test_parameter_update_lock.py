@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import sys
 import threading
 from datetime import timedelta
 
@@ -91,3 +94,32 @@ def test_ready_is_only_for_the_next_step() -> None:
     lock.set_committed(2)
     lock.mark_ready(2)
     assert not lock.state().ready
+
+
+def test_a_close_and_an_update_that_begins_meanwhile_never_miss_each_other() -> None:
+    lock = ParameterUpdateLock()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            inside = [False]
+            started = threading.Event()
+
+            def train(inside: list[bool] = inside, started: threading.Event = started) -> None:
+                started.set()
+                with contextlib.suppress(RankShouldRestart):
+                    for step in itertools.count():
+                        with lock.update(step):
+                            inside[0] = True
+                            inside[0] = False
+
+            trainer = threading.Thread(target=train)
+            trainer.start()
+            assert started.wait(5)
+            assert lock.close(SOON), "it did not wait for an update that was refused"
+            assert not inside[0]
+            trainer.join(5)
+            assert not trainer.is_alive()
+            lock.open()
+    finally:
+        sys.setswitchinterval(before)
