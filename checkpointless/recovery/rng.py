@@ -7,7 +7,6 @@ of it are kept in one assignment.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import random
 import struct
@@ -21,28 +20,16 @@ from typing import Any
 
 import torch
 
+from checkpointless.recovery.generator_memory import numpy_memory, python_memory, torch_memory
 from checkpointless.recovery.moment import Stage
 from checkpointless.serialization import state_tree
-from checkpointless.wire.board import Board
 
 _PYTHON = struct.Struct("<i?d")  # version, whether a second normal number is pending, and which; then the words
 _NUMPY = struct.Struct("<16si?d")  # generator, position, whether a second normal is pending, and which; then words
-_MT19937_BYTES = 624 * 4 + 4  # of NumPy's mt19937_state: the words and the position; of Python's: the reverse
 _HEAD = struct.Struct("<4sb?diH")  # magic, stage, whether the loss is known, and it; length of `own`; streams
 _MAGIC = b"RNG1"
 _ENTRY = struct.Struct("<HII")  # of a stream: the lengths of its name and its state, and the state's crc32
 _NO_OWN = -1  # in the place of its length
-DATA_SERIES = 5  # the board's series for the streams at the start of an iterator over the training data
-_AS_AFTER_THE_STEP = b""  # the snapshot of a later moment, if nothing was drawn between the step and that moment
-#: The board's series for each moment after a step.
-_SERIES = {
-    Stage.COMMITTED: 0,
-    Stage.ENDED: 1,
-    Stage.CHECKED: 2,
-    Stage.TURNED: 3,
-    Stage.LOADED: 4,
-    Stage.ACCUMULATED: 7,
-}
 
 
 @dataclass(frozen=True)
@@ -52,15 +39,22 @@ class RngSource:
     Attributes:
         get: returns the state as a tree of plain data and tensors.
         set: puts back a state that ``get`` returned.
+        look: returns a value that is never changed, and is equal to an earlier one only if the state has not moved
+            in between; it is asked before ``get``. None: ``get`` is asked each time.
+        generators: those of torch's generators whose states ``get`` returns, if these are all.
     """
 
     get: Callable[[], state_tree.Tree]
     set: Callable[[state_tree.Tree], None]
+    look: Callable[[], object] | None = None
+    generators: tuple[torch.Generator, ...] = ()
 
 
 def register_rng_source(name: str, source: RngSource) -> None:
     """Have ``source`` captured and restored with the other streams (Megatron's tracker, for example)."""
+    _streams.forget()
     _sources[name] = _SourceStream(source)
+    _streams.forget()
 
 
 @dataclass(frozen=True)
@@ -88,18 +82,11 @@ class RngStates:
         own: Mapping[str, Any] | None = MappingProxyType({}),
     ) -> RngStates:
         """Capture the state of every stream of this process."""
-        streams = {"python": _python.take(), "torch": _torch.take()}
-        numpy = _numpy_random()
-        if numpy is not None:
-            streams["numpy"] = _numpy.take(numpy)
-        if torch.cuda.is_initialized():
-            streams["cuda"] = _cuda.take()
-        for name, source in _sources.items():
-            streams[f"source:{name}"] = source.take()
-        return cls(streams, loss, stage, own)
+        return cls(_streams.take(), loss, stage, own)
 
     def restore(self) -> None:
         """Put every stream back."""
+        _streams.forget()
         _python.put_back(self.streams["python"])
         torch.set_rng_state(_tensor(self.streams["torch"]))
         numpy = _numpy_random()
@@ -123,7 +110,7 @@ class RngStates:
 
     def same_streams(self, other: RngStates) -> bool:
         """Return whether no stream moved between the two captures."""
-        return self.streams == other.streams
+        return self.streams is other.streams or self.streams == other.streams
 
     def to_bytes(self) -> bytes:
         """Encode as plain data: about 10 kB, with Megatron's tracker on the CPU 25 kB, and in addition ``own``."""
@@ -185,55 +172,104 @@ def _checksum(name: str, state: bytes) -> int:
     return known[1]
 
 
-def put_on_board(board: Board, step: int, states: RngStates, after_the_step: RngStates | None) -> None:
-    """Keep ``states`` as the streams after ``step`` in memory that outlives the process.
+class _Streams:
+    """All streams of this process: the same dictionary as long as none has moved."""
+
+    def __init__(self) -> None:
+        self._seen: _Seen | None = None
+
+    def forget(self) -> None:
+        """Forget what was seen: what is next may look the same and be something else."""
+        self._seen = None
+
+    def take(self) -> dict[str, bytes]:
+        """Return the state of every stream, by name; nobody changes what is returned."""
+        seen = self._seen
+        if seen is not None and seen.is_so():
+            return seen.streams
+        self._seen = None
+        seen, streams = _look()
+        self._seen = seen
+        return streams
+
+
+class _Seen:
+    """What was seen of all streams when they were taken.
 
     Args:
-        board: this rank's board.
-        step: the optimizer step.
-        states: the streams after that step.
-        after_the_step: the streams that are kept for that step at ``COMMITTED``, if any: often nothing is drawn
-            between ``COMMITTED`` and later moments.
+        streams: what was taken.
+        python: Python's generator, and the second normal number that was pending.
+        numpy: NumPy's function that returns its generator, and the generator; None: NumPy was not imported.
+        has_cuda: whether there was a stream of CUDA's.
+        memories: places in memory, each with what was there; their generators live as long as the sources do.
+        looks: functions, each with what it returned.
     """
-    unmoved = (
-        states.stage is not Stage.COMMITTED and after_the_step is not None and states.same_streams(after_the_step)
-    )
-    if states.stage is Stage.COMMITTED:  # what followed when this step was made before is void
-        for stage in (Stage.ENDED, Stage.CHECKED, Stage.TURNED, Stage.ACCUMULATED):
-            board.drop_snapshot(step, _SERIES[stage])
-    series = _SERIES[states.stage]
-    if not unmoved:
-        board.put_parts(step, *states.to_parts(), series)
-    elif states.own == {}:
-        board.put_snapshot(step, _AS_AFTER_THE_STEP, series)
-    else:
-        board.put_snapshot(step, dataclasses.replace(states, streams={}).to_bytes(), series)
+
+    __slots__ = ("_has_cuda", "_looks", "_memories", "_numpy", "_python", "streams")
+
+    def __init__(
+        self,
+        streams: dict[str, bytes],
+        python: tuple[Any, object],
+        numpy: tuple[Callable[[], object], object] | None,
+        has_cuda: bool,
+        memories: list[tuple[Any, bytes]],
+        looks: list[tuple[Callable[[], object], object]],
+    ) -> None:
+        self.streams = streams
+        self._python, self._numpy, self._has_cuda = python, numpy, has_cuda
+        self._memories, self._looks = memories, looks
+
+    def is_so(self) -> bool:
+        """Return whether all is as it was seen, so that no stream has moved."""
+        generator, pending = self._python
+        now: Any = getattr(random.getstate, "__self__", None)
+        if now is not generator or now.gauss_next is not pending:
+            return False
+        if self._numpy is None:
+            if "numpy" in sys.modules:
+                return False
+        elif self._numpy[0]() is not self._numpy[1]:
+            return False
+        for memory, before in self._memories:
+            if not before.startswith(memory):  # it compares them in place
+                return False
+        for look, known in self._looks:
+            if look() != known:
+                return False
+        return torch.cuda.is_initialized() is self._has_cuda
 
 
-def from_board(board: Board, step: int) -> dict[Stage, RngStates]:
-    """Return the streams after ``step`` that the board has."""
-    found: dict[Stage, RngStates] = {}
-    for stage, series in _SERIES.items():
-        snapshot = board.snapshot(step, series)
-        if snapshot is None:
-            continue
-        try:
-            states = RngStates.from_bytes(snapshot) if snapshot != _AS_AFTER_THE_STEP else RngStates(stage=stage)
-        except ValueError:  # the process ended while it wrote them
-            continue
-        if states.streams:
-            found[stage] = states
-        elif Stage.COMMITTED in found:
-            committed = found[Stage.COMMITTED]
-            found[stage] = dataclasses.replace(states, streams=committed.streams, loss=committed.loss)
-    return found
+def _look() -> tuple[_Seen | None, dict[str, bytes]]:
+    """Take all streams, and return what tells whether they have moved since; None if nothing tells it."""
+    memories: list[tuple[Any, bytes]] = []
+    looks: list[tuple[Callable[[], object], object]] = []
+    streams = {"python": _python.take(), "torch": _torch.take()}
+    memories += (_python.seen(), _torch.seen())
+    numpy = _numpy_random()
+    if numpy is not None:
+        streams["numpy"] = _numpy.take(numpy)
+        memories.append(_numpy.seen())
+    has_cuda = torch.cuda.is_initialized()
+    if has_cuda:
+        streams["cuda"] = _cuda.take()
+        looks.append((_cuda.take, streams["cuda"]))
+    for name, source in _sources.items():
+        more, known = source.look()
+        streams[f"source:{name}"] = source.take((more, known) if known is not None else None)
+        memories += more
+        looks += known if known is not None else [(source.take, streams[f"source:{name}"])]
+    generator, pending = _python.pending()
+    if generator is None or any(memory is None for memory, _ in memories):
+        return None, streams
+    theirs = None if numpy is None else (numpy.get_bit_generator, numpy.get_bit_generator())
+    return _Seen(streams, (generator, pending), theirs, has_cuda, memories, looks), streams
 
 
 class _PythonStream:
     """Python's stream. ``getstate`` is slow (it makes 625 numbers): the words in memory tell whether to call it.
 
-    CPython's generator has a position and 624 words behind the head of its object (``RandomObject`` of
-    ``_randommodule.c``). Whether that is so is seen each time that the state is asked for.
+    Whether they are where they are looked for is seen each time that the state is asked for.
     """
 
     def __init__(self) -> None:
@@ -243,7 +279,7 @@ class _PythonStream:
     def take(self) -> bytes:
         generator: Any = getattr(random.getstate, "__self__", None)
         if generator is not self._generator[0]:
-            self._generator = (generator, _memory_of(generator))
+            self._generator = (generator, python_memory(generator))
         memory = self._generator[1]
         now = memory.raw if memory is not None else b""
         seen, head, state = self._taken
@@ -262,16 +298,18 @@ class _PythonStream:
         self._taken = (now, head, state if state != self._taken[2] else self._taken[2])
         return self._taken[2]
 
+    def seen(self) -> tuple[Any, bytes]:
+        """Return the generator's memory, None if it is not known, and what was there when the state was taken."""
+        return self._generator[1], self._taken[0]
+
+    def pending(self) -> tuple[Any, object]:
+        """Return the generator, and the second normal number that is pending in it."""
+        generator: Any = self._generator[0]
+        return generator, getattr(generator, "gauss_next", None)
+
     def put_back(self, state: bytes) -> None:
         version, has_gauss, gauss = _PYTHON.unpack_from(state)
         random.setstate((version, tuple(array("I", state[_PYTHON.size :])), gauss if has_gauss else None))
-
-
-def _memory_of(generator: object) -> Any:
-    """Return the memory of Python's generator; None if it is another kind of generator."""
-    if type(generator) is not random.Random or sys.implementation.name != "cpython":
-        return None
-    return (ctypes.c_char * _MT19937_BYTES).from_address(id(generator) + object.__basicsize__)
 
 
 class _TorchStream:
@@ -279,52 +317,70 @@ class _TorchStream:
 
     Args:
         get: returns the state as torch does.
+        generator: returns the generator, if it is on the host.
     """
 
-    def __init__(self, get: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, get: Callable[[], torch.Tensor], generator: Callable[[], Any] = lambda: None) -> None:
         self._get = get
-        self._taken = b""
+        self._generator = generator
+        self._known: tuple[object, Any] = (None, None)  # the generator and its memory; None: it is not known
+        self._taken = (b"", b"")  # the memory and the state
 
     def take(self) -> bytes:
-        state = self._get().numpy().tobytes()
-        if state != self._taken:
-            self._taken = state
-        return self._taken
+        generator = self._generator()
+        if generator is not self._known[0]:
+            self._known = (generator, torch_memory(generator))
+        memory = self._known[1]
+        now = memory.raw if memory is not None else b""
+        seen, state = self._taken
+        if not now or now != seen:
+            fresh = self._get().numpy().tobytes()
+            state = fresh if fresh != state else state
+            self._taken = (now, state)
+        return state
+
+    def seen(self) -> tuple[Any, bytes]:
+        """Return the generator's memory, None if it is not known, and what was there when the state was taken."""
+        return self._known[1], self._taken[0]
 
 
 class _NumpyStream:
     """NumPy's global stream. ``get_state`` is slow (60 us): the words in memory tell whether to call it."""
 
     def __init__(self) -> None:
-        self._generator: tuple[Any, int] = (None, 0)  # and its state's address; 0: not of NumPy's default kind
-        self._taken = (b"", b"")  # the memory, and the state; empty if the state may change without the memory
+        self._generator: tuple[Any, Any] = (None, None)  # and its memory; None: it is not of NumPy's default kind
+        # The generator, the memory, and the state; None if the state may change without the memory.
+        self._taken: tuple[Any, bytes, bytes] = (None, b"", b"")
 
     def take(self, numpy_random: Any) -> bytes:
         memory = self._look(numpy_random)
-        seen, state = self._taken
-        if not memory or memory != seen:
+        now = memory.raw if memory is not None else b""
+        generator, seen, state = self._taken
+        if not now or generator is not self._generator[0] or now != seen:
             name, keys, position, has_gauss, cached = numpy_random.get_state()
             state = _NUMPY.pack(name.encode(), int(position), bool(has_gauss), float(cached)) + keys.tobytes()
             # A pending second normal number can be used up without a word being drawn.
-            self._taken = (b"", b"") if has_gauss else (memory, state)
+            self._taken = (None, b"", b"") if has_gauss else (self._generator[0], now, state)
         return state
+
+    def seen(self) -> tuple[Any, bytes]:
+        """Return the memory, None if it does not tell the state, and what was there when the state was taken."""
+        generator, seen, _ = self._taken
+        known = generator is not None and generator is self._generator[0]
+        return self._generator[1] if known else None, seen
 
     def put_back(self, state: bytes, numpy_random: Any) -> None:
         name, position, has_gauss, cached = _NUMPY.unpack_from(state)
         keys = array("I", state[_NUMPY.size :])
-        self._taken = (b"", b"")
+        self._taken = (None, b"", b"")
         numpy_random.set_state((name.rstrip(b"\0").decode(), keys, position, int(has_gauss), cached))
 
-    def _look(self, numpy_random: Any) -> bytes:
-        """Return the generator's address and memory; empty if the generator is not of NumPy's default kind."""
+    def _look(self, numpy_random: Any) -> Any:
+        """Return the memory of the generator in use; None if it is not of NumPy's default kind."""
         generator: Any = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
-        known, address = self._generator
-        if generator is not known:
-            address = int(generator.ctypes.state_address) if type(generator).__name__ == "MT19937" else 0
-            self._generator = (generator, address)
-        if not address:
-            return b""
-        return address.to_bytes(8, "little") + ctypes.string_at(address, _MT19937_BYTES)
+        if generator is not self._generator[0]:
+            self._generator = (generator, numpy_memory(generator))
+        return self._generator[1]
 
 
 class _SourceStream:
@@ -332,18 +388,36 @@ class _SourceStream:
 
     def __init__(self, source: RngSource) -> None:
         self._source = source
-        self._taken: tuple[tuple[Any, ...] | None, bytes] = (None, b"")  # the state, and its bytes
+        self._memories = [(each, torch_memory(each)) for each in source.generators]
+        # What was seen before the state was taken, the state, and its bytes.
+        self._taken: tuple[object, tuple[Any, ...] | None, bytes] = (None, None, b"")
 
-    def take(self) -> bytes:
+    def look(self) -> tuple[list[tuple[Any, bytes]], list[tuple[Callable[[], object], object]] | None]:
+        """Return what is in the source's memories and what its functions return; None: that says nothing."""
+        memories = [memory for _, memory in self._memories if memory is not None]
+        if memories and len(memories) == len(self._memories):
+            return [(memory, memory.raw) for memory in memories], []
+        look = self._source.look
+        return [], None if look is None else [(look, look())]
+
+    def take(self, looked: object = None) -> bytes:
+        """Return the encoded state.
+
+        Args:
+            looked: what :meth:`look` has just returned, if that says whether the state has moved.
+        """
+        before, seen, encoded = self._taken
+        if looked is not None and looked == before:
+            return encoded
         state = self._source.get()
         constant = _constant(state)
-        seen, encoded = self._taken
         if constant is None or constant != seen:
             encoded = state_tree.dumps(state)
-            self._taken = (constant, encoded)
+        self._taken = (looked, constant, encoded)
         return encoded
 
     def put_back(self, state: state_tree.Tree) -> None:
+        self._taken = (None, None, b"")
         self._source.set(state)
 
 
@@ -359,9 +433,10 @@ def _constant(state: state_tree.Tree) -> tuple[Any, ...] | None:
 
 
 _python = _PythonStream()
-_torch = _TorchStream(lambda: torch.get_rng_state())
+_torch = _TorchStream(lambda: torch.get_rng_state(), lambda: torch.default_generator)
 _cuda = _TorchStream(lambda: torch.cuda.get_rng_state())
 _numpy = _NumpyStream()
+_streams = _Streams()
 _sources: dict[str, _SourceStream] = {}
 
 

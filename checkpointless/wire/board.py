@@ -18,14 +18,18 @@ from typing import Any
 
 from checkpointless.environment import BOARD_FD_ENV
 
-_MAGIC = b"CPLBRD02"
+_MAGIC = b"CPLBRD03"
 _HEADER = struct.Struct("<8sQqqqq")  # magic, beat, step in progress, committed step, generation, shard
 _BEAT_OFFSET = 8
 _FIELD = struct.Struct("<q")
 _MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET = 16, 24, 32, 40
 _SLOT = struct.Struct("<qIII")  # step, length, how many bytes have a checksum, and that: their crc32
 _EMPTY = _SLOT.pack(-1, 0, 0, 0)
-_SLOTS_OFFSET = 64
+_STREAMS_OFFSET, _MOMENTS_OFFSET, _BUFFERS_OFFSET, _SLOTS_OFFSET = 64, 128, 256, 512
+_STREAMS = struct.Struct("<qdqq")  # number of a snapshot, loss, whether it is known, step; for even and odd steps
+_STREAMS_STEP_OFFSET = 24
+_MOMENTS = 8  # after even and odd steps
+_BUFFERS = struct.Struct("<qq")
 _FACTS_SERIES = 6
 NO_STEP = -1
 
@@ -54,6 +58,9 @@ class Board:
 
     Args:
         fd: an open memfd made by :meth:`create`; it must stay open while the board is in use.
+
+    Attributes:
+        clears: how many times this object has forgotten all snapshots.
     """
 
     SLOT_BYTES = 256 * 1024
@@ -67,6 +74,7 @@ class Board:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.clears = 0
         self._written: dict[int, list[tuple[int, bytes]]] = {}  # by slot: what is in it, each with its place
         self._memory = mmap.mmap(fd, self.SIZE)
         if self._memory[:8] != _MAGIC:
@@ -104,6 +112,12 @@ class Board:
         """Record which optimizer step is in progress."""
         _FIELD.pack_into(self._memory, _MAKING_OFFSET, step)
 
+    def begin_step(self, step: int) -> None:
+        """Record which optimizer step is in progress, and that the main thread has made progress."""
+        memory = self._memory
+        _FIELD.pack_into(memory, _MAKING_OFFSET, step)
+        _FIELD.pack_into(memory, _BEAT_OFFSET, _FIELD.unpack_from(memory, _BEAT_OFFSET)[0] + 1)
+
     def set_committed(self, step: int) -> None:
         """Record which optimizer step was applied last."""
         _FIELD.pack_into(self._memory, _COMMITTED_OFFSET, step)
@@ -120,6 +134,60 @@ class Board:
         """Read the counters."""
         _, beat, making, committed, generation, shard = _HEADER.unpack_from(self._memory, 0)
         return BoardReading(beat, making, committed, generation, shard)
+
+    def mark_streams(self, step: int, number: int, loss: float | None) -> None:
+        """Record which snapshot has the random streams after ``step``, and keep the mark of the step before.
+
+        Args:
+            step: the optimizer step.
+            number: the number that the snapshot has in its series in the place of a step.
+            loss: the loss of the step, if it is known.
+        """
+        place = _STREAMS_OFFSET + step % 2 * _STREAMS.size
+        _FIELD.pack_into(self._memory, place + _STREAMS_STEP_OFFSET, NO_STEP)  # until the rest is whole
+        _STREAMS.pack_into(self._memory, place, number, 0.0 if loss is None else loss, loss is not None, step)
+
+    def streams_mark(self, step: int) -> tuple[int, float | None] | None:
+        """Return what :meth:`mark_streams` recorded of ``step``, number and loss; None if nothing."""
+        place = _STREAMS_OFFSET + step % 2 * _STREAMS.size
+        number, loss, has_loss, found = _STREAMS.unpack_from(self._memory, place)
+        return (number, loss if has_loss else None) if found == step >= 0 else None
+
+    def marked_steps(self) -> tuple[int, int]:
+        """Return the two newest steps that :meth:`mark_streams` recorded; -1 stands for none."""
+        even, odd = (
+            _FIELD.unpack_from(self._memory, _STREAMS_OFFSET + parity * _STREAMS.size + _STREAMS_STEP_OFFSET)[0]
+            for parity in (0, 1)
+        )
+        return even, odd
+
+    def mark_moment(self, step: int, moment: int) -> None:
+        """Record that a moment after ``step`` was reached, and keep the mark of the step before.
+
+        Args:
+            step: the optimizer step.
+            moment: the number of the moment, below 8.
+        """
+        _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size, step)
+
+    def has_moment(self, step: int, moment: int) -> bool:
+        """Return whether :meth:`mark_moment` recorded the moment."""
+        place = _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size
+        return bool(_FIELD.unpack_from(self._memory, place)[0] == step >= 0)
+
+    def drop_moment(self, step: int, moment: int) -> None:
+        """Forget that a moment after ``step`` was reached."""
+        if self.has_moment(step, moment):
+            _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step % 2) * _FIELD.size, NO_STEP)
+
+    def mark_buffers(self, step: int, moment: int) -> None:
+        """Record that no buffer had changed before a moment after ``step``; step -1: nothing is known of that."""
+        _BUFFERS.pack_into(self._memory, _BUFFERS_OFFSET, step, moment)
+
+    def buffers_mark(self) -> tuple[int, int]:
+        """Return what :meth:`mark_buffers` recorded."""
+        step, moment = _BUFFERS.unpack_from(self._memory, _BUFFERS_OFFSET)
+        return int(step), int(moment)
 
     def put_snapshot(self, step: int, payload: bytes, series: int = 0) -> None:
         """Store ``payload`` as the black box's snapshot after ``step``, and keep the snapshot before it.
@@ -195,8 +263,18 @@ class Board:
         found: dict[str, Any] = json.loads(kept) if kept else {}
         return found
 
+    def numbers(self, series: int) -> tuple[int, int]:
+        """Return the steps, or other numbers, of the snapshots that a series has; -1 stands for none."""
+        return self._read_step(0, series), self._read_step(1, series)
+
     def clear_snapshots(self) -> None:
-        """Forget all snapshots."""
+        """Forget all snapshots and marks."""
+        self.clears += 1
+        self.mark_buffers(NO_STEP, 0)
+        for step in (0, 1):
+            _STREAMS.pack_into(self._memory, _STREAMS_OFFSET + step * _STREAMS.size, 0, 0.0, 0, NO_STEP)
+            for moment in range(_MOMENTS):
+                _FIELD.pack_into(self._memory, _MOMENTS_OFFSET + (2 * moment + step) * _FIELD.size, NO_STEP)
         for series in range(self.SERIES):
             for step in (0, 1):
                 offset = self._offset(step, series)

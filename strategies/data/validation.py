@@ -6,6 +6,7 @@ continue from validation to validation, so they are taken and put back with the 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -30,10 +31,12 @@ class ValidationData:
         self._trainer = weakref.ref(trainer)
         self._waiting: dict[str, Any] = {}  # the state of loaders that are not made yet
         self._made = 0
-        register_rng_source(_SOURCE, RngSource(self._take, self._put))
+        # Until a loader is made, nothing but what waits for it has a state.
+        register_rng_source(_SOURCE, RngSource(self._take, self._put, functools.partial(getattr, self, "_waiting")))
 
     def made(self, loader: Iterable[object]) -> None:
         """Let the next loader, which has just been made, resume where the one before the fault stood."""
+        register_rng_source(_SOURCE, RngSource(self._take, self._put))
         if self._waiting:
             _put_generators(loader, self._made, self._waiting)
             consumed = self._waiting.get(f"{self._made}")

@@ -35,7 +35,8 @@ class WorkerSeed:
 
     def __init__(self) -> None:
         self.value: int | None = None
-        register_rng_source(_SOURCE, RngSource(lambda: self.value, lambda _: None))
+        value = functools.partial(getattr, self, "value")
+        register_rng_source(_SOURCE, RngSource(value, lambda _: None, look=value))
 
     def agree(self, states: RngStates | None) -> None:
         """Agree with the other ranks on the seed. Collective.

@@ -42,6 +42,7 @@ _SERIES = {
     for number, stage in enumerate((Stage.COMMITTED, Stage.ENDED, Stage.CHECKED, Stage.TURNED, Stage.LOADED))
 }
 _LENGTH = struct.Struct("<I")  # the length of the header, which precedes the bytes
+_NEVER = 1 << 62, 0  # a moment that is never reached
 NOTHING = b""  # the record that no buffer has changed, and none differs from a peer's
 _AS_AFTER_THE_STEP = b"="  # stands for the record of the moment right after the update
 
@@ -49,7 +50,11 @@ _HELP = "torch.nn.SyncBatchNorm, or a broadcast before each update, makes them t
 
 
 class OwnBuffers:
-    """Keeps this rank's buffers at the moments after its two newest steps, if they may be its own."""
+    """Keeps this rank's buffers at the moments after its two newest steps, if they may be its own.
+
+    Attributes:
+        are_settled: whether it is kept that there are no buffers, so that :meth:`keep` need not be told it again.
+    """
 
     def __init__(self) -> None:
         self.forget()
@@ -61,6 +66,9 @@ class OwnBuffers:
         self._records: dict[tuple[int, Stage], bytes] = {}
         self._large: dict[Key, torch.Tensor] = {}  # copies of the buffers that are too large, at the newest moment
         self._differ: set[str] = set()  # names of large buffers that were seen to differ
+        self.are_settled = False
+        self._nothing_before: tuple[int, int] | None = None  # before this moment no buffer had changed
+        self._marked: tuple[Board, int] | None = None  # the board that says so
 
     def begin(self, buffers: Mapping[Key, torch.Tensor], group: Sequence[int]) -> None:
         """Begin a training: the ranks compare the buffers that they begin with. Collective.
@@ -97,26 +105,43 @@ class OwnBuffers:
         """
         if not buffers and self._first is not None and not self._first[0] and not self._is_own:
             self._large = {}
-            self.keep_record(step, stage, NOTHING, board)
+            self._keep_nothing(board)
+            self.are_settled = True
             return
         keys, flat = self._small(buffers)
         if self._first is None:
             self._first = keys, flat
         elif not self._is_own:
             self._is_own = self._first[0] != keys or not torch.equal(self._first[1], flat)
-        record = _encode([TensorEntry.of(key, buffers[key]) for key in keys], flat) if self._is_own else NOTHING
-        self.keep_record(step, stage, record, board)
+        if self._is_own:
+            record = _encode([TensorEntry.of(key, buffers[key]) for key in keys], flat)
+            self.keep_record(step, stage, record, board)
+        else:
+            self._keep_nothing(board)
+
+    def _keep_nothing(self, board: Board | None) -> None:
+        """Keep that no buffer has changed until now; it holds for every moment until one has."""
+        self._nothing_before = _NEVER
+        if board is not None and self._marked != (board, board.clears):
+            board.mark_buffers(*_NEVER)
+            self._marked = board, board.clears
 
     def keep_record(self, step: int, stage: Stage, record: bytes, board: Board | None) -> None:
         """Keep ``record``, as :meth:`record` returns it, for this rank at ``stage`` after ``step``."""
         if self._records.get((step, stage)) == record:
             return
         self._is_own = self._is_own or record != NOTHING
+        self.are_settled = False
         known = {key: each for key, each in self._records.items() if key[0] >= step - 1}
         self._records = {**known, (step, stage): record}
         if board is not None:
             alike = stage is not Stage.COMMITTED and known.get((step, Stage.COMMITTED)) == record != NOTHING
             board.put_snapshot(step, _AS_AFTER_THE_STEP if alike else record, series=_SERIES[stage])
+        if record != NOTHING:
+            if self._nothing_before is not None:
+                self._nothing_before = min(self._nothing_before, (step, stage))
+            if board is not None and board.buffers_mark() > (step, stage):
+                board.mark_buffers(step, stage)
 
     def record(self, step: int, stage: Stage, board: Board | None) -> bytes | None:
         """Return the record that was kept at ``stage`` after ``step``; None if there is none.
@@ -127,10 +152,14 @@ class OwnBuffers:
             board: this rank's board, with what the process before this one kept.
         """
         known = self._records.get((step, stage))
+        if known is None and self._nothing_before is not None and (step, stage) < self._nothing_before:
+            return NOTHING
         if known is None and board is not None:
             known = board.snapshot(step, series=_SERIES[stage])
             if known == _AS_AFTER_THE_STEP:
                 known = board.snapshot(step, series=_SERIES[Stage.COMMITTED])
+            if known is None and (step, stage) < board.buffers_mark():
+                return NOTHING
             if known is not None:
                 self.keep_record(step, stage, known, None)
         return known

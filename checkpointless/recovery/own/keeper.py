@@ -16,6 +16,7 @@ from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.rng import RngStates
 from checkpointless.transfer.tensor_entry import Key
+from checkpointless.wire.board import NO_STEP
 
 
 class OwnStateKeeper(ABC):
@@ -79,6 +80,7 @@ class OwnStateKeeper(ABC):
         group, board = live.group(), own_board()
         if board is not None:
             board.set_shard(min(group))
+            board.mark_buffers(NO_STEP, 0)
         self._own.buffers.begin(live.copy_buffers(), group)
 
     def keep_buffers(self, step: int, stage: Stage, buffers: Mapping[Key, torch.Tensor]) -> None:
@@ -91,7 +93,9 @@ class OwnStateKeeper(ABC):
             stage: the moment after the step.
             buffers: copies of the buffers, which nobody changes.
         """
-        self._own.buffers.keep(step, stage, buffers, own_board())
+        own = self._own.buffers
+        if buffers or not own.are_settled:
+            own.keep(step, stage, buffers, own_board())
 
     def keep_data_start(self, streams: RngStates) -> None:
         """Keep ``streams``, from which a new iterator over the training data draws its order, also on the board."""

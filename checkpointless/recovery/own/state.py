@@ -50,8 +50,10 @@ class OwnState:
             step: the optimizer step, whose streams and buffers have been kept.
             group: returns the ranks that hold the same shard; None: nothing has been trained yet.
         """
-        if group is not None:
+        if group is not None and not step & (step - 1):  # at ever fewer steps
             self.buffers.compare(step, group)
+        if self.replicas.jump == 0:
+            return
         self.replicas.exchange(step, lambda: self._record(step, self.streams.at(step)[Stage.COMMITTED]))
 
     def _record(self, step: int, states: RngStates) -> bytes:

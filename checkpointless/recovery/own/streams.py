@@ -7,7 +7,9 @@ from typing import Any
 
 from checkpointless.inprocess.context import own_board
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.rng import DATA_SERIES, RngStates, from_board, put_on_board
+from checkpointless.recovery.own.streams_on_board import DATA_SERIES, StreamsOnBoard
+from checkpointless.recovery.rng import RngStates
+from checkpointless.wire.board import Board
 
 
 class OwnStreams:
@@ -20,6 +22,7 @@ class OwnStreams:
     def __init__(self) -> None:
         self.states: dict[tuple[int, Stage], RngStates] | None = {}
         self._data_start: RngStates | None = None
+        self._on_board: StreamsOnBoard | None = None
 
     def forget(self) -> None:
         """Forget the streams in memory, because storage gives the state."""
@@ -36,30 +39,45 @@ class OwnStreams:
             own: what else this rank alone has at that moment, as plain data that nobody changes. None: it is too
                 large to be kept.
         """
-        known = self.at(step)
-        if loss is None and known:
-            loss = next(iter(known.values())).loss
+        if loss is None:
+            committed = (self.states or {}).get((step, Stage.COMMITTED))
+            known = {Stage.COMMITTED: committed} if committed is not None else self.at(step)
+            if known:
+                loss = next(iter(known.values())).loss
         self.keep(step, RngStates.capture(loss, stage, own))
 
     def keep(self, step: int, states: RngStates) -> None:
         """Keep ``states`` as the streams at their stage after ``step``, and drop those of steps before the last."""
-        kept = {key: each for key, each in (self.states or {}).items() if key[0] >= step - 1}
-        if states.stage is Stage.COMMITTED:  # what followed when this step was made before is void
-            kept = {key: each for key, each in kept.items() if key[0] != step}
-        board = own_board()
-        if states.stage is not Stage.COMMITTED and board is not None and all(key[0] != step for key in kept):
-            kept.update({(step, stage): each for stage, each in from_board(board, step).items()})  # a new process
+        known, stage = self.states or {}, states.stage
+        if stage is Stage.COMMITTED:  # what followed when this step was made before is void
+            kept = {key: each for key, each in known.items() if key[0] >= step - 1 and key[0] != step}
+        else:
+            kept = {key: each for key, each in known.items() if key[0] >= step - 1}
+        on_board = self._board()
+        if stage is not Stage.COMMITTED and on_board is not None and all(key[0] != step for key in kept):
+            kept.update({(step, before): each for before, each in on_board.at(step).items()})  # a new process
         after_the_step = kept.get((step, Stage.COMMITTED))
-        kept[step, states.stage] = states
+        kept[step, stage] = states
         self.states = kept  # one assignment: an interruption leaves the old or the new
-        if board is not None:
-            put_on_board(board, step, states, after_the_step)
+        if on_board is not None:
+            on_board.put(step, states, after_the_step)
+
+    def _board(self) -> StreamsOnBoard | None:
+        """Return what this rank's board has of its streams; None: there is no board."""
+        board: Board | None = own_board()
+        if board is None:
+            return None
+        if self._on_board is None or self._on_board.board is not board:
+            self._on_board = StreamsOnBoard(board)
+        return self._on_board
 
     def at(self, step: int) -> dict[Stage, RngStates]:
         """Return the streams after ``step`` by stage, from memory or, in a new process, from the board."""
         known = {key[1]: states for key, states in (self.states or {}).items() if key[0] == step}
-        board = own_board()
-        return known if known or board is None else from_board(board, step)
+        if known:
+            return known
+        on_board = self._board()
+        return on_board.at(step) if on_board is not None else {}
 
     def newest(self, step: int) -> RngStates | None:
         """Return the streams at the last stage after ``step`` that is known; None if none is."""

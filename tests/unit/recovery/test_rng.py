@@ -15,7 +15,8 @@ import torch
 
 from checkpointless.recovery import rng
 from checkpointless.recovery.moment import Stage
-from checkpointless.recovery.rng import RngSource, RngStates, from_board, put_on_board, register_rng_source
+from checkpointless.recovery.own.streams_on_board import StreamsOnBoard
+from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 from checkpointless.wire.board import Board
 
 
@@ -189,38 +190,41 @@ def test_another_generator_of_numpys_is_taken_too() -> None:
 @pytest.mark.parametrize("moves", [False, True])
 def test_the_board_gives_every_moment_of_a_step(moves: bool) -> None:
     board = Board.create(0)
+    kept = StreamsOnBoard(board)
     after = RngStates.capture(loss=0.5)
-    put_on_board(board, 3, after, None)
-    assert from_board(board, 3)[Stage.COMMITTED].same_streams(after)
+    kept.put(3, after, None)
+    assert kept.at(3)[Stage.COMMITTED].same_streams(after)
     if moves:
         torch.rand(())
     later = RngStates.capture(loss=0.5, stage=Stage.CHECKED)
-    put_on_board(board, 3, later, after)
-    found = from_board(board, 3)
+    kept.put(3, later, after)
+    found = kept.at(3)
     assert list(found) == [Stage.COMMITTED, Stage.CHECKED]
     assert (found[Stage.CHECKED].stage, found[Stage.CHECKED].loss) == (Stage.CHECKED, 0.5)
     assert found[Stage.CHECKED].same_streams(later)
     assert found[Stage.CHECKED].same_streams(after) is not moves
-    assert from_board(board, 4) == {}
+    assert kept.at(4) == {}
     board.close()
 
 
 def test_what_followed_a_step_is_void_when_it_is_made_again() -> None:
     board = Board.create(0)
-    put_on_board(board, 3, RngStates.capture(), None)
+    kept = StreamsOnBoard(board)
+    kept.put(3, RngStates.capture(), None)
     torch.rand(())
-    put_on_board(board, 3, RngStates.capture(stage=Stage.CHECKED), None)
+    kept.put(3, RngStates.capture(stage=Stage.CHECKED), None)
     again = RngStates.capture()
-    put_on_board(board, 3, again, None)
-    assert list(from_board(board, 3)) == [Stage.COMMITTED]
+    kept.put(3, again, None)
+    assert list(kept.at(3)) == [Stage.COMMITTED]
     board.close()
 
 
 def test_a_moment_may_be_known_without_the_end_of_its_step() -> None:
     board = Board.create(0)
+    kept = StreamsOnBoard(board)
     loaded = RngStates.capture(stage=Stage.LOADED)
-    put_on_board(board, 0, loaded, None)
-    assert from_board(board, 0)[Stage.LOADED].same_streams(loaded)
+    kept.put(0, loaded, None)
+    assert kept.at(0)[Stage.LOADED].same_streams(loaded)
     board.close()
 
 
@@ -240,13 +244,14 @@ def test_what_else_is_a_ranks_own_is_kept_with_its_streams(
     moves: bool, own: dict[str, torch.Tensor] | None
 ) -> None:
     board = Board.create(0)
+    kept = StreamsOnBoard(board)
     after = RngStates.capture(loss=0.5, own={"mean": torch.tensor(2.0)})
-    put_on_board(board, 3, after, None)
+    kept.put(3, after, None)
     if moves:
         torch.rand(())
     later = RngStates.capture(loss=0.5, stage=Stage.CHECKED, own=own)
-    put_on_board(board, 3, later, after)
-    found = from_board(board, 3)
+    kept.put(3, later, after)
+    found = kept.at(3)
     assert found[Stage.CHECKED].same_streams(later)
     assert found[Stage.CHECKED].own == own
     assert found[Stage.COMMITTED].own == {"mean": torch.tensor(2.0)}
@@ -272,11 +277,12 @@ def test_damaged_streams_are_refused_and_those_of_a_board_are_not_there() -> Non
         with pytest.raises(ValueError, match="random stream"):
             RngStates.from_bytes(whole[:length])
     board = Board.create(0)
-    put_on_board(board, 3, states, None)
+    kept = StreamsOnBoard(board)
+    kept.put(3, states, None)
     words = states.streams["torch"]
     place = os.pread(board.fd, Board.SIZE, 0).index(words)
     os.pwrite(board.fd, bytes([words[100] ^ 1]), place + 100)
-    assert from_board(board, 3) == {}
+    assert kept.at(3) == {}
     board.close()
 
 
@@ -297,7 +303,7 @@ def test_pythons_stream_is_looked_at_in_memory_only_where_its_words_are(monkeypa
     stream.take()
     assert stream._generator[1] is not None, "this interpreter keeps them where they are looked for"
     elsewhere = rng._PythonStream()
-    monkeypatch.setattr(rng, "_memory_of", lambda _: SimpleNamespace(raw=b"x" * 2500))
+    monkeypatch.setattr(rng, "python_memory", lambda _: SimpleNamespace(raw=b"x" * 2500))
     for _ in range(3):
         random.random()
         assert elsewhere.take() == stream.take()

@@ -11,6 +11,7 @@ from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own import buffers as own_buffers
 from checkpointless.recovery.own.buffers import NOTHING, OWN_BUFFER_BYTES, OwnBuffers, decode
 from checkpointless.transfer.tensor_entry import Key
+from checkpointless.wire.board import Board
 
 NAME: Key = ("buffer", "norm.running_mean")
 
@@ -94,3 +95,40 @@ def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> N
     found = own.lost(large, NOTHING, {1: [0]}, alive=False)
     assert list(found) == [1]
     assert "norm.running_mean of its modules' buffers are too large to be kept" in found[1]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_new_process_is_told_that_no_buffer_had_changed_before_the_first_one_did() -> None:
+    board = Board.create(0)
+    own = OwnBuffers()
+    own.begin(buffers(1.0), [0, 1])
+    assert OwnBuffers().record(1, Stage.COMMITTED, board) is None
+    for step in (1, 2):
+        for stage in (Stage.COMMITTED, Stage.CHECKED):
+            own.keep(step, stage, buffers(1.0), board)
+            assert OwnBuffers().record(step, stage, board) == NOTHING
+    own.keep(3, Stage.COMMITTED, buffers(1.0), board)
+    own.keep(3, Stage.CHECKED, buffers(2.0), board)
+    own.keep(4, Stage.COMMITTED, buffers(1.0), board)
+    for owner in (own, OwnBuffers()):
+        assert owner.record(2, Stage.CHECKED, board) == owner.record(3, Stage.COMMITTED, board) == NOTHING
+        for step, stage, value in ((3, Stage.CHECKED, 2.0), (4, Stage.COMMITTED, 1.0)):
+            kept = owner.record(step, stage, board)
+            assert kept is not None
+            assert decode(kept)[NAME].equal(torch.full((3,), value))
+        assert owner.record(4, Stage.CHECKED, board) is None, "it was not reached"
+    board.close()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_module_without_buffers_is_settled_until_the_training_begins_anew() -> None:
+    board = Board.create(0)
+    own = OwnBuffers()
+    own.begin({}, [0, 1])
+    assert not own.are_settled
+    own.keep(1, Stage.COMMITTED, {}, board)
+    assert own.are_settled
+    assert OwnBuffers().record(9, Stage.CHECKED, board) == NOTHING
+    own.begin({}, [0, 1])
+    assert not own.are_settled
+    board.close()
