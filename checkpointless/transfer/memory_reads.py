@@ -76,7 +76,9 @@ class MemoryReads:
         self._due: queue.SimpleQueue[BucketRead | None] = queue.SimpleQueue()
         self._found: dict[int, int | None] = {}
         self._closed: dict[int, str] = {}
-        self._changed = threading.Condition()
+        # Its own context manager is C: an exception that another thread raises here cannot leave it locked.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
         self._reading: set[int] = set()
         self._is_stopped = False
         self._calls = 0
@@ -157,9 +159,10 @@ class MemoryReads:
         Raises:
             RuntimeError: a call does not end; what it writes to must not be used again.
         """
-        with self._changed:
+        with self._mutex:
             self._is_stopped = True
             self._reading.discard(threading.get_ident())  # this thread is not in a call
+            self._changed.notify_all()
             if not self._changed.wait_for(lambda: not self._reading, limit_s):
                 raise RuntimeError(f"a read of another process's memory did not end within {limit_s:.0f} s")
         with _all_mutex:
@@ -191,13 +194,13 @@ class MemoryReads:
 
     def _enter(self, thread: int) -> None:
         """Note that a thread is about to make a system call: :meth:`stop` waits for it, and lets none follow."""
-        with self._changed:
+        with self._mutex:
             if self._is_stopped:
                 raise ReadsStopped("the transfer was aborted")
             self._reading.add(thread)
 
     def _leave(self, thread: int) -> None:
-        with self._changed:
+        with self._mutex:
             self._reading.discard(thread)
             if self._is_stopped:
                 self._changed.notify_all()

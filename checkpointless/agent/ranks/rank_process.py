@@ -126,14 +126,19 @@ def _flush() -> None:
             continue  # closed or replaced by the script: there is nowhere to report it
 
 
-def main() -> NoReturn:
-    """Run one rank in this interpreter."""
+def process_parser() -> argparse.ArgumentParser:
+    """Return what parses the options that the agent gives each process that is to run the script."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--platform")
     parser.add_argument("--script", type=Script.from_json, required=True)
     parser.add_argument("--temp-folder", type=Path)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> NoReturn:
+    """Run one rank in this interpreter."""
+    options = process_parser().parse_args()
     die_with_parent(options.parent)
     for name in (AGENT_FD_ENV, BOARD_FD_ENV):
         os.set_inheritable(int(os.environ[name]), False)

@@ -7,7 +7,6 @@ of that request, and gets the descriptors over a connection of its own.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -23,7 +22,7 @@ from typing import Any, NoReturn
 
 from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.preload import preload
-from checkpointless.agent.ranks.rank_process import Script, die_with_parent
+from checkpointless.agent.ranks.rank_process import Script, die_with_parent, process_parser
 from checkpointless.agent.ranks.standbys.place import MAX_REQUEST_BYTES, Place, become_rank, wait_for_place
 from checkpointless.agent.ranks.standbys.pool import Fate, StandbyNews, StandbyPool
 from checkpointless.posix.process_tree import ProcessTree
@@ -215,13 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command-line arguments (default: those of this process).
     """
-    parser = argparse.ArgumentParser()
+    parser = process_parser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--preload", default="")
-    parser.add_argument("--platform")
-    parser.add_argument("--script", type=Script.from_json, required=True)
-    parser.add_argument("--temp-folder", type=Path)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
     logging.basicConfig(level=logging.INFO, format="zygote: %(message)s")

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from checkpointless.cli.command import Command
 from checkpointless.cli.cuda import has_cuda
@@ -26,8 +26,6 @@ RECIPE_PRELOAD = (
     "torch._dynamo",  # which the first optimizer of a process imports
     RECIPE_RUNNER,
 )
-#: Keys of a recipe whose values name what Hydra makes an object with.
-_NAMES = ("_target_", "path")
 
 _EPILOG = """\
 examples:
@@ -83,14 +81,16 @@ def preloads_of(config: DictConfig) -> tuple[str, ...]:
     while due:
         each = due.pop()
         if isinstance(each, dict):
-            found.update(value for key, value in each.items() if key in _NAMES and _is_dotted(value))
+            target = each.get("_target_")
+            of_hydra = str(target).startswith("hydra.utils.")  # get_object and the like, which are told a path
+            found.update(name for name in (target, each.get("path") if of_hydra else None) if _is_dotted(name))
         if isinstance(each, dict | list):
             due += each.values() if isinstance(each, dict) else each
     more = set(installed(found, Path.cwd())) - set(RECIPE_PRELOAD)
     return *RECIPE_PRELOAD, *sorted(more)
 
 
-def _is_dotted(value: object) -> bool:
+def _is_dotted(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
 
 

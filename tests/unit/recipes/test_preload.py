@@ -16,7 +16,7 @@ def test_what_a_recipe_names_is_preloaded_unless_it_is_the_users_own(
 ) -> None:
     (tmp_path / "mine.py").write_text("raise RuntimeError('local modules are not for the zygote')")
     monkeypatch.chdir(tmp_path)
-    callbacks = [{"_target_": "mine.Clock"}, {"_target_": "torch.nn.Linear", "path": "a/file.name"}]
+    callbacks = [{"_target_": "mine.Clock"}, {"_target_": "torch.nn.Linear", "path": "torch.data"}]
     config = OmegaConf.create(
         {
             "model": {"config": {"spec": {"_target_": "hydra.utils.get_method", "path": "json.dumps"}}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -198,3 +199,16 @@ def test_a_read_that_gives_nothing_ends_the_transfer(monkeypatch: pytest.MonkeyP
         with pytest.raises(TimeoutError, match="gave nothing"):
             reads.finish()
         gate.opened.set()
+
+
+def test_whoever_waits_for_a_thread_that_stops_by_itself_is_told() -> None:
+    """A rank's main thread may be interrupted in a call, before it notes that the call is over."""
+    reads = MemoryReads(threads=1)
+    reads._enter(threading.get_ident())
+    aborting = threading.Thread(target=reads.stop, args=(60.0,), daemon=True)
+    aborting.start()
+    while not reads._is_stopped:
+        time.sleep(0.01)
+    reads.stop()
+    aborting.join(20.0)
+    assert not aborting.is_alive()

@@ -7,7 +7,6 @@ import would, and ends; the next standby is made without that import, which is l
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import importlib
@@ -15,12 +14,11 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.preload import preload
-from checkpointless.agent.ranks.rank_process import Script, die_with_parent
+from checkpointless.agent.ranks.rank_process import Script, die_with_parent, process_parser
 from checkpointless.agent.ranks.standbys.place import SPOILED, become_rank, say, wait_for_place
 from checkpointless.devices.cuda_sign import INIT_SIGN, cuda_sign
 from checkpointless.posix.background import low_priority
@@ -77,13 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command-line arguments (default: those of this process).
     """
-    parser = argparse.ArgumentParser()
+    parser = process_parser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--preload", default="")
-    parser.add_argument("--platform")
-    parser.add_argument("--script", type=Script.from_json, required=True)
-    parser.add_argument("--temp-folder", type=Path)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
     logging.basicConfig(level=logging.INFO, format="standby: %(message)s")
