@@ -73,7 +73,11 @@ def test_what_cannot_be_read_after_something_is_left_out(end_of_memory: int) -> 
     assert target.raw[:1] == b"\0"
 
 
-@pytest.mark.parametrize(("pid", "number"), [(OWN, errno.EFAULT), (GONE, errno.ESRCH)])
+# Named: the id of a process in a test's name would differ from one of the suite's workers to the next.
+@pytest.mark.parametrize(
+    ("pid", "number"),
+    [pytest.param(OWN, errno.EFAULT, id="own"), pytest.param(GONE, errno.ESRCH, id="gone")],
+)
 def test_what_cannot_be_read_at_all_is_an_error(end_of_memory: int, pid: int, number: int) -> None:
     _, here = buffer(b"....")
     with pytest.raises(OSError, match=r".") as raised:
