@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from checkpointless.megatron.fp8_parameters import fp8_parameters, left_as_they_
 from checkpointless.megatron.replicas import replica_group
 from checkpointless.megatron.scales import Scales
 from checkpointless.megatron.update import gather_parameters, sub_optimizers, update_locally
+from checkpointless.recovery.training.param_groups import ParamGroups, has_buffers
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.tensor_entry import Key
 
@@ -34,6 +35,8 @@ class MegatronTensors(TrainingTensors):
         chunks = list(chunks)
         self._scales = Scales(chunks)  # first: they are buffers then
         super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
+        self._groups = ParamGroups(self._torch_optimizers)
+        self._has_buffers = has_buffers(chunks)
 
     def group(self) -> tuple[int, ...]:
         """Return the ranks that hold the same shard."""
@@ -47,6 +50,8 @@ class MegatronTensors(TrainingTensors):
     @override
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
         """Return copies, by key, of the buffers as they are now, scales of FP8 among them."""
+        if not self._has_buffers:
+            return {}
         self._scales.follow()
         return super().copy_buffers()
 
@@ -87,6 +92,14 @@ class MegatronTensors(TrainingTensors):
             for name, parameter in self.parameters_of(chunk)
             if id(parameter) in meant
         }
+
+    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values of the optimizers' param groups; return what makes them as they are now."""
+        return self._groups.take()
+
+    def updated_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that the optimizers update; the same list as long as they have the same."""
+        return self._groups.parameters()
 
     def scalers(self) -> list[dict[str, Any] | None]:
         """Return a copy of every optimizer's loss-scaler state; None for an optimizer without a loss scaler."""

@@ -136,6 +136,16 @@ class MegatronTraining(LoopTraining, MegatronTensors):
         return MegatronTensors.group(self)
 
     @override
+    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values of the optimizers' param groups; return what makes them as they are now."""
+        return MegatronTensors.take_groups(self)
+
+    @override
+    def updated_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that are updated on this rank."""
+        return MegatronTensors.updated_parameters(self)
+
+    @override
     def step_optimizers(self) -> bool:
         """Apply the update whose final gradients are held, unless they had overflowed."""
         if not self._guard.overflow:

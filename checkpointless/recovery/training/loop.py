@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +16,27 @@ from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.training.param_groups import version_of
+from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
 from checkpointless.telemetry.steps import StepExtras, StepLog
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.tensor_entry import Key
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What was taken after a step; it is put into its form when somebody asks.
+
+    Attributes:
+        make: makes the objects, without the optimizers' plain state.
+        buffers: copies of the buffers.
+    """
+
+    make: Callable[[], dict[str, Any]]
+    buffers: Mapping[Key, torch.Tensor]
 
 
 class LoopTraining(TrainingTensors, ABC):
@@ -48,7 +63,7 @@ class LoopTraining(TrainingTensors, ABC):
         self._schedulers = list(schedulers)
         self._call = call
         self._ready_step = 0
-        self._moments: dict[int, Moment] = {}  # by step
+        self._moments: dict[int, _Taken] = {}  # by step
         self._versions: list[int] = []  # of the parameters, when the newest of these was taken
         self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
         manager = manager_of(call)
@@ -76,11 +91,12 @@ class LoopTraining(TrainingTensors, ABC):
         """
         self._restore()
         while self.step < last:
-            moment = self._moment(self.step)
-            self._manager.keep_buffers(self.step, Stage.COMMITTED, moment.buffers)
-            self._moments = {self.step: moment}
+            taken = self._taken(self.step)
+            self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
+            self._moments = {self.step: taken}
             self._versions = self._parameter_versions()
-            self._manager.make_copies(self.step)  # with what the loop has done since the update
+            if self._manager.tiers_are_kept:
+                self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
             yield self.step + 1
             if self.step < self._call.steps.making:
@@ -139,7 +155,8 @@ class LoopTraining(TrainingTensors, ABC):
 
     def moments(self, step: int) -> Mapping[Stage, Moment]:
         """Return the state after the update of ``step``; what the loop does after ``update()`` is not in it."""
-        return {Stage.COMMITTED: self._moments[step]} if step in self._moments else {}
+        taken = self._moments.get(step)
+        return {} if taken is None else {Stage.COMMITTED: self._whole(taken)}
 
     def changed(self) -> str:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
@@ -162,20 +179,24 @@ class LoopTraining(TrainingTensors, ABC):
 
     def resumed(self, step: int, stage: Stage, objects: dict[str, Any]) -> None:
         """Record that the state is that after ``step``."""
-        self._moments = {step: Moment(objects, self.copy_buffers())}
+        self._moments = {step: _Taken(lambda: objects, self.copy_buffers())}
         self._versions = []  # until the next step begins
 
     def _moment(self, step: int) -> Moment:
         """Return the state as it is now, as the moment after ``step``."""
-        objects = {
-            "step": step,
-            "groups": self.groups(),
-            "state": self.plain_state(),
-            "spread": self.spread(),
-            "schedulers": [copy.deepcopy(scheduler.state_dict()) for scheduler in self._schedulers],
-            **self.more_objects(),
-        }
-        return Moment(objects, self.copy_buffers())
+        return self._whole(self._taken(step))
+
+    def _taken(self, step: int) -> _Taken:
+        """Take the state as it is now, as that after ``step``."""
+        groups, more = self.take_groups(), self.more_objects()
+        schedulers = [state_tree.copy(scheduler.state_dict()) for scheduler in self._schedulers]
+        return _Taken(
+            lambda: {"step": step, "groups": groups(), "schedulers": schedulers, **more}, self.copy_buffers()
+        )
+
+    def _whole(self, taken: _Taken) -> Moment:
+        """Return what was taken, with the optimizers' plain state, which nothing but an update changes."""
+        return Moment({**taken.make(), "state": self.plain_state(), "spread": self.spread()}, taken.buffers)
 
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:
@@ -196,12 +217,20 @@ class LoopTraining(TrainingTensors, ABC):
         """
         for scheduler in self._schedulers if changes else ():
             self._step_scheduler(scheduler)
-        self._moments = {self._ready_step: self._moment(self._ready_step)}
+        self._moments = {self._ready_step: self._taken(self._ready_step)}
         self._versions = self._parameter_versions()
 
     def _parameter_versions(self) -> list[int]:
         """Return how often each parameter that is updated was written to, as torch counts it."""
-        return [parameter._version for _, _, parameter in self._parameters()]
+        return list(map(version_of, self.updated_parameters()))
+
+    @abstractmethod
+    def updated_parameters(self) -> Sequence[torch.Tensor]:
+        """Return the parameters that are updated on this rank."""
+
+    @abstractmethod
+    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values of the optimizers' param groups; return what makes them as they are now."""
 
     # --- what a subclass knows ------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,16 @@ class PlainTraining(LoopTraining, TorchTensors):
     def group(self) -> tuple[int, ...]:
         """Return the global ranks that hold the same state."""
         return TorchTensors.group(self)
+
+    @override
+    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values of the optimizers' param groups; return what makes them as they are now."""
+        return TorchTensors.take_groups(self)
+
+    @override
+    def updated_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that are updated on this rank."""
+        return TorchTensors.updated_parameters(self)
 
     @override
     def step_optimizers(self) -> bool:

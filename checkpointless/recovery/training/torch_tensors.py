@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,7 @@ from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.kernels import unabortable
 from checkpointless.precision import unsupported_in_a_loop
 from checkpointless.recovery.training.ddp_buckets import settle_buckets
+from checkpointless.recovery.training.param_groups import ParamGroups, has_buffers, version_of
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.sharded_tensors import is_sharded, replicas_of
 from checkpointless.transfer.tensor_entry import Key
@@ -100,8 +102,11 @@ class TorchTensors(TrainingTensors):
         self._sizes = _sizes_of(optimizers)
         self._trained: list[bool] = []  # as it was at the moment that was resumed at
         self.optimizers = list(optimizers)
+        self._groups = ParamGroups(self._torch_optimizers)
+        self._has_buffers = has_buffers(modules)
         # Beside later updates threads may communicate.
         self._is_known = is_known
+        self._frozen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # by the list of the others
         self._group = tuple(sorted(group)) if group is not None else self._replicas()
         self._refuse_what_cannot_travel()
 
@@ -195,12 +200,26 @@ class TorchTensors(TrainingTensors):
         if reason is not None:
             raise UnrecoverableError(f"no other process could be given this state: {reason}")
 
+    @override
+    def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
+        """Return copies, by key, of the buffers as they are now: a step changes some of them before its commit."""
+        return super().copy_buffers() if self._has_buffers else {}
+
+    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values of the optimizers' param groups; return what makes them as they are now."""
+        return self._groups.take()
+
     def versions(self) -> list[int]:
         """Return how often each parameter was written to, as torch counts it; frozen ones come last."""
-        trained = [parameter for _, _, parameter in self._parameters()]
-        known = {id(parameter) for parameter in trained}
-        frozen = [each for named in self._named.values() for _, each in named if id(each) not in known]
-        return [parameter._version for parameter in [*trained, *frozen]]
+        trained = self.updated_parameters()
+        if trained is not self._frozen[0]:
+            known = {id(parameter) for parameter in trained}
+            self._frozen = trained, [each for each in self._all if id(each) not in known]
+        return list(map(version_of, itertools.chain(*self._frozen)))
+
+    def updated_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that the optimizers update; the same list as long as they have the same."""
+        return self._groups.parameters()
 
     def arrange(self) -> None:
         """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""

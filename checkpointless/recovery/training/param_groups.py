@@ -1,0 +1,66 @@
+"""What is cheap to take of optimizers and modules at every step: param groups, and that there are no buffers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class ParamGroups:
+    """Takes the values of all param groups of some optimizers, learning rates included, and finds the parameters.
+
+    Args:
+        optimizers: the optimizers; None stands for one that has nothing to update on this rank.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer | None]) -> None:
+        self._optimizers = list(optimizers)
+        # By the lists in the groups: those lists, which keep their ids, and the parameters in them.
+        self._listed: tuple[list[int], list[Any], list[torch.Tensor]] = ([], [], [])
+        self._last: tuple[list[dict[str, Any]], Callable[[], list[list[dict[str, Any]]]]] = ([], list)
+
+    def take(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values as they are now.
+
+        Returns:
+            What makes them, without the parameters: by optimizer and group, by name. It is the same object as long
+            as no value has been replaced, and nobody changes what it makes.
+        """
+        groups = [group for each in self._optimizers if each is not None for group in each.param_groups]
+        last, make = self._last
+        if len(groups) == len(last) and all(map(_is_alike, groups, last)):
+            return make
+        counts = [len(each.param_groups) if each is not None else 0 for each in self._optimizers]
+        copies = [group.copy() for group in groups]
+
+        def fresh() -> list[list[dict[str, Any]]]:
+            rest = iter([{name: value for name, value in group.items() if name != _PARAMS} for group in copies])
+            return [[next(rest) for _ in range(count)] for count in counts]
+
+        self._last = copies, fresh
+        return fresh
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters in all groups, in order: the same list as long as the groups have the same."""
+        lists = [group[_PARAMS] for each in self._optimizers if each is not None for group in each.param_groups]
+        now = [*map(id, lists), *map(len, lists)]
+        if now != self._listed[0]:
+            self._listed = now, lists, [parameter for each in lists for parameter in each]
+        return self._listed[2]
+
+
+version_of = operator.attrgetter("_version")
+_PARAMS = "params"
+
+
+def _is_alike(group: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two groups have the very same values under the same names, in the same order."""
+    return len(group) == len(other) and all(map(operator.is_, group.values(), other.values()))
+
+
+def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
+    """Return whether ``modules`` have buffers now; later ones are not copied."""
+    return any(True for module in modules for _ in module.named_buffers())
