@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from checkpointless.callbacks.incident_metrics import log_incident
+from checkpointless.callbacks.trainer_parts import steps_made
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.recovery.running import manager_of
@@ -65,6 +66,7 @@ class CheckpointlessCallback(Callback):
         self.clean_tensor_hook = clean_tensor_hook
         self.clean_lightning_module = clean_lightning_module
         self.tried_adapter_checkpointless = False
+        self._looked_for_peft: object = None  # the strategy of the trainer that has no PEFT callback
         self._making: tuple[int, int] | None = None  # the generation and the step in the making
 
     @staticmethod
@@ -115,18 +117,21 @@ class CheckpointlessCallback(Callback):
         **kwargs: Any,
     ) -> None:
         """Tell the wrapper that an optimizer step begins."""
-        peft = self.get_peft_callback(trainer)
-        if peft is not None:
-            self._try_adapter_checkpointless_restore(trainer, peft.params_to_save)
+        if not self.tried_adapter_checkpointless and self._looked_for_peft is not trainer.strategy:
+            peft = self.get_peft_callback(trainer)
+            if peft is not None:
+                self._try_adapter_checkpointless_restore(trainer, peft.params_to_save)
+            else:
+                self._looked_for_peft = trainer.strategy
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is not None and not _is_replaying(trainer):
             manager = manager_of(wrapper)
-            step = trainer.global_step + 1 + (manager.offset if manager is not None else 0)
+            step = steps_made(trainer) + 1 + (manager.offset if manager is not None else 0)
             if self._making == (wrapper.generation, step):
                 wrapper.beat()  # one more batch of the step
             else:
                 self._making = wrapper.generation, step
-                wrapper.begin_step(step)
+                wrapper.steps.begin(step)
 
     @override
     def on_train_batch_end(
@@ -136,7 +141,7 @@ class CheckpointlessCallback(Callback):
         wrapper = self.get_wrapper_from_trainer(trainer)
         if wrapper is None or _is_replaying(trainer) or trainer.fit_loop._should_accumulate():
             return
-        wrapper.end_step()
+        wrapper.steps.end()
         if wrapper.incident is not None and wrapper.step_upon_restart == 1:
             log_incident(trainer, wrapper, wrapper.steps.making)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
+
+import lightning.pytorch as pl
 
 from checkpointless.inprocess.abort.trainer import register_trainer_parts
 
@@ -29,6 +32,23 @@ class LightningTrainerParts:
             process = getattr(getattr(call, "async_caller", None), "process", None)
             if process is not None and process.is_alive():
                 process.kill()
+
+
+def steps_made(trainer: pl.Trainer) -> int:
+    """Return how many optimizer steps a trainer has made, as its slow property ``global_step`` says."""
+    fit_loop: Any = trainer.fit_loop
+    known: Any = vars(fit_loop).get(_MODULE)
+    if known is None or known[0] is not trainer.strategy:
+        module = trainer.lightning_module
+        known = trainer.strategy, module is None or bool(module.automatic_optimization)
+        setattr(fit_loop, _MODULE, known)
+    return int(_optimizer_steps(fit_loop)) if known[1] else int(trainer.global_step)
+
+
+_MODULE = "_checkpointless_module"
+_optimizer_steps = operator.attrgetter(
+    "epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed"
+)
 
 
 def worker_iterators(combined_loader: object) -> list[Any]:

@@ -192,7 +192,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         """Take hold of model and optimizer, which are built."""
         assert self._fit is not None
         fit = self._fit
-        fit.take_hold(MegatronSteps(self.trainer, lambda: fit.position().fetched))
+        fit.take_hold(MegatronSteps(self.trainer, fit.fetched))
         bound = self._bound_launches()
         if fit.live is not None and self._warm_start is not None:
             fit.live.built = self._warm_start.built(bound)

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from checkpointless.callbacks import CheckpointlessCallback
+from checkpointless.callbacks.trainer_parts import steps_made
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.inprocess.finalize import register_cleanup
 from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
@@ -91,6 +92,7 @@ class RecoverableFit:
 
     Attributes:
         manager: the manager, as given.
+        keeper: takes the state; None: a PEFT run has neither adapters nor an optimizer yet.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class RecoverableFit:
         self._data = data
         self._worker_seed = worker_seed
         self._loggers = LoggerFacts(trainer, call.facts)
-        self._keeper: StepKeeper | None = None  # None: a PEFT run has neither adapters nor an optimizer yet
+        self.keeper: StepKeeper | None = None
         self._restoration: Restoration | None = None
         self._restored_without_adapters = False
         self._validation_data: ValidationData | None = None
@@ -126,40 +128,44 @@ class RecoverableFit:
         Args:
             steps: how the trainer's strategy makes steps.
         """
-        self._keeper = StepKeeper(self._trainer, self._call, self.manager, self.position, steps)
+        self.keeper = StepKeeper(self._trainer, self._call, self.manager, self.position, steps)
 
     def position(self) -> DataPosition:
         """Return where the training stands in its data."""
         return self._data.position(cast("ResumableFitLoop", self._trainer.fit_loop))
 
+    def fetched(self) -> int:
+        """Return how many batches Lightning's fetcher has counted."""
+        return self._data.fetched(cast("ResumableFitLoop", self._trainer.fit_loop))
+
     @property
     def live(self) -> TrainerLiveState | None:
         """The state of the trainer; None before :meth:`take_hold`."""
-        return self._keeper.live if self._keeper is not None else None
+        return self.keeper.live if self.keeper is not None else None
 
     @property
     def is_under_way(self) -> bool:
         """Whether the fit is being run, and could be recovered."""
-        return self.manager is not None and self._keeper is not None and self._keeper.live.is_under_way
+        return self.manager is not None and self.keeper is not None and self.keeper.live.is_under_way
 
     @property
     def replayed(self) -> StepOutcome | None:
         """The outcome of the committed step that is replayed; None: a step is computed."""
-        return self._keeper.steps.replayed if self._keeper is not None else None
+        return self.keeper.steps.replayed if self.keeper is not None else None
 
     def _job_step(self) -> int:
         """Return the optimizer step that the trainer is at, counted over all fits of the block."""
         offset = self.manager.offset if self.manager is not None else 0
-        return int(self._trainer.global_step) + offset
+        return steps_made(self._trainer) + offset
 
     # --- what the loops report ----------------------------------------------------------------------------------
 
     def reached(self, stage: Stage) -> None:
         """Take the state of the moment that the loops have reached: ``stage`` after the newest step."""
-        if self.manager is None or self._keeper is None:
+        if self.manager is None or self.keeper is None:
             return
         step = self._job_step()
-        self._keeper.reached(step, stage)
+        self.keeper.reached(step, stage)
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if stage is Stage.ENDED or (stage is Stage.CHECKED and epoch_loop._is_training_done):
             self._loggers.keep_rows(step, int(stage))  # before a validation, or before the end of an epoch
@@ -196,9 +202,9 @@ class RecoverableFit:
                 part.
         """
         assert self.manager is not None
-        assert self._keeper is not None
+        assert self.keeper is not None
         self._restoration = Restoration(
-            objects, self._trainer, self.manager, self._keeper, self._data, self._loggers
+            objects, self._trainer, self.manager, self.keeper, self._data, self._loggers
         )
 
     @property
@@ -222,14 +228,14 @@ class RecoverableFit:
         self._worker_seed.agree(manager.rng_of(step))
         if self._restoration is not None and self._restoration.is_pending:
             self._restoration.resume()
-        if self._keeper is None:
+        if self.keeper is None:
             self._restored_without_adapters = True
         else:
             if not self._is_resuming:
-                self._keeper.live.settle()
-                manager.begin_buffers(self._keeper.live)
+                self.keeper.live.settle()
+                manager.begin_buffers(self.keeper.live)
                 self.reached(Stage.LOADED)
-            manager.attach(self._keeper.live, step)
+            manager.attach(self.keeper.live, step)
         call.steps.begin_data(samples_per_step(self._trainer))
 
     def adapters_added(self, params_to_save: Iterable[str]) -> None:
@@ -238,7 +244,7 @@ class RecoverableFit:
         Args:
             params_to_save: the names of the parameters that training changes, adapters among them.
         """
-        manager, keeper = self.manager, self._keeper
+        manager, keeper = self.manager, self.keeper
         if manager is None or keeper is None:
             return
         if isinstance(manager, PEFTCheckpointManager):
@@ -285,7 +291,7 @@ class RecoverableFit:
         Args:
             make: makes the update, as the framework does.
         """
-        return self._keeper.steps.update(make) if self._keeper is not None else make()
+        return self.keeper.steps.update(make) if self.keeper is not None else make()
 
     def save(
         self, path: str, calls: AsyncCallsQueue | None, finish: Callable[[], None] | None, make: Callable[[], None]
@@ -302,11 +308,11 @@ class RecoverableFit:
             SaveFailed: the save has failed, and its caller makes up for that.
         """
         failed = self.failed_saves
-        if failed is None or self.manager is None or self._keeper is None:
+        if failed is None or self.manager is None or self.keeper is None:
             make()
             return
         try:
-            self.manager.saves.save(path, self._keeper.live.newest_moment, calls, finish, make)
+            self.manager.saves.save(path, self.keeper.live.newest_moment, calls, finish, make)
         except SaveFailed:
             if failed.is_caught:
                 raise
@@ -318,10 +324,10 @@ class RecoverableFit:
             path: the path to save to.
             make: makes the save.
         """
-        if self.manager is None or self._keeper is None or not self.is_under_way:
+        if self.manager is None or self.keeper is None or not self.is_under_way:
             make()
         else:
-            self.manager.saves.save(path, self._keeper.live.newest_moment, make)
+            self.manager.saves.save(path, self.keeper.live.newest_moment, make)
 
     @property
     def failed_saves(self) -> FailedSaves | None:
@@ -330,6 +336,6 @@ class RecoverableFit:
 
     def finish(self) -> None:
         """End the fit, if it is under way. Collective."""
-        if self.manager is not None and self._keeper is not None and self.is_under_way:
+        if self.manager is not None and self.keeper is not None and self.is_under_way:
             vote()  # the last hooks have run on every rank: no rank goes back into this fit
-            self.manager.finish_fit(self._keeper.live.newest())
+            self.manager.finish_fit(self.keeper.live.newest())

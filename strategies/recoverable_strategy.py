@@ -67,7 +67,8 @@ class RecoverableStrategy(ParallelStrategy):
     @property
     def replaying(self) -> bool:
         """Whether a committed step is replayed for what follows its update."""
-        return self._fit is not None and self._fit.replayed is not None
+        fit = self._fit
+        return fit is not None and fit.keeper is not None and fit.keeper.steps.replayed is not None
 
     @property
     def awaits_adapters(self) -> bool:

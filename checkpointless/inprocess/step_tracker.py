@@ -66,9 +66,9 @@ class StepTracker:
         self.making = step
         self.loss = None
         if self._board is not None:
-            self._board.set_making(step)
-            self._board.beat()
-        self.entered()
+            self._board.begin_step(step)
+        if self._open_stage is not None:
+            self.entered()
         if self._open_stage is not None:
             self._end_stage()
             self._begin_stage(EventName.FIRST_STEP)

@@ -80,6 +80,7 @@ class CheckpointManager(OwnStateKeeper):
         offset: how many steps of the job precede that fit: steps are counted over all fits of a block.
         finished: by fit, the non-tensor state in which the fit ended.
         saves: what a strategy knows about the checkpoints of its newest step.
+        tiers_are_kept: whether copies are kept in tiers.
         checksum_manager: computes the digests of tensors.
         parameter_update_lock: the lock of the running block.
         refusal: why the last recovery from memory was refused ("" if it was not).
@@ -103,6 +104,8 @@ class CheckpointManager(OwnStateKeeper):
         self.allow_restart_from_scratch = allow_restart_from_scratch
         self.checksum_manager = MemoryChecksumManager(enable_checksum)
         self._copies = Copies(tiers)
+        self.tiers_are_kept = bool(tiers)
+        self._replicates = True  # until it is known
         self._base_model: BaseModel = NoBaseModel()
         self._refill = Refill()
         self.refusal = ""
@@ -217,8 +220,11 @@ class CheckpointManager(OwnStateKeeper):
         Args:
             step: the optimizer step, whose streams and buffers have been stored.
         """
-        self._own.replicate(step, self._attached.group if self._attached is not None else None)
-        self._copies.settle(step)
+        if self._replicates or not step & (step - 1):
+            self._own.replicate(step, self._attached.group if self._attached is not None else None)
+            self._replicates = self._own.replicas.jump > 0
+        if self.tiers_are_kept:
+            self._copies.settle(step)
 
     # --- when a fault comes -----------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ only if they are too large for that.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,10 +22,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from torch.nn.modules.module import register_module_module_registration_hook
 from torchmetrics import Metric, MetricTracker
 from typing_extensions import override
 
-from checkpointless.strategies.boundary.later import Later
+from checkpointless.serialization.later import Later
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +74,33 @@ class ResumableResults(_ResultCollection):
     Attributes:
         put_back: the keys of the entries that were put back and not logged since.
         about: by key, how each entry is logged, as plain data that is not changed later.
+        known: the entries that ``readers`` read.
+        entries: their keys, and how each is logged; the list is not changed later.
+        readers: the attributes of each entry, and what reads those that are kept.
+        accumulate: whether an entry is accumulated over the epoch.
     """
 
     put_back: set[str]
     about: dict[str, dict[str, Any]]
+    known: list[_ResultMetric]
+    entries: list[tuple[str, dict[str, Any]]]
+    readers: list[tuple[dict[str, Any], Callable[[dict[str, Any]], tuple[Any, ...]]]]
+    accumulate: bool
+
+    def read(self) -> list[tuple[Any, ...]]:
+        """Return what is kept of each entry, in the order of the entries."""
+        known = self.known
+        if len(self) != len(known) or not all(map(operator.is_, self.values(), known)):
+            self._look()
+        return [read(attributes) for attributes, read in self.readers]
+
+    def _look(self) -> None:
+        for key in self.keys() - self.about.keys():
+            self.about[key] = _about(self[key])
+        self.entries = [(key, self.about[key]) for key in self]
+        self.accumulate = any(about["meta"]["on_epoch"] for _, about in self.entries)
+        self.readers = [(vars(self[key]), _reader(self[key], about)) for key, about in self.entries]
+        self.known = list(self.values())
 
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -102,7 +127,9 @@ def make_results_resumable(trainer: pl.Trainer) -> None:
     results: Any = trainer.fit_loop.epoch_loop._results
     results.__class__ = ResumableResults
     results.put_back = set()
-    results.about = {}
+    results.about, results.known, results.entries, results.readers = {}, [], [], []
+    results.accumulate = False
+    _watch_modules()
 
 
 # --- taken --------------------------------------------------------------------------------------------------------
@@ -128,19 +155,21 @@ class Accumulated(Later[dict[str, Any]]):
     def __init__(self, trainer: pl.Trainer) -> None:
         connector = trainer._logger_connector
         results: Any = trainer.fit_loop.epoch_loop._results
-        if len(results) != len(results.about):
-            for key in results.keys() - results.about.keys():
-                results.about[key] = _about(results[key])
-        taken = [(key, *_take_result(metric, results.about[key])) for key, metric in results.items()]
-        parts = list(_parts_of(trainer, (Metric, MetricTracker)))
-        metrics = {name: _take_metric(each) for name, each in parts if isinstance(each, Metric)}
-        tracked = {name: len(each) for name, each in parts if isinstance(each, MetricTracker)}
+        taken = results.read()
+        entries = results.entries
+        metrics: dict[str, Any] = {}
+        tracked: dict[str, int] = {}
+        for name, each in _metrics_of(trainer):
+            if isinstance(each, Metric):
+                metrics[name] = _take_metric(each)
+            else:
+                tracked[name] = len(each)
         first, fx = connector._first_loop_iter, connector._current_fx
-        self.has_own = bool(metrics) or any(about["meta"]["on_epoch"] for _, about, *_ in taken)
+        self.has_own = bool(metrics) or results.accumulate
 
         def make() -> dict[str, Any]:
             return {
-                "results": {key: dict(zip(_KEPT_OF_RESULT, values)) for key, *values in taken},
+                "results": {key: _kept_of_result(about, values) for (key, about), values in zip(entries, taken)},
                 "metrics": metrics,
                 "tracked": tracked,
                 "first": first,
@@ -150,22 +179,41 @@ class Accumulated(Later[dict[str, Any]]):
         super().__init__(make)
 
 
-_KEPT_OF_RESULT = ("about", "values", "logged", "count", "has_reset")
-
-
-def _take_result(metric: _ResultMetric, about: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what is kept of a result, in the order of :data:`_KEPT_OF_RESULT`."""
-    known = vars(metric)
-    count, has_reset, logged = known["_update_count"], known["has_reset"], known["_forward_cache"]
+def _reader(metric: _ResultMetric, about: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Return what reads from a result's attributes what is kept: count, whether it was reset, and its values."""
     if not about["is_tensor"]:
-        return about, {}, None, count, has_reset
-    value, size = known["value"], known.get("cumulated_batch_size")
+        return operator.itemgetter("_update_count", "has_reset")
+    has_size = "cumulated_batch_size" in vars(metric)
+    names = ("_update_count", "has_reset", "_forward_cache", "value", *(["cumulated_batch_size"] * has_size))
+    read: Callable[[dict[str, Any]], tuple[Any, ...]] = operator.itemgetter(*names)
+    meta = about["meta"]
+    return functools.partial(_read_changing, read) if meta["on_epoch"] or meta["enable_graph"] else read
+
+
+def _read_changing(
+    read: Callable[[dict[str, Any]], tuple[Any, ...]], attributes: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Read a result that is accumulated over the epoch, or that has a graph.
+
+    Lightning changes neither a value nor the cache, but puts another in its place. A size is summed up over the
+    ranks in place.
+    """
+    count, has_reset, logged, value, *size = read(attributes)
     if value is not logged and value.requires_grad:
         value = value.detach()
-    values = {"value": value}  # Lightning changes neither a value nor the cache, but puts another in its place
-    if size is not None:  # it is summed up over the ranks in place, if it is counted at all
-        values["cumulated_batch_size"] = size.detach().clone() if about["meta"]["on_epoch"] else size
-    return about, values, logged, count, has_reset
+    return count, has_reset, logged, value, *(each.detach().clone() for each in size)
+
+
+def _kept_of_result(about: dict[str, Any], values: tuple[Any, ...]) -> dict[str, Any]:
+    count, has_reset, *rest = values
+    logged, *states = rest or (None,)
+    return {
+        "about": about,
+        "values": dict(zip(("value", "cumulated_batch_size"), states)),
+        "logged": logged,
+        "count": count,
+        "has_reset": has_reset,
+    }
 
 
 def _about(metric: _ResultMetric) -> dict[str, Any]:
@@ -218,6 +266,32 @@ def _parts_of(trainer: Any, kind: Any) -> Iterator[tuple[str, Any]]:
             for path, each in child.named_modules(prefix=name):
                 if isinstance(each, kind):
                     yield path, each
+
+
+_FOUND = "_checkpointless_metrics"
+_registered = 0  # how many modules were made parts of others in this process
+
+
+def _count_registration(*unused: object) -> None:
+    global _registered
+    _registered += 1
+
+
+@functools.cache
+def _watch_modules() -> None:
+    """Count from now on how many modules are made parts of others: only then metrics are searched for again."""
+    register_module_module_registration_hook(_count_registration)
+
+
+def _metrics_of(trainer: Any) -> list[tuple[str, Any]]:
+    """Return the metrics and their trackers in a trainer's module, by name."""
+    results = trainer.fit_loop.epoch_loop._results
+    registered, found = vars(results).get(_FOUND, (-1, []))
+    if registered != _registered:
+        registered = _registered
+        found = list(_parts_of(trainer, (Metric, MetricTracker)))
+        setattr(results, _FOUND, (registered, found))
+    return found
 
 
 # --- what no peer has ---------------------------------------------------------------------------------------------
@@ -316,7 +390,7 @@ def put_accumulated(trainer: pl.Trainer, kept: Mapping[str, Any]) -> None:
         result = _made_result(trainer, entry)
         if result is not None:
             results[key] = result
-    results.put_back = set(results)
+    results.put_back, results.known = set(results), []
     results.about = {key: kept["results"][key]["about"] for key in results}
     connector._first_loop_iter = kept["first"]
     connector._current_fx = kept["fx"]

@@ -8,7 +8,8 @@ after a fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.serialization import state_tree
-from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, take_accumulated
-from checkpointless.strategies.boundary.later import Later, copies_of
+from checkpointless.serialization.later import copies_of, copy_of
+from checkpointless.strategies.boundary.epoch_metrics import put_accumulated
 from checkpointless.strategies.boundary.progress import progress_of
+from checkpointless.strategies.data.position import megatron_sampler, take_sampler
 
 #: What Lightning itself writes, besides the states of precision plugin and data module under their names.
 _LIGHTNINGS = frozenset(
@@ -50,16 +52,85 @@ class Kind:
 
     Attributes:
         name: its key in the objects of a moment.
-        take: returns the trainer's state of this kind, as plain data that is not changed later, or what makes it.
         put: puts that data back into a trainer.
     """
 
     name: str
-    take: Callable[[Any], Any]
     put: Callable[[Any, Any], None]
 
 
-def take_checkpoint(trainer: pl.Trainer) -> Later[dict[str, Any]]:
+class _Asked:
+    """Which parts of a trainer have a state to be taken, as long as the trainer has the same module and callbacks.
+
+    Args:
+        trainer: the trainer, whose strategy and data module stay the same.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        base = Callback.state_dict
+        self.callbacks = list(trainer.callbacks)
+        self.stateful = [
+            each for each in self.callbacks if type(each).state_dict is not base or "state_dict" in vars(each)
+        ]
+        self.savers = [each for each in self.callbacks if isinstance(each, Checkpoint)]
+        self.strategy = trainer.strategy
+        self.counts_itself = not trainer.lightning_module.automatic_optimization
+        self.module = trainer.lightning_module
+        self.module_has_own_hook = _SAVE_HOOK in vars(self.module)
+        self.has_save_hooks = _has_save_hooks(trainer)
+        precision = trainer.precision_plugin
+        self.datamodule: Any = getattr(trainer, "datamodule", None)
+        self.sampler = megatron_sampler(trainer)
+        self.precision = precision if type(precision).state_dict is not Precision.state_dict else None
+        self.data_has_state = self.datamodule is not None and is_overridden("state_dict", self.datamodule)
+
+    @classmethod
+    def of(cls, trainer: Any) -> _Asked:
+        """Return what is asked of ``trainer``."""
+        known: _Asked | None = vars(trainer.fit_loop).get(_ASKED)
+        if known is None or not known._is_so(trainer):
+            known = cls(trainer)
+            setattr(trainer.fit_loop, _ASKED, known)
+        return known
+
+    def _is_so(self, trainer: Any) -> bool:
+        """Return whether the trainer's parts are those that were looked at."""
+        callbacks = trainer.callbacks
+        return (
+            trainer.lightning_module is self.module
+            and len(callbacks) == len(self.callbacks)
+            and all(map(operator.is_, callbacks, self.callbacks))
+            and (_SAVE_HOOK in vars(self.module)) is self.module_has_own_hook
+        )
+
+
+_ASKED = "_checkpointless_asked"
+_SAVE_HOOK = "on_save_checkpoint"
+
+
+def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
+    """Take the state of a trainer as Lightning keeps it and as it does not.
+
+    Returns:
+        What makes ``checkpoint``, ``kinds`` and ``sampler``, as they would be now: what Lightning itself writes
+        into a checkpoint, every kind of state in :data:`KINDS` but for what is accumulated over an epoch, and what
+        NeMo's sampler counts with.
+
+    Raises:
+        UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
+    """
+    asked = _Asked.of(trainer)
+    checkpoint, stop, metrics = _take_checkpoint(trainer, asked), bool(trainer.should_stop), _take_metrics(trainer)
+    savers = _take_savers(asked.savers) if asked.savers else []
+    sampler = take_sampler(asked.sampler, asked.datamodule)
+    return lambda: {
+        "checkpoint": checkpoint(),
+        "kinds": {"stop": stop, "metrics": metrics(), "savers": savers},
+        "sampler": sampler(),
+    }
+
+
+def _take_checkpoint(trainer: pl.Trainer, asked: _Asked) -> Callable[[], dict[str, Any]]:
     """Take what Lightning itself writes into a checkpoint, without the tensors of model and optimizer.
 
     These are loops, schedulers, callbacks, data module, precision plugin, and what the hooks ``on_save_checkpoint``
@@ -71,33 +142,23 @@ def take_checkpoint(trainer: pl.Trainer) -> Later[dict[str, Any]]:
     Raises:
         UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
     """
-    counted: dict[str, Any] = {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "pytorch-lightning_version": pl.__version__,
-    }
     loops = _loops(trainer)
     kept: dict[str, Any] = {
-        "callbacks": _callbacks(trainer),
-        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "callbacks": {each.state_key: state for each in asked.stateful if (state := each.state_dict())},
+        "lr_schedulers": [config.scheduler.state_dict() for config in asked.strategy.lr_scheduler_configs],
     }
-    precision = trainer.precision_plugin
-    if type(precision).state_dict is not Precision.state_dict and (precision_state := precision.state_dict()):
-        kept[type(precision).__qualname__] = precision_state
-    datamodule = getattr(trainer, "datamodule", None)
-    if datamodule is not None and _overrides(datamodule, "state_dict"):
-        kept[type(datamodule).__qualname__] = call._call_lightning_datamodule_hook(trainer, "state_dict")
-
-    def checkpoint() -> dict[str, Any]:
-        return {**counted, "state_dict": {}, "optimizer_states": [], "loops": loops(), **kept}
-
-    if _has_save_hooks(trainer):
-        made = checkpoint()
+    if asked.precision is not None and (precision_state := asked.precision.state_dict()):
+        kept[type(asked.precision).__qualname__] = precision_state
+    if asked.data_has_state:
+        kept[type(asked.datamodule).__qualname__] = asked.datamodule.state_dict()
+    if loops is not None and not asked.has_save_hooks and not asked.counts_itself:
+        copies = {name: copy_of(part) for name, part in kept.items() if part}
+        return lambda: _checkpoint(loops(), {name: copies[name]() if part else part for name, part in kept.items()})
+    made = _with_counts(trainer.current_epoch, trainer.global_step, loops() if loops is not None else None, kept)
+    if asked.has_save_hooks:
         _call_save_hooks(trainer, made)
-        copied = state_tree.copy(made)
-        return Later(lambda: copied)
-    kept = state_tree.copy(kept)
-    return Later(checkpoint)
+    copied = state_tree.copy(made)
+    return lambda: copied
 
 
 def of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +166,7 @@ def of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, 
 
     Args:
         trainer: the trainer.
-        checkpoint: what :func:`take_checkpoint` returned, made.
+        checkpoint: the ``checkpoint`` that :func:`take_state` makes.
 
     Returns:
         The values by their keys.
@@ -117,20 +178,29 @@ def of_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, 
     return {key: value for key, value in checkpoint.items() if key not in known}
 
 
-def _callbacks(trainer: Any) -> dict[str, Any]:
-    """Return the states of the callbacks that have one, by their keys."""
-    base = Callback.state_dict
-    asked = [each for each in trainer.callbacks if type(each).state_dict is not base or "state_dict" in vars(each)]
-    return {each.state_key: state for each in asked if (state := each.state_dict())}
+def _checkpoint(made: dict[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint of loops that have begun, which know epoch and step."""
+    state = made["fit_loop"]
+    progress = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    return _with_counts(state["epoch_progress"]["current"]["processed"], progress["total"]["completed"], made, kept)
 
 
-def _loops(trainer: pl.Trainer) -> Callable[[], dict[str, Any] | None]:
-    """Return what makes the loops' state; of None, at the beginning, Lightning makes something else once loaded."""
+def _with_counts(
+    epoch: int, global_step: int, loops: dict[str, Any] | None, kept: Mapping[str, Any]
+) -> dict[str, Any]:
+    counted = {"epoch": epoch, "global_step": global_step, "pytorch-lightning_version": pl.__version__}
+    return {**counted, "state_dict": {}, "optimizer_states": [], "loops": loops, **kept}
+
+
+def _loops(trainer: pl.Trainer) -> Callable[[], dict[str, Any]] | None:
+    """Return what makes the loops' state; None: the loops are at the beginning.
+
+    Of None Lightning makes something else, once it is loaded.
+    """
     fit_loop: Any = trainer.fit_loop
-    begun = fit_loop.epoch_progress.current.ready > 0 or fit_loop.restarting or fit_loop.epoch_loop.restarting
-    if not begun:
-        return lambda: None
-    state = progress_of(fit_loop).take()
+    begun, state = progress_of(fit_loop).take()
+    if not begun and not fit_loop.restarting and not fit_loop.epoch_loop.restarting:
+        return None
     loaders = None
     if fit_loop._combined_loader is None and fit_loop._combined_loader_states_to_load:
         loaders = state_tree.copy(fit_loop._combined_loader_states_to_load)
@@ -144,24 +214,11 @@ def _loops(trainer: pl.Trainer) -> Callable[[], dict[str, Any] | None]:
     return make
 
 
-_overridden: dict[tuple[type, str], bool] = {}
-
-
-def _overrides(part: Any, hook: str) -> bool:
-    """Return whether a module or a data module has a ``hook`` of its own, which Lightning is slow to say."""
-    known = (type(part), hook)
-    if hook in vars(part):
-        return bool(is_overridden(hook, part))
-    if known not in _overridden:
-        _overridden[known] = bool(is_overridden(hook, part))
-    return _overridden[known]
-
-
 def _has_save_hooks(trainer: Any) -> bool:
     base = Callback.on_save_checkpoint
     if any(type(each).on_save_checkpoint is not base for each in trainer.callbacks):
         return True
-    return _overrides(trainer.lightning_module, "on_save_checkpoint")  # Lightning asks no data module
+    return bool(is_overridden(_SAVE_HOOK, trainer.lightning_module))  # Lightning asks no data module
 
 
 def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
@@ -173,7 +230,7 @@ def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
                 owner = type(each).__name__
                 each.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
         module = trainer.lightning_module
-        if _overrides(module, "on_save_checkpoint"):
+        if is_overridden(_SAVE_HOOK, module):
             owner = type(module).__name__
             module.on_save_checkpoint(checkpoint)
     except Exception as error:
@@ -189,7 +246,7 @@ def load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
 
     Args:
         trainer: a trainer that has loaded ``checkpoint`` before.
-        checkpoint: what :func:`take_checkpoint` returned; it stays as it is.
+        checkpoint: what :func:`take_state` made; it stays as it is.
     """
     checkpoint = copy_to_load(checkpoint)
     if is_overridden("on_load_checkpoint", trainer.lightning_module):
@@ -209,18 +266,19 @@ def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
 # --- kinds that Lightning's checkpoints lack --------------------------------------------------------------------
 
 
-def _take_metrics(trainer: Any) -> Later[dict[str, Any]]:
-    connector = trainer._logger_connector
-    found: dict[str, dict[str, Any]] = {name: dict(getattr(connector, name)) for name in _METRICS}
-    logged = [value for values in found.values() for value in values.values()]
-    tensors = {id(value): value for value in logged if isinstance(value, torch.Tensor)}
-    copies = copies_of(list(tensors.values()))
+def _take_metrics(trainer: Any) -> Callable[[], dict[str, Any]]:
+    found = [values.copy() for values in _read_metrics(trainer._logger_connector)]
+    tensors = {id(value): value for values in found for value in values.values() if isinstance(value, torch.Tensor)}
+    copies = copies_of([*tensors.values()]) if tensors else None
 
     def make() -> dict[str, Any]:
-        made = dict(zip(tensors, copies()))
-        return {name: {key: made.get(id(v), v) for key, v in values.items()} for name, values in found.items()}
+        made = dict(zip(tensors, copies())) if copies is not None else {}
+        return {
+            name: {key: made.get(id(value), value) for key, value in values.items()}
+            for name, values in zip(_METRICS, found)
+        }
 
-    return Later(make)
+    return make
 
 
 def _put_metrics(trainer: Any, state: dict[str, Any]) -> None:
@@ -229,6 +287,7 @@ def _put_metrics(trainer: Any, state: dict[str, Any]) -> None:
 
 
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_read_metrics = operator.attrgetter(*_METRICS)
 
 
 #: What checkpoint callbacks know and do not put into their state, or do not take from it again: which checkpoints
@@ -247,11 +306,9 @@ _SAVER = (
 )
 
 
-def _take_savers(trainer: Any) -> list[dict[str, Any]]:
+def _take_savers(savers: list[Any]) -> list[dict[str, Any]]:
     return [
-        {name: state_tree.copy(getattr(each, name)) for name in _SAVER if hasattr(each, name)}
-        for each in trainer.callbacks
-        if isinstance(each, Checkpoint)
+        {name: state_tree.copy(getattr(each, name)) for name in _SAVER if hasattr(each, name)} for each in savers
     ]
 
 
@@ -271,20 +328,14 @@ def _put_stop(trainer: Any, should_stop: bool) -> None:
 
 
 KINDS = (
-    Kind("stop", lambda trainer: bool(trainer.should_stop), _put_stop),
-    Kind("metrics", _take_metrics, _put_metrics),
-    Kind("savers", _take_savers, _put_savers),
-    Kind(ACCUMULATED, take_accumulated, put_accumulated),
+    Kind("stop", _put_stop),
+    Kind("metrics", _put_metrics),
+    Kind("savers", _put_savers),
+    Kind(ACCUMULATED, put_accumulated),
 )
 
 
-def take_kinds(trainer: pl.Trainer) -> Later[dict[str, Any]]:
-    """Take every kind of state in :data:`KINDS` by name, but for what is accumulated over an epoch."""
-    taken = [(kind.name, kind.take(trainer)) for kind in KINDS if kind.name != ACCUMULATED]
-    return Later(lambda: {name: each() if isinstance(each, Later) else each for name, each in taken})
-
-
 def put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
-    """Put back what :func:`take_kinds` returned, and what was accumulated."""
+    """Put back what :func:`take_state` made of them, and what was accumulated."""
     for kind in KINDS:
         kind.put(trainer, states[kind.name])

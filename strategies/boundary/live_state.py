@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,38 +12,29 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.live_state import DATA, Built
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
+from checkpointless.serialization.later import Later
 from checkpointless.strategies.boundary.epoch_metrics import Accumulated
-from checkpointless.strategies.boundary.kinds import ACCUMULATED, of_save_hooks, take_checkpoint, take_kinds
-from checkpointless.strategies.boundary.later import Later
-from checkpointless.strategies.boundary.outcome import StepOutcome
+from checkpointless.strategies.boundary.kinds import ACCUMULATED, of_save_hooks, take_state
 from checkpointless.strategies.boundary.steps import TrainedTensors
-from checkpointless.strategies.data.position import DataPosition, begun_at, take_sampler
+from checkpointless.strategies.data.position import DataPosition, begun_at
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
+_AT_THE_BEGINNING = DataPosition(0, 0)
 
-class _Taken:
-    """What was taken at a moment; it is made a :class:`Moment` when that is asked for.
+
+class _Taken(Later[dict[str, Any]]):
+    """What was taken at a moment, but for the buffers; it is put into its form when that is asked for.
 
     Args:
-        objects: makes the non-tensor state.
+        make: makes the non-tensor state.
         buffers: copies of the buffers.
     """
 
-    __slots__ = ("_objects", "buffers")
+    __slots__ = ("buffers",)
 
-    def __init__(self, objects: Callable[[], dict[str, Any]], buffers: Mapping[Key, torch.Tensor]) -> None:
-        self._objects = objects if isinstance(objects, Later) else Later(objects)
+    def __init__(self, make: Callable[[], dict[str, Any]], buffers: Mapping[Key, torch.Tensor]) -> None:
+        super().__init__(make)
         self.buffers = buffers
-
-    @property
-    def objects(self) -> dict[str, Any]:
-        """The non-tensor state, as plain data that nobody changes."""
-        return self._objects()
-
-    @property
-    def moment(self) -> Moment:
-        """The moment."""
-        return Moment(self._objects(), self.buffers)
 
 
 class TrainerLiveState:
@@ -69,6 +59,7 @@ class TrainerLiveState:
         self._tensors = tensors
         self._versions: dict[tuple[int, Stage], list[int]] = {}  # of the parameters, at each moment
         self._accumulated: tuple[int, _Taken] | None = None  # the newest step, when the next one had gradients
+        self._version_of: Callable[[], list[int]] | None = getattr(tensors, "versions", None)
         self._moments: dict[tuple[int, Stage], _Taken] = {}
         self._ready: tuple[int, _Taken] | None = None  # the step in the making, and what its commit leaves
         self._update_is_skipped = False
@@ -120,7 +111,7 @@ class TrainerLiveState:
         moment = self._take(buffers, accumulated)
         if stage not in self._travels:
             try:
-                state_tree.check(moment.objects)
+                state_tree.check(moment())
             except state_tree.StateTreeError as error:
                 raise UnrecoverableError(f"{error}; no new process could be given this state") from error
             self._travels.add(stage)
@@ -129,68 +120,69 @@ class TrainerLiveState:
         if stage is Stage.ACCUMULATED:
             self._accumulated = step, moment
         else:
-            self._note_versions(step, stage)
+            if self._version_of is not None:
+                self._versions[step, stage] = self._version_of()
             self._moments = {**self._moments, (step, stage): moment}
 
-    def ready(self, step: int, outcome: StepOutcome, buffers: Mapping[Key, torch.Tensor]) -> None:
+    def ready(
+        self, step: int, outcome: tuple[bool, Callable[[], dict[str, Any]]], buffers: Mapping[Key, torch.Tensor]
+    ) -> None:
         """Take what ``step`` has changed before its commit, now that its gradients are final.
 
         Args:
             step: the optimizer step in the making.
-            outcome: the outcome of the step.
+            outcome: whether the update is made, and what makes plain data of the outcome of the step.
             buffers: copies of the buffers as they are now.
         """
-        self._update_is_skipped = not outcome.succeeded
+        succeeded, plain = outcome
+        self._update_is_skipped = not succeeded
         tensors = self._tensors
-        changed = {"groups": tensors.groups(), "scalers": tensors.scalers(), "trained": tensors.trained()}
-        plain = outcome.to_plain()
+        groups, scalers, trained = tensors.take_groups(), tensors.scalers(), tensors.trained()
 
         def objects() -> dict[str, Any]:
+            changed = {"groups": groups(), "scalers": scalers, "trained": trained}
             return {"optimizer": changed, "outcome": plain()}
 
         self._ready = step, _Taken(objects, buffers)
 
     def applied(self, step: int) -> None:
         """Note that the update of ``step`` is applied: no rank goes back to before it any more."""
-        committed = self._committed(step, self._tensors.groups())
+        committed = self._committed(step, self._tensors.take_groups())
         if committed is not None:
-            self._versions.clear()
-            self._note_versions(step, Stage.COMMITTED)
+            if self._version_of is not None:
+                self._versions = {(step, Stage.COMMITTED): self._version_of()}
             self._moments = {(step, Stage.COMMITTED): committed}
             self._ready = self._accumulated = None
 
-    def _committed(self, step: int, groups: list[list[dict[str, Any]]] | None = None) -> _Taken | None:
+    def _committed(
+        self, step: int, groups: Callable[[], list[list[dict[str, Any]]]] | None = None
+    ) -> _Taken | None:
         """Return what the commit of ``step`` leaves: what the step changed, and the rest as it was before it.
 
         Args:
             step: the optimizer step.
-            groups: the values of the param groups after the update; None: they are as before it.
+            groups: makes the values of the param groups after the update; None: they are as before it.
         """
-        before = max((key for key in self._moments if key[0] == step - 1), default=None)
+        before = max([key for key in self._moments if key[0] == step - 1], default=None)
         if self._ready is None or self._ready[0] != step or before is None:
             return None
         changed, taken, base = self._ready[1], self._moments[before], before[1]
         if self._accumulated is not None and self._accumulated[0] == step - 1:
             taken, base = self._accumulated[1], Stage.ACCUMULATED
-        begun = take_sampler(self.trainer) if base is Stage.LOADED else None
+        begun = take_state(self.trainer)()["sampler"] if base is Stage.LOADED else None
 
         def objects() -> dict[str, Any]:
-            made = {**taken.objects, **changed.objects, "base": int(base)}
+            made = {**taken(), **changed(), "base": int(base)}
             if base is Stage.LOADED:
                 made["sampler"] = begun_at(made["sampler"], begun)
             if groups is not None:
-                made["optimizer"] = {**made["optimizer"], "groups": groups}
+                made["optimizer"] = {**made["optimizer"], "groups": groups()}
             return made
 
         committed = _Taken(objects, changed.buffers)
         if base is Stage.COMMITTED:
-            _ = committed.objects  # otherwise each step would hold all those before it
+            committed()  # otherwise each step would hold all those before it
         return committed
-
-    def _note_versions(self, step: int, stage: Stage) -> None:
-        versions = getattr(self._tensors, "versions", None)
-        if versions is not None:
-            self._versions[step, stage] = versions()
 
     def changed(self) -> str:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
@@ -210,8 +202,7 @@ class TrainerLiveState:
     def _is_as_it_was(self, step: int, stage: Stage) -> bool:
         """Return whether the parameters are those of ``stage`` after ``step``, as far as it is known."""
         known = self._versions.get((step, stage))
-        versions = getattr(self._tensors, "versions", None)
-        return known is None or versions is None or known == versions()
+        return known is None or self._version_of is None or known == self._version_of()
 
     @property
     def is_under_way(self) -> bool:
@@ -225,21 +216,22 @@ class TrainerLiveState:
 
     def newest(self) -> dict[str, Any]:
         """Return the non-tensor state that was taken last."""
-        return self._moments[max(self._moments)].objects
+        return self._moments[max(self._moments)]()
 
     def _take(self, buffers: Mapping[Key, torch.Tensor], accumulated: Accumulated) -> _Taken:
-        trainer = self.trainer
-        position = self._position() if self._position is not None else DataPosition(0, 0)
-        checkpoint, kinds, sampler = take_checkpoint(trainer), take_kinds(trainer), take_sampler(trainer)
-        groups, scalers, trained = self._tensors.groups(), self._tensors.scalers(), self._tensors.trained()
+        trainer, tensors = self.trainer, self._tensors
+        position = self._position() if self._position is not None else _AT_THE_BEGINNING
+        state = take_state(trainer)
+        groups, scalers, trained = tensors.take_groups(), tensors.scalers(), tensors.trained()
 
         def objects() -> dict[str, Any]:
+            made = state()
             return {
-                "checkpoint": checkpoint(),
-                "kinds": {**kinds(), ACCUMULATED: accumulated()},
-                "sampler": sampler,
-                "data": dataclasses.astuple(position),
-                "optimizer": {"groups": groups, "scalers": scalers, "trained": trained},
+                "checkpoint": made["checkpoint"],
+                "kinds": {**made["kinds"], ACCUMULATED: accumulated()},
+                "sampler": made["sampler"],
+                "data": tuple(position),
+                "optimizer": {"groups": groups(), "scalers": scalers, "trained": trained},
                 "outcome": None,
                 "base": None,
             }
@@ -259,7 +251,7 @@ class TrainerLiveState:
         if committed is not None:
             found.setdefault(Stage.COMMITTED, committed)
         state = {"state": self._tensors.plain_state(), "spread": self._tensors.spread()}
-        return {stage: _with_state(taken.moment, state) for stage, taken in sorted(found.items())}
+        return {stage: _with_state(Moment(taken(), taken.buffers), state) for stage, taken in sorted(found.items())}
 
     def own_buffers(self, step: int) -> Mapping[Stage, Mapping[Key, torch.Tensor]]:
         """Return the buffers at each moment after ``step``; if its update failed or is to come, those before it."""
@@ -297,7 +289,7 @@ class TrainerLiveState:
     def apply_held_update(self) -> None:
         """Apply the update whose final gradients are held, unless they had overflowed."""
         if self._ready is not None:  # a scheduler that was made since has changed the values of the groups
-            ready = self._ready[1].objects["optimizer"]
+            ready = self._ready[1]()["optimizer"]
             self._tensors.load_objects({**ready, "state": {}, "spread": self._tensors.spread()})
         if not self._update_is_skipped:
             self._tensors.apply_held_update()

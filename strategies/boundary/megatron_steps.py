@@ -12,7 +12,7 @@ from nemo.lightning.megatron_parallel import MegatronStep
 
 from checkpointless.megatron.state import MegatronTensors
 from checkpointless.megatron.update import GuardedUpdate, NotedNorms
-from checkpointless.strategies.boundary.later import Later
+from checkpointless.serialization.later import Later, copy_of
 from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.strategies.boundary.steps import Guard
 
@@ -26,6 +26,7 @@ class MegatronSteps:
 
     Attributes:
         tensors: the tensors of model and optimizer.
+        replayed: the outcome of the committed step that is replayed; None: a step is computed.
     """
 
     def __init__(self, trainer: pl.Trainer, fetched: Callable[[], int]) -> None:
@@ -35,14 +36,10 @@ class MegatronSteps:
         self.tensors = MegatronTensors(self._models, self._optimizer)
         self._outcomes = StepOutcomes(NotedNorms(self._optimizer), fetched)
         self._models.callbacks.add(self._outcomes)
+        self.replayed: StepOutcome | None = None
         self._update: GuardedUpdate | None = None
         self._put_back: Callable[[], None]
         self._done: Callable[[], None]
-
-    @property
-    def replayed(self) -> StepOutcome | None:
-        """The outcome of the committed step that is replayed; None: a step is computed."""
-        return self._outcomes.replayed
 
     def guard(self, guard: Guard) -> None:
         """Guard every update from now on.
@@ -61,10 +58,11 @@ class MegatronSteps:
             phase=guard.phase,
         )
 
-    def outcome(self, accumulated: Later[dict[str, Any]]) -> StepOutcome:
-        """Return the outcome of the step whose gradients are final now."""
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
+        """Take the outcome of the step whose gradients are final now."""
         assert self._update is not None
-        return self._outcomes.outcome(not self._update.overflow, accumulated)
+        succeeded = not self._update.overflow
+        return succeeded, self._outcomes.take(succeeded, accumulated)
 
     @contextmanager
     def replay(
@@ -72,8 +70,11 @@ class MegatronSteps:
     ) -> Iterator[None]:
         """Give training steps ``outcome`` while the context lasts; they compute nothing."""
         self._put_back, self._done = put_back, done
-        with self._outcomes.replay(outcome):
+        self.replayed = self._outcomes.replayed = outcome
+        try:
             yield
+        finally:
+            self.replayed = self._outcomes.replayed = None
 
     def update(self, make: Callable[[], object]) -> object:
         """Make the update of a step with ``make``, as NeMo does, or replay it."""
@@ -101,6 +102,9 @@ class StepOutcomes:
     Args:
         norms: the norms that are noted of the optimizer.
         fetched: returns how many batches the loader's fetcher has counted.
+
+    Attributes:
+        replayed: the outcome of the step that is replayed: its training step computes nothing. None: there is none.
     """
 
     def __init__(self, norms: NotedNorms, fetched: Callable[[], int]) -> None:
@@ -127,31 +131,21 @@ class StepOutcomes:
         if not step.forward_only:
             self._reduced, self._has_outputs = reduced, bool(microbatch_outputs)
 
-    def outcome(self, succeeded: bool, accumulated: Later[dict[str, Any]]) -> StepOutcome:
-        """Return the outcome of the step whose gradients are final now.
+    def take(self, succeeded: bool, accumulated: Later[dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        """Take the outcome of the step whose gradients are final now; return what makes plain data of it.
 
         Args:
             succeeded: whether the update of the step is made.
             accumulated: what was logged and accumulated in this epoch until now; it is not changed any more.
         """
-        return StepOutcome(
-            self._reduced,
-            self._has_outputs,
-            self._fetched() - self._fetched_before,
-            succeeded,
-            self._norms.grad_norm if succeeded else None,
-            self._norms.num_zeros if succeeded else None,
-            accumulated,
+        reduced, has_outputs = copy_of(self._reduced), self._has_outputs
+        fetched = self._fetched() - self._fetched_before
+        norms = self._norms
+        grad_norm = copy_of(norms.grad_norm if succeeded else None)
+        num_zeros = copy_of(norms.num_zeros if succeeded else None)
+        return lambda: vars(
+            StepOutcome(reduced(), has_outputs, fetched, succeeded, grad_norm(), num_zeros(), accumulated())
         )
-
-    @contextmanager
-    def replay(self, outcome: StepOutcome) -> Iterator[None]:
-        """Give training steps ``outcome`` while the context lasts; they compute nothing."""
-        self.replayed = outcome
-        try:
-            yield
-        finally:
-            self.replayed = None
 
 
 class KeptReduction:

@@ -7,13 +7,10 @@ before the step and let Lightning run through it again, with the outcome in plac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-
-from checkpointless.serialization import state_tree
-from checkpointless.strategies.boundary.later import Later
 
 
 @dataclass(frozen=True)
@@ -38,21 +35,8 @@ class StepOutcome:
     succeeded: bool
     grad_norm: float | None
     num_zeros: float | None
-    accumulated: Later[dict[str, Any]] | dict[str, Any] | None = None
+    accumulated: dict[str, Any] | None = None
     state: dict[str, Any] | None = None
-
-    def to_plain(self) -> Later[dict[str, Any]]:
-        """Return what makes plain data of the outcome, as it is now."""
-        copies = [state_tree.copy(value) for value in (self.reduced, self.grad_norm, self.num_zeros)]
-
-        def plain() -> dict[str, Any]:
-            made = {each.name: getattr(self, each.name) for each in fields(self)}
-            made |= dict(zip(("reduced", "grad_norm", "num_zeros"), copies))
-            if isinstance(self.accumulated, Later):
-                made["accumulated"] = self.accumulated()
-            return made
-
-        return Later(plain)
 
 
 def with_own_loss(outcome: StepOutcome, loss: float | None) -> StepOutcome:

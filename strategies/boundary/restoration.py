@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -74,7 +73,7 @@ class Restoration:
             return position
         trainer: Any = self._trainer
         length = position.length_at_start if not trainer.reload_dataloaders_every_n_epochs else None
-        return dataclasses.replace(position, within=False, length_at_start=length)
+        return position._replace(within=False, length_at_start=length)
 
     def resume(self) -> None:
         """Put back the part of the state that Lightning does not load, and set where the loops resume."""

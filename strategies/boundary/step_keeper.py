@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,23 +68,27 @@ class StepKeeper:
         buffers = self.live.copy_buffers()
         if stage is not Stage.ACCUMULATED:  # nobody resumes there
             manager.keep_buffers(step, stage, buffers)  # first: streams of a moment imply its buffers
-        store = partial(manager.store_rng_states, step, stage=stage)
-        self.live.reached(step, stage, buffers, lambda accumulated: store(own=_own_of(accumulated)))
+
+        def keep(accumulated: Accumulated) -> None:
+            manager.store_rng_states(step, None, stage, _own_of(accumulated))
+
+        self.live.reached(step, stage, buffers, keep)
 
     def _committed(self, step: int) -> None:
-        self._call.committed(step)
-        if self._manager is not None:
+        self._call.steps.committed(step)
+        if self._manager is not None and self._manager.tiers_are_kept:
             self._manager.make_copies(step)
 
     def _gradients_are_final(self, step: int) -> None:
         call, manager = self._call, self._manager
-        call.enter_phase("before_optimizer", step)
+        if call.faults is not None:
+            call.enter_phase("before_optimizer", step)
         if manager is not None:
             accumulated = Accumulated(self._trainer)
             buffers = self.live.copy_buffers()
             self.live.ready(step, self.steps.outcome(accumulated), buffers)
             manager.keep_buffers(step, Stage.COMMITTED, buffers)
-            manager.store_rng_states(step, loss=call.steps.loss, own=_own_of(accumulated))
+            manager.store_rng_states(step, call.steps.loss, Stage.COMMITTED, _own_of(accumulated))
             manager.replicate_rng_states(step)
         call.parameter_update_lock.mark_ready(step)
 

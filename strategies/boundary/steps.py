@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from checkpointless.inprocess import ParameterUpdateLock
-from checkpointless.strategies.boundary.later import Later
+from checkpointless.serialization.later import Later
 from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.transfer.state_tensors import StateTensors
 from checkpointless.transfer.tensor_entry import Key
@@ -17,8 +17,8 @@ from checkpointless.transfer.tensor_entry import Key
 class TrainedTensors(StateTensors, Protocol):
     """The tensors of a model and its optimizer, with what belongs to them and is no tensor."""
 
-    def groups(self) -> list[list[dict[str, Any]]]:
-        """Return the values of the optimizers' param groups, learning rates included."""
+    def take_groups(self) -> Callable[[], list[list[dict[str, Any]]]]:
+        """Take the values of the optimizers' param groups, learning rates included; return what makes them."""
 
     def scalers(self) -> list[dict[str, Any] | None]:
         """Return the states of the loss scalers that the optimizers have."""
@@ -87,11 +87,14 @@ class Steps(Protocol):
     def guard(self, guard: Guard) -> None:
         """Guard every update from now on."""
 
-    def outcome(self, accumulated: Later[dict[str, Any]]) -> StepOutcome:
-        """Return the outcome of the step whose gradients are final now.
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
+        """Take the outcome of the step whose gradients are final now.
 
         Args:
             accumulated: what was logged and accumulated in this epoch until now; it is not changed any more.
+
+        Returns:
+            Whether the update is made, and what makes plain data of the :class:`StepOutcome`.
         """
 
     def replay(

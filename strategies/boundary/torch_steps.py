@@ -25,8 +25,8 @@ from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.training.torch_tensors import TorchTensors
 from checkpointless.serialization import state_tree
-from checkpointless.strategies.boundary.kinds import take_checkpoint, take_kinds
-from checkpointless.strategies.boundary.later import Later
+from checkpointless.serialization.later import Later
+from checkpointless.strategies.boundary.kinds import take_state
 from checkpointless.strategies.boundary.outcome import StepOutcome
 from checkpointless.strategies.boundary.steps import Guard
 
@@ -155,19 +155,26 @@ class TorchSteps:
         )
         self._is_updated = True
 
-    def outcome(self, accumulated: Later[dict[str, Any]]) -> StepOutcome:
-        """Return the outcome of the step whose gradients are final now."""
-        checkpoint = take_checkpoint(self._trainer)()
-        checkpoint["loops"] = self._loop.optim_progress.optimizer.zero_grad.state_dict()
-        if self._scaler is not None:
-            state = self._scaler.state_dict()
-            checkpoint[_PLUGIN] = state if self._overflows else after_an_update(state)
-        kinds = take_kinds(self._trainer)()
+    def outcome(self, accumulated: Later[dict[str, Any]]) -> tuple[bool, Callable[[], dict[str, Any]]]:
+        """Take the outcome of the step whose gradients are final now."""
+        taken, overflows = take_state(self._trainer), self._overflows
+        progress = self._loop.optim_progress.optimizer.zero_grad.state_dict()
+        scaler = self._scaler.state_dict() if self._scaler is not None else None
         output = self._loop.output()
         if "loss" in output:
             self._call.steps.loss = loss_of(output)
-        state = {"checkpoint": checkpoint, "kinds": kinds, "output": _plain(output)}
-        return StepOutcome(None, True, 1, not self._overflows, None, None, accumulated, state)
+        plain = _plain(output)
+
+        def state() -> dict[str, Any]:
+            made = taken()
+            checkpoint = {**made["checkpoint"], "loops": progress}
+            if scaler is not None:
+                checkpoint[_PLUGIN] = scaler if overflows else after_an_update(scaler)
+            return {"checkpoint": checkpoint, "kinds": made["kinds"], "output": plain}
+
+        return not overflows, lambda: vars(
+            StepOutcome(None, True, 1, not overflows, None, None, accumulated(), state())
+        )
 
     # --- a step that is replayed ----------------------------------------------------------------------------------
 

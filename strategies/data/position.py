@@ -7,10 +7,10 @@ Lightning.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 from checkpointless.serialization import state_tree
+from checkpointless.serialization.later import copy_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.loops.fetchers import _DataFetcher
@@ -37,10 +38,10 @@ _SAMPLER = (
 
 
 _PLAIN = (int, bool, type(None))
+_MISSING = object()
 
 
-@dataclass(frozen=True)
-class DataPosition:
+class DataPosition(NamedTuple):
     """Where a training stands in an epoch's data.
 
     Attributes:
@@ -67,27 +68,47 @@ class DataPosition:
     ahead: int = 0
 
 
-def take_sampler(trainer: pl.Trainer) -> dict[str, Any] | None:
-    """Return what NeMo's sampler and Megatron's microbatch calculator count with; None without NeMo's sampler."""
-    sampler = megatron_sampler(trainer)
+def take_sampler(sampler: MegatronDataSampler | None, datamodule: object) -> Callable[[], dict[str, Any] | None]:
+    """Take what NeMo's sampler and Megatron's microbatch calculator count with.
+
+    Args:
+        sampler: NeMo's sampler, as :func:`megatron_sampler` finds it; None: there is none.
+        datamodule: the trainer's data module, if it has one.
+
+    Returns:
+        What makes their state as it is now; None without NeMo's sampler.
+    """
     if sampler is None:
-        return None
-    counted = {name: getattr(sampler, name) for name in _SAMPLER if hasattr(sampler, name)}
-    return {
-        "sampler": {
-            name: each if type(each) in _PLAIN else state_tree.copy(each) for name, each in counted.items()
-        },
-        "calculator": {name: value for name, value in vars(_calculator()).items() if type(value) is int},
-        "module_step": getattr(getattr(trainer, "datamodule", None), "init_global_step", None),
+        return _no_sampler
+    counted = [getattr(sampler, name, _MISSING) for name in _SAMPLER]
+    changing = {
+        name: copy_of(each)
+        for name, each in zip(_SAMPLER, counted)
+        if type(each) not in _PLAIN and each is not _MISSING
     }
+    calculator = vars(_calculator()).copy()
+    module_step = getattr(datamodule, "init_global_step", None)
+    return lambda: {
+        "sampler": {
+            name: changing[name]() if name in changing else each
+            for name, each in zip(_SAMPLER, counted)
+            if each is not _MISSING
+        },
+        "calculator": {name: value for name, value in calculator.items() if type(value) is int},
+        "module_step": module_step,
+    }
+
+
+def _no_sampler() -> None:
+    return None
 
 
 def begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return ``state``, taken before the data was set up, with the step that the set-up counts from.
 
     Args:
-        state: what :func:`take_sampler` returned before the data was set up.
-        now: what :func:`take_sampler` returns now.
+        state: what :func:`take_sampler` had made before the data was set up.
+        now: what it makes now.
     """
     if state is None or now is None:
         return state
@@ -96,7 +117,7 @@ def begun_at(state: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[s
 
 
 def put_sampler(trainer: pl.Trainer, state: dict[str, Any] | None) -> None:
-    """Put back what :func:`take_sampler` returned."""
+    """Put back what :func:`take_sampler` made."""
     sampler = megatron_sampler(trainer)
     if sampler is None or state is None:
         return
@@ -115,9 +136,14 @@ def megatron_sampler(trainer: pl.Trainer) -> MegatronDataSampler | None:
 
 
 def _calculator() -> Any:
+    return _calculators()._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+
+
+@functools.cache
+def _calculators() -> Any:
     from megatron.core import num_microbatches_calculator  # NeMo's sampler brings it; Lightning alone does not
 
-    return num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    return num_microbatches_calculator
 
 
 def samples_per_step(trainer: pl.Trainer) -> int | None:
@@ -190,9 +216,11 @@ def track(loader: Iterable[object], starts: Starts, position: DataPosition | Non
 
 def keep_generators(loader: Iterable[object]) -> None:
     """Keep, with the random streams of the rank, the generators that the order of ``loader`` comes from."""
+    had = bool(_generators)
     _generators[:] = generators_of(loader)
-    if _generators:
-        register_rng_source("loader", RngSource(_take_generators, _put_generators))
+    if _generators or had:
+        source = RngSource(_take_generators, _put_generators, generators=tuple(_generators))
+        register_rng_source("loader", source)
 
 
 def place_of_sampler(loader: Iterable[object]) -> str:
@@ -262,6 +290,7 @@ class TrackedSampler:
     def __init__(self, inner: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
         self.began_at: int | None = None
         self._inner: Any = inner  # of torch, Megatron or the user
+        self._is_megatrons = is_megatrons(inner)
         self._starts = starts
         self._position = position
         self._went_on_at = position
@@ -320,7 +349,7 @@ class TrackedSampler:
     @property
     def consumed(self) -> int | None:
         """The samples that Megatron's sampler counts as consumed; None: the sampler is not Megatron's."""
-        return self._inner.consumed_samples if is_megatrons(self._inner) else None
+        return self._inner.consumed_samples if self._is_megatrons else None
 
     def set_up(self) -> None:
         """Note that the fit is set up: Lightning has asked how many items there are."""

@@ -66,6 +66,11 @@ class TrainingData:
             ahead=len(getattr(fetcher, "batches", ())),
         )
 
+    def fetched(self, fit_loop: FitLoop) -> int:
+        """Return how many batches Lightning's fetcher has counted."""
+        fetcher = fit_loop._data_fetcher
+        return fetcher.fetched if fetcher is not None else 0
+
     def made(self, loader: Iterable[object], starts: Starts, position: DataPosition | None) -> None:
         """Follow a training loader that has just been made.
 

@@ -202,8 +202,8 @@ class ShiftedData(Callback):
                 for moment in found.values():
                     position = DataPosition(*moment.objects["data"])
                     assert position.began_at is not None
-                    position = dataclasses.replace(position, began_at=position.began_at + samples)
-                    moment.objects["data"] = dataclasses.astuple(position)
+                    position = position._replace(began_at=position.began_at + samples)
+                    moment.objects["data"] = tuple(position)
                 return found
 
             return moments

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loops.progress import _Progress
 
-from checkpointless.strategies.boundary.kinds import take_checkpoint
+from checkpointless.strategies.boundary.kinds import take_state
 from checkpointless.strategies.boundary.progress import LoopProgress, progress_of
 
 pytestmark = pytest.mark.nemo
@@ -28,7 +28,7 @@ class Compares(Callback):
     def take(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Take it both ways."""
         fit_loop = trainer.fit_loop
-        self.taken.append((copy.deepcopy(fit_loop.state_dict()), progress_of(fit_loop).take()))
+        self.taken.append((copy.deepcopy(fit_loop.state_dict()), progress_of(fit_loop).take()[1]))
 
     on_train_start = on_train_batch_start = on_train_batch_end = on_train_epoch_end = take
     on_validation_batch_end = on_validation_end = on_before_zero_grad = on_train_end = take
@@ -84,10 +84,10 @@ def test_what_is_put_in_the_place_of_a_number_or_added_later_is_found() -> None:
     fit_loop.epoch_loop.batch_progress.current = type(fit_loop.epoch_loop.batch_progress.current)(ready=77)
     fit_loop.epoch_progress = copy.deepcopy(fit_loop.epoch_progress)
     fit_loop.epoch_progress.total.completed = 78
-    assert progress.take()() == fit_loop.state_dict()
+    assert progress.take()[1]() == fit_loop.state_dict()
     fit_loop.epoch_loop.more = _Progress()
-    assert progress.take()() == fit_loop.state_dict()
-    assert "epoch_loop.more" in progress.take()()
+    assert progress.take()[1]() == fit_loop.state_dict()
+    assert "epoch_loop.more" in progress.take()[1]()
 
 
 def test_a_checkpoint_has_what_callbacks_and_schedulers_had_when_it_was_taken() -> None:
@@ -105,11 +105,11 @@ def test_a_checkpoint_has_what_callbacks_and_schedulers_had_when_it_was_taken() 
     trainer.callbacks.append(counts)  # type: ignore[attr-defined]
     (schedule,) = [config.scheduler for config in trainer.lr_scheduler_configs]
     rates = list(schedule.state_dict()["_last_lr"])
-    taken = take_checkpoint(trainer)
+    taken = take_state(trainer)
     counts.state["seen"].append(2)
     schedule.state_dict()["_last_lr"][0] = 99.0
     trainer.fit_loop.epoch_progress.total.completed = 55
-    checkpoint = taken()
+    checkpoint = taken()["checkpoint"]
     assert checkpoint["callbacks"] == {counts.state_key: {"seen": [1]}}
     assert checkpoint["lr_schedulers"][0]["_last_lr"] == rates
     assert checkpoint["loops"]["fit_loop"]["epoch_progress"]["total"]["completed"] == 2
@@ -132,7 +132,7 @@ def test_hooks_that_save_see_the_whole_checkpoint_and_add_to_it(
 
         on_save_checkpoint = save  # type: ignore[assignment]
 
-    take_checkpoint(trainer)
+    take_state(trainer)
     module: Any = trainer.lightning_module
     if where == "callback":
         trainer.callbacks.append(Saves())  # type: ignore[attr-defined]
@@ -142,6 +142,6 @@ def test_hooks_that_save_see_the_whole_checkpoint_and_add_to_it(
         )
     else:
         module.on_save_checkpoint = save
-    taken = take_checkpoint(trainer)
+    taken = take_state(trainer)
     kept.append(2)
-    assert taken()["mine"] == ([1], 2)
+    assert taken()["checkpoint"]["mine"] == ([1], 2)

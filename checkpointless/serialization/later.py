@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+
+from checkpointless.serialization import state_tree
 
 _State = TypeVar("_State")
 
@@ -33,6 +35,22 @@ class Later(Generic[_State]):
             self._made = make()
             self._make = None  # what it was made of is released
         return self._made
+
+
+def copy_of(value: object) -> Callable[[], Any]:
+    """Copy ``value`` as it is now; return what makes the copy."""
+    if type(value) in IMMUTABLE:
+        return lambda: value
+    if type(value) is dict and len(value) == 1:  # NeMo's data modules have a tensor with one number
+        ((name, only),) = value.items()
+        if isinstance(only, torch.Tensor) and type(name) is str:
+            made = copy_of(only)
+            return lambda: {name: made()}
+    number = _number_in(value) if isinstance(value, torch.Tensor) and not value.requires_grad else None
+    if number is not None:
+        return lambda: _tensor_of(*number)
+    copied = state_tree.copy(value)
+    return lambda: copied
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpointless.strategies.boundary.later import Later, copies_of
+from checkpointless.serialization.later import Later, copies_of
 
-pytestmark = pytest.mark.nemo
 NAN = torch.tensor([0x7FC12345], dtype=torch.int32).view(torch.float32)[0]
 
 
