@@ -41,7 +41,6 @@ class Part(Enum):
 PART_OF: dict[str, Part | None] = {
     "CheckpointlessCallback.on_train_batch_start": Part.REST,
     "CheckpointlessCallback.on_train_batch_end": Part.REST,
-    "strategy.on_train_batch_start": Part.REST,
     "strategy.reached": Part.REST,
     "live.copy_buffers": Part.STATE,
     "live.reached": Part.STATE,
@@ -58,21 +57,13 @@ PART_OF: dict[str, Part | None] = {
     "applied": Part.STATE,
     "committed": Part.REST,
     "store_rng_states": Part.STREAMS,
-    "capture": Part.STREAMS,
-    "capture: Python": Part.STREAMS,
-    "capture: NumPy": Part.STREAMS,
-    "capture: torch": Part.STREAMS,
-    "capture: sources": Part.STREAMS,
+    "streams": Part.STREAMS,
     "put_on_board": Part.STREAMS,
-    "same_streams": Part.STREAMS,
-    "to_bytes": Part.STREAMS,
-    "put_snapshot": Part.STREAMS,
     "replicate_rng_states": Part.REPLICATION,
     "vote": Part.VOTE,
     "Work.wait": Part.WAITS,
     "nothing": Part.NOTHING,
     "torch's Work.wait": None,
-    "MegatronStrategy.on_train_batch_start": None,
     "MegatronStrategy.training_step": None,
     "MegatronStrategy.optimizer_step": None,
     "update_locally": None,
@@ -165,10 +156,13 @@ class HookTimer(Callback):
 
     Args:
         directory: where the files go.
+        by_call: time each call by itself, which costs more than some of them take. Else only what the training
+            calls of checkpointless is timed, with all that is inside.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, by_call: bool = False) -> None:
         self._directory = Path(directory)
+        self._by_call = by_call
         self._watch: Stopwatch | None = None
         self._nothing: Callable[[], None] = lambda: None
         self._began_ns = 0
@@ -178,7 +172,7 @@ class HookTimer(Callback):
         """Put the stopwatch around everything."""
         self._watch = Stopwatch()
         self._nothing = self._watch.around("nothing", self._nothing)
-        install(self._watch, trainer)
+        install(self._watch, trainer, self._by_call)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """A step begins (this callback stands before checkpointless's), and the one before is over."""
@@ -208,14 +202,14 @@ class HookTimer(Callback):
                     lambda: _take_streams(manager, step)
                 ),
                 "all hooks around an update, over and over": over_and_over_ns(
-                    lambda: _take_everything(strategy._fit._keeper, step)
+                    lambda: _take_everything(strategy._fit.keeper, step)
                 ),
             },
         }
         (self._directory / f"hooks-{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
-def install(watch: Stopwatch, trainer: Any) -> None:
+def install(watch: Stopwatch, trainer: Any, by_call: bool) -> None:
     """Time what checkpointless adds to the steps of ``trainer``."""
     from nemo.lightning.pytorch.strategies import MegatronStrategy
 
@@ -224,9 +218,7 @@ def install(watch: Stopwatch, trainer: Any) -> None:
     from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
     from checkpointless.inprocess.communicators.process_groups import process_groups
     from checkpointless.megatron import update
-    from checkpointless.recovery import guard, rng
-    from checkpointless.recovery.own import streams
-    from checkpointless.strategies.boundary import step_keeper
+    from checkpointless.recovery import guard
 
     call = active_call_wrapper()
     strategy = trainer.strategy
@@ -236,45 +228,48 @@ def install(watch: Stopwatch, trainer: Any) -> None:
         if isinstance(callback, CheckpointlessCallback):
             for hook in ("on_train_batch_start", "on_train_batch_end"):
                 watch.replace(callback, hook, f"CheckpointlessCallback.{hook}")
-    for hook in ("on_train_batch_start", "training_step", "optimizer_step"):
+    for hook in ("training_step", "optimizer_step"):
         watch.replace(strategy, hook, f"strategy.{hook}")
         watch.replace(MegatronStrategy, hook, f"MegatronStrategy.{hook}")
     watch.replace(strategy._fit, "reached", "strategy.reached")
-    for method in ("copy_buffers", "reached", "ready"):
-        watch.replace(strategy._fit.live, method, f"live.{method}")
-    watch.replace(strategy.checkpoint_manager, "keep_buffers", "keep_buffers")
-    watch.replace(step_keeper, "Accumulated", "take_accumulated")
-    watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
     watch.replace(strategy.checkpoint_manager, "replicate_rng_states", "replicate_rng_states", whole=True)
-    watch.replace(streams, "put_on_board", "put_on_board")
-    for method in ("capture", "same_streams", "to_bytes"):
-        watch.replace(rng.RngStates, method, method)
-    watch.replace(rng._python, "take", "capture: Python")
-    watch.replace(rng._numpy, "take", "capture: NumPy")
-    watch.replace(rng._torch, "take", "capture: torch")
-    for stream in rng._sources.values():  # Megatron's and the workers' seed
-        stream.take = watch.around("capture: sources", stream.take)
-    watch.replace(call.board, "put_snapshot", "put_snapshot")
     optimizer = strategy.optimizers[0].mcore_optimizer
     guarded = optimizer.step_with_ready_grads
     watch.replace(optimizer, "step_with_ready_grads", "GuardedUpdate")
-    watch.replace(guarded, "_ready", "ready")
-    watch.replace(guarded, "_applied", "applied")
-    watch.replace(guarded, "_committed", "committed")
     watch.replace(update, "update_locally", "update_locally")
     watch.replace(update, "gather_parameters", "gather_parameters")
     defaults: Any = guard.guarded_update.__kwdefaults__
     defaults["vote"] = watch.around("vote", defaults["vote"], whole=True)
-    lock: Any = call.parameter_update_lock
-    watch.replace(lock, "mark_ready", "lock.mark_ready")
-    lock_update = lock.update
-    lock.update = lambda step: _TimedUpdate(watch, lock_update, step)
     for patch in process_groups._patchers:
         if isinstance(patch, InterruptibleWait) and patch.is_installed:
             patch.uninstall()
             watch.replace(c10d.Work, "wait", "torch's Work.wait")
             patch.install()
             watch.replace(c10d.Work, "wait", "Work.wait")
+    if by_call:
+        _install_inside(watch, call, strategy, guarded)
+
+
+def _install_inside(watch: Stopwatch, call: Any, strategy: Any, guarded: Any) -> None:
+    """Time the calls in what :func:`install` times."""
+    from checkpointless.recovery import rng
+    from checkpointless.recovery.own.streams_on_board import StreamsOnBoard
+    from checkpointless.strategies.boundary import step_keeper
+
+    for method in ("copy_buffers", "reached", "ready"):
+        watch.replace(strategy._fit.live, method, f"live.{method}")
+    watch.replace(strategy.checkpoint_manager, "keep_buffers", "keep_buffers")
+    watch.replace(step_keeper, "Accumulated", "take_accumulated")
+    watch.replace(strategy.checkpoint_manager, "store_rng_states", "store_rng_states")
+    watch.replace(StreamsOnBoard, "put", "put_on_board")
+    watch.replace(rng._streams, "take", "streams")
+    watch.replace(guarded, "_ready", "ready")
+    watch.replace(guarded, "_applied", "applied")
+    watch.replace(guarded, "_committed", "committed")
+    lock: Any = call.parameter_update_lock
+    watch.replace(lock, "mark_ready", "lock.mark_ready")
+    lock_update = lock.update
+    lock.update = lambda step: _TimedUpdate(watch, lock_update, step)
 
 
 def _take_streams(manager: Any, step: int) -> None:

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 # What the design allows: of the parts that are work of this rank's own.
 OWN = (Part.STREAMS, Part.STATE, Part.REST)
+SUM = "all that is this rank's own: the streams, the state and the rest"
 LIMIT_US = 100.0
 LIMIT_SHARE = 1e-3
 LONG_STEP_US = 1e6
@@ -74,18 +75,18 @@ class Outcome:
     afterwards: dict[str, list[float]]
 
 
-def job(case: str, steps: int, directory: Path) -> Job:
+def job(case: str, steps: int, directory: Path, by_call: bool) -> Job:
     """The processes of one case."""
     nproc, overrides = CASES[case]
     command = [sys.executable, "-m", "checkpointless", "run", "--cpu", "--nproc-per-node", str(nproc)]
     command += ["--run-dir", str(directory / "run"), "--preload", ",".join(RECIPE_PRELOAD), "-m", RECIPE_RUNNER]
-    timer = json.dumps({"_target_": "hook_timer.HookTimer", "directory": str(directory)})
+    timer = json.dumps({"_target_": "hook_timer.HookTimer", "directory": str(directory), "by_call": by_call})
     command += [RECIPE, f"trainer.max_steps={SKIPPED + steps + 1}", f"callbacks.timer={timer}", *overrides]
     environment = {"PYTHONPATH": search_path(HERE), "OMP_NUM_THREADS": "1"}
     return Job([command], [environment], directory / "output.log")
 
 
-def measure(case: str, steps: int, directory: Path) -> Outcome:
+def measure(case: str, steps: int, directory: Path, by_call: bool) -> Outcome:
     """Train, and read what the ranks wrote down.
 
     Raises:
@@ -93,7 +94,7 @@ def measure(case: str, steps: int, directory: Path) -> Outcome:
     """
     directory.mkdir(parents=True)
     nproc = CASES[case][0]
-    with job(case, steps, directory) as running:
+    with job(case, steps, directory, by_call) as running:
         if not wait_for(lambda: running.ended, TIMEOUT_S):
             raise RuntimeError(f"the job did not end in {TIMEOUT_S:g} s; see {directory / 'output.log'}")
         if running.exit_codes() != [0]:
@@ -124,6 +125,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     options.add_argument("--steps", type=int, default=100, metavar="N", help="timed, of each rank (default: 100)")
     options.add_argument("--case", choices=list(CASES), action="append", help="only this case; may be repeated")
+    options.add_argument("--by-call", action="store_true", help="time each call by itself, too, which takes longer")
     options.add_argument("--json", type=Path, metavar="FILE", help="where the results go (default: only shown)")
     options.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs' logs and times here")
     args = options.parse_args()
@@ -137,7 +139,7 @@ def main() -> None:
             directory = (base / str(number)).resolve()
             shutil.rmtree(directory, ignore_errors=True)
             progress(f"{case}: {args.steps} steps")
-            outcomes.append(measure(case, args.steps, directory))
+            outcomes.append(measure(case, args.steps, directory, args.by_call))
     about["load_at_end"] = os.getloadavg()[0]
     _report(outcomes, about, args.json)
 
@@ -178,8 +180,10 @@ def show(summary: Sequence[dict[str, Any]]) -> None:
 def _summary(outcome: Outcome) -> dict[str, Any]:
     steps = outcome.steps
     step_us = statistics.median(step.whole for step in steps)
-    figures = {part.value: _figures([step.parts[part] for step in steps], steps) for part in Part}
-    figures["sum of the streams, the state and the rest"] = own = _figures([step.sum(OWN) for step in steps], steps)
+    apart = any(step.parts[Part.STREAMS] for step in steps)  # not without --by-call
+    parts = [part for part in Part if apart or part not in OWN]
+    figures = {part.value: _figures([step.parts[part] for step in steps], steps) for part in parts}
+    figures[SUM] = own = _figures([step.sum(OWN) for step in steps], steps)
     with_copy = (*OWN, Part.REPLICATION)
     figures["the same with what goes to another rank"] = _figures([step.sum(with_copy) for step in steps], steps)
     for name, values in outcome.afterwards.items():
@@ -195,7 +199,7 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
                 spent[_without_training(path)].append(us)
     kept, in_share = own["median"] < LIMIT_US, own["percent_of_step"] < 100 * LIMIT_SHARE
     verdict = (
-        f"streams, state and the rest take {_us(own['median'])} µs, the limit of {LIMIT_US:g} µs is "
+        f"the hooks take {_us(own['median'])} µs, the limit of {LIMIT_US:g} µs is "
         f"{'kept' if kept else 'BROKEN'}; {own['percent_of_step']:.2f} % of this step of {step_us / 1e3:.0f} ms, "
         f"the limit of {100 * LIMIT_SHARE:g} % is {'kept' if in_share else 'BROKEN'} here, and kept by every step "
         f"longer than {own['median'] / LIMIT_SHARE / 1e3:.0f} ms"
