@@ -112,6 +112,12 @@ class Board:
         """Record which optimizer step is in progress."""
         _FIELD.pack_into(self._memory, _MAKING_OFFSET, step)
 
+    def begin_step(self, step: int) -> None:
+        """Record which optimizer step is in progress, and that the main thread has made progress."""
+        memory = self._memory
+        _FIELD.pack_into(memory, _MAKING_OFFSET, step)
+        _FIELD.pack_into(memory, _BEAT_OFFSET, _FIELD.unpack_from(memory, _BEAT_OFFSET)[0] + 1)
+
     def set_committed(self, step: int) -> None:
         """Record which optimizer step was applied last."""
         _FIELD.pack_into(self._memory, _COMMITTED_OFFSET, step)
