@@ -108,10 +108,6 @@ class Board:
         (count,) = struct.unpack_from("<Q", self._memory, _BEAT_OFFSET)
         struct.pack_into("<Q", self._memory, _BEAT_OFFSET, count + 1)
 
-    def set_making(self, step: int) -> None:
-        """Record which optimizer step is in progress."""
-        _FIELD.pack_into(self._memory, _MAKING_OFFSET, step)
-
     def begin_step(self, step: int) -> None:
         """Record which optimizer step is in progress, and that the main thread has made progress."""
         memory = self._memory

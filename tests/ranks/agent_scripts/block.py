@@ -64,8 +64,7 @@ def run_block(
         making = -1
         try:
             for making in range(max(go.high_water, 0) + 1, steps + 1):
-                board.set_making(making)
-                board.beat()
+                board.begin_step(making)
                 work(making, generation)
                 until_s = time.monotonic() + step_s
                 while time.monotonic() < until_s:

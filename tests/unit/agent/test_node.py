@@ -121,8 +121,7 @@ class Training(CommandedNode):
         """Have both ranks make a step of ``seconds``, and do something else for ``then_s`` before the next."""
         boards = [rank.board for rank in self.agent.ranks.values()]
         for board in boards:
-            board.set_making(number)
-            board.beat()
+            board.begin_step(number)
         self.later(0.01)
         self.later(seconds)
         for board in boards:
@@ -169,8 +168,7 @@ def test_silence_is_told_by_the_limit_of_where_the_rank_is(training: Training) -
     training.step(5, 2.0, then_s=290.0)  # writes a checkpoint
     assert training.told(Silent) == []
     for rank in training.agent.ranks.values():
-        rank.board.set_making(6)
-        rank.board.beat()
+        rank.board.begin_step(6)
     training.later(0.1)
     training.later(14.0)
     assert training.told(Silent) == []
@@ -215,7 +213,7 @@ def test_a_kill_of_who_hangs_spares_who_has_moved(node: CommandedNode) -> None:
 
 def test_what_a_new_coordinator_is_told(node: CommandedNode) -> None:
     node.agent.obey(Begin(4, "3", {}, 11, 12))
-    node.agent.ranks[1].board.set_making(12)
+    node.agent.ranks[1].board.begin_step(12)
     node.ends(0)
     (ended,) = [message for message in node.said if isinstance(message, RankEnded)]
     node.said.clear()
