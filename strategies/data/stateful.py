@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
-from torch.utils.data import DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler
 
+from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
-from checkpointless.strategies.data.position import DataPosition, Starts, keep_generators, sampler_of, samplers_of
+from checkpointless.strategies.data.position import (
+    DataPosition,
+    Starts,
+    is_megatrons,
+    keep_generators,
+    place_of_sampler,
+    sampler_of,
+    samplers_of,
+)
+
+#: Of a pass without a length, so many indices are looked at: whether drawing one moves a random stream.
+_LOOKED_AT = 64
+_ENDLESS = (
+    "the sampler {} draws random numbers item by item and has no length, so its order could not be drawn again "
+    "after a fault: give it __len__, or state_dict and load_state_dict"
+)
 
 
 def repeat_order(loader: Iterable[object], starts: Starts, position: DataPosition | None) -> DrawnOrder | None:
@@ -28,19 +45,24 @@ def repeat_order(loader: Iterable[object], starts: Starts, position: DataPositio
     Returns:
         What stands in the place of the sampler that draws; None: the order needs nothing.
     """
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):  # torch's sampler of these gives None forever
+        return None
     owner: Any = sampler_of(loader)
     name = "sampler"
-    sampler = getattr(owner, name, None)
+    if isinstance(owner, BatchSampler) or type(owner).__module__.startswith("torchdata."):
+        sampler = getattr(owner, name, None)
+    else:  # one of the user's own gives whole batches, or there are no batches
+        owner, name, sampler = loader, place_of_sampler(loader), owner
     if isinstance(sampler, DistributedSamplerWrapper):
         owner, name = sampler.dataset, "_sampler"
         sampler = getattr(owner, name)
     elif isinstance(sampler, _Stateful) or type(sampler).__module__.startswith("torchdata."):
         return None
-    if sampler is None or isinstance(sampler, DistributedSampler | SequentialSampler):
+    if sampler is None or isinstance(sampler, DistributedSampler | SequentialSampler) or is_megatrons(sampler):
         return None
     keep_generators(loader)
     order = DrawnOrder(sampler, starts, position)
-    setattr(owner, name, order)
+    object.__setattr__(owner, name, order)  # torch forbids a loader's plain assignment
     return order
 
 
@@ -81,6 +103,8 @@ class DrawnOrder:
     def __iter__(self) -> Iterator[Any]:
         start = self._starts.data_start() if self._repeats else None
         self._has_repeated, self._repeats = self._repeats, self._repeats and not self._has_resumed
+        if not hasattr(self._inner, "__len__"):  # it may never end
+            return self._one_by_one(start)
         if start is None:
             self._starts.keep_data_start(RngStates.capture())
             return iter(list(self._inner))
@@ -89,6 +113,26 @@ class DrawnOrder:
         items = list(self._inner)
         now.restore()
         return iter(items)
+
+    def _one_by_one(self, start: RngStates | None) -> Iterator[Any]:
+        """Begin when the first item is asked for, which alone may draw random numbers."""
+        now = RngStates.capture()
+        if start is None:
+            self._starts.keep_data_start(now)
+        else:
+            start.restore()
+        items = iter(self._inner)
+        first = list(itertools.islice(items, 1))
+        if start is not None:
+            now.restore()
+        yield from first
+        for _ in range(_LOOKED_AT):
+            before = RngStates.capture()
+            following = list(itertools.islice(items, 1))
+            if not RngStates.capture().same_streams(before):
+                raise UnrecoverableError(_ENDLESS.format(type(self._inner).__name__))
+            yield from following
+        yield from items
 
     def __len__(self) -> int:
         return len(self._inner)

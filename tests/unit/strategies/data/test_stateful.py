@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
+from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery import rng
 from checkpointless.recovery.rng import RngStates
 from checkpointless.strategies.data.position import DataPosition, generators_of
@@ -124,3 +134,68 @@ def test_a_place_that_a_sampler_was_told_is_not_that_of_the_next_pass() -> None:
     sampler = Told(range(SAMPLES))
     begin_anew(loader_of(sampler))
     assert sampler.next_yielded is None
+
+
+class Endless(torch.utils.data.Sampler[int]):
+    """Has no length, and never ends."""
+
+    def __init__(self, draws_each: bool = False) -> None:
+        self.draws_each = draws_each
+
+    def __iter__(self) -> Iterator[int]:
+        first = int(torch.randint(SAMPLES, ()))
+        yield first
+        for number in itertools.count(first + 1):
+            yield int(torch.randint(SAMPLES, ())) if self.draws_each else number % SAMPLES
+
+
+class OwnBatches:
+    """Draws batches, and takes their items from no sampler."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([torch.randint(SAMPLES, (4,)).tolist() for _ in range(8)])
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Text(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def test_an_iterable_dataset_has_no_order_to_draw() -> None:
+    """Torch gives it a sampler that never ends."""
+    loader = DataLoader(Text(), batch_size=4)
+    assert repeat_order(loader, Starts(), None) is None
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_an_endless_order_is_drawn_again_item_by_item() -> None:
+    starts = Starts()
+    loader = loader_of(Endless())
+    assert repeat_order(loader, starts, None) is not None
+    begun: Any = list(itertools.islice(loader.batch_sampler, 3))  # type: ignore[arg-type]
+    torch.rand(7)
+    entered = loader_of(Endless())
+    assert repeat_order(entered, starts, DataPosition(3, 3)) is not None
+    stand = torch.get_rng_state()
+    assert list(itertools.islice(entered.batch_sampler, 3)) == begun  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), stand)
+
+
+def test_an_endless_order_that_draws_each_item_is_refused() -> None:
+    loader = loader_of(Endless(draws_each=True))
+    assert repeat_order(loader, Starts(), None) is not None
+    with pytest.raises(UnrecoverableError, match="the sampler Endless draws random numbers item by item"):
+        next(iter(loader))
+
+
+def test_batches_of_ones_own_are_drawn_again() -> None:
+    starts = Starts()
+    loader: Any = DataLoader(torch.arange(SAMPLES), batch_sampler=OwnBatches())  # type: ignore[arg-type]
+    assert repeat_order(loader, starts, None) is not None
+    begun = [batch.tolist() for batch in loader]
+    entered: Any = DataLoader(torch.arange(SAMPLES), batch_sampler=OwnBatches())  # type: ignore[arg-type]
+    assert repeat_order(entered, starts, DataPosition(3, 3)) is not None
+    assert [batch.tolist() for batch in entered] == begun
