@@ -11,7 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def replica_group(optimizers: Sequence[Any]) -> tuple[int, ...]:
-    """Return the global ranks that hold this rank's shard, including this rank, in ascending order.
+    """Return the global ranks that hold all that this rank holds, including this rank, in ascending order.
 
     With the distributed optimizer these are the ranks of the inter-distributed-optimizer-instance group (only
     this rank if there is one instance); without it, all ranks of the data-parallel group.
@@ -33,7 +33,25 @@ def replicas(distributed_optimizer: bool) -> tuple[int, ...]:
         if group is None:
             return (dist.get_rank(),)
         return tuple(sorted(dist.get_process_group_ranks(group)))
-    ranks = set(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)))
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        ranks &= set(dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group()))
-    return tuple(sorted(ranks))
+    both = dense_and_experts()
+    if both is None:
+        return _members(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dense, experts = both
+    return tuple(sorted({*dense} & {*experts}))
+
+
+def dense_and_experts() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return, without the distributed optimizer, the holders of this rank's dense parameters, and of its experts.
+
+    Returns:
+        The ranks over which Megatron reduces the gradients of either; None without expert parallelism, where it
+        reduces all over the same.
+    """
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return None
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return _members(dense), _members(parallel_state.get_expert_data_parallel_group())
+
+
+def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionO
 from typing_extensions import override
 
 from checkpointless.megatron.fp8_parameters import fp8_parameters, left_as_they_are
-from checkpointless.megatron.replicas import replica_group
+from checkpointless.megatron.replicas import dense_and_experts, replica_group
 from checkpointless.megatron.scales import Scales
 from checkpointless.megatron.update import gather_parameters, sub_optimizers, update_locally
 from checkpointless.recovery.training.param_groups import ParamGroups, has_buffers
 from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
 _DERIVED = (torch.bfloat16, torch.float16, torch.uint8)  # the last are the bytes of parameters in FP8
@@ -38,9 +40,51 @@ class MegatronTensors(TrainingTensors):
         self._groups = ParamGroups(self._torch_optimizers)
         self._has_buffers = has_buffers(chunks)
 
-    def group(self) -> tuple[int, ...]:
-        """Return the ranks that hold the same shard."""
+    @override
+    def group(self) -> Group:
+        """Return the ranks that hold all that this rank holds."""
         return replica_group(self.optimizers)
+
+    @override
+    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        """Return ``keys`` by holders: with expert parallelism more ranks hold dense parameters than experts.
+
+        Megatron reduces the gradients of the former over all data- and context-parallel ranks, and of the latter
+        over those that have the same experts. With the distributed optimizer the holders of a shard of either are
+        the same. Buffers, and what tensor-parallel ranks have in common, are left to the ranks that hold all.
+        """
+        group = self.group()
+        split = (
+            None if any(isinstance(each, DistributedOptimizer) for each in self.optimizers) else dense_and_experts()
+        )
+        if split is None:
+            return {group: list(keys)}
+        experts = self._keys_of_experts()
+        buffers = {
+            ("model", index, name) for index, chunk in enumerate(self.modules) for name, _ in chunk.named_buffers()
+        }
+        found: dict[Group, list[Key]] = defaultdict(list)
+        for key in keys:
+            owner = key[:3] if key[0] == "optimizer" else key
+            found[group if owner in buffers else split[owner in experts]].append(key)
+        return found
+
+    def _keys_of_experts(self) -> set[Key]:
+        """Return the keys of the model's parameters that are experts', and of the optimizers' groups that have any.
+
+        What tells them is what Megatron itself goes by, in its buffers and in the groups of its optimizers.
+        """
+        keys: set[Key] = {
+            ("model", index, name)
+            for index, chunk in enumerate(self.modules)
+            for name, parameter in self.parameters_of(chunk)
+            if not getattr(parameter, "allreduce", True)
+        }
+        for number, optimizer in enumerate(self._torch_optimizers):
+            for position, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+                if group["is_expert_parallel"]:
+                    keys.add(("optimizer", number, position))
+        return keys
 
     @override
     def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -132,7 +132,7 @@ class MegatronTraining(LoopTraining, MegatronTensors):
 
     @override
     def group(self) -> tuple[int, ...]:
-        """Return the global ranks that hold the same shard."""
+        """Return the global ranks that hold all that this rank holds."""
         return MegatronTensors.group(self)
 
     @override

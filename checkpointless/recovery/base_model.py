@@ -17,7 +17,8 @@ from checkpointless.recovery.refill import Refill
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import all_gather_json
-from checkpointless.transfer.state_tensors import StateTensors
+from checkpointless.transfer.rank_groups import Group
+from checkpointless.transfer.state_tensors import StateTensors, split
 from checkpointless.transfer.tensor_entry import Key
 
 _MODEL = "model"  # the first word of the key of a parameter or buffer
@@ -32,8 +33,8 @@ class BaseModel(Protocol):
     def part_from(self, held: HeldState) -> None:
         """Remove from ``held`` the tensors that are kept here."""
 
-    def digest(self, live: StateTensors) -> str:
-        """Return the digest of the weights in ``live`` that are kept here; "" if there are none."""
+    def digests(self, live: StateTensors) -> Mapping[Group, str]:
+        """Return the digests, by part, of the weights in ``live`` that are kept here."""
 
     def offload(self, held: HeldState) -> None:
         """Move to pinned host memory what takes the most room of ``held`` and of what is kept here."""
@@ -58,9 +59,9 @@ class NoBaseModel:
     def part_from(self, held: HeldState) -> None:
         """Do nothing."""
 
-    def digest(self, live: StateTensors) -> str:
-        """Return the digest of nothing, "" ."""
-        return ""
+    def digests(self, live: StateTensors) -> Mapping[Group, str]:
+        """Return nothing."""
+        return {}
 
     def offload(self, held: HeldState) -> None:
         """Offload all of ``held``."""
@@ -123,12 +124,13 @@ class FrozenBaseModel:
         weights = self.weights or {}
         held.tensors = {key: tensor for key, tensor in held.tensors.items() if key not in weights}
 
-    def digest(self, live: StateTensors) -> str:
-        """Return the digest of the frozen weights in ``live``; "" if there are none."""
+    def digests(self, live: StateTensors) -> Mapping[Group, str]:
+        """Return the digests, by part, of the frozen weights in ``live``."""
         if not self.weights:
-            return ""
+            return {}
         tensors = live.tensors()  # not the offloaded copies: another rank may not have offloaded
-        return self._checksums.digest_all({key: tensors[key] for key in self.weights})
+        parts = split(live, {key: tensors[key] for key in self.weights})
+        return {group: self._checksums.digest_all(part) for group, part in parts.items()}
 
     def offload(self, held: HeldState) -> None:
         """Offload the frozen weights. What is trained stays where it is, because it is small."""
@@ -143,7 +145,7 @@ class FrozenBaseModel:
         The weights that are kept stay kept, whatever happens to the rest.
         """
         lacking = self._ranks_without(decision)
-        refills = {rank: decision.refills[rank] for rank in lacking}
+        refills = {rank: decision.parts[rank] for rank in lacking}
         with span(EventName.TRANSFER, part="base model", refills=len(lacking)) as fields:
             mine = dict(self.weights or {})
             _, report = self._refill.move(live, refills, mine, {}, memory_budget_bytes=memory_budget_bytes)

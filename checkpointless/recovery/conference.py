@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 import torch.distributed as dist
 
@@ -17,6 +16,7 @@ from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import all_gather_json
+from checkpointless.transfer.state_tensors import groups_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def decide_together(
     """Decide with all other ranks how the job resumes. Collective.
 
     Args:
-        live: the freshly built state, which knows who else holds its shard.
+        live: the freshly built state, which knows who else holds each of its parts.
         held: the state that this rank holds; None: it holds none.
         own: what is this rank's own.
         compare_digests: report the digest of the held state, so that replicas are compared.
@@ -51,7 +51,7 @@ def decide_together(
     call = active_call_wrapper()
     high_water = call.high_water if call is not None else -1
     with span(EventName.DECIDE) as fields:
-        mine = asdict(_report(live, held, own, compare_digests, begun, saves))
+        mine = _report(live, held, own, compare_digests, begun, saves).to_json()
         answers = all_gather_json({"report": mine, "keeps": own.kept_streams()})
         decision = decide(reports_of(answers, own.replicas.jump), high_water, fit)
         fields.update(
@@ -61,6 +61,13 @@ def decide_together(
             refills={str(rank): list(sources) for rank, sources in decision.refills.items()},
             reason=decision.reason,
         )
+        if any(len(parts) > 1 for parts in decision.parts.values()):
+            fields.update(
+                parts={
+                    str(rank): [{"holders": len(group), "sources": list(sources)} for group, sources in parts]
+                    for rank, parts in decision.parts.items()
+                }
+            )
     return decision
 
 
@@ -68,21 +75,27 @@ def _report(
     live: LiveState, held: HeldState | None, own: OwnState, compare_digests: bool, begun: int, saves: Saves
 ) -> RankReport:
     streams = own.streams.known()
+    named = groups_of(live)
+    groups, examples = tuple(named), tuple(named.values()) if len(named) > 1 else ()
     if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
-        return RankReport(dist.get_rank(), None, False, False, live.group(), streams=streams, begun=begun)
+        return RankReport(
+            dist.get_rank(), None, False, False, groups, streams=streams, begun=begun, examples=examples
+        )
+    digests = held.digests if compare_digests else None
     return RankReport(
         dist.get_rank(),
         held.commit.committed,
         held.commit.ready,
         held.commit.torn,
-        live.group(),
-        held.digest if compare_digests else None,
+        groups,
+        tuple(digests.get(group, "") for group in groups) if digests is not None else (),
         tuple(int(stage) for stage in sorted(held.moments)),
         streams,
         held.fit,
         held.offset,
         begun,
         tuple(saves),
+        examples,
     )
 
 
@@ -113,7 +126,7 @@ def find_loss(live: LiveState, held: HeldState | None, own: OwnState, decision: 
             f"{', '.join(map(str, sorted(decision.refills)))} was lost with its process"
         )
     buffers = held.buffers.get(moment) if held is not None else None
-    lost_buffers = own.find_lost_buffers(moment, buffers, decision.refills)
+    lost_buffers = own.find_lost_buffers(moment, buffers, decision.peers())
     if lost_buffers:
         rank, reason = min(lost_buffers.items())
         return f"the process of rank {rank} was lost, and {reason}"

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_NO_PARTITION = "the reported replica groups do not partition the ranks"
+from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json
+
+
+#: The parts of a rank to fill: the replica group of each, and the ranks that hold it.
+Parts = tuple[tuple[Group, tuple[int, ...]], ...]
 
 
 class Verdict(Enum):
@@ -29,8 +36,9 @@ class RankReport:
         committed: the optimizer step of the whole state that the rank holds, or None if it holds none.
         ready: whether the rank also holds the final gradients of step ``committed + 1`` and can apply them alone.
         torn: whether an update failed half-way; the rank's state then belongs to no step.
-        group: the ranks that hold the same shard of model and optimizer state, this rank included.
-        digest: the digest of the rank's shard at ``committed``, if checksums are on.
+        parts: the rank's parts of model and optimizer state, each known by its replica group: the ranks that hold
+            the same tensors, this rank included.
+        digests: the digest of each part's shard at ``committed``, in the order of ``parts``, if checksums are on.
         stages: the moments after step ``committed`` at which the rank has its state
             (:class:`~checkpointless.recovery.moment.Stage`).
         streams: the steps and moments for which the rank's random streams are known.
@@ -39,20 +47,30 @@ class RankReport:
         begun: the last fit of the block that the rank knows to have begun.
         saves: the background saves whose end the rank has not gone through: for each its number, the step and the
             stage after which it began, and whether its writer still works on it.
+        examples: the name of a tensor of each part, in the order of ``parts``, if there are several.
     """
 
     rank: int
     committed: int | None
     ready: bool
     torn: bool
-    group: tuple[int, ...]
-    digest: str | None = None
+    parts: tuple[Group, ...]
+    digests: tuple[str, ...] = ()
     stages: tuple[int, ...] = (0,)
     streams: tuple[tuple[int, int], ...] = ()
     fit: int = 1
     offset: int = 0
     begun: int = 0
     saves: tuple[tuple[int, int, int, bool], ...] = ()
+    examples: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the report as plain data, with the groups in few bytes."""
+        return {**asdict(replace(self, parts=())), "parts": [compact(group) for group in self.parts]}
+
+    def example(self, group: Group) -> str:
+        """Return the name of a tensor of a part in brackets; "" if the rank has only one part."""
+        return f" ({self.examples[self.parts.index(group)]})" if group in self.parts[: len(self.examples)] else ""
 
 
 @dataclass(frozen=True)
@@ -66,7 +84,9 @@ class Decision:
             behind it, and for which every other rank has its random streams. A background save of which a rank has
             lost its part is done again where possible, since the state that was saved is still at hand.
         redo: the ranks that apply the gradients of ``target``, which they still hold.
-        refills: maps each rank to fill to the ranks that hold its shard at ``target`` (after their redo).
+        refills: maps each rank to fill to the ranks that fill it.
+        parts: maps each rank to fill to its parts, each with the ranks that hold it at ``target`` (after their
+            redo).
         offset: how many steps of the job precede the fit that is resumed, now or after fits that are skipped.
         reason: why recovery is refused, in one line ("" otherwise).
     """
@@ -78,6 +98,22 @@ class Decision:
     refills: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     offset: int = 0
     reason: str = ""
+    parts: Mapping[int, Parts] = field(default_factory=dict)
+
+    def peers(self) -> dict[int, tuple[int, ...]]:
+        """Return, for each rank to fill, the ranks that hold all its parts; if there are none, its widest part."""
+        return {rank: peers_of(parts) or widest_of(parts) for rank, parts in self.parts.items()}
+
+
+def peers_of(parts: Parts) -> tuple[int, ...]:
+    """Return the ranks that hold all parts of a rank to fill, in ascending order."""
+    (_, first), *others = parts
+    return tuple(sorted(set(first).intersection(*(sources for _, sources in others)))) if others else first
+
+
+def widest_of(parts: Parts) -> tuple[int, ...]:
+    """Return the holders of the part that most ranks hold."""
+    return max((sources for _, sources in parts), key=len)
 
 
 def reports_of(answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankReport]:
@@ -90,10 +126,12 @@ def reports_of(answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankRepo
             that it had. 0: nowhere.
     """
     reports = []
+    groups = CompactGroups(len(answers))
     for rank, answer in enumerate(answers):
         each = answer["report"]
         streams = each["streams"] or (answers[(rank + jump) % len(answers)]["keeps"] if jump else [])
-        plain = {"group": tuple(each["group"]), "stages": tuple(each["stages"])}
+        plain = {name: tuple(each[name]) for name in ("digests", "stages", "examples")}
+        plain["parts"] = groups.read(each["parts"])
         rows = {"streams": tuple(map(tuple, streams)), "saves": tuple(map(tuple, each["saves"]))}
         reports.append(RankReport(**{**each, **plain, **rows}))
     return reports
@@ -102,9 +140,10 @@ def reports_of(answers: Sequence[Mapping[str, Any]], jump: int) -> list[RankRepo
 def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Decision:
     """Decide how the job resumes, in time linear in the number of ranks.
 
-    The target is the newest committed step that every replica group can reach. A group reaches a step if one of its
-    ranks holds it, or holds the step before and the final gradients. Every rank then is at the target, redoes its
-    update or is refilled; two steps are never mixed. A step that no rank committed is not completed from gradients,
+    The target is the newest committed step that every part of the state can reach, that is, every replica group. A
+    group reaches a step if one of its ranks holds it, or holds the step before and the final gradients. Every rank
+    then is at the target, redoes its update or is refilled, each of its parts from that part's holders; two steps
+    are never mixed. A step that no rank committed is not completed from gradients,
     although it could be: a rank that did not come as far has neither the random streams nor the loss of that step.
 
     Args:
@@ -115,7 +154,10 @@ def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Deci
     Raises:
         ValueError: the reports are not one per rank, or contradict each other about the replica groups.
     """
-    groups = _groups(reports)
+    parts = {report.rank: report.parts for report in reports}
+    if len(parts) != len(reports):
+        raise ValueError("two reports come from one rank")
+    groups = all_groups(parts)
     holders = {report.rank: report for report in reports if report.committed is not None and not report.torn}
     if not holders and high_water <= 0:
         return Decision(Verdict.START)
@@ -130,7 +172,7 @@ def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Deci
     if corrupt:
         return Decision(Verdict.REFUSE, reason=corrupt)
     for rank in suspects:
-        del holders[rank]
+        holders.pop(rank, None)
 
     candidates = {report.committed for report in holders.values()} | {high_water}
     reachable: set[int] | None = None
@@ -153,29 +195,25 @@ def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Deci
 
 
 def _assign(
-    groups: list[tuple[int, ...]],
+    groups: list[Group],
     holders: Mapping[int, RankReport],
     target: int,
     reports: Mapping[int, RankReport],
 ) -> Decision:
     redo: list[int] = []
-    refills: dict[int, tuple[int, ...]] = {}
+    behind: list[int] = []
     stages: list[set[int]] = []  # one set per rank
-    for members in groups:
-        sources: list[int] = []
-        behind: list[int] = []
-        for rank in members:
-            report = holders.get(rank)
-            if report is not None and report.committed == target:
-                sources.append(rank)
-                stages.append(set(report.stages))
-            elif report is not None and report.ready and report.committed == target - 1:
-                redo.append(rank)
-                stages.append({0})
-                sources.append(rank)
-            else:
-                behind.append(rank)
-        refills.update(dict.fromkeys(behind, tuple(sources)))
+    for rank in sorted(reports):
+        report = holders.get(rank)
+        if report is not None and report.committed == target:
+            stages.append(set(report.stages))
+        elif report is not None and report.ready and report.committed == target - 1:
+            redo.append(rank)
+            stages.append({0})
+        else:
+            behind.append(rank)
+    parts = _sources(groups, behind)
+    refills = _united(parts)
     # If a rank's streams are unknown, another node has those right after the step, or no node has any.
     for rank in refills:
         stages.append({stage for step, stage in reports[rank].streams if step == target} or {0})
@@ -190,7 +228,32 @@ def _assign(
         # Going back repeats what leads to the step, with the random streams from before the step.
         first_lost = min((at for step, at in _lost_saves(reports.values()) if step == target), default=stage)
         stage = max((each for each in common if each <= first_lost), default=stage)
-    return Decision(Verdict.RESUME, target, stage, tuple(redo), refills)
+    return Decision(Verdict.RESUME, target, stage, tuple(redo), refills, parts=parts)
+
+
+def _sources(groups: Sequence[Group], behind: Sequence[int]) -> dict[int, Parts]:
+    """Return, for each rank that is ``behind``, its parts with all their other holders."""
+    lacking = set(behind)
+    parts: dict[int, Parts] = dict.fromkeys(behind, ())
+    for members in groups:
+        filled = [rank for rank in members if rank in lacking]
+        if filled:
+            sources = tuple(rank for rank in members if rank not in lacking)
+            for rank in filled:
+                parts[rank] += ((members, sources),)
+    return parts
+
+
+def _united(parts: Mapping[int, Parts]) -> dict[int, tuple[int, ...]]:
+    """Return, for each rank, the sources of all its parts; ranks with the same parts share the work."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    united = {}
+    for rank, mine in parts.items():
+        name = tuple(id(sources) for _, sources in mine)
+        if name not in known:
+            known[name] = tuple(sorted({source for _, sources in mine for source in sources}))
+        united[rank] = known[name]
+    return united
 
 
 def _lost_saves(reports: Collection[RankReport]) -> set[tuple[int, int]]:
@@ -200,7 +263,7 @@ def _lost_saves(reports: Collection[RankReport]) -> set[tuple[int, int]]:
     return {(step, stage) for number, step, stage in begun if going_on[number, step, stage] < len(reports)}
 
 
-def _fit_that_is_held(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> tuple[int, int]:
+def _fit_that_is_held(groups: list[Group], holders: Mapping[int, RankReport]) -> tuple[int, int]:
     """Return the newest fit of which every group has a holder, and how many steps precede it; (0, 0) if none."""
     common: set[tuple[int, int]] | None = None
     for members in groups:
@@ -209,60 +272,37 @@ def _fit_that_is_held(groups: list[tuple[int, ...]], holders: Mapping[int, RankR
     return max(common or {(0, 0)})
 
 
-def _groups(reports: Sequence[RankReport]) -> list[tuple[int, ...]]:
-    ranks = {report.rank for report in reports}
-    if len(ranks) != len(reports):
-        raise ValueError("two reports come from one rank")
-    group_of: dict[int, tuple[int, ...]] = {}
-    groups: list[tuple[int, ...]] = []
-    for report in reports:
-        known = group_of.get(report.rank)
-        if known is None:  # the first report of its group; comparing the others with it is cheaper than hashing
-            groups.append(report.group)
-            for rank in report.group:
-                if rank in group_of:
-                    raise ValueError(_NO_PARTITION)
-                group_of[rank] = report.group
-            known = group_of.get(report.rank)
-        if known is not report.group and known != report.group:
-            raise ValueError(_NO_PARTITION)
-    if group_of.keys() != ranks:
-        raise ValueError(_NO_PARTITION)
-    return sorted(groups)
-
-
-def _corrupt(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> tuple[list[int], str]:
-    """Return ranks whose digest the majority of their group contradicts, or a reason if there is no majority."""
+def _corrupt(groups: list[Group], holders: Mapping[int, RankReport]) -> tuple[list[int], str]:
+    """Return ranks of which the majority of a group contradicts a digest, or a reason if there is no majority."""
     suspects: list[int] = []
     for members in groups:
         by_step: dict[int, dict[int, str]] = defaultdict(dict)
         for rank in members:
             report = holders.get(rank)
-            if report is not None and report.committed is not None and report.digest is not None:
-                by_step[report.committed][rank] = report.digest
+            if report is not None and report.committed is not None and report.digests:
+                by_step[report.committed][rank] = report.digests[report.parts.index(members)]
         for step, digests in by_step.items():
             if len(set(digests.values())) == 1:
                 continue
             counts = Counter(digests.values()).most_common()
             if counts[0][1] == counts[1][1]:
-                return [], (
-                    f"the replicas of the shard of ranks {_names(members)} differ at step {step} and no majority "
-                    "says which is right"
-                )
+                of = f"the shard of ranks {names(members)}{holders[min(digests)].example(members)}"
+                return [], f"the replicas of {of} differ at step {step} and no majority says which is right"
             suspects += [rank for rank, digest in digests.items() if digest != counts[0][0]]
     return suspects, ""
 
 
-def _nobody_left(members: tuple[int, ...], reports: Sequence[RankReport], high_water: int) -> str:
-    torn = [report.rank for report in reports if report.torn and report.rank in members]
-    because = f" (an update failed half-way on {_names(tuple(torn))})" if torn else ""
+def _nobody_left(members: Group, reports: Sequence[RankReport], high_water: int) -> str:
+    mine = [report for report in reports if report.rank in members]
+    torn = [report.rank for report in mine if report.torn]
+    because = f" (an update failed half-way on {names(torn)})" if torn else ""
     return (
-        f"no living rank holds the shard of ranks {_names(members)}{because}; "
+        f"no living rank holds the shard of ranks {names(members)}{mine[0].example(members)}{because}; "
         f"the last committed step was {high_water}"
     )
 
 
-def _no_common_step(groups: list[tuple[int, ...]], holders: Mapping[int, RankReport]) -> str:
+def _no_common_step(groups: list[Group], holders: Mapping[int, RankReport]) -> str:
     newest = {
         members: max((holders[rank].committed or 0 for rank in members if rank in holders), default=-1)
         for members in groups
@@ -270,11 +310,6 @@ def _no_common_step(groups: list[tuple[int, ...]], holders: Mapping[int, RankRep
     ahead = max(newest, key=lambda members: newest[members])
     behind = min(newest, key=lambda members: newest[members])
     return (
-        f"ranks {_names(ahead)} are at step {newest[ahead]} and ranks {_names(behind)} at step {newest[behind]}, "
+        f"ranks {names(ahead)} are at step {newest[ahead]} and ranks {names(behind)} at step {newest[behind]}, "
         "and neither group can reach the other's step"
     )
-
-
-def _names(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return f"{shown}, ... ({len(ranks)} ranks)" if len(ranks) > 8 else shown

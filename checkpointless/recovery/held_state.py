@@ -14,6 +14,8 @@ from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.transfer.rank_groups import Group
+from checkpointless.transfer.state_tensors import split
 from checkpointless.transfer.tensor_entry import Key
 
 
@@ -27,7 +29,7 @@ class HeldState:
             is replaced by its successor as soon as that is filled, so that at every moment this is the whole state,
             and little of it exists twice.
         moments: the rest of the state, at every moment after the committed step that can be resumed at.
-        digest: the digest of the rank's shard, if replicas are to be compared.
+        digests: the digest of each part of the rank's shard, by its replica group, if replicas are to be compared.
         live: the old trainer's state, while its update can still be applied; else nothing holds the old trainer.
         fit: the fit of the block that the state belongs to.
         offset: how many steps of the job precede that fit.
@@ -38,7 +40,7 @@ class HeldState:
     commit: CommitState
     tensors: dict[Key, torch.Tensor]
     moments: Mapping[Stage, Moment]
-    digest: str | None = None
+    digests: dict[Group, str] | None = None
     live: LiveState | None = None
     fit: int = 1
     offset: int = 0
@@ -69,21 +71,21 @@ class HeldState:
         Args:
             live: the state.
             commit: the step that the state belongs to.
-            checksums: computes the digest of the rank's shard, if it is enabled.
+            checksums: computes the digests of the rank's shard, if it is enabled.
             fit: the fit of the block that the state belongs to.
             offset: how many steps of the job precede that fit.
         """
         moments = {} if commit.torn else dict(live.moments(commit.committed))
-        digest = None
+        digests = None
         if checksums.enabled and not commit.torn and commit.committed >= 0:
-            digest = checksums.digest_all(live.shard())
+            digests = {group: checksums.digest_all(part) for group, part in split(live, live.shard()).items()}
         buffers = {
             (step, stage): copies
             for step in (commit.committed, commit.committed + 1)
             for stage, copies in live.own_buffers(step).items()
         }
         return cls(
-            commit, _without_gradients(live), moments, digest, live if commit.ready else None, fit, offset, buffers
+            commit, _without_gradients(live), moments, digests, live if commit.ready else None, fit, offset, buffers
         )
 
     def redo(self, target: int) -> None:
@@ -102,7 +104,7 @@ class HeldState:
         live.apply_held_update()
         self.tensors = _without_gradients(live)
         self.moments = dict(live.moments(target))
-        self.digest = None  # it belonged to the step before
+        self.digests = None  # they belonged to the step before
         self.commit = CommitState(target, ready=False, torn=False)
 
     def own_parts(self, live: LiveState, target: int | None, stage: Stage) -> dict[str, str]:

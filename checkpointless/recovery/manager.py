@@ -221,7 +221,7 @@ class CheckpointManager(OwnStateKeeper):
             step: the optimizer step, whose streams and buffers have been stored.
         """
         if self._replicates or not step & (step - 1):
-            self._own.replicate(step, self._attached.group if self._attached is not None else None)
+            self._own.replicate(step, self._attached)
             self._replicates = self._own.replicas.jump > 0
         if self.tiers_are_kept:
             self._copies.settle(step)
@@ -266,8 +266,9 @@ class CheckpointManager(OwnStateKeeper):
         self._held = held
         self.kept = self._keep(live, commit)
         self._base_model.part_from(held)
-        if held.digest is not None:
-            held.digest += self._base_model.digest(live)
+        if held.digests is not None:
+            for group, digest in self._base_model.digests(live).items():
+                held.digests[group] = held.digests.get(group, "") + digest
         self.maybe_offload_checkpoint()
 
     def _keep(self, live: LiveState, commit: CommitState) -> tuple[int, Built] | None:
@@ -430,7 +431,7 @@ class CheckpointManager(OwnStateKeeper):
         with span(EventName.TRANSFER, refills=len(decision.refills)) as fields:
             objects, report = self._refill.move(
                 live,
-                decision.refills,
+                decision.parts,
                 held.tensors if held is not None else None,
                 own,
                 memory_budget_bytes=self.memory_budget_bytes,

@@ -1,27 +1,36 @@
 """Put a part of the state in its new place on every rank: a rank takes back what it holds, or its peers fill it.
 
 All of the state is moved this way, or, in fine-tuning, the frozen weights and the rest one after the other.
+
+Tensors that have the same holders move together, and those of other holders afterwards: all ranks go through the
+replica groups in ascending order. A rank takes part in the fills of the groups that it is in, and either fills or
+is filled. So no two ranks wait for each other: of the groups whose fills are not done, the first has all members at
+it that take part.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.inprocess.context import aside
+from checkpointless.recovery.decide import Parts, peers_of
 from checkpointless.serialization.state_tree import Tree
 from checkpointless.transfer.bucket_rounds import OnBucket
-from checkpointless.transfer.state_tensors import StateTensors
+from checkpointless.transfer.rank_groups import Group
+from checkpointless.transfer.state_tensors import StateTensors, split
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, TransferReport, receive_state, send_state
 
 
 class Refill:
-    """Moves one part of the state, and remembers what an interrupted transfer brought.
+    """Moves tensors of the state, and remembers what an interrupted transfer brought.
 
     Args:
         adopts: put the tensors that a rank to fill has already in their place first, without a copy where that is
@@ -42,20 +51,20 @@ class Refill:
     def move(
         self,
         live: StateTensors,
-        refills: Mapping[int, Sequence[int]],
+        refills: Mapping[int, Parts],
         tensors: dict[Key, torch.Tensor] | None,
         objects: Tree,
         *,
         memory_budget_bytes: int,
         on_bucket: OnBucket | None = None,
     ) -> tuple[Tree, TransferReport]:
-        """Put the part in its place in ``live``. Every rank calls it that fills or is filled.
+        """Put tensors in their place in ``live``. Every rank calls it that fills or is filled.
 
         Args:
             live: the freshly built state.
-            refills: maps each rank to fill to its sources, the same on every rank.
-            tensors: the part as this rank holds it, in the order that it has on every holder; None: it holds none.
-                In a rank that is filled it need not be right. In another one, each tensor is replaced by its
+            refills: maps each rank to fill to its parts with their sources, the same on every rank.
+            tensors: what this rank holds, in the order that it has on every holder; None: it holds nothing. In a
+                rank that is filled it need not be right. In another one, each tensor is replaced by its
                 successor as soon as that is filled.
             objects: the non-tensor state that goes with it.
             memory_budget_bytes: how many bytes the buffers of a transfer may take on each rank that takes part.
@@ -65,7 +74,8 @@ class Refill:
             The non-tensor state, which is the sources' in a rank that was filled; and what was moved.
 
         Raises:
-            RuntimeError: this rank is not to be filled and holds nothing.
+            RuntimeError: this rank is not to be filled and holds nothing, or holds a tensor for a rank to fill of
+                which the decision does not know.
             TransferError: something arrived damaged and could not be mended.
         """
         rank = dist.get_rank()
@@ -73,13 +83,26 @@ class Refill:
             return self._fill(live, refills[rank], tensors or {}, memory_budget_bytes)
         if tensors is None:
             raise RuntimeError(f"rank {rank} was decided to be healthy but holds no state")
-        self._serve(tensors, objects, refills, on_bucket)
+        self._serve(live, tensors, objects, refills, on_bucket)
         return objects, self._take_back(live, tensors)
 
     def _fill(
+        self, live: StateTensors, parts: Parts, held: Mapping[Key, torch.Tensor], memory_budget_bytes: int
+    ) -> tuple[Tree, TransferReport]:
+        """Receive every part from its sources, one after the other."""
+        objects: dict[Group, Tree] = {}
+        reports = []
+        for group, sources in sorted(parts):
+            ordered = _peers_first(sources, parts)
+            objects[group], report = self._receive(live, ordered, held, memory_budget_bytes)
+            reports.append(report)
+        whole = objects[min(objects)] if peers_of(parts) else live.join_objects(objects)
+        return whole, reports[0] if len(reports) == 1 else TransferReport.of(reports)
+
+    def _receive(
         self, live: StateTensors, sources: Sequence[int], held: Mapping[Key, torch.Tensor], memory_budget_bytes: int
     ) -> tuple[Tree, TransferReport]:
-        """Receive the part from ``sources``; keep what an interrupted transfer brought or this rank still had."""
+        """Receive a part from ``sources``; keep what an interrupted transfer brought or this rank still had."""
         known = {**held, **self.arrived}
 
         def room(entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
@@ -87,27 +110,44 @@ class Refill:
             if self._adopts:
                 live.adopt({key: known[key] for key in keys if key in known})
             whole = live.room(entries)
-            self.arrived = {key: whole[key] for key in keys if key in whole}
+            self.arrived = {**self.arrived, **{key: whole[key] for key in keys if key in whole}}
             return whole
 
         return aside(lambda: receive_state(sources, room, known=known, memory_budget_bytes=memory_budget_bytes))
 
     @staticmethod
     def _serve(
+        live: StateTensors,
         tensors: Mapping[Key, torch.Tensor],
         objects: Tree,
-        refills: Mapping[int, Sequence[int]],
+        refills: Mapping[int, Parts],
         on_bucket: OnBucket | None,
     ) -> None:
-        """Fill every rank that has this rank as a source."""
+        """Fill every rank that has this rank as a source of a part.
+
+        The non-tensor state goes with the first part of a rank, from a rank that holds all its parts, or, if there
+        is none, with each part.
+        """
         rank = dist.get_rank()
-        fills = [
-            Fill(destination, sources.index(rank), len(sources))
-            for destination, sources in sorted(refills.items())
-            if rank in sources
-        ]
-        if fills:
-            aside(lambda: send_state(tensors, objects, fills, on_bucket=on_bucket))
+        fills: dict[Group, list[Fill]] = defaultdict(list)
+        asked: set[Group] = set()  # with which objects go
+        for destination, parts in sorted(refills.items()):
+            first = min(parts)[0]
+            for group, sources in parts:
+                if rank in sources:
+                    ordered = _peers_first(sources, parts)
+                    fills[group].append(Fill(destination, ordered.index(rank), len(ordered)))
+                    asked |= {group} if group == first or not peers_of(parts) else set()
+        mine = split(live, tensors) if fills else {}
+        for group in mine:
+            for destination in group:
+                if destination in refills and group not in dict(refills[destination]):
+                    raise RuntimeError(
+                        f"rank {destination} is to be filled and has said nothing of {next(iter(mine[group]))}"
+                    )
+        for group in sorted(fills):
+            present, told = mine.get(group, {}), objects if group in asked else {}
+            aside(partial(send_state, present, told, fills[group], on_bucket=on_bucket))
 
     @staticmethod
     def _take_back(live: StateTensors, tensors: dict[Key, torch.Tensor]) -> TransferReport:
@@ -122,6 +162,12 @@ class Refill:
                 tensors[key] = room[key]
         kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
         return TransferReport(kept=kept, seconds=time.monotonic() - began_s)
+
+
+def _peers_first(sources: Sequence[int], parts: Parts) -> tuple[int, ...]:
+    """Return the sources of a part in their places: first those that hold all parts, the first gives objects."""
+    peers = {*peers_of(parts)}
+    return tuple(sorted(sources, key=lambda source: (source not in peers, source)))
 
 
 def announce_transfer(target: int) -> OnBucket:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from checkpointless.serialization.tensor_memory import local_part
+from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.sharded_tensors import is_sharded, spread_like
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
@@ -33,6 +34,14 @@ class TrainingTensors:
         self.modules = list(modules)
         self._torch_optimizers = list(optimizers)
         self._buffers = BufferCopies(self.modules)
+
+    def group(self) -> Group:
+        """Return the global ranks that hold all that this rank holds. A subclass knows them."""
+        raise NotImplementedError
+
+    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        """Return ``keys`` by the ranks that hold the same under them: here, all have the same holders."""
+        return {self.group(): list(keys)}
 
     def model(self) -> dict[Key, torch.Tensor]:
         """Return the parameters and buffers of the modules, by key."""
@@ -199,6 +208,20 @@ class TrainingTensors:
             for name, value in inner.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and is_sharded(value) and (*key, name) not in spread:
                     inner.state[parameter][name] = local_part(value)
+
+    def join_objects(self, objects: Mapping[Group, Any]) -> dict[str, Any]:  # Any: plain data
+        """Return the objects of the first part, with the optimizers' plain state from a holder of each parameter.
+
+        Args:
+            objects: by part, what :meth:`load_objects` takes.
+        """
+        joined: dict[str, Any] = dict(objects[min(objects)])
+        joined["state"] = {}
+        for group, theirs in objects.items():
+            keys = {(*key, _PARAMETER): key for key in theirs["state"]}
+            for key in self.parts(keys).get(group, ()):
+                joined["state"][keys[key]] = theirs["state"][keys[key]]
+        return joined
 
     def _parameters(self) -> Iterator[tuple[Key, torch.optim.Optimizer, torch.Tensor]]:
         """Yield key, optimizer and parameter for every parameter that this rank updates."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from checkpointless.serialization.tensor_memory import local_part
+from checkpointless.transfer.rank_groups import Group
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -40,6 +41,49 @@ def replicas_of(parameters: Iterable[torch.Tensor], rank: int) -> tuple[int, ...
             same = _replicas_in(spread.device_mesh, tuple(spread.placements), rank)
             found = same if found is None else found & same
     return None if found is None else tuple(sorted(found))
+
+
+class HoldersByMesh:
+    """Finds the holders of each tensor of a rank, as the meshes and placements of DTensors tell.
+
+    A tensor that is no DTensor is held by the ranks that hold all DTensors of this rank. If only this rank does, it
+    is held by all ranks of the meshes: what is not divided over them is the same on all of them, or the parts would
+    not belong to one model.
+
+    Args:
+        tensors: all parameters and buffers.
+        rank: a global rank, which is in the mesh of each DTensor.
+        world_size: the number of all ranks, which hold everything if there is no DTensor.
+
+    Raises:
+        ValueError: a tensor is not fully reduced, or its mesh leaves ``rank`` out.
+
+    Attributes:
+        all: the ranks that hold the same as ``rank`` of all DTensors.
+        plain: the ranks that hold the same of all other tensors.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._known: dict[tuple[int, Any], Group] = {}  # by the identity of the mesh, and by placements
+        spread: list[Any] = [tensor for tensor in tensors if is_sharded(tensor)]
+        self._meshes = [each.device_mesh for each in spread]  # whose identities are kept by it
+        groups = {self.of(each) for each in spread}
+        everybody = range(world_size)
+        self.all = tuple(sorted(set(everybody).intersection(*groups)))
+        meshes = ({*map(int, mesh.mesh.flatten())} for mesh in {id(each): each for each in self._meshes}.values())
+        self.plain = self.all if len(self.all) > 1 else tuple(sorted(set(everybody).intersection(*meshes)))
+
+    def of(self, tensor: torch.Tensor) -> Group:
+        """Return the ranks that hold the same as this rank of one tensor, in ascending order."""
+        if not is_sharded(tensor):
+            return self.plain
+        spread: Any = tensor
+        placements = tuple(spread.placements)
+        name = id(spread.device_mesh), placements
+        if name not in self._known:
+            self._known[name] = tuple(sorted(_replicas_in(spread.device_mesh, placements, self._rank)))
+        return self._known[name]
 
 
 def _replicas_in(mesh: Any, placements: tuple[Any, ...], rank: int) -> set[int]:

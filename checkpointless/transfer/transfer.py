@@ -71,6 +71,21 @@ class TransferReport:
     by_memory: int = 0
     gb_per_s: float = 0.0
 
+    @classmethod
+    def of(cls, reports: Sequence[TransferReport]) -> TransferReport:
+        """Return what several fills, one after the other, moved together."""
+        nbytes, seconds = sum(each.bytes for each in reports), sum(each.seconds for each in reports)
+        return cls(
+            bytes=nbytes,
+            kept=sum(each.kept for each in reports),
+            sources=tuple(sorted({source for each in reports for source in each.sources})),
+            seconds=seconds,
+            fetched_again=sum(each.fetched_again for each in reports),
+            digest="".join(each.digest for each in reports),
+            by_memory=sum(each.by_memory for each in reports),
+            gb_per_s=nbytes / seconds / 1e9 if seconds > 0 else 0.0,
+        )
+
 
 @dataclass(frozen=True)
 class Fill:

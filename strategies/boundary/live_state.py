@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +17,7 @@ from checkpointless.strategies.boundary.epoch_metrics import Accumulated
 from checkpointless.strategies.boundary.kinds import ACCUMULATED, of_save_hooks, take_state
 from checkpointless.strategies.boundary.steps import TrainedTensors
 from checkpointless.strategies.data.position import DataPosition, begun_at
+from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 _AT_THE_BEGINNING = DataPosition(0, 0)
@@ -67,8 +68,12 @@ class TrainerLiveState:
         self._travels: set[Stage] = set()  # the stages whose state is known to be fit for another process
 
     def group(self) -> tuple[int, ...]:
-        """Return the ranks that hold the same shard."""
+        """Return the ranks that hold all that this rank holds."""
         return self._tensors.group()
+
+    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        """Return ``keys`` by the ranks that hold the same under them."""
+        return self._tensors.parts(keys)
 
     def tensors(self) -> dict[Key, torch.Tensor]:
         """Return the tensors of model and optimizer that do not follow from others."""
@@ -303,6 +308,11 @@ class TrainerLiveState:
     def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
         """Return storage for ``entries``."""
         return self._tensors.room(entries)
+
+    def join_objects(self, objects: Mapping[Group, Any]) -> dict[str, Any]:
+        """Return the objects of the first part, with the optimizer's plain values from holders of each part."""
+        values = {group: theirs["optimizer"] for group, theirs in objects.items()}
+        return {**objects[min(objects)], "optimizer": self._tensors.join_objects(values)}
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """Put the optimizer's plain values back; the strategy and Lightning load the rest."""

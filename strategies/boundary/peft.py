@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +13,8 @@ from typing_extensions import override
 from checkpointless.megatron.replicas import replicas
 from checkpointless.megatron.state import MegatronTensors
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
+from checkpointless.transfer.rank_groups import Group
+from checkpointless.transfer.tensor_entry import Key
 
 
 def peft_of(trainer: pl.Trainer) -> PEFT | None:
@@ -44,5 +46,15 @@ class StateBeforeAdapters(TrainerLiveState):
     @override
     def group(self) -> tuple[int, ...]:
         """Return the ranks that will hold the same shard."""
+        return replicas(self._will_be_distributed)
+
+    @override
+    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        """Return ``keys`` by the ranks that will hold the same under them."""
+        return {self.group(): list(keys)} if self._will_be_distributed else super().parts(keys)
+
+    @property
+    def _will_be_distributed(self) -> bool:
+        """Whether the optimizers will be Megatron's distributed ones."""
         strategy: Any = self.trainer.strategy
-        return replicas(bool(getattr(strategy.ddp_config, "use_distributed_optimizer", False)))
+        return bool(getattr(strategy.ddp_config, "use_distributed_optimizer", False))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,7 @@ class OwnBuffers:
 
         Args:
             buffers: copies of this rank's buffers.
-            group: the ranks that hold the same shard.
+            group: the ranks whose buffers are to be the same.
         """
         self.forget()
         keys, flat = self._small(buffers)
@@ -164,17 +164,17 @@ class OwnBuffers:
                 self.keep_record(step, stage, known, None)
         return known
 
-    def compare(self, step: int, group: Callable[[], Sequence[int]]) -> None:
+    def compare(self, step: int, group: Sequence[int]) -> None:
         """Compare the buffers that are too large to be kept with the peers', at ever fewer steps. Collective.
 
         Args:
             step: the optimizer step whose buffers were kept last.
-            group: returns the ranks that hold the same shard.
+            group: the ranks whose buffers are to be the same.
         """
         if step & (step - 1):
             return
         answers = all_gather_json(self._large_digests())
-        self._compared([answers[rank] for rank in group()], group())
+        self._compared([answers[rank] for rank in group], group)
 
     def lost(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from checkpointless.recovery.own.buffers import NOTHING, OwnBuffers, decode
 from checkpointless.recovery.own.replicas import OwnRecord, OwnReplicas
 from checkpointless.recovery.own.streams import OwnStreams
 from checkpointless.recovery.rng import RngStates
+from checkpointless.transfer.state_tensors import holders_of
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 
@@ -43,15 +44,15 @@ class OwnState:
         self.streams.forget()
         self.buffers.forget()
 
-    def replicate(self, step: int, group: Callable[[], Sequence[int]] | None) -> None:
+    def replicate(self, step: int, live: LiveState | None) -> None:
         """Have what is this rank's own after ``step`` kept on another node, too, if there is one. Collective.
 
         Args:
             step: the optimizer step, whose streams and buffers have been kept.
-            group: returns the ranks that hold the same shard; None: nothing has been trained yet.
+            live: the state, which knows whose buffers are to be the same; None: nothing has been trained yet.
         """
-        if group is not None and not step & (step - 1):  # at ever fewer steps
-            self.buffers.compare(step, group)
+        if live is not None and not step & (step - 1):  # at ever fewer steps
+            self.buffers.compare(step, holders_of(live, live.copy_buffers()))
         if self.replicas.jump == 0:
             return
         self.replicas.exchange(step, lambda: self._record(step, self.streams.at(step)[Stage.COMMITTED]))
@@ -111,7 +112,7 @@ class OwnState:
         Args:
             moment: the step and the stage that is resumed at.
             held: this rank's buffers at that moment, if it has them in memory.
-            refills: maps each rank to fill to its sources.
+            refills: maps each rank to fill to the sources of its buffers.
         """
         if not refills:
             return {}

@@ -21,6 +21,7 @@ from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
 from checkpointless.telemetry.steps import StepExtras, StepLog
 from checkpointless.transfer.module_tensors import TrainingTensors
+from checkpointless.transfer.state_tensors import groups_of
 from checkpointless.transfer.tensor_entry import Key
 
 logger = logging.getLogger(__name__)
@@ -70,10 +71,13 @@ class LoopTraining(TrainingTensors, ABC):
         if manager is None:
             call.checkpoint_manager = manager = CheckpointManager()
         self._manager = manager
-        if len(self.group()) == 1 < dist.get_world_size() and not manager.tiers and dist.get_rank() == 0:
+        groups = groups_of(self)
+        alone = [example for group, example in groups.items() if len(group) == 1 < dist.get_world_size()]
+        if alone and not manager.tiers and dist.get_rank() == 0:
             logger.warning(
-                "no two ranks hold the same part of the state: a rank that dies cannot be restored from memory. "
+                "no two ranks hold the same %s: a rank that dies cannot be restored from memory. "
                 "%s, or CheckpointManager(tiers=[NeighborMemory()])",
+                "part of the state" if len(groups) == 1 else f"{alone[0]} (others have more holders)",
                 self._how_to_get_replicas,
             )
         self._log = StepLog.from_environment()
@@ -151,7 +155,7 @@ class LoopTraining(TrainingTensors, ABC):
 
     @abstractmethod
     def group(self) -> tuple[int, ...]:
-        """Return the global ranks that hold the same state."""
+        """Return the global ranks that hold all that this rank holds."""
 
     def moments(self, step: int) -> Mapping[Stage, Moment]:
         """Return the state after the update of ``step``; what the loop does after ``update()`` is not in it."""

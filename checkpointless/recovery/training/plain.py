@@ -46,7 +46,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         optimizers: the optimizers of the modules.
         schedulers: the learning-rate schedulers, which step with every update.
         group: the global ranks that hold the same modules and optimizers. Default: what the meshes of the modules'
-            DTensors say (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
+            DTensors say of each tensor (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
 
     Raises:
         UnrecoverableError: the modules cannot be recovered.
@@ -95,7 +95,7 @@ class PlainTraining(LoopTraining, TorchTensors):
 
     @override
     def group(self) -> tuple[int, ...]:
-        """Return the global ranks that hold the same state."""
+        """Return the global ranks that hold all that this rank holds."""
         return TorchTensors.group(self)
 
     @override
@@ -145,4 +145,4 @@ class PlainTraining(LoopTraining, TorchTensors):
 
     @override
     def derive(self) -> None:
-        """Do nothing: every rank of the group holds everything, so nothing follows from other ranks' shards."""
+        """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import operator
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,8 @@ from checkpointless.precision import unsupported_in_a_loop
 from checkpointless.recovery.training.ddp_buckets import settle_buckets
 from checkpointless.recovery.training.param_groups import ParamGroups, has_buffers, version_of
 from checkpointless.transfer.module_tensors import TrainingTensors
-from checkpointless.transfer.sharded_tensors import is_sharded, replicas_of
+from checkpointless.transfer.rank_groups import Group
+from checkpointless.transfer.sharded_tensors import HoldersByMesh, is_sharded
 from checkpointless.transfer.tensor_entry import Key
 
 _COMMUNICATES = (
@@ -107,12 +109,17 @@ class TorchTensors(TrainingTensors):
         # Beside later updates threads may communicate.
         self._is_known = is_known
         self._frozen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # by the list of the others
-        self._group = tuple(sorted(group)) if group is not None else self._replicas()
+        # A group that the user has given holds for all tensors.
+        self._told = tuple(sorted(group)) if group is not None else None
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        self._by_mesh = HoldersByMesh([*self._all, *buffers], dist.get_rank(), dist.get_world_size())
+        self._holders: dict[Key, Group] = {
+            ("model", index, name): self._by_mesh.of(tensor)
+            for index, module in enumerate(modules)
+            for name, tensor in [*self._named[id(module)], *module.named_buffers()]
+        }
+        self._holders |= {key: self._by_mesh.of(parameter) for key, _, parameter in self._parameters()}
         self._refuse_what_cannot_travel()
-
-    def _replicas(self) -> tuple[int, ...]:
-        """Return the ranks that hold the same as this one, as far as the parameters tell."""
-        return replicas_of(self._all, dist.get_rank()) or tuple(range(dist.get_world_size()))
 
     @override
     def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -164,9 +171,20 @@ class TorchTensors(TrainingTensors):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
 
-    def group(self) -> tuple[int, ...]:
-        """Return the global ranks that hold the same state."""
-        return self._group
+    def group(self) -> Group:
+        """Return the global ranks that hold all that this rank holds."""
+        return self._told or self._by_mesh.all
+
+    @override
+    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        """Return ``keys`` by holders, as meshes tell; the state of an optimizer has those of its parameter."""
+        if self._told is not None:
+            return {self._told: list(keys)}
+        found: dict[Group, list[Key]] = defaultdict(list)
+        for key in keys:
+            owner = key[:-1] if key[0] == "optimizer" else key
+            found[self._holders.get(owner, self._by_mesh.plain)].append(key)
+        return found
 
     def step_optimizers(self) -> bool:
         """Make one step of every optimizer.
@@ -226,7 +244,7 @@ class TorchTensors(TrainingTensors):
         settle_buckets(self.modules)
 
     def derive(self) -> None:
-        """Do nothing: the ranks of a group hold everything, so nothing follows from other ranks' shards."""
+        """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""
 
 
 def _sizes_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:

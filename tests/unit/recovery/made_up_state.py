@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 WEIGHT: Key = ("model", 0, "weight")
@@ -28,11 +29,22 @@ class MadeUpState:
         self.applied = 0
         self.fails = False
         self.adopted: list[Key] = []
+        self.all_holders: Group = (0, 1)
+        self.holders: dict[Key, Group] = {}  # of the tensors that others hold
         self._adoptable = set(adoptable)
         self.present = {key: torch.full((1,), float(step)) for key in (WEIGHT, BUFFER, MOMENTUM)}
 
     def group(self) -> tuple[int, ...]:
-        return (0, 1)
+        return self.all_holders
+
+    def parts(self, keys: Iterable[Key]) -> Mapping[Group, Sequence[Key]]:
+        found: dict[Group, list[Key]] = {}
+        for key in keys:
+            found.setdefault(self.holders.get(key, self.all_holders), []).append(key)
+        return found
+
+    def join_objects(self, objects: Mapping[Group, Any]) -> Any:
+        return {"joined": dict(objects)}
 
     def tensors(self) -> dict[Key, torch.Tensor]:
         return dict(self.present)

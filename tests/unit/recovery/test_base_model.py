@@ -46,13 +46,13 @@ def test_nothing_is_frozen_before_it_is_known_what_is_trained() -> None:
     base.part_from(state)
     assert base.weights is None
     assert list(state.tensors) == [WEIGHT, BUFFER, MOMENTUM]
-    assert base.digest(MadeUpState(3)) == ""
+    assert base.digests(MadeUpState(3)) == {}
 
 
 def test_the_digest_is_that_of_the_running_models_frozen_weights() -> None:
     base = frozen()
     base.attached(MadeUpState(3))
-    assert base.digest(MadeUpState(3)) != base.digest(MadeUpState(4))
+    assert base.digests(MadeUpState(3)) != base.digests(MadeUpState(4))
 
 
 def test_what_is_offloaded_is_not_offloaded_again() -> None:
@@ -82,7 +82,9 @@ def test_those_are_filled_that_are_refilled_and_have_no_weights(
     monkeypatch.setattr(base_model, "all_gather_json", gather)
     base = frozen(checksum)
     base.attached(MadeUpState(3))
-    decision = Decision(Verdict.RESUME, 3, refills={1: (0,), 2: (0,)})
+    decision = Decision(
+        Verdict.RESUME, 3, refills={1: (0,), 2: (0,)}, parts=dict.fromkeys((1, 2), (((0, 1, 2), (0,)),))
+    )
     assert base._ranks_without(decision) == lacking
     assert told == [not checksum]
 
@@ -97,5 +99,5 @@ def test_without_a_base_model_all_is_held_and_nothing_is_moved() -> None:
     base.attached(MadeUpState(3))
     base.offload(state)
     assert list(state.tensors) == [WEIGHT, BUFFER, MOMENTUM]
-    assert base.digest(MadeUpState(3)) == ""
+    assert base.digests(MadeUpState(3)) == {}
     assert base.restore(MadeUpState(3), Decision(Verdict.RESUME, 3), torch.iinfo(torch.int32).max) == 0

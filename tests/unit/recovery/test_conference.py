@@ -29,7 +29,7 @@ def test_only_data_that_differed_is_lost_with_its_process(
     answers = [{f"{DATA} (loaders)": "1", "a callback": "1"}, None, {f"{DATA} (loaders)": "2", "a callback": "2"}]
     monkeypatch.setattr(conference, "all_gather_json", lambda mine: answers)
     monkeypatch.setattr(conference.dist, "get_rank", lambda: 1)
-    decision = Decision(Verdict.RESUME, 0, refills={1: (0, 2)})
+    decision = Decision(Verdict.RESUME, 0, refills={1: (0, 2)}, parts={1: (((0, 1, 2), (0, 2)),)})
     reason = find_loss(MadeUpState(0), None, OwnState(0), decision, 0)
     assert reason == f"{DATA} (loaders) differed from rank to rank, and that of rank 1 was lost with its process"
     assert "a callback differs from rank to rank: rank [1] gets a peer's" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,38 +17,51 @@ from checkpointless.recovery.decide import RankReport, Verdict, decide, reports_
 
 def report(rank: int, committed: int | None, group: Sequence[int], **more: Any) -> RankReport:
     return RankReport(
-        rank, committed, bool(more.get("ready")), bool(more.get("torn")), tuple(group), more.get("digest")
+        rank,
+        committed,
+        bool(more.get("ready")),
+        bool(more.get("torn")),
+        (tuple(group),),
+        (more["digest"],) if "digest" in more else (),
     )
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[RankReport]:
-    groups = draw(st.integers(1, 4))
-    size = draw(st.integers(1, 3))
+    """Return ranks on a mesh: their parts are replicated along its first, its second, both or no dimensions."""
+    rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    kinds = draw(st.sets(st.sampled_from(["rows", "columns", "all", "one"]), min_size=1))
     reports = []
-    for index in range(groups):
-        members = tuple(range(index, groups * size, groups))
-        for rank in members:
-            committed = draw(st.sampled_from([None, 0, 1, 2, 3]))
-            ready = committed is not None and draw(st.booleans())
-            torn = committed is not None and draw(st.integers(0, 4)) == 0
-            reports.append(RankReport(rank, committed, ready, torn, members))
+    for rank in range(rows * columns):
+        row, column = divmod(rank, columns)
+        whole = {
+            "rows": tuple(range(row * columns, (row + 1) * columns)),
+            "columns": tuple(range(column, rows * columns, columns)),
+            "all": tuple(range(rows * columns)),
+            "one": (rank,),
+        }
+        parts = tuple(dict.fromkeys(whole[kind] for kind in sorted(kinds)))
+        committed = draw(st.sampled_from([None, 0, 1, 2, 3]))
+        ready = committed is not None and draw(st.booleans())
+        torn = committed is not None and draw(st.integers(0, 4)) == 0
+        reports.append(RankReport(rank, committed, ready, torn, parts))
     return reports
 
 
 def reachable_by_anybody(reports: list[RankReport]) -> set[int]:
-    """Return by brute force every step for which each group has a rank that is there or can get there."""
+    """Return by brute force every step for which each part has a rank that is there or can get there."""
     found = set()
     for step in range(6):
         if all(
             any(
-                other.rank in each.group
+                other.rank in group
                 and not other.torn
                 and other.committed is not None
                 and (other.committed == step or (other.ready and other.committed == step - 1))
                 for other in reports
             )
             for each in reports
+            for group in each.parts
         ):
             found.add(step)
     return found
@@ -79,9 +92,12 @@ def test_agrees_with_brute_force(reports: list[RankReport], high_water: int) -> 
 
     for rank, each in by_rank.items():
         if rank in decision.refills:
-            sources = decision.refills[rank]
-            assert sources
-            assert all(source in each.group and source != rank and gets_there(source) for source in sources)
+            assert {group for group, _ in decision.parts[rank]} == {*each.parts}
+            for group, sources in decision.parts[rank]:
+                assert sources == tuple(source for source in group if gets_there(source))
+                assert sources
+            united = {source for _, sources in decision.parts[rank] for source in sources}
+            assert decision.refills[rank] == tuple(sorted(united))
             assert rank not in decision.redo
         else:
             assert gets_there(rank)
@@ -155,8 +171,69 @@ def test_two_replicas_that_differ_are_refused() -> None:
 
 @pytest.mark.parametrize("groups", [((0,), (0, 1)), ((0, 1), (1,)), ((0, 2), (1, 3))])
 def test_groups_that_contradict_each_other_raise(groups: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ValueError, match="partition"):
+    with pytest.raises(ValueError, match="contradict each other"):
         decide([report(rank, 1, group) for rank, group in enumerate(groups)], 1)
+
+
+ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+
+
+def crossed(*committed: int | None, examples: tuple[str, ...] = (), **more: Any) -> list[RankReport]:
+    """Return four ranks on a mesh, of which each holds a row's part and a column's."""
+    return [
+        RankReport(rank, step, False, False, (ROWS[rank // 2], COLUMNS[rank % 2]), examples=examples, **more)
+        for rank, step in enumerate(committed)
+    ]
+
+
+def test_parts_that_are_not_nested_come_from_different_ranks() -> None:
+    decision = decide(crossed(None, 7, 7, 7), 7)
+    assert dict(decision.parts) == {0: (((0, 1), (1,)), ((0, 2), (2,)))}
+    assert (dict(decision.refills), decision.peers()) == ({0: (1, 2)}, {0: (1,)})
+
+
+def test_two_deaths_that_leave_each_part_a_holder_are_survived() -> None:
+    decision = decide(crossed(None, 7, 7, None), 7)
+    assert dict(decision.parts) == {0: (((0, 1), (1,)), ((0, 2), (2,))), 3: (((1, 3), (1,)), ((2, 3), (2,)))}
+
+
+def test_the_part_whose_last_holder_died_is_named() -> None:
+    decision = decide(crossed(None, 7, None, 7, examples=("model.0.row", "model.0.column")), 7)
+    assert decision.verdict is Verdict.REFUSE
+    assert decision.reason == (
+        "no living rank holds the shard of ranks 0, 2 (model.0.column); the last committed step was 7"
+    )
+
+
+def test_nested_parts_come_from_as_many_ranks_as_hold_them() -> None:
+    everybody = (0, 1, 2, 3)
+    reports = [RankReport(rank, 5, False, False, (everybody, COLUMNS[rank % 2])) for rank in range(3)]
+    reports.append(RankReport(3, None, False, False, (everybody, COLUMNS[1])))
+    decision = decide(reports, 5)
+    assert dict(decision.parts) == {3: ((everybody, (0, 1, 2)), ((1, 3), (1,)))}
+    assert (dict(decision.refills), decision.peers()) == ({3: (0, 1, 2)}, {3: (1,)})
+
+
+def test_a_part_whose_digest_a_majority_contradicts_has_its_rank_filled() -> None:
+    everybody = (0, 1, 2, 3)
+    reports = [
+        RankReport(rank, 5, False, False, (everybody, COLUMNS[rank % 2]), ("bad" if rank == 2 else "good", "own"))
+        for rank in range(4)
+    ]
+    assert dict(decide(reports, 5).parts) == {2: ((everybody, (0, 1, 3)), ((0, 2), (0,)))}
+
+
+def test_two_digests_of_a_part_that_differ_are_refused_with_the_name_of_the_part() -> None:
+    reports = [
+        replace(each, digests=("same", str(each.rank)), examples=("row", "column")) for each in crossed(4, 4, 4, 4)
+    ]
+    assert decide(reports, 4).reason.startswith("the replicas of the shard of ranks 0, 2 (column) differ at step 4")
+
+
+def test_parts_at_different_steps_are_not_mixed() -> None:
+    ahead = decide(crossed(6, 6, 6, 7), 7)
+    assert (ahead.target, dict(ahead.refills)) == (6, {3: (1, 2)}), "one rank is a step ahead, and goes back"
+    assert decide(crossed(6, None, None, 7), 7).reason.endswith("neither group can reach the other's step")
 
 
 def test_two_reports_of_one_rank_raise() -> None:
@@ -179,7 +256,7 @@ def saving(rank: int, *saves: tuple[int, int, int, bool], committed: int | None 
     streams = tuple((step, stage) for step in range(oldest, 8) for stage in range(4))
     stages = (0,) if committed is None else tuple(range(4))
     return RankReport(
-        rank, committed, False, False, (0, 1), stages=stages, streams=streams, saves=saves if saves else ()
+        rank, committed, False, False, ((0, 1),), stages=stages, streams=streams, saves=saves if saves else ()
     )
 
 
@@ -215,9 +292,9 @@ def test_nothing_is_done_again_with_streams_that_are_known_no_longer() -> None:
 @pytest.mark.parametrize(("jump", "streams"), [(0, ()), (1, ((3, 0),)), (2, ())])
 def test_a_rank_that_lost_its_streams_has_those_that_another_keeps_for_it(jump: int, streams: Any) -> None:
     reports = [
-        RankReport(rank, 3, False, False, (0, 1), streams=((3, 2),) if rank else (), saves=((1, 3, 0, True),))
+        RankReport(rank, 3, False, False, ((0, 1),), streams=((3, 2),) if rank else (), saves=((1, 3, 0, True),))
         for rank in range(2)
     ]
     keeps: list[list[list[int]]] = [[], [[3, 0]]]
-    told = json.loads(json.dumps([{"report": asdict(each), "keeps": keeps[each.rank]} for each in reports]))
+    told = json.loads(json.dumps([{"report": each.to_json(), "keeps": keeps[each.rank]} for each in reports]))
     assert reports_of(told, jump) == [replace(reports[0], streams=streams), reports[1]]

@@ -25,7 +25,7 @@ def hold(live: MadeUpState, commit: CommitState, checksum: bool = False) -> Held
 def test_moments_and_digest_are_those_of_a_whole_state(torn: bool) -> None:
     live = MadeUpState(step=3)
     held = hold(live, CommitState(3, ready=False, torn=torn), checksum=True)
-    assert (held.digest is None) is torn
+    assert (held.digests is None) is torn
     assert list(held.moments) == ([] if torn else [Stage.COMMITTED, Stage.CHECKED])
     assert set(held.buffers) == {(3, Stage.COMMITTED), (4, Stage.COMMITTED)}
     assert all(held.tensors[key].data_ptr() == tensor.data_ptr() for key, tensor in live.tensors().items())
@@ -64,7 +64,7 @@ def test_a_step_is_redone_once_from_the_gradients_that_are_held() -> None:
         held.redo(4)
     assert live.applied == 1
     assert held.commit == CommitState(4, ready=False, torn=False)
-    assert held.digest is None
+    assert held.digests is None
     assert held.go_back_to(Stage.COMMITTED)["step"] == 4
 
 

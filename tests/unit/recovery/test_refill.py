@@ -14,6 +14,7 @@ from checkpointless.transfer.tensor_entry import Key, TensorEntry
 from checkpointless.transfer.transfer import Fill, TransferReport
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
 
+FILLED = {1: (((0, 1), (0,)),)}
 HELD = {key: torch.full((1,), 5.0) for key in (WEIGHT, BUFFER, MOMENTUM)}
 
 
@@ -51,14 +52,61 @@ def receiver(
 
 def test_a_living_rank_serves_its_destinations_first_and_takes_back_what_is_its_own(sent: list[Any]) -> None:
     live, held = MadeUpState(0, adoptable=[MOMENTUM]), dict(HELD)
-    refills = {3: (0, 1), 0: (2,), 2: (1,)}
+    live.all_holders = (0, 1, 2, 3, 5)
+    refills = {3: ((live.group(), (0, 1)),), 4: (((4, 6), (6,)),), 2: ((live.group(), (0, 1)),)}
     objects, report = Refill().move(live, refills, held, {"step": 5}, memory_budget_bytes=1)
-    assert sent == [([WEIGHT, BUFFER, MOMENTUM], {"step": 5}, [Fill(2, 0, 1), Fill(3, 1, 2)])]
+    assert sent == [([WEIGHT, BUFFER, MOMENTUM], {"step": 5}, [Fill(2, 1, 2), Fill(3, 1, 2)])]
     assert objects == {"step": 5}
     assert (report.bytes, report.kept) == (0, 12)
     assert live.adopted == [MOMENTUM]
     assert all(tensor.item() == 5 for tensor in live.present.values())
     assert all(held[key] is live.present[key] for key in held), "the new place is what is held from now on"
+
+
+ROW, COLUMN, EVERYBODY = (0, 1), (1, 3), (0, 1, 2, 3)
+
+
+def test_each_part_goes_to_its_own_holders_in_the_order_of_the_groups(sent: list[Any]) -> None:
+    """Rank 1 holds the weight with ranks 0 to 3, and the rest with rank 3, which gets objects of it alone."""
+    live = MadeUpState(0)
+    live.all_holders, live.holders = COLUMN, {WEIGHT: EVERYBODY}
+    refills = {2: ((EVERYBODY, (0, 1)), ((0, 2), (0,))), 3: ((EVERYBODY, (0, 1)), (COLUMN, (1,)))}
+    Refill().move(live, refills, dict(HELD), {"step": 5}, memory_budget_bytes=1)
+    assert sent == [
+        ([WEIGHT], {"step": 5}, [Fill(2, 1, 2), Fill(3, 0, 2)]),
+        ([BUFFER, MOMENTUM], {}, [Fill(3, 0, 1)]),
+    ]
+
+
+@pytest.mark.parametrize("crossed", [True, False])
+def test_a_rank_takes_objects_from_a_holder_of_all_its_parts_or_joins_those_of_all(
+    sent: list[Any], monkeypatch: pytest.MonkeyPatch, crossed: bool
+) -> None:
+    asked: list[Sequence[int]] = []
+
+    def receive(sources: Sequence[int], room: Any, **options: Any) -> tuple[dict[str, int], TransferReport]:
+        asked.append(sources)
+        room([TensorEntry.of(key, torch.ones(1)) for key in ([WEIGHT] if len(asked) == 1 else [MOMENTUM])])
+        return {"from": sources[0]}, TransferReport(bytes=12 * len(asked), sources=tuple(sources), seconds=0.5)
+
+    monkeypatch.setattr(refill, "receive_state", receive)
+    part = Refill()
+    parts = ((COLUMN, (3,)), (ROW, (0,))) if crossed else ((COLUMN, (3,)), (EVERYBODY, (0, 2, 3)))
+    objects, report = part.move(MadeUpState(0), {1: parts}, None, {}, memory_budget_bytes=1)
+    assert asked == ([(0,), (3,)] if crossed else [(3, 0, 2), (3,)])
+    assert objects == ({"joined": {ROW: {"from": 0}, COLUMN: {"from": 3}}} if crossed else {"from": 3})
+    assert (report.bytes, report.seconds, report.sources) == (36, 1.0, (0, 3) if crossed else (0, 2, 3))
+    assert part.arrived.keys() == {WEIGHT, MOMENTUM}, "what one part brought is not forgotten by the next"
+
+
+def test_a_tensor_of_which_the_rank_to_fill_has_said_nothing_is_not_left_out(sent: list[Any]) -> None:
+    live = MadeUpState(0)
+    live.all_holders, live.holders = EVERYBODY, {WEIGHT: COLUMN}
+    with pytest.raises(
+        RuntimeError, match=r"rank 3 is to be filled and has said nothing of \('model', 0, 'weight'"
+    ):
+        Refill().move(live, {3: ((EVERYBODY, (0, 1)),)}, dict(HELD), {}, memory_budget_bytes=1)
+    assert sent == []
 
 
 def test_where_nobody_is_filled_nothing_is_sent(sent: list[Any]) -> None:
@@ -68,7 +116,7 @@ def test_where_nobody_is_filled_nothing_is_sent(sent: list[Any]) -> None:
 
 def test_a_rank_that_holds_nothing_must_be_filled(sent: list[Any]) -> None:
     with pytest.raises(RuntimeError, match="rank 1 was decided to be healthy but holds no state"):
-        Refill().move(MadeUpState(0), {2: (0,)}, None, {}, memory_budget_bytes=1)
+        Refill().move(MadeUpState(0), {2: (((0, 2), (0,)),)}, None, {}, memory_budget_bytes=1)
 
 
 def test_what_an_interrupted_transfer_brought_is_known_to_the_next(
@@ -77,10 +125,10 @@ def test_what_an_interrupted_transfer_brought_is_known_to_the_next(
     part, first = Refill(), MadeUpState(0)
     monkeypatch.setattr(refill, "receive_state", receiver({WEIGHT: 7.0}, fails=True))
     with pytest.raises(RuntimeError, match="a source is gone"):
-        part.move(first, {1: (0,)}, dict(HELD), {}, memory_budget_bytes=1)
+        part.move(first, FILLED, dict(HELD), {}, memory_budget_bytes=1)
     assert part.arrived.keys() == {WEIGHT}
     monkeypatch.setattr(refill, "receive_state", receiver({WEIGHT: 7.0, MOMENTUM: 7.0}))
-    objects, report = part.move(MadeUpState(0), {1: (0,)}, dict(HELD), {}, memory_budget_bytes=1)
+    objects, report = part.move(MadeUpState(0), FILLED, dict(HELD), {}, memory_budget_bytes=1)
     known = receiver.known  # type: ignore[attr-defined]
     assert (objects, report.sources) == ({"step": 8}, (0,))
     assert {key: tensor.item() for key, tensor in known.items()} == {WEIGHT: 7.0, BUFFER: 5.0, MOMENTUM: 5.0}
@@ -94,6 +142,6 @@ def test_frozen_tensors_that_are_here_are_put_in_place_before_a_fill(
 ) -> None:
     monkeypatch.setattr(refill, "receive_state", receiver({WEIGHT: 7.0}))
     live, mine = MadeUpState(0, adoptable=[WEIGHT, BUFFER]), {WEIGHT: torch.zeros(1)}
-    Refill(adopts).move(live, {1: (0,)}, mine, {}, memory_budget_bytes=1)
+    Refill(adopts).move(live, FILLED, mine, {}, memory_budget_bytes=1)
     assert live.adopted == ([WEIGHT] if adopts else [])
     assert (live.present[WEIGHT] is mine[WEIGHT]) is adopts

@@ -89,7 +89,7 @@ def test_what_is_too_large_and_differs_cannot_be_given_back(group: Answers) -> N
     group([{"small": None, "large": {"norm.running_mean": 7}}])
     own.keep(1, Stage.COMMITTED, large, None)
     group([{"norm.running_mean": 7}])
-    own.compare(1, lambda: [0, 1])
+    own.compare(1, [0, 1])
     other = {"alive": False, "record": "lost", "differ": []}
     group([other])
     found = own.lost(large, NOTHING, {1: [0]}, alive=False)

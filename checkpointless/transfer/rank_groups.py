@@ -1,0 +1,111 @@
+"""Groups of ranks that hold the same tensors: whether the ranks agree on them, and how they travel in few bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from checkpointless.wire.plain import Json, Parsed
+
+Group = tuple[int, ...]  # global ranks in ascending order
+
+
+def all_groups(parts: Mapping[int, Sequence[Group]]) -> list[Group]:
+    """Return all groups, each once and in ascending order, in time linear in the number of members of all groups.
+
+    Args:
+        parts: by rank, the groups that the rank says it is in. Groups that are one object are compared fastest.
+
+    Raises:
+        ValueError: a rank is in no group, or says that it is in a group of which another member says nothing, or
+            which it is no member of.
+    """
+    number_of: dict[int, int] = {}  # by the identity of the tuple, which is cheaper than its hash
+    numbers: dict[Group, int] = {}
+    tellers: dict[int, list[int]] = defaultdict(list)
+    for rank, mine in parts.items():
+        if not mine:
+            raise ValueError(f"rank {rank} is in no replica group")
+        for group in mine:
+            number = number_of.get(id(group))
+            if number is None:
+                number = number_of[id(group)] = numbers.setdefault(group, len(numbers))
+            tellers[number].append(rank)
+    for group, number in numbers.items():
+        told = sorted(tellers[number])
+        if told != list(group):
+            rank = min({*told} ^ {*group}, default=min(told))
+            raise ValueError(
+                f"the ranks contradict each other about the replica groups: of ranks {names(group)}, rank {rank} "
+                "says something else"
+            )
+    return sorted(numbers)
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Return ``ranks`` in words, the first eight of many."""
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, ... ({len(ranks)} ranks)" if len(ranks) > 8 else shown
+
+
+def compact(group: Group) -> Json:
+    """Return ``group`` as plain data: a list of its ranks, or its grid if that is shorter.
+
+    The ranks along the dimensions of a mesh are a grid: the first rank, and for each dimension a step and a count.
+    """
+    dimensions: list[list[int]] = []
+    left = group
+    while len(left) > 1:
+        step, count = left[1] - left[0], 2
+        while count < len(left) and left[count] == left[0] + count * step:
+            count += 1
+        if len(left) % count:
+            return list(group)
+        dimensions.append([step, count])
+        left = left[::count]
+    grid: Json = {"first": group[0], "by": [list(each) for each in dimensions]} if group else []
+    return (
+        grid if 2 * len(dimensions) + 1 < len(group) and _ranks_of(group[0], dimensions) == group else list(group)
+    )
+
+
+class CompactGroups:
+    """Makes groups of what :func:`compact` made of them; equal ones become one object.
+
+    Args:
+        world_size: the number of ranks: no group has more.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._known: dict[str, Group] = {}
+
+    def read(self, told: Iterable[Parsed]) -> tuple[Group, ...]:
+        """Return the groups of one rank.
+
+        Raises:
+            ValueError: a group has more members than there are ranks.
+        """
+        return tuple(map(self._group, told))
+
+    def _group(self, told: Parsed) -> Group:
+        name = json.dumps(told)
+        group = self._known.get(name)
+        if group is None:
+            is_grid = isinstance(told, dict)
+            size = math.prod(count for _, count in told["by"]) if is_grid else len(told)
+            if size > self._world_size:
+                raise ValueError(f"a replica group of {size} ranks was reported, and there are {self._world_size}")
+            group = self._known[name] = _ranks_of(told["first"], told["by"]) if is_grid else tuple(told)
+        return group
+
+
+def _ranks_of(first: int, dimensions: Sequence[Sequence[int]]) -> Group:
+    ranks = [first]
+    for step, count in reversed(dimensions):
+        ranks = [rank + place * step for rank in ranks for place in range(count)]
+    return tuple(ranks)
