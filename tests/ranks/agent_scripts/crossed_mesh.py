@@ -1,0 +1,94 @@
+"""Train over a 2 x 2 mesh with tensors that are replicated along different dimensions of it: ``STEPS``.
+
+Ranks 0 and 1 hold the same rows of ``up``, ranks 0 and 2 the same columns of ``down``, and all ranks hold ``bias``.
+The optimizer keeps a number for each parameter, which follows from this rank's part of it.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
+
+STEPS, WIDTH, HIDDEN = int(sys.argv[1]), 6, 10
+
+
+class Model(torch.nn.Module):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        up, down = torch.randn(HIDDEN, WIDTH) / 4, torch.randn(WIDTH, HIDDEN) / 4
+        self.up = torch.nn.Parameter(distribute_tensor(up, mesh, [Shard(0), Replicate()]))
+        self.down = torch.nn.Parameter(distribute_tensor(down, mesh, [Replicate(), Shard(1)]))
+        self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("seen", torch.zeros(3))  # a rank's own
+
+    def everywhere(self, tensor: torch.Tensor) -> Any:
+        return DTensor.from_local(tensor, self.mesh, [Replicate(), Replicate()], run_check=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1 + dist.get_rank()
+        hidden = torch.nn.functional.linear(self.everywhere(x), self.up).relu()
+        kept = self.everywhere((torch.rand(len(x), HIDDEN) > 0.2).float())
+        out: Any = torch.nn.functional.linear(hidden * kept, self.down) + self.everywhere(self.bias)
+        whole: torch.Tensor = out.full_tensor()
+        return whole
+
+
+class Normed(torch.optim.Optimizer):
+    """Divides a step by an average of the norms of the gradients so far, which is a plain number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(norm=0.0, momentum=torch.zeros_like(parameter))
+                gradient, momentum, own = map(local, (parameter.grad, state["momentum"], parameter))
+                state["norm"] = 0.9 * state["norm"] + 0.1 * gradient.norm().item()
+                momentum.mul_(0.9).add_(gradient, alpha=1 / (0.1 + state["norm"]))
+                own.sub_(momentum, alpha=group["lr"] / 10)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+@HPWrapper()
+def main(caller: HPCallWrapper) -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    torch.manual_seed(1)
+    model = Model(mesh)
+    optimizer = Normed(model.parameters())
+    torch.manual_seed(100)
+    training = PlainTraining(caller, [model], [optimizer])
+    for step in training.steps(STEPS):
+        caller.enter_phase("data", step)
+        x = torch.randn(8, WIDTH)
+        caller.enter_phase("forward", step)
+        loss = (model(x) - x.flip(1)).square().mean()
+        caller.enter_phase("backward", step)
+        loss.backward()
+        for parameter in model.parameters():
+            gradient: Any = parameter.grad
+            if isinstance(gradient, DTensor):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        training.update(loss.item())
+    numbers = [round((state or {})["norm"], 9) for state in map(optimizer.state.get, model.parameters())]
+    print(f"norms {numbers} seen {model.seen.tolist()}", flush=True)
+    dist.barrier()
+
+
+main()
+print(f"rank {os.environ['RANK']} is done", flush=True)

@@ -1,0 +1,76 @@
+"""Test a loop whose tensors are replicated along different dimensions of a mesh, so that no two ranks are alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
+STEPS = 2 * len(PHASES) + 2
+Train = Callable[..., Job]
+
+
+def run(zygote: Zygote, run_dir: Path, *faults: str) -> Job:
+    return run_job(zygote, run_dir, 4, script=str(SCRIPTS / "crossed_mesh.py"), args=(str(STEPS),), faults=faults)
+
+
+def ends(job: Job) -> list[str]:
+    """Return what each rank says of its end: plain numbers of its optimizer, and its own buffer."""
+    return [re.findall(r"norms .*", job.log(rank))[-1] for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Return a function that trains with faults, and compares with a training without."""
+    undisturbed = run(nemo_zygote, tmp_path_factory.mktemp("crossed") / "run")
+    assert undisturbed.code == 0, undisturbed.story()
+    assert "a rank that dies cannot be restored" not in undisturbed.log(0)
+    assert len(set(ends(undisturbed))) == 4, "each rank has numbers of its own"
+
+    def compared(*faults: str) -> Job:
+        job = run(nemo_zygote, tmp_path_factory.mktemp("crossed") / "run", *faults)
+        assert job.code == 0, job.story()
+        assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+        verdict = compare(undisturbed.steps, job.steps)
+        assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+        assert verdict.steps == STEPS
+        assert ends(job) == ends(undisturbed)
+        return job
+
+    return compared
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_a_fault_in_every_phase(train: Train, kind: str) -> None:
+    faults = [f"{kind}@{phase}:rank={place % 4},step={2 * place}" for place, phase in enumerate(PHASES, start=1)]
+    job = train(*faults)
+    if kind == "sigkill":
+        assert len(job.incidents) == len(PHASES)
+        # Of the bias all other ranks are holders.
+        assert {len(incident.sources) for incident in job.incidents} == {3}
+
+
+def test_two_deaths_that_leave_every_part_a_holder(train: Train) -> None:
+    """Ranks 0 and 3 have nothing in common but the bias."""
+    job = train("sigkill@before_optimizer:rank=0,step=3", "sigkill@recovery:rank=3,step=2")
+    assert job.incidents[-1].sources == (1, 2)
+
+
+def test_the_last_holder_of_a_part_is_lost(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    faults = ("sigkill@before_optimizer:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
+    job = run(nemo_zygote, tmp_path / "run", *faults)
+    assert job.code == 1
+    assert (
+        "no living rank holds the shard of ranks 0, 2 (model.0.down); the last committed step was 2" in job.said[-1]
+    )
