@@ -57,6 +57,11 @@ class HeldState:
         self.tensors.update({key: copy for key, copy in moment.buffers.items() if key in self.tensors})
         return moment.objects
 
+    def add_digests(self, more: Mapping[Group, str]) -> None:
+        """Let the digests of the parts be those of ``more``, too."""
+        known = self.digests or {}
+        self.digests = {group: known.get(group, "") + more.get(group, "") for group in {**known, **more}}
+
     def let_trainer_go(self) -> None:
         """Record that no update can be applied any more, and drop the old trainer."""
         self.commit = CommitState(self.commit.committed, ready=False, torn=self.commit.torn)

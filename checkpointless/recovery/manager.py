@@ -267,8 +267,7 @@ class CheckpointManager(OwnStateKeeper):
         self.kept = self._keep(live, commit)
         self._base_model.part_from(held)
         if held.digests is not None:
-            for group, digest in self._base_model.digests(live).items():
-                held.digests[group] = held.digests.get(group, "") + digest
+            held.add_digests(self._base_model.digests(live))
         self.maybe_offload_checkpoint()
 
     def _keep(self, live: LiveState, commit: CommitState) -> tuple[int, Built] | None:
