@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.report.verify import compare
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import read_events
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -71,6 +75,33 @@ def test_layouts_and_optimizers(train: Train, ranks: int, layout: str) -> None:
         "sigkill@between:rank=1,step=5",
     )
     train(ranks, 7, layout, *faults)
+
+
+@pytest.mark.parametrize("precision", ["", pytest.param(" bf16=1", marks=pytest.mark.long)], ids=["fp32", "bf16"])
+def test_dense_parameters_come_from_more_ranks_than_experts(train: Train, precision: str) -> None:
+    """All ranks hold the dense parameters, and ranks 1 and 3 the same experts."""
+    faults = (
+        "exception@optimizer:rank=2,step=2",
+        "sigkill@backward:rank=1,step=4",
+        "sigkill@optimizer:rank=0,step=6",
+    )
+    job = train(4, 8, "ep=2 distributed=0" + precision, *faults)
+    everybody, experts = {"holders": 4, "sources": [0, 2, 3]}, {"holders": 2, "sources": [3]}
+    decided = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DECIDE]
+    assert next(each["parts"] for each in decided if each.get("refills", {}).keys() == {"1"}) == {
+        "1": [everybody, experts]
+    }
+    received = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.TRANSFER]
+    assert {(0, 2, 3), (1, 2, 3)} <= {tuple(each["sources"]) for each in received if each.get("bytes")}
+
+
+def test_experts_whose_last_holder_dies_are_named(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    """Of the dense parameters there still are two holders."""
+    faults = ("sigkill@before_optimizer:rank=1,step=3", "sigkill@recovery:rank=3,step=2")
+    args = ("5", "ep=2", "distributed=0")
+    job = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=args, faults=faults)
+    assert job.code == 1
+    assert re.search(r"no living rank holds the shard of ranks 1, 3 \(model\.0\.\S+experts\S+\); ", job.said[-1])
 
 
 def test_one_instance_with_copies_at_a_neighbor(train: Train) -> None:

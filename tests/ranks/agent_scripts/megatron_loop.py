@@ -30,13 +30,14 @@ from checkpointless.recovery import CheckpointManager, NeighborMemory
 
 STEPS, VOCABULARY, LENGTH, MICRO = int(sys.argv[1]), 64, 16, 2
 ASKED = {key: int(value) for key, value in (each.split("=") for each in sys.argv[2:])}
-TP, PP, INSTANCES = ASKED.get("tp", 1), ASKED.get("pp", 1), ASKED.get("instances", 2)
+TP, PP, EP, INSTANCES = ASKED.get("tp", 1), ASKED.get("pp", 1), ASKED.get("ep", 1), ASKED.get("instances", 2)
 BF16, FP16, DISTRIBUTED = ASKED.get("bf16", 0), ASKED.get("fp16", 0), bool(ASKED.get("distributed", 1))
 TIERS = [NeighborMemory(overlap=False, jump=ASKED.get("jump", 0))] if DISTRIBUTED and INSTANCES == 1 else []
 
 
 def build() -> tuple[list[Any], Any, Any]:
     precision = {"bf16": bool(BF16), "fp16": bool(FP16)}
+    experts = {"num_moe_experts": 4, "expert_model_parallel_size": EP, "add_bias_linear": False}
     dtype = torch.bfloat16 if BF16 else torch.float16 if FP16 else torch.float32
     config = TransformerConfig(
         num_layers=2,
@@ -51,10 +52,11 @@ def build() -> tuple[list[Any], Any, Any]:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         **precision,
+        **(experts if EP > 1 else {}),
     )
     model: Any = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(num_experts=4 if EP > 1 else None),
         VOCABULARY,
         LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -128,7 +130,10 @@ def main(caller: HPCallWrapper) -> None:
     MegatronTraining.prepare()
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
-        TP, PP, num_distributed_optimizer_instances=INSTANCES if DISTRIBUTED else 1
+        TP,
+        PP,
+        expert_model_parallel_size=EP,
+        num_distributed_optimizer_instances=INSTANCES if DISTRIBUTED else 1,
     )
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
