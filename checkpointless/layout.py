@@ -129,16 +129,20 @@ class Layout:
         return [tuple(first + each for each in inside) for first in outside]
 
     def replica_groups(self) -> list[tuple[int, ...]]:
-        """Return the groups of ranks that hold the same shard of model and optimizer state, each sorted."""
+        """Return the groups of ranks that hold the same part of model and optimizer state, each sorted.
+
+        With the distributed optimizer every rank is in one group; without it, in one for its dense parameters and
+        in one for its experts, which fewer ranks hold.
+        """
         experts = self.groups(self._expert_sizes(), ("dp",))
         if self.sharded:
             return sorted(_across(experts, self.instances))
-        others = {rank: set(group) for group in self.groups(self._dense_sizes(), ("cp", "dp")) for rank in group}
-        return sorted({tuple(sorted(set(group) & others[rank])) for group in experts for rank in group})
+        dense = self.groups(self._dense_sizes(), ("cp", "dp"))
+        return sorted({*dense, *(experts if self.expert > 1 else ())})
 
     def replicas(self, rank: int) -> frozenset[int]:
-        """Return the ranks that hold the same shard of model and optimizer state as `rank`, including `rank`."""
-        return next(frozenset(group) for group in self.replica_groups() if rank in group)
+        """Return the ranks that hold all of the state that `rank` holds, including `rank`."""
+        return frozenset.intersection(*(frozenset(group) for group in self.replica_groups() if rank in group))
 
     def holders(self) -> tuple[int, int]:
         """Return how many ranks train the same dense layers and the same experts; zeros if the sizes do not fit."""

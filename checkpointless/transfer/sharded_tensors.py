@@ -21,28 +21,6 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def replicas_of(parameters: Iterable[torch.Tensor], rank: int) -> tuple[int, ...] | None:
-    """Return the ranks that hold the same parts as ``rank`` of all parameters, ``rank`` among them, in order.
-
-    Args:
-        parameters: parameters of a module, DTensors or not; one that is none is the same on all ranks.
-        rank: a global rank, which is in the mesh of each DTensor.
-
-    Returns:
-        The ranks; None if no parameter is a DTensor.
-
-    Raises:
-        ValueError: a parameter is not fully reduced, or its mesh leaves ``rank`` out.
-    """
-    found: set[int] | None = None
-    for parameter in parameters:
-        if is_sharded(parameter):
-            spread: Any = parameter
-            same = _replicas_in(spread.device_mesh, tuple(spread.placements), rank)
-            found = same if found is None else found & same
-    return None if found is None else tuple(sorted(found))
-
-
 class HoldersByMesh:
     """Finds the holders of each tensor of a rank, as the meshes and placements of DTensors tell.
 

@@ -44,14 +44,18 @@ def layouts(draw: st.DrawFn) -> Layout:
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_rank_finds_its_replicas_where_the_layout_says(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
-    from checkpointless.megatron.replicas import replicas
+    from checkpointless.megatron.replicas import dense_and_experts, replicas
 
     moe = Layout(32, 8, tensor=2, pipeline=2, expert=2, expert_tensor=2, instances=2)
     layout = replace(moe, sharded=sharded)
-    groups = {rank: group for group in layout.replica_groups() for rank in group}
     for rank in (0, 5, 17, 31):
         with megatron(layout, monkeypatch, rank):
-            assert replicas(sharded) == groups[rank]
+            assert {*replicas(sharded)} == layout.replicas(rank)
+            both = dense_and_experts()
+            assert both is not None
+            if not sharded:
+                assert sorted(both) == [group for group in layout.replica_groups() if rank in group]
+                assert [len(each) for each in both] == [8, 4]
 
 
 @pytest.mark.nemo
@@ -75,8 +79,22 @@ def test_every_rank_is_in_one_replica_group(layout: Layout) -> None:
         refused = str(error)
     assert not refused or (layout.pipeline_before_data and "different replicas" in refused)
     for sharded in (True, False):
-        groups = replace(layout, sharded=sharded).replica_groups()
+        each = replace(layout, sharded=sharded)
+        groups = {each.replicas(rank) for rank in range(layout.world_size)}
         assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+        if sharded:
+            assert {frozenset(group) for group in each.replica_groups()} == groups
+
+
+def test_only_experts_have_fewer_holders_without_the_distributed_optimizer() -> None:
+    layout = Layout(8, 4, expert=4, sharded=False)
+    everybody = tuple(range(8))
+    assert layout.replica_groups() == sorted([everybody, *((rank, rank + 4) for rank in range(4))])
+    assert layout.replicas(5) == {1, 5}
+    assert layout.lost_with_a_node() == []
+    assert replace(layout, expert=1).replica_groups() == [everybody]
+    alone = replace(layout, expert=8).replica_groups()
+    assert sorted(map(len, alone)) == [1] * 8 + [8]
 
 
 @settings(max_examples=50)

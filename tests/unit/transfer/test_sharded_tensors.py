@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from checkpointless.serialization.tensor_memory import local_part
 from checkpointless.transfer.module_tensors import TrainingTensors
-from checkpointless.transfer.sharded_tensors import replicas_of, spread_like
+from checkpointless.transfer.rank_groups import Group, all_groups
+from checkpointless.transfer.sharded_tensors import HoldersByMesh, spread_like
 
 MESH = torch.arange(8).view(2, 2, 2)
 
@@ -25,31 +26,75 @@ def spread(*placements: Any, mesh: torch.Tensor = MESH) -> Any:
     return SimpleNamespace(to_local=None, device_mesh=given, placements=placements)
 
 
+NORM, UP = (Replicate(), Shard(0), Replicate()), (Replicate(), Shard(0), Shard(0))
+EVERYBODY = tuple(range(8))
+
+
 @pytest.mark.parametrize(
-    ("parameters", "rank", "expected"),
+    ("layouts", "rank", "each", "common", "plain"),
     [
-        ([spread(Replicate(), Shard(0), Shard(1))], 6, (2, 6)),
-        ([spread(Replicate(), Shard(0), Replicate())], 6, (2, 3, 6, 7)),
-        ([spread(Replicate(), Shard(0), Replicate()), spread(Replicate(), Shard(0), Shard(0))], 6, (2, 6)),
-        ([spread(Replicate(), Shard(0), mesh=MESH[:, :, 1]), torch.ones(2)], 5, (1, 5)),
-        ([spread(Shard(0), mesh=torch.arange(4))], 3, (3,)),
-        ([spread(Replicate(), mesh=torch.arange(4))], 3, (0, 1, 2, 3)),
-        ([torch.ones(2)], 1, None),
-        ([], 1, None),
+        ([spread(Replicate(), Shard(0), Shard(1))], 6, [(2, 6)], (2, 6), (2, 6)),
+        ([spread(*NORM), spread(*UP), spread(*NORM)], 6, [(2, 3, 6, 7), (2, 6), (2, 3, 6, 7)], (2, 6), (2, 6)),
+        ([spread(Replicate(), Shard(0), mesh=MESH[:, :, 1]), torch.ones(2)], 5, [(1, 5), (1, 5)], (1, 5), (1, 5)),
+        ([spread(Shard(0), mesh=torch.arange(4))], 3, [(3,)], (3,), (0, 1, 2, 3)),
+        ([spread(Replicate(), mesh=torch.arange(4))], 3, [(0, 1, 2, 3)], (0, 1, 2, 3), (0, 1, 2, 3)),
+        (
+            [
+                spread(Shard(0), Replicate(), mesh=MESH[0]),
+                spread(Replicate(), Shard(0), mesh=MESH[0]),
+                torch.ones(2),
+            ],
+            1,
+            [(0, 1), (1, 3), (0, 1, 2, 3)],
+            (1,),
+            (0, 1, 2, 3),
+        ),
+        (
+            [spread(Shard(0), mesh=MESH[0, 1]), spread(Shard(0), mesh=MESH[0, :, 0]), torch.ones(2)],
+            2,
+            [(2,), (2,), (2,)],
+            (2,),
+            (2,),
+        ),
+        ([torch.ones(2)], 1, [EVERYBODY], EVERYBODY, EVERYBODY),
+        ([], 1, [], EVERYBODY, EVERYBODY),
     ],
-    ids=["HSDP and TP", "a norm's weight", "both", "a mesh of a part", "fully sharded", "DDP", "plain", "nothing"],
+    ids=[
+        "HSDP and TP",
+        "a norm has more holders",
+        "a mesh of a part",
+        "fully sharded",
+        "DDP",
+        "not nested",
+        "meshes that cross",
+        "plain",
+        "nothing",
+    ],
 )
 def test_the_ranks_along_dimensions_of_replicas_hold_the_same(
-    parameters: list[Any], rank: int, expected: tuple[int, ...] | None
+    layouts: list[Any], rank: int, each: list[Group], common: Group, plain: Group
 ) -> None:
-    assert replicas_of(parameters, rank) == expected
+    holders = HoldersByMesh(layouts, rank, 8)
+    assert [holders.of(tensor) for tensor in layouts] == each
+    assert (holders.all, holders.plain) == (common, plain)
+
+
+@pytest.mark.parametrize("replicated", [{0}, {1}, {2}, {0, 1}, {0, 2}, {1, 2}, {0, 1, 2}], ids=str)
+def test_all_ranks_tell_the_same_groups(replicated: set[int]) -> None:
+    crossed = [spread(*(Replicate() if place in replicated else Shard(0) for place in range(3)))]
+    crossed += [spread(Shard(0), Replicate(), Shard(0)), torch.ones(2)]
+    told = {}
+    for rank in range(8):
+        holders = HoldersByMesh(crossed, rank, 8)
+        told[rank] = tuple({holders.of(tensor) for tensor in crossed})
+    assert all_groups(told)
 
 
 def test_a_layout_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 9 is not in the mesh"):
-        replicas_of([spread(Replicate(), Shard(0), Shard(1))], 9)
+        HoldersByMesh([spread(Replicate(), Shard(0), Shard(1))], 9, 10)
     with pytest.raises(ValueError, match="still to be reduced"):
-        replicas_of([spread(Partial(), Shard(0), Shard(1))], 0)
+        HoldersByMesh([spread(Partial(), Shard(0), Shard(1))], 0, 8)
 
 
 @pytest.fixture
