@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,7 +92,7 @@ class CompactGroups:
         return tuple(map(self._group, told))
 
     def _group(self, told: Parsed) -> Group:
-        name = json.dumps(told)
+        name = repr(told)
         group = self._known.get(name)
         if group is None:
             is_grid = isinstance(told, dict)

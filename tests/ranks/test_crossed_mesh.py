@@ -21,8 +21,8 @@ STEPS = 2 * len(PHASES) + 2
 Train = Callable[..., Job]
 
 
-def run(zygote: Zygote, run_dir: Path, *faults: str) -> Job:
-    return run_job(zygote, run_dir, 4, script=str(SCRIPTS / "crossed_mesh.py"), args=(str(STEPS),), faults=faults)
+def run(zygote: Zygote, run_dir: Path, *faults: str, args: tuple[str, ...] = (str(STEPS),)) -> Job:
+    return run_job(zygote, run_dir, 4, script=str(SCRIPTS / "crossed_mesh.py"), args=args, faults=faults)
 
 
 def ends(job: Job) -> list[str]:
@@ -74,3 +74,13 @@ def test_the_last_holder_of_a_part_is_lost(nemo_zygote: Zygote, tmp_path: Path) 
     assert (
         "no living rank holds the shard of ranks 0, 2 (model.0.down); the last committed step was 2" in job.said[-1]
     )
+
+
+def test_a_parameter_that_is_a_ranks_own_and_that_no_mesh_tells_is_refused(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    job = run(nemo_zygote, tmp_path / "run", args=("3", "own"))
+    assert job.code == 1
+    assert "ranks 0, 1, 2, 3 are to hold the same (model.0.bias and what is divided like it)" in job.said[-1]
+    with pytest.raises(FileNotFoundError, match="has no recorded steps"):
+        _ = job.steps

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from checkpointless.inprocess import ParameterUpdateLock, UnrecoverableError
+from checkpointless.inprocess import ParameterUpdateLock
 from checkpointless.inprocess.context import own_board
 from checkpointless.recovery.live_state import LiveState
 from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own.agreement import require_agreement
 from checkpointless.recovery.own.state import OwnState
 from checkpointless.recovery.rng import RngStates
-from checkpointless.transfer.exchange import all_gather_json
-from checkpointless.transfer.rank_groups import CompactGroups, all_groups, compact
-from checkpointless.transfer.state_tensors import groups_of, holders_of
+from checkpointless.transfer.state_tensors import holders_of
 from checkpointless.transfer.tensor_entry import Key
 from checkpointless.wire.board import NO_STEP
 
@@ -82,15 +81,10 @@ class OwnStateKeeper(ABC):
         """Begin a training with the state of ``live``: find out which buffers are a rank's own. Collective.
 
         Raises:
-            UnrecoverableError: the ranks contradict each other about who holds the same.
+            UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
         """
-        told = all_gather_json([compact(group) for group in groups_of(live)])
-        groups = CompactGroups(len(told))
-        try:
-            all_groups({rank: groups.read(each) for rank, each in enumerate(told)})
-        except ValueError as error:
-            raise UnrecoverableError(str(error)) from error
         board, buffers = own_board(), live.copy_buffers()
+        require_agreement(live, buffers)
         if board is not None:
             board.set_shard(min(live.group()))
             board.mark_buffers(NO_STEP, 0)

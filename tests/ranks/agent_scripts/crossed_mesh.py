@@ -1,7 +1,8 @@
-"""Train over a 2 x 2 mesh with tensors that are replicated along different dimensions of it: ``STEPS``.
+"""Train over a 2 x 2 mesh with tensors that are replicated along different dimensions of it: ``STEPS [own]``.
 
 Ranks 0 and 1 hold the same rows of ``up``, ranks 0 and 2 the same columns of ``down``, and all ranks hold ``bias``.
-The optimizer keeps a number for each parameter, which follows from this rank's part of it.
+The optimizer keeps a number for each parameter, which follows from this rank's part of it. With ``own`` each rank
+has a bias of its own, which no mesh tells.
 """
 
 import os
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 
 STEPS, WIDTH, HIDDEN = int(sys.argv[1]), 6, 10
+OWN = "own" in sys.argv
 
 
 class Model(torch.nn.Module):
@@ -25,7 +27,7 @@ class Model(torch.nn.Module):
         up, down = torch.randn(HIDDEN, WIDTH) / 4, torch.randn(WIDTH, HIDDEN) / 4
         self.up = torch.nn.Parameter(distribute_tensor(up, mesh, [Shard(0), Replicate()]))
         self.down = torch.nn.Parameter(distribute_tensor(down, mesh, [Replicate(), Shard(1)]))
-        self.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+        self.bias = torch.nn.Parameter(torch.full((WIDTH,), float(dist.get_rank() * OWN)))
         self.register_buffer("seen", torch.zeros(3))  # a rank's own
 
     def everywhere(self, tensor: torch.Tensor) -> Any:

@@ -1,0 +1,47 @@
+"""Before the first step: whether all ranks agree on who holds the same, and whether it is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.transfer.exchange import all_gather_json
+from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
+from checkpointless.transfer.state_tensors import StateTensors, groups_of, split
+from checkpointless.transfer.tensor_entry import Key
+
+
+def require_agreement(live: StateTensors, own: Collection[Key]) -> None:
+    """Compare who holds what on all ranks, and the tensors that more ranks hold than all others. Collective.
+
+    The latter, for example parameters that no mesh divides, are compared once, as they begin: a tensor that is a
+    rank's own would be filled from another rank's after a fault.
+
+    Args:
+        live: the state, before its first step.
+        own: the keys of buffers, which may differ.
+
+    Raises:
+        UnrecoverableError: the ranks contradict each other about who holds the same, or it is not the same.
+    """
+    parts = split(live, {key: tensor for key, tensor in live.tensors().items() if key not in own})
+    checksums = MemoryChecksumManager(enabled=True)
+    digests = {group: checksums.digest_all(part) for group, part in parts.items() if group != live.group()}
+    examples = groups_of(live)
+    told = all_gather_json([[compact(group), digests.get(group), examples[group]] for group in examples])
+    groups = CompactGroups(len(told))
+    known = {rank: groups.read(group for group, *_ in mine) for rank, mine in enumerate(told)}
+    try:
+        all_groups(known)
+    except ValueError as error:
+        raise UnrecoverableError(str(error)) from error
+    found: dict[Group, tuple[int, str | None]] = {}
+    for rank, mine in enumerate(told):
+        for group, (_, digest, example) in zip(known[rank], mine, strict=True):
+            first, theirs = found.setdefault(group, (rank, digest))
+            if digest != theirs:
+                raise UnrecoverableError(
+                    f"ranks {names(group)} are to hold the same ({example} and what is divided like it), and ranks "
+                    f"{first} and {rank} begin with different values: say which ranks hold the same (group=)"
+                )
