@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+import torch
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.serialization.checksum import MemoryChecksumManager
@@ -28,20 +30,27 @@ def require_agreement(live: StateTensors, own: Collection[Key]) -> None:
     parts = split(live, {key: tensor for key, tensor in live.tensors().items() if key not in own})
     checksums = MemoryChecksumManager(enabled=True)
     digests = {group: checksums.digest_all(part) for group, part in parts.items() if group != live.group()}
-    examples = groups_of(live)
-    told = all_gather_json([[compact(group), digests.get(group), examples[group]] for group in examples])
+    told = all_gather_json([[compact(group), digests.get(group)] for group in groups_of(live)])
     groups = CompactGroups(len(told))
-    known = {rank: groups.read(group for group, *_ in mine) for rank, mine in enumerate(told)}
+    known = {rank: groups.read(group for group, _ in mine) for rank, mine in enumerate(told)}
     try:
         all_groups(known)
     except ValueError as error:
         raise UnrecoverableError(str(error)) from error
     found: dict[Group, tuple[int, str | None]] = {}
     for rank, mine in enumerate(told):
-        for group, (_, digest, example) in zip(known[rank], mine, strict=True):
+        for group, (_, digest) in zip(known[rank], mine, strict=True):
             first, theirs = found.setdefault(group, (rank, digest))
             if digest != theirs:
+                name = _first_that_differs(parts.get(group, {}), first, rank)
                 raise UnrecoverableError(
-                    f"ranks {names(group)} are to hold the same ({example} and what is divided like it), and ranks "
-                    f"{first} and {rank} begin with different values: say which ranks hold the same (group=)"
+                    f"ranks {names(group)} are to hold the same {name}, and it begins with other values on rank "
+                    f"{rank} than on rank {first}: say which ranks hold the same (group=)"
                 )
+
+
+def _first_that_differs(part: Mapping[Key, torch.Tensor], one: int, other: int) -> str:
+    """Return the name of the first tensor of a part that differs on two ranks. Collective."""
+    mine = {".".join(map(str, key)): digest for key, digest in MemoryChecksumManager().digest_each(part).items()}
+    told = all_gather_json(mine)
+    return next((name for name in told[one] if told[one][name] != told[other].get(name)), "tensors")
