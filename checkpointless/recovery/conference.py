@@ -79,7 +79,15 @@ def _report(
     groups, examples = tuple(named), tuple(named.values()) if len(named) > 1 else ()
     if held is None or held.commit.committed < 0 or not (held.moments or held.commit.torn):
         return RankReport(
-            dist.get_rank(), None, False, False, groups, streams=streams, begun=begun, examples=examples
+            dist.get_rank(),
+            None,
+            False,
+            False,
+            groups,
+            streams=streams,
+            begun=begun,
+            examples=examples,
+            reduced=live.are_reduced(),
         )
     digests = held.digests if compare_digests else None
     return RankReport(
@@ -96,6 +104,7 @@ def _report(
         begun,
         tuple(saves),
         examples,
+        live.are_reduced(),
     )
 
 

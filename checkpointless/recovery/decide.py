@@ -48,6 +48,9 @@ class RankReport:
         saves: the background saves whose end the rank has not gone through: for each its number, the step and the
             stage after which it began, and whether its writer still works on it.
         examples: the name of a tensor of each part, in the order of ``parts``, if there are several.
+        reduced: whether each part is the same on all its holders for sure, because it is reduced over them. If not,
+            the rank is filled by ranks that hold all its parts as long as one of them lives, and its digests are
+            compared with theirs.
     """
 
     rank: int
@@ -63,6 +66,7 @@ class RankReport:
     begun: int = 0
     saves: tuple[tuple[int, int, int, bool], ...] = ()
     examples: tuple[str, ...] = ()
+    reduced: bool = True
 
     def to_json(self) -> dict[str, Json]:
         """Return the report as plain data, with the groups in few bytes."""
@@ -168,7 +172,7 @@ def decide(reports: Sequence[RankReport], high_water: int, fit: int = 1) -> Deci
         return Decision(Verdict.SKIP, offset=offset)
     holders = {rank: report for rank, report in holders.items() if report.fit == fit}
 
-    suspects, corrupt = _corrupt(groups, holders)
+    suspects, corrupt = _corrupt(groups, holders, reports)
     if corrupt:
         return Decision(Verdict.REFUSE, reason=corrupt)
     for rank in suspects:
@@ -213,6 +217,7 @@ def _assign(
         else:
             behind.append(rank)
     parts = _sources(groups, behind)
+    _prefer_peers(parts, reports)
     refills = _united(parts)
     # If a rank's streams are unknown, another node has those right after the step, or no node has any.
     for rank in refills:
@@ -244,6 +249,19 @@ def _sources(groups: Sequence[Group], behind: Sequence[int]) -> dict[int, Parts]
     return parts
 
 
+def _prefer_peers(parts: dict[int, Parts], reports: Mapping[int, RankReport]) -> None:
+    """Where parts are only said to be the same, leave as sources those that hold all parts, if there are any."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for rank, mine in parts.items():
+        if reports[rank].reduced or len(mine) == 1:
+            continue
+        name = tuple(id(sources) for _, sources in mine)
+        if name not in known:
+            known[name] = peers_of(mine)
+        if known[name]:
+            parts[rank] = tuple((group, known[name]) for group, _ in mine)
+
+
 def _united(parts: Mapping[int, Parts]) -> dict[int, tuple[int, ...]]:
     """Return, for each rank, the sources of all its parts; ranks with the same parts share the work."""
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -272,16 +290,21 @@ def _fit_that_is_held(groups: list[Group], holders: Mapping[int, RankReport]) ->
     return max(common or {(0, 0)})
 
 
-def _corrupt(groups: list[Group], holders: Mapping[int, RankReport]) -> tuple[list[int], str]:
+def _corrupt(
+    groups: list[Group], holders: Mapping[int, RankReport], reports: Sequence[RankReport]
+) -> tuple[list[int], str]:
     """Return ranks of which the majority of a group contradicts a digest, or a reason if there is no majority."""
     suspects: list[int] = []
+    is_asked = any(report.digests for report in reports)
+    alike = Counter(each.parts for each in reports if is_asked and not each.reduced and len(each.parts) > 1)
     for members in groups:
-        by_step: dict[int, dict[int, str]] = defaultdict(dict)
+        by_step: dict[tuple[int, tuple[Group, ...]], dict[int, str]] = defaultdict(dict)
         for rank in members:
             report = holders.get(rank)
             if report is not None and report.committed is not None and report.digests:
-                by_step[report.committed][rank] = report.digests[report.parts.index(members)]
-        for step, digests in by_step.items():
+                among = report.parts if alike[report.parts] > 1 else ()
+                by_step[report.committed, among][rank] = report.digests[report.parts.index(members)]
+        for (step, _), digests in by_step.items():
             if len(set(digests.values())) == 1:
                 continue
             counts = Counter(digests.values()).most_common()

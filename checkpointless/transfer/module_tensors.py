@@ -43,6 +43,10 @@ class TrainingTensors:
         """Return ``keys`` by the ranks that hold the same under them: here, all have the same holders."""
         return {self.group(): list(keys)}
 
+    def are_reduced(self) -> bool:
+        """Return True: what is one part is updated alike by all its holders."""
+        return True
+
     def model(self) -> dict[Key, torch.Tensor]:
         """Return the parameters and buffers of the modules, by key."""
         found: dict[Key, torch.Tensor] = {}

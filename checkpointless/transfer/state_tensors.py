@@ -36,6 +36,13 @@ class StateTensors(Protocol):
             of them must find the same group for the key. ``{self.group(): list(keys)}`` if nothing better is known.
         """
 
+    def are_reduced(self) -> bool:
+        """Return whether each part has the same bytes on its whole group because it is reduced over all of it.
+
+        If not, that is only said of the group, and each of its ranks computes the same by itself. Then a rank is
+        filled by those that hold all its parts, as long as one of them lives.
+        """
+
     def tensors(self) -> dict[Key, torch.Tensor]:
         """Return every tensor of the state, in the same order on every holder: the live storage, not copies.
 

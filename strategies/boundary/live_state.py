@@ -75,6 +75,10 @@ class TrainerLiveState:
         """Return ``keys`` by the ranks that hold the same under them."""
         return self._tensors.parts(keys)
 
+    def are_reduced(self) -> bool:
+        """Return whether the parts are the same on all their holders because they are reduced over them."""
+        return self._tensors.are_reduced()
+
     def tensors(self) -> dict[Key, torch.Tensor]:
         """Return the tensors of model and optimizer that do not follow from others."""
         return self._tensors.tensors()

@@ -186,6 +186,15 @@ class TorchTensors(TrainingTensors):
             found[self._holders.get(owner, self._by_mesh.plain)].append(key)
         return found
 
+    @override
+    def are_reduced(self) -> bool:
+        """Return False: a mesh does not tell whether a gradient is reduced along a dimension of replicas.
+
+        FSDP2 does so with its replicas. Ranks that are tensor parallel by a plan compute the gradient of a tensor
+        that they have in common (the bias behind a row-wise division), each for itself.
+        """
+        return False
+
     def step_optimizers(self) -> bool:
         """Make one step of every optimizer.
 

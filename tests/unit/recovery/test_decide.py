@@ -214,6 +214,41 @@ def test_nested_parts_come_from_as_many_ranks_as_hold_them() -> None:
     assert (dict(decision.refills), decision.peers()) == ({3: (0, 1, 2)}, {3: (1,)})
 
 
+def on_a_mesh(*committed: int | None, digests: tuple[str, ...] = ()) -> list[RankReport]:
+    """Return eight ranks of which two hold the same, and of each part four; it is said only that these agree."""
+    first, second = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1, 4, 5), (2, 3, 6, 7))
+    return [
+        RankReport(
+            rank,
+            step,
+            False,
+            False,
+            (first[rank // 4], second[rank // 2 % 2]),
+            (digests[rank], "same") if digests else (),
+            reduced=False,
+        )
+        for rank, step in enumerate(committed)
+    ]
+
+
+def test_what_is_only_said_to_be_the_same_comes_from_a_rank_that_holds_all_or_else_from_all_that_hold_it() -> None:
+    first, second = (0, 1, 2, 3), (0, 1, 4, 5)
+    assert dict(decide(on_a_mesh(None, *[5] * 7), 5).parts) == {0: ((first, (1,)), (second, (1,)))}
+    both = decide(on_a_mesh(None, None, *[5] * 6), 5)
+    assert dict(both.parts) == dict.fromkeys((0, 1), ((first, (2, 3)), (second, (4, 5))))
+    reduced = [replace(each, reduced=True) for each in on_a_mesh(None, *[5] * 7)]
+    assert dict(decide(reduced, 5).parts) == {0: ((first, (1, 2, 3)), (second, (1, 4, 5)))}
+
+
+def test_digests_of_what_is_only_said_to_be_the_same_are_compared_with_those_that_hold_all() -> None:
+    apart = on_a_mesh(*[5] * 8, digests=("a", "a", "b", "b", "c", "c", "c", "c"))
+    assert dict(decide(apart, 5).refills) == {}
+    assert "differ at step 5" in decide([replace(each, reduced=True) for each in apart], 5).reason
+    assert "differ at step 5" in decide(on_a_mesh(*[5] * 8, digests=tuple("abcccccc")), 5).reason
+    alone = [replace(each, reduced=False, digests=("a", "b" * each.rank)) for each in crossed(4, 4, 4, 4)]
+    assert "differ at step 4" in decide(alone, 4).reason, "where no two ranks hold all, the holders are compared"
+
+
 def test_a_part_whose_digest_a_majority_contradicts_has_its_rank_filled() -> None:
     everybody = (0, 1, 2, 3)
     reports = [
