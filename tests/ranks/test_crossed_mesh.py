@@ -38,8 +38,9 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
     assert "a rank that dies cannot be restored" not in undisturbed.log(0)
     assert len(set(ends(undisturbed))) == 4, "each rank has numbers of its own"
 
-    def compared(*faults: str) -> Job:
-        job = run(nemo_zygote, tmp_path_factory.mktemp("crossed") / "run", *faults)
+    def compared(*faults: str, extra: tuple[str, ...] = ()) -> Job:
+        args = (str(STEPS), *extra)
+        job = run(nemo_zygote, tmp_path_factory.mktemp("crossed") / "run", *faults, args=args)
         assert job.code == 0, job.story()
         assert fired(job.run_dir) == dict.fromkeys(faults, 1)
         verdict = compare(undisturbed.steps, job.steps)
@@ -65,6 +66,21 @@ def test_two_deaths_that_leave_every_part_a_holder(train: Train) -> None:
     """Ranks 0 and 3 have nothing in common but the bias."""
     job = train("sigkill@before_optimizer:rank=0,step=3", "sigkill@recovery:rank=3,step=2")
     assert job.incidents[-1].sources == (1, 2)
+
+
+def test_each_part_is_compared_among_its_holders(train: Train, nemo_zygote: Zygote, tmp_path: Path) -> None:
+    """Parts of different holders are not compared. A flipped bit is found, but not which holder is right."""
+    train("exception@forward:rank=2,step=3", "sigkill@optimizer:rank=1,step=6", extra=("checksum",))
+    faults = ("bitflip@between:rank=1,step=2", "exception@forward:rank=2,step=3")
+    job = run(nemo_zygote, tmp_path / "run", *faults, args=(str(STEPS), "checksum"))
+    assert job.code == 1
+    assert re.search(r"the replicas of the shard of ranks 0, 1 \(model\.0\.up\) differ at step 2", job.said[-1])
+
+
+def test_only_what_has_no_second_holder_is_warned_of_by_name(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    job = run(nemo_zygote, tmp_path / "run", args=("2", "alone"))
+    assert job.code == 0, job.story()
+    assert "no two ranks hold the same model.0.up (others have more holders): a rank that dies cannot" in job.log(0)
 
 
 def test_the_last_holder_of_a_part_is_lost(nemo_zygote: Zygote, tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-"""Train over a 2 x 2 mesh with tensors that are replicated along different dimensions of it: ``STEPS [own]``.
+"""Train over a 2 x 2 mesh with tensors that are replicated along different dimensions of it.
+
+``STEPS [own] [alone] [checksum]``
 
 Ranks 0 and 1 hold the same rows of ``up``, ranks 0 and 2 the same columns of ``down``, and all ranks hold ``bias``.
 The optimizer keeps a number for each parameter, which follows from this rank's part of it. With ``own`` each rank
-has a bias of its own, which no mesh tells.
+has a bias of its own, which no mesh tells. With ``alone`` each rank holds a part of ``up`` that no other has. With
+``checksum`` replicas are compared.
 """
 
 import os
@@ -15,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
+from checkpointless.recovery import CheckpointManager
 
 STEPS, WIDTH, HIDDEN = int(sys.argv[1]), 6, 10
-OWN = "own" in sys.argv
+OWN, ALONE, CHECKSUM = ("own" in sys.argv, "alone" in sys.argv, "checksum" in sys.argv)
 
 
 class Model(torch.nn.Module):
@@ -25,7 +29,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.mesh = mesh
         up, down = torch.randn(HIDDEN, WIDTH) / 4, torch.randn(WIDTH, HIDDEN) / 4
-        self.up = torch.nn.Parameter(distribute_tensor(up, mesh, [Shard(0), Replicate()]))
+        self.up = torch.nn.Parameter(distribute_tensor(up, mesh, [Shard(0), Shard(1) if ALONE else Replicate()]))
         self.down = torch.nn.Parameter(distribute_tensor(down, mesh, [Replicate(), Shard(1)]))
         self.bias = torch.nn.Parameter(torch.full((WIDTH,), float(dist.get_rank() * OWN)))
         self.register_buffer("seen", torch.zeros(3))  # a rank's own
@@ -66,7 +70,7 @@ def local(tensor: Any) -> torch.Tensor:
     return found
 
 
-@HPWrapper()
+@HPWrapper(checkpoint_manager=CheckpointManager(enable_checksum=CHECKSUM))
 def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
