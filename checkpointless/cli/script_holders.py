@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 _INSTANCES = "num_distributed_optimizer_instances"
 _LOST = "a rank that dies could not be restored from memory; set {}, or keep copies: CheckpointManager(tiers=...)"
-#: Calls by the last part of their name: the argument that says how many hold each part, and what it is by default.
+#: Calls by the last part of their name: the argument that says how many hold each part, what it is by default, and
+#: which tensors have no other holders.
 _HOLDERS = {
-    "CheckpointlessModelParallelStrategy": ("replicas", 1),
-    "CheckpointlessMegatronStrategy": (_INSTANCES, 2),
-    "DistributedDataParallelConfig": (_INSTANCES, 1),
+    "CheckpointlessModelParallelStrategy": ("replicas", 1, "divided parameters"),
+    "CheckpointlessMegatronStrategy": (_INSTANCES, 2, "the optimizer's shards"),
+    "DistributedDataParallelConfig": (_INSTANCES, 1, "the optimizer's shards"),
 }
 _WHOLE = ("CheckpointlessDDPStrategy", "DistributedDataParallel")
 
@@ -56,7 +57,7 @@ def _said_by(call: ast.Call, has_copies: bool) -> Finding | None:
         return Finding(f"{where}: every rank holds the whole state.")
     if name not in _HOLDERS or (name == "DistributedDataParallelConfig" and not _is_sharded(call)):
         return None
-    keyword, holders = _HOLDERS[name]
+    keyword, holders, what = _HOLDERS[name]
     given = _argument(call, keyword)
     if given is None and any(each.arg is None for each in call.keywords):
         return None  # it may be in a dict
@@ -68,7 +69,8 @@ def _said_by(call: ast.Call, has_copies: bool) -> Finding | None:
         return Finding(f"{where}({keyword}={holders}): {holders} ranks hold each part of the state.")
     if has_copies:
         return Finding(f"{where}({keyword}={holders}): one rank holds each part, and copies are kept in tiers.")
-    return Finding(f"{where}({keyword}={holders}): no replicas, " + _LOST.format(f"{keyword}=2"), is_alone=True)
+    lost = _LOST.format(f"{keyword}=2")
+    return Finding(f"{where}({keyword}={holders}): no replicas of {what}, {lost}", is_alone=True)
 
 
 def _is_sharded(call: ast.Call) -> bool:

@@ -19,11 +19,15 @@ COPIES = "manager = CheckpointManager(tiers=[NeighborMemory()])\n"
     [
         (
             "s = CheckpointlessModelParallelStrategy(4)",
-            "(replicas=1): no replicas, a rank that dies could not",
+            "(replicas=1): no replicas of divided parameters, a rank that dies could not",
             True,
         ),
         ("s = strategies.CheckpointlessModelParallelStrategy(4, replicas=2)", "2 ranks hold each part", False),
-        ("s = CheckpointlessMegatronStrategy(num_distributed_optimizer_instances=1)", "no replicas", True),
+        (
+            "s = CheckpointlessMegatronStrategy(num_distributed_optimizer_instances=1)",
+            "no replicas of the optimizer's shards",
+            True,
+        ),
         ("s = CheckpointlessMegatronStrategy(ddp=ddp)", "2 ranks hold each part", False),
         ("d = DistributedDataParallelConfig(use_distributed_optimizer=True)", "no replicas", True),
         (COPIES + "s = CheckpointlessModelParallelStrategy(4)", "copies are kept in tiers", False),
