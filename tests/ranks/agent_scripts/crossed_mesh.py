@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
         return DTensor.from_local(tensor, self.mesh, [Replicate(), Replicate()], run_check=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1 + dist.get_rank()
+        self.get_buffer("seen").add_(1 + dist.get_rank())
         hidden = torch.nn.functional.linear(self.everywhere(x), self.up).relu()
         kept = self.everywhere((torch.rand(len(x), HIDDEN) > 0.2).float())
         out: Any = torch.nn.functional.linear(hidden * kept, self.down) + self.everywhere(self.bias)
@@ -52,8 +52,11 @@ class Normed(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.3})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            self.update()
+
+    def update(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -86,13 +89,13 @@ def main(caller: HPCallWrapper) -> None:
         loss = (model(x) - x.flip(1)).square().mean()
         caller.enter_phase("backward", step)
         loss.backward()
-        for parameter in model.parameters():
-            gradient: Any = parameter.grad
-            if isinstance(gradient, DTensor):
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        parameters: list[Any] = list(model.parameters())
+        for parameter in parameters:
+            if hasattr(parameter, "placements"):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         training.update(loss.item())
-    numbers = [round((state or {})["norm"], 9) for state in map(optimizer.state.get, model.parameters())]
-    print(f"norms {numbers} seen {model.seen.tolist()}", flush=True)
+    numbers = [round(optimizer.state[parameter]["norm"], 9) for parameter in model.parameters()]
+    print(f"norms {numbers} seen {model.get_buffer('seen').tolist()}", flush=True)
     dist.barrier()
 
 
