@@ -7,7 +7,7 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.report.verify import Steps, compare
-from tests.ranks.jobs import Disturb, Job, run_job
+from tests.ranks.jobs import Disturb, Job, known_steps, run_job
 from tests.ranks.nemo_zygote import Zygote
 
 
@@ -23,16 +23,7 @@ def nemo_zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="session")
 def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Steps]:
     """Return a function for the steps of a run without faults; it makes each kind of run once."""
-    known: dict[tuple[int, tuple[str, ...]], Steps] = {}
-
-    def steps(nproc: int, args: tuple[str, ...]) -> Steps:
-        if (nproc, args) not in known:
-            job = run_job(nemo_zygote, tmp_path_factory.mktemp("undisturbed") / "run", nproc, args=args)
-            assert job.code == 0, job.story()
-            known[nproc, args] = job.steps
-        return known[nproc, args]
-
-    return steps
+    return known_steps(nemo_zygote, tmp_path_factory)
 
 
 @pytest.fixture

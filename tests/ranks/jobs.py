@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from checkpointless.environment import TOKEN_ENV
 from checkpointless.report.incidents import IncidentSummary, summarize
+from checkpointless.report.verify import Steps
 from checkpointless.telemetry.events import read_events
 from checkpointless.telemetry.steps import Recording, read_steps
 from tests.ports import free_port
@@ -90,6 +93,20 @@ def run_job(
     (job,) = run_nodes(zygote, run_dir, 1, nproc, script=script, args=args, faults=faults, **settings)
     assert job is not None
     return job
+
+
+def known_steps(zygote: Zygote, folders: pytest.TempPathFactory) -> Callable[..., Steps]:
+    """Return a function for the steps of a run without faults; it makes each kind of run once."""
+    known: dict[tuple[int, tuple[str, ...]], Steps] = {}
+
+    def steps(nproc: int, args: tuple[str, ...]) -> Steps:
+        if (nproc, args) not in known:
+            job = run_job(zygote, folders.mktemp("undisturbed") / "run", nproc, args=args)
+            assert job.code == 0, job.story()
+            known[nproc, args] = job.steps
+        return known[nproc, args]
+
+    return steps
 
 
 def run_nodes(

@@ -39,14 +39,15 @@ class Zygote:
 
     Args:
         modules: what it imports, in this order, if not NeMo.
+        path: folders in which it looks for modules first.
     """
 
-    def __init__(self, modules: tuple[str, ...] = MODULES) -> None:
+    def __init__(self, modules: tuple[str, ...] = MODULES, path: tuple[Path, ...] = ()) -> None:
         environment = {
             **os.environ,
             "CHECKPOINTLESS_CPU": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, path), os.environ.get("PYTHONPATH", "")]),
         }
         self._process = subprocess.Popen(
             [sys.executable, __file__, *modules],

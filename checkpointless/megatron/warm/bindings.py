@@ -1,16 +1,17 @@
-"""Replaces references to the process groups of a generation that is over, in everything that is reachable."""
+"""Replaces references to what belongs to a generation that is over, in everything that is reachable."""
 
 from __future__ import annotations
 
 import enum
 import functools
+import logging
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-#: Objects of these classes refer to no group.
+#: Objects of these classes refer to no group of a model's; loggers lead to everything that has one.
 _LEAVES = (
     str,
     bytes,
@@ -25,6 +26,7 @@ _LEAVES = (
     torch.device,
     torch.Size,
     torch.Generator,
+    logging.Logger,
 )
 
 
@@ -60,14 +62,14 @@ def _form(kind: type) -> _Form:
 
 
 def rebind(roots: Iterable[object], successors: Mapping[int, object]) -> int:
-    """Replace every reference to an old group that can be reached from ``roots``.
+    """Replace every reference to an old group that can be reached from ``roots``, and methods bound to one.
 
     Followed are the attributes of objects and tensors, the items of containers, bound methods, partial functions,
     and the closures and defaults of functions. What only C++ refers to (hooks of a gradient's accumulation) is not.
 
     Args:
         roots: where to begin.
-        successors: the new group by the ``id`` of the old one.
+        successors: the new group, or whatever else is replaced, by the ``id`` of the old one.
 
     Returns:
         How many references were replaced.
@@ -109,6 +111,10 @@ class _Walk:
             if any(new is not old for new, old in zip(made, value)):
                 return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
             return value
+        if form is _Form.METHOD:  # what it is bound to cannot be replaced in it
+            owner = self._next(value.__self__)
+            if owner is not value.__self__:
+                return types.MethodType(value.__func__, owner)
         self._due.append(value)
         return value
 
@@ -131,8 +137,7 @@ class _Walk:
             case _Form.PARTIAL:
                 arguments, keywords = self._next(each.args), dict(each.keywords)
                 self._items(keywords, list(keywords.items()))
-                each.__setstate__((each.func, arguments, keywords, each.__dict__))
-                self._next(each.func)
+                each.__setstate__((self._next(each.func), arguments, keywords, each.__dict__))
             case _Form.METHOD:
                 self._next(each.__self__)
                 self._next(each.__func__)

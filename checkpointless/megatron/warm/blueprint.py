@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from checkpointless.megatron.warm import transformer_engine
+
 #: Packages whose modules keep nothing from step to step but parameters and buffers.
 KNOWN = ("megatron.core.", "nemo.", "torch.nn.", "checkpointless.", "builtins.", "abc.", "typing.")
-#: Packages of theirs whose modules do: TransformerEngine's.
-_UNKNOWN = ("megatron.core.extensions.",)
 #: Where torch keeps the hooks of a module.
 _HOOKS = (
     "_forward_hooks",
@@ -53,20 +53,22 @@ def unknown_class(modules: Sequence[torch.nn.Module]) -> str | None:
     """Return the name of a class of which it is not known what it keeps from step to step; None: there is none."""
     for module in modules:
         for each in module.modules():
-            for kind in type(each).__mro__:
-                package = f"{kind.__module__}."
-                if not package.startswith(KNOWN) or package.startswith(_UNKNOWN):
-                    return f"{package}{kind.__qualname__}"
+            for kind in transformer_engine.kinds_of(each):
+                if kind.startswith(transformer_engine.PACKAGES):
+                    if kind not in transformer_engine.CLASSES:
+                        return kind
+                elif not kind.startswith(KNOWN):
+                    return kind
     return None
 
 
 def _entries(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
     for index, module in enumerate(modules):
         for name, each in module.named_modules(remove_duplicate=False):
-            values = vars(each)
+            values, passing = vars(each), _PASSING | transformer_engine.notes_of(each)
             hooks = {kind: len(values[kind]) for kind in _HOOKS if values.get(kind)}
             plain = {
-                key: value for key, value in values.items() if isinstance(value, _PLAIN) and key not in _PASSING
+                key: value for key, value in values.items() if isinstance(value, _PLAIN) and key not in passing
             }
             parameters = {
                 key: (id(value), value.requires_grad, len(value._backward_hooks or ()), _after_accumulation(value))
@@ -82,7 +84,7 @@ def _entries(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
                     plain,
                     parameters,
                     buffers,
-                    sorted(values.keys() - _PASSING),
+                    sorted(values.keys() - passing),
                     list(each._modules),
                 ),
             )

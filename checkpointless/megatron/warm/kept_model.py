@@ -11,11 +11,13 @@ import torch.distributed.distributed_c10d as c10d
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.megatron.fp8_parameters import fp8_parameters
 from checkpointless.megatron.update import sub_optimizers
+from checkpointless.megatron.warm import transformer_engine
 from checkpointless.megatron.warm.bindings import rebind
 from checkpointless.megatron.warm.blueprint import Blueprint, unknown_class
 from checkpointless.recovery.rng import RngStates
@@ -31,6 +33,15 @@ _UNKNOWN_REMAINS = (
     "moe_shared_expert_overlap",
     "enable_cuda_graph",
     "external_cuda_graph",
+    # TransformerEngine's: what its modules then keep belongs to a step, or to a process group.
+    "fp8",
+    "fp4",
+    "tp_comm_overlap",
+    "symmetric_ar_type",
+    "delay_wgrad_compute",
+    "use_transformer_engine_op_fuser",
+    "cpu_offloading",
+    "fine_grained_activation_offloading",
 )
 #: What the guard and the strategy put over an optimizer's own functions.
 _COVERED = ("get_grad_norm", "clip_grad_norm", "count_zeros", "prepare_grads", "step_with_ready_grads", "step")
@@ -75,6 +86,7 @@ class KeptModel:
         self._built = Blueprint(self.chunks)
         self._marks = _marks(optimizer)
         self._modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
+        self._trackers = [get_cuda_rng_tracker()]  # of random streams
         self._generations = [groups_now()]  # to which references may point: a fault may come while they change
 
     # --- whether it may be used -----------------------------------------------------------------------------------
@@ -98,6 +110,9 @@ class KeptModel:
             on += ["cuda_graph_impl"] if getattr(config, "cuda_graph_impl", "none") not in (None, "none") else []
             if on:
                 return f"{on[0]} is on"
+            obstacle = transformer_engine.obstacle(model.modules())
+            if obstacle is not None:
+                return obstacle
         if _marks(self.optimizer) != self._marks:
             return "the optimizer has other hooks or functions than when it was built"
         return self._built.difference(self.chunks)
@@ -139,11 +154,14 @@ class KeptModel:
         successors = {
             id(old): new for then in self._generations for (old, *_), (new, *_) in zip(then, now) if old is not new
         }
+        tracker = get_cuda_rng_tracker()
+        successors |= {id(old): tracker for old in self._trackers if old is not tracker}
         self._generations.append(now)  # before the first is replaced
+        self._trackers.append(tracker)
         for name in _COVERED:
             vars(self.optimizer).pop(name, None)
         replaced = rebind([*self.chunks, self.optimizer, self.noted], successors)
-        self._generations = [now]
+        self._generations, self._trackers = [now], [tracker]
         self._reset()
         return replaced
 
@@ -157,6 +175,7 @@ class KeptModel:
             for module in chunk.modules():
                 if getattr(module, "input_tensor", None) is not None:
                     module.input_tensor = None
+                transformer_engine.reset(module)
             for parameter in chunk.parameters():
                 if not _is_held(parameter):
                     parameter.grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -81,3 +82,23 @@ def test_circles_end_and_nothing_is_replaced_without_a_successor() -> None:
     before = first["group"]
     assert rebind([first], {}) == 0
     assert first["group"] is before
+
+
+class Tracker:
+    """Stands for a tracker of random streams."""
+
+    def fork(self) -> Tracker:
+        return self
+
+
+def test_methods_are_bound_to_the_successor() -> None:
+    old, new = Tracker(), Tracker()
+    owner = SimpleNamespace(context=old.fork, partial=functools.partial(old.fork), tracker=old)
+    assert rebind([owner], {id(old): new}) == 3
+    assert owner.context() is owner.partial() is owner.tracker is new
+
+
+def test_loggers_lead_nowhere() -> None:
+    logger, old = logging.getLogger("a logger of a layer's"), Group()
+    logger.__dict__["somebody_elses"] = old
+    assert rebind([{"logger": logger}], {id(old): Group()}) == 0
