@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
 from nemo.collections.llm.gpt.model.base import GPTModel
+from nemo.lightning import io
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
@@ -56,9 +58,9 @@ class WarmStart:
         self._left = RngStates()
         self._obstacle = _obstacle(strategy)
         self._plans = _plans(strategy) if self._obstacle is None else {}
-        self._noted: dict[str, Any] = {}
+        self._noted: list[dict[str, Any]] = []  # by virtual pipeline stage
         if self._obstacle is None:
-            strategy.lightning_module.configure_model = self._configure
+            strategy.lightning_module.configure_model = partial(self._configure, strategy.lightning_module)
 
     @property
     def is_warm(self) -> bool:
@@ -92,37 +94,53 @@ class WarmStart:
             manager.kept = None
             tell(EventName.WARM, kept=False, reason=reason)
 
-    def _configure(self, vp_stage: int | None = None) -> None:
-        """Stand in for the module's ``configure_model``: have it build its model, unless that is kept.
+    def _configure(self, module: Any, vp_stage: int | None = None) -> None:
+        """Stand in for a module's ``configure_model``: have it build its model, unless that is kept.
 
         Args:
-            vp_stage: the virtual pipeline stage, which it is told.
+            module: the module, of the next virtual pipeline stage.
+            vp_stage: that stage, which it is told.
         """
-        module = self._strategy.lightning_module
         vars(module).pop("configure_model", None)
         values = vars(module.config)
         if self._kept is not None:
-            self._noted = self._kept.noted
-            values.update(self._noted)
-            return
-        before = dict(values)
-        module.configure_model(vp_stage=vp_stage)
-        self._noted = {name: value for name, value in values.items() if value is not before.get(name, before)}
+            noted = self._kept.noted[len(self._noted)]
+            values.update(noted)
+        else:
+            before = dict(values)
+            module.configure_model(vp_stage=vp_stage)
+            noted = {name: value for name, value in values.items() if value is not before.get(name, before)}
+        self._noted.append(noted)
+
+    @contextmanager
+    def _stages(self) -> Iterator[None]:
+        """Have NeMo, which copies the module for each further virtual pipeline stage, find those built, too."""
+        original = io.reinit
+
+        def reinit(module: Any) -> Any:
+            made: Any = original(module)
+            made.configure_model = partial(self._configure, made)
+            if self._kept is not None:
+                _put(self._kept.chunks[len(self._noted)], made)
+            return made
+
+        io.reinit = reinit if self._obstacle is None else original
+        try:
+            yield
+        finally:
+            io.reinit = original
 
     @contextmanager
     def build(self) -> Iterator[None]:
         """Have NeMo find everything built that was kept, while it builds model and optimizer in the context."""
         kept = self._kept
         if kept is None:
-            yield
+            with self._stages():
+                yield
             self._left = RngStates.capture()
             return
         began_s = time.monotonic()
-        module = self._strategy.lightning_module
-        config = get_model_config(kept.chunks[0])
-        vars(config).update(vars(module.config))  # with the functions of the new trainer
-        module.config = config
-        module.module = kept.chunks[0]
+        _put(kept.chunks[0], self._strategy.lightning_module)
         replaced = kept.bind()
         tell(
             EventName.WARM,
@@ -135,7 +153,7 @@ class WarmStart:
         if hasattr(plugin, "convert_module"):
             plugin.convert_module = self._convert
         try:
-            with kept.in_place_of_new(self._everywhere):
+            with kept.in_place_of_new(self._everywhere), self._stages():
                 yield
             self._left.restore()  # a model that is built draws its first weights
         finally:
@@ -166,6 +184,14 @@ class WarmStart:
         chunks = [chunk.module for chunk in strategy.megatron_parallel]
         optimizer, streams = strategy.optimizers[0].mcore_optimizer, (self._streams, self._left)
         return KeptModel(chunks, optimizer, self._plans, streams, self._noted, bound)
+
+
+def _put(chunk: Any, module: Any) -> None:
+    """Put a chunk that was kept into a new module that would build it, with the functions of the new trainer."""
+    config = get_model_config(chunk)
+    vars(config).update(vars(module.config))
+    module.config = config
+    module.module = chunk
 
 
 def _obstacle(strategy: Any) -> str | None:
@@ -206,6 +232,7 @@ def _plans(strategy: Any) -> dict[str, dict[str, object]]:
         "optimizer": {"class": type(optim), **rules, **vars(optim.config)},
         "DistributedDataParallel": vars(strategy.ddp_config),
         "precision": {"class": type(plugin), "types": dtypes},
+        "virtual stages": vars(io.reinit(module).config) if strategy.virtual_pipeline_model_parallel_size else {},
         "tokenizer": {"class": type(module.tokenizer), "size": getattr(module.tokenizer, "vocab_size", None)},
     }
     return {

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
 TP2 = ("strategy.tensor_model_parallel_size=2",)
 PP2 = ("strategy.pipeline_model_parallel_size=2",)
+VPP = (*PP2, "strategy.virtual_pipeline_model_parallel_size=2")
 EP2 = (
     "strategy.expert_model_parallel_size=2",
     "model.config.num_moe_experts=4",
@@ -42,8 +43,18 @@ def told(job: Job) -> list[Mapping[str, Any]]:
 
 @pytest.mark.parametrize(
     "args",
-    [DROPOUT, (*TP2, *DROPOUT), PP2, EP2, (*BF16, *DROPOUT), OVERLAP],
-    ids=["dp4", "tp2", "pp2", "ep2", "bf16", "overlap"],
+    [
+        DROPOUT,
+        (*TP2, *DROPOUT),
+        PP2,
+        EP2,
+        (*BF16, *DROPOUT),
+        OVERLAP,
+        (*VPP, *DROPOUT),
+        (*VPP, *BF16, *DROPOUT),
+        (*VPP, *OVERLAP, *DROPOUT),
+    ],
+    ids=["dp4", "tp2", "pp2", "ep2", "bf16", "overlap", "vpp", "vpp-bf16", "vpp-overlap"],
 )
 def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tuple[str, ...]) -> None:
     """They do after an exception, a kill within an update that others have yet to make, and once more after it."""

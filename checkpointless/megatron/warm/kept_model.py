@@ -61,7 +61,7 @@ class KeptModel:
         optimizer: the (chained) Megatron optimizer.
         plans: pictures of all configurations before anything was built.
         streams: the random streams before anything was built, and after.
-        noted: the values of the model's configuration that were set while it was built, by name.
+        noted: for each chunk, the values of its configuration that were set while it was built, by name.
         bound: what bounds the launches of the model's layers, by hooks that the model has already; None: nothing.
 
     Attributes:
@@ -74,12 +74,12 @@ class KeptModel:
         optimizer: MegatronOptimizer,
         plans: Plans,
         streams: tuple[RngStates, RngStates],
-        noted: Mapping[str, Any],
+        noted: Sequence[Mapping[str, Any]],
         bound: LaunchBound | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.optimizer = optimizer
-        self.noted = dict(noted)
+        self.noted = [dict(each) for each in noted]
         self.bound = bound
         self._plans = plans
         self.streams = streams
@@ -96,8 +96,6 @@ class KeptModel:
         unknown = unknown_class(self.chunks)
         if unknown is not None:
             return f"it is not known what {unknown} keeps from step to step"
-        if len(self.chunks) > 1:
-            return "virtual pipeline stages are built anew"
         if fp8_parameters(self.chunks):
             return "parameters in FP8 are built anew"
         if getattr(self.optimizer.config, "overlap_param_gather_with_optimizer_step", False):
