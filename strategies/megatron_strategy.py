@@ -178,12 +178,13 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         """Leave the block to enter it once more if a model was kept that storage does not overwrite as a whole.
 
         Args:
-            whole: whether a checkpoint of the training itself is loaded, with its optimizer.
+            whole: whether a checkpoint of the training itself is loaded, with its optimizer. That of a PEFT run
+                has only the adapters.
 
         Raises:
             BuildAnewError: everything has to be built anew, which the next entry does.
         """
-        if self.is_warm and not (whole and self.ckpt_load_optimizer):
+        if self.is_warm and (self.is_peft() or not (whole and self.ckpt_load_optimizer)):
             assert self.checkpoint_manager is not None
             self.checkpoint_manager.kept = None
             raise BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
@@ -234,7 +235,8 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         """
         peft = peft_of(self.trainer)
         if self._awaits_adapters and peft is not None:
-            peft.apply_transform(self.trainer)
+            with self._warm_start.add_adapters(peft) if self._warm_start is not None else nullcontext():
+                peft.apply_transform(self.trainer)
             self.adapters_added(peft.params_to_save)
 
     def adapters_added(self, params_to_save: Iterable[str]) -> None:

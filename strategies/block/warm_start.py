@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -11,7 +12,9 @@ from typing import Any, cast
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
 from nemo.collections.llm.gpt.model.base import GPTModel
+from nemo.collections.llm.peft.lora import LoRA
 from nemo.lightning import io
+from nemo.lightning.pytorch.callbacks import PEFT
 from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
@@ -159,6 +162,27 @@ class WarmStart:
         finally:
             vars(plugin).pop("convert_module", None)
 
+    @contextmanager
+    def add_adapters(self, peft: PEFT) -> Iterator[None]:
+        """Have NeMo find adapters and optimizer in place that were kept, while it adds them in the context.
+
+        Args:
+            peft: NeMo's callback, which adds them.
+        """
+        kept = self._kept
+        if kept is None:
+            yield
+            return
+        counted: Any = peft.model_transform
+        peft.model_transform = _leave_as_it_is
+        try:
+            with kept.in_place_of_new(self._everywhere):
+                yield
+        finally:
+            peft.model_transform = counted
+        counted.__num_calls__ += 1  # else they are added when the first epoch begins
+        peft.params_to_save = set(kept.saved)  # DDP, which is in place already, has other names for them
+
     def _convert(self, module: Any) -> Any:
         """Do what a precision plugin does to a model besides wrapping it, which is done."""
         dtypes = getattr(self._strategy.precision_plugin, "dtype_config", None)
@@ -183,7 +207,8 @@ class WarmStart:
         strategy = self._strategy
         chunks = [chunk.module for chunk in strategy.megatron_parallel]
         optimizer, streams = strategy.optimizers[0].mcore_optimizer, (self._streams, self._left)
-        return KeptModel(chunks, optimizer, self._plans, streams, self._noted, bound)
+        saved = self._kept.saved if self._kept is not None else _saved(strategy)
+        return KeptModel(chunks, optimizer, self._plans, streams, self._noted, bound, saved)
 
 
 def _put(chunk: Any, module: Any) -> None:
@@ -204,8 +229,10 @@ def _obstacle(strategy: Any) -> str | None:
         return f"it is not known how {type(module).__name__} builds its model"
     if hasattr(module, "module"):
         return "the model was built before the fit"
-    if module.model_transform is not None:
-        return "adapters are added anew"
+    transform = module.model_transform
+    added = any(each is transform for each in module.trainer.callbacks)
+    if transform is not None and not (added and type(transform) is LoRA):
+        return f"it is not known how {type(transform).__name__} changes the model"
     if module.model_context_managers:
         return "the model is built in contexts of its own"
     if not isinstance(strategy.ddp_config, DistributedDataParallelConfig):
@@ -233,12 +260,28 @@ def _plans(strategy: Any) -> dict[str, dict[str, object]]:
         "DistributedDataParallel": vars(strategy.ddp_config),
         "precision": {"class": type(plugin), "types": dtypes},
         "virtual stages": vars(io.reinit(module).config) if strategy.virtual_pipeline_model_parallel_size else {},
+        "adapters": _settings(module.model_transform) if module.model_transform is not None else {},
         "tokenizer": {"class": type(module.tokenizer), "size": getattr(module.tokenizer, "vocab_size", None)},
     }
     return {
         what: pictures({name: value for name, value in each.items() if _is_own(name)})
         for what, each in values.items()
     }
+
+
+def _settings(transform: LoRA) -> dict[str, object]:
+    """Return what decides which adapters are added: the rest of the callback changes while they are."""
+    return {field.name: getattr(transform, field.name) for field in dataclasses.fields(transform)}
+
+
+def _saved(strategy: Any) -> Collection[str]:
+    """Return the names of the parameters that are saved as adapters, which are in place but not wrapped yet."""
+    callbacks = strategy.lightning_module.trainer.callbacks
+    return next((each.params_to_save for each in callbacks if isinstance(each, PEFT)), ())
+
+
+def _leave_as_it_is(model: object) -> None:
+    """Stand in for what adds adapters, where they are in place."""
 
 
 def _is_own(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from checkpointless.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import PP2, TP2
 from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.test_warm import BF16, VPP, told
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
@@ -42,7 +44,7 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
         if args not in known:
             job = run_lora(nemo_zygote, tmp_path_factory.mktemp("undisturbed") / "run", args)
             assert job.code == 0, job.story()
-            assert "Adding lora to" in job.log(0), "else it is the whole model that is trained"
+            assert re.search("Adding (lora|DoRA) to", job.log(0)), "else it is the whole model that is trained"
             known[args] = job.steps
         return known[args]
 
@@ -200,3 +202,31 @@ def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
     assert verdict.difference is None, f"what was done again has other bits\n{job.story()}"
     assert not verdict.missing
     assert {place.step for place in verdict.repeated} == {4}, "it went on from the checkpoint after step 3"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [DROPOUT, (*TP2, *DROPOUT), (*PP2, *DROPOUT), (*VPP, *DROPOUT), (*BF16, *DROPOUT)],
+    ids=["dp4", "tp2", "pp2", "vpp", "bf16"],
+)
+def test_survivors_keep_base_model_and_adapters(disturb: Disturb, tmp_path: Path, args: tuple[str, ...]) -> None:
+    faults = (
+        "exception@backward:rank=2,step=3",
+        "sigkill@optimizer:rank=1,step=6",
+        "exception@forward:rank=1,step=9",
+    )
+    checker = f"callbacks.checker={{_target_: tests.ranks.warm_checks.OldGroups, folder: '{tmp_path / 'groups'}'}}"
+    once = "callbacks.once={_target_: tests.ranks.warm_checks.NoSecondModel}"
+    added = "callbacks.added={_target_: tests.ranks.warm_checks.AdaptersOnce}"
+    job = disturb(12, *faults, args=(*args, checker, once, added))
+    ranks = told(job)
+    assert [each["kept"] for each in ranks] == [True] * 11, ranks  # 4 ranks, then 3, then 4
+    for rank in range(4):
+        lines = (tmp_path / "groups" / f"rank-{rank}.jsonl").read_text().splitlines()
+        assert all(json.loads(line)["old"] == [] for line in lines), f"rank {rank}: {lines}"
+
+
+def test_adapters_of_another_kind_are_added_anew(disturb: Disturb) -> None:
+    dora = "peft._target_=nemo.collections.llm.peft.DoRA"
+    job = disturb(4, "exception@backward:rank=2,step=3", args=(*DROPOUT, dora))
+    assert [each["reason"] for each in told(job)] == ["it is not known how DoRA changes the model"] * 4

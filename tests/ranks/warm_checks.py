@@ -114,3 +114,20 @@ class ChangedTE(Callback):
         """Change one that this layer does not read."""
         layer = next(each for each in pl_module.modules() if type(each).__name__ == "TERowParallelLinear")
         layer.use_bias = not layer.use_bias  # type: ignore[assignment]
+
+
+class AdaptersOnce(Callback):
+    """Fails if training goes on without adapters, with two in one layer, or with other names to be saved."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+        """Look at the adapters, which NeMo's callback has added by now."""
+        names = [name for name, each in pl_module.named_modules() if type(each).__name__ == "LoRALinear"]
+        assert names
+        assert not any(".to_wrap" in name for name in names), names
+        peft: Any = next(each for each in trainer.callbacks if hasattr(each, "params_to_save"))  # type: ignore[attr-defined]
+        _saved.setdefault("names", peft.params_to_save)
+        assert peft.params_to_save == _saved["names"]
+        assert all(".adapter." in name for name in peft.params_to_save)
+
+
+_saved: dict[str, set[str]] = {}

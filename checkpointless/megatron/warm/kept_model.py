@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,9 +63,10 @@ class KeptModel:
         streams: the random streams before anything was built, and after.
         noted: for each chunk, the values of its configuration that were set while it was built, by name.
         bound: what bounds the launches of the model's layers, by hooks that the model has already; None: nothing.
+        saved: the names of the parameters that are saved as adapters.
 
     Attributes:
-        chunks, optimizer, streams, noted, bound: the arguments.
+        chunks, optimizer, streams, noted, bound, saved: the arguments.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class KeptModel:
         streams: tuple[RngStates, RngStates],
         noted: Sequence[Mapping[str, Any]],
         bound: LaunchBound | None = None,
+        saved: Collection[str] = (),
     ) -> None:
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.noted = [dict(each) for each in noted]
         self.bound = bound
+        self.saved = frozenset(saved)
         self._plans = plans
         self.streams = streams
         self._built = Blueprint(self.chunks)
