@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.report.verify import Steps
-from tests.ranks.jobs import Disturb, known_steps
+from checkpointless.report.verify import Steps, compare
+from tests.ranks.jobs import Disturb, known_steps, run_job
 from tests.ranks.nemo_zygote import Zygote
 from tests.ranks.test_warm import BF16, DROPOUT, EP2, OVERLAP, TP2, told
 
@@ -63,6 +63,18 @@ def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tupl
     for rank in range(4):
         lines = (tmp_path / "groups" / f"rank-{rank}.jsonl").read_text().splitlines()
         assert all(json.loads(line)["old"] == [] for line in lines), f"rank {rank}: {lines}"
+
+
+def test_survivors_keep_adapters_of_lora(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    args = ("tiny_lora_cpu", "trainer.max_steps=12", *TE, *TP2, *DROPOUT, "peft.dropout=0.1")
+    added = "callbacks.added={_target_: tests.ranks.warm_checks.AdaptersOnce}"
+    calm = run_job(nemo_zygote, tmp_path / "calm", 4, script_args=[*args, added])
+    assert calm.code == 0, calm.story()
+    job = run_job(nemo_zygote, tmp_path / "run", 4, script_args=[*args, added], faults=FAULTS)
+    assert job.code == 0, job.story()
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert [each["kept"] for each in told(job)] == [True] * 11, told(job)
 
 
 def test_an_attribute_that_a_callback_has_set_is_noticed(disturb: Disturb) -> None:

@@ -29,14 +29,16 @@ class LayerNormLinear(Linear):
     ) -> None:
         super().__init__(in_features, out_features, **options)
         assert normalization == "LayerNorm"
-        assert not return_layernorm_output
         assert not zero_centered_gamma
-        self.eps = eps
+        self.eps, self.return_layernorm_output = eps, return_layernorm_output  # adapters set it
         dtype = options.get("params_dtype", torch.float32)
         self.init_weight("layer_norm_weight", torch.nn.Parameter(torch.ones(in_features, dtype=dtype)), None)
         self.init_weight("layer_norm_bias", torch.nn.Parameter(torch.zeros(in_features, dtype=dtype)), None)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Normalize and multiply."""
+        """Normalize and multiply; with `return_layernorm_output` return what was normalized, too."""
         normed = F.layer_norm(inp, (inp.shape[-1],), self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return super().forward(normed, is_first_microbatch)
+        out = super().forward(normed, is_first_microbatch)
+        if not self.return_layernorm_output:
+            return out
+        return (*out, normed) if self.return_bias else (out, normed)
