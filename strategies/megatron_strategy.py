@@ -175,7 +175,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
             self._take_hold()
 
     def require_anew(self, whole: bool) -> None:
-        """Leave the block to enter it once more if a model was kept that storage does not overwrite as a whole.
+        """Leave the block to enter it once more if the model does not begin as a new one, and has to.
 
         Args:
             whole: whether a checkpoint of the training itself is loaded, with its optimizer. That of a PEFT run
@@ -184,10 +184,15 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
         Raises:
             BuildAnewError: everything has to be built anew, which the next entry does.
         """
+        manager = self.checkpoint_manager
         if self.is_warm and (self.is_peft() or not (whole and self.ckpt_load_optimizer)):
-            assert self.checkpoint_manager is not None
-            self.checkpoint_manager.kept = None
+            assert manager is not None
+            manager.kept = None
             raise BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
+        if self._warm_start is not None and self._warm_start.overwrites_all:
+            assert manager is not None
+            manager.delete_checkpoint()
+            raise BuildAnewError("memory does not suffice, and the model was built for a restore from memory")
 
     def _take_hold(self) -> None:
         """Take hold of model and optimizer, which are built."""

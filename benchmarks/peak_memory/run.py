@@ -101,14 +101,16 @@ def main() -> int:
     """Measure every layout."""
     options = parser(__doc__ or "")
     options.add_argument("--layout", choices=LAYOUTS, action="append", help="only this one")
+    options.add_argument("--hooked", action="store_true", help="a callback changes the model, which cannot be kept")
     given = options.parse_args()
+    hooked = ("--hooked",) if given.hooked else ()
     peaks: list[Peak] = []
     with tempfile.TemporaryDirectory() as temporary:
         for layout in given.layout or LAYOUTS:
             progress(layout)
             directory = Path(temporary) / str(len(peaks))
             directory.mkdir()
-            peaks.append(measure(layout, LAYOUTS[layout], directory))
+            peaks.append(measure(layout, (*LAYOUTS[layout], *hooked), directory))
     print(table(peaks))
     if given.json:
         found: dict[str, Any] = {"machine": machine(["torch", "megatron-core", "nemo-toolkit"])}

@@ -35,6 +35,7 @@ class HeldState:
         offset: how many steps of the job precede that fit.
         buffers: the rank's own buffers, at every moment after the committed step and after the step that follows
             it. They are whole even if an update failed half-way.
+        built_upon: whether a model that is built uses some of the tensors: what fills that changes these.
     """
 
     commit: CommitState
@@ -45,6 +46,7 @@ class HeldState:
     fit: int = 1
     offset: int = 0
     buffers: Mapping[tuple[int, Stage], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
+    built_upon: bool = False
 
     def go_back_to(self, stage: Stage) -> dict[str, Any]:
         """Hold the state as it was at ``stage``, and drop all other moments.

@@ -13,7 +13,8 @@ from checkpointless.transfer.sharded_tensors import is_sharded, spread_like
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 _SMALL_BYTES = 1 << 20  # a larger buffer is copied again only if its version has changed
-_PARAMETER = "parameter"  # the optimizer's own (main) parameter; its other keys are torch's state names
+#: The last word of the key of an optimizer's own (main) parameter; its other keys are torch's names of state.
+PARAMETER = "parameter"
 
 
 class TrainingTensors:
@@ -73,7 +74,7 @@ class TrainingTensors:
         """Return the tensors that this rank's optimizer update owns, by key."""
         found: dict[Key, torch.Tensor] = {}
         for key, inner, parameter in self._parameters():
-            found[(*key, _PARAMETER)] = local_part(parameter)
+            found[(*key, PARAMETER)] = local_part(parameter)
             for name, value in sorted(inner.state.get(parameter, {}).items()):
                 if isinstance(value, torch.Tensor):
                     found[(*key, name)] = local_part(value)
@@ -86,7 +87,7 @@ class TrainingTensors:
         shard = {
             key: tensor
             for key, tensor in self.shard().items()
-            if key[-1] != _PARAMETER or _storage(tensor) not in storages
+            if key[-1] != PARAMETER or _storage(tensor) not in storages
         }
         return {**model, **shard}
 
@@ -123,7 +124,7 @@ class TrainingTensors:
                 pass
             elif key in frozen and _alike(tensor, frozen[key].data):
                 frozen[key].data = tensor
-            elif key[:-1] in owners and key[-1] == _PARAMETER:
+            elif key[:-1] in owners and key[-1] == PARAMETER:
                 parameter = owners[key[:-1]][1]
                 part = local_part(parameter)
                 if is_sharded(parameter) or not _alike(tensor, part) or _storage(part) in trained:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -19,9 +19,11 @@ from nemo.lightning.pytorch.strategies import MegatronStrategy
 
 from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.inprocess.context import tell
-from checkpointless.megatron.warm import KeptModel
+from checkpointless.megatron.state import MegatronTensors
+from checkpointless.megatron.warm import KeptModel, OldMemory
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.rng import RngStates
+from checkpointless.recovery.running import held_for
 from checkpointless.serialization.pictures import pictures
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import true_on_all
@@ -57,6 +59,7 @@ class WarmStart:
         self._strategy: Any = strategy
         self._kept: KeptModel | None = None
         self._everywhere = False
+        self._old_memory: OldMemory | None = None
         self._streams = RngStates.capture().without_sources()
         self._left = RngStates()
         self._obstacle = _obstacle(strategy)
@@ -69,6 +72,11 @@ class WarmStart:
     def is_warm(self) -> bool:
         """Whether the model was kept."""
         return self._kept is not None
+
+    @property
+    def overwrites_all(self) -> bool:
+        """Whether the model must not be used unless it is restored from memory: it was built in what is held."""
+        return self._old_memory is not None and self._old_memory.nbytes > 0
 
     def agree(self, manager: CheckpointManager | None) -> None:
         """Take what ``manager`` keeps for this fit, if it fits, and tell the other ranks. Collective.
@@ -87,6 +95,15 @@ class WarmStart:
         if self._kept is not None and not self._everywhere and self._kept.builds_together:
             assert manager is not None
             self._take(manager, None, RngStates(), "another rank builds its model, and exchanges weights meanwhile")
+        if self._kept is None and manager is not None:
+            self._build_upon(manager)
+
+    def _build_upon(self, manager: CheckpointManager) -> None:
+        """Have the model that is built use memory of what ``manager`` holds, unless somebody would see it so."""
+        held = held_for(manager, manager.fit + 1)
+        if held is not None and not _early(self._strategy):
+            self._old_memory = OldMemory(held.tensors)
+            held.built_upon = True
 
     def _take(
         self, manager: CheckpointManager, kept: KeptModel | None, left: RngStates, reason: str | None
@@ -138,8 +155,13 @@ class WarmStart:
         """Have NeMo find everything built that was kept, while it builds model and optimizer in the context."""
         kept = self._kept
         if kept is None:
-            with self._stages():
+            old = self._old_memory
+            with self._stages(), old.used() if old is not None else nullcontext():
                 yield
+            if old is not None and self._strategy.optimizers:
+                optimizer = self._strategy.optimizers[0].mcore_optimizer
+                old.check(MegatronTensors(self._strategy.megatron_parallel, optimizer).shard())
+                tell(EventName.WARM, reused_bytes=old.nbytes)
             self._left = RngStates.capture()
             return
         began_s = time.monotonic()
@@ -222,9 +244,9 @@ def _put(chunk: Any, module: Any) -> None:
 def _obstacle(strategy: Any) -> str | None:
     """Return why the model that ``strategy`` is about to build cannot be one that was kept; None: it can."""
     module = strategy.lightning_module
-    hooked = [each for each in (module, *module.trainer.callbacks) if _acts_before_the_restore(each)]
-    if hooked:
-        return f"on_fit_start of {type(hooked[0]).__name__} would find a trained model"
+    early = _early(strategy)
+    if early:
+        return f"on_fit_start of {type(early[0]).__name__} would find a trained model"
     if getattr(type(module), "configure_model", None) is not GPTModel.configure_model:
         return f"it is not known how {type(module).__name__} builds its model"
     if hasattr(module, "module"):
@@ -238,6 +260,12 @@ def _obstacle(strategy: Any) -> str | None:
     if not isinstance(strategy.ddp_config, DistributedDataParallelConfig):
         return "the model is not in Megatron's DistributedDataParallel"
     return None
+
+
+def _early(strategy: Any) -> list[object]:
+    """Return the callbacks and modules of the user's that act between the set-up of a model and its restore."""
+    module = strategy.lightning_module
+    return [each for each in (module, *module.trainer.callbacks) if _acts_before_the_restore(each)]
 
 
 def _acts_before_the_restore(part: object) -> bool:

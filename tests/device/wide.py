@@ -30,6 +30,7 @@ from checkpointless.demo.text import ByteTokenizer, TextDataModule
 from checkpointless.environment import own_generation, own_rank, own_run_dir
 from checkpointless.inprocess import HPWrapper
 from checkpointless.strategies import CheckpointlessMegatronStrategy
+from tests.ranks.warm_checks import HookedModel
 
 SEQ_LENGTH, GLOBAL_BATCH = 16, 8
 LINGERS_AFTER = 2
@@ -85,6 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--cold", action="store_true", help="ranks that live through a fault build their model anew"
     )
+    parser.add_argument("--hooked", action="store_true", help="a callback changes the model, which cannot be kept")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--instances", type=int, default=2)
@@ -139,7 +141,7 @@ def train(options: argparse.Namespace) -> None:
                 overlap_param_gather=options.pipeline_parallel == 1,
             ),
         ),
-        callbacks=[CheckpointlessCallback(), memory],
+        callbacks=[CheckpointlessCallback(), memory, *([HookedModel()] if options.hooked else [])],
         logger=False,
         limit_val_batches=0,
         num_sanity_val_steps=0,

@@ -116,6 +116,17 @@ def test_survivors_need_no_more_memory_than_training(nemo_zygote: Zygote, tmp_pa
     assert "out of memory" in cold.story()
 
 
+def test_a_model_that_cannot_be_kept_is_built_in_the_memory_of_the_old_one(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    """The device has 4 % more than a step takes, and a callback changes the model."""
+    args = ("--bytes", str(int(13.7 * P)), "--steps", "12", "--hooked")
+    faults = [f"exception@{('forward', 'backward')[at % 2]}:rank={at % 4},step={3 + 2 * at}" for at in range(4)]
+    job = wide(nemo_zygote, tmp_path / "run", *faults, args=args)
+    assert job.code == 0, job.story()
+    assert [incident.respawned for incident in job.incidents] == [()] * 4
+
+
 # ---- the device itself
 
 

@@ -33,12 +33,17 @@ BF16 = (
     "strategy.pipeline_dtype={_target_: hydra.utils.get_object, path: torch.bfloat16}",
     "optim.config.bf16=true",
 )
+HOOKS = "callbacks.hooks={_target_: tests.ranks.warm_checks.HookedModel}"
 OVERLAP = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
 
 
 def told(job: Job) -> list[Mapping[str, Any]]:
     """Return what the ranks told of their models, fault by fault."""
-    return [event.fields for event in read_events(job.run_dir) if event.stage == EventName.WARM]
+    return [
+        event.fields
+        for event in read_events(job.run_dir)
+        if event.stage == EventName.WARM and "kept" in event.fields
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,13 +100,33 @@ def test_it_can_be_switched_off(disturb: Disturb) -> None:
     assert not any(event.stage == EventName.DATASETS for event in read_events(job.run_dir))
 
 
-def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb) -> None:
-    hooks = "callbacks.hooks={_target_: tests.ranks.warm_checks.HookedModel}"
-    job = disturb(4, 5, "exception@backward:rank=2,step=3", args=(*DROPOUT, hooks))
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb, bf16: bool) -> None:
+    args = (*DROPOUT, HOOKS, *(BF16 if bf16 else ()))
+    job = disturb(4, 5, "exception@backward:rank=2,step=3", args=args)
     ranks = told(job)
     assert len(ranks) == 4
     assert not any(each["kept"] for each in ranks)
     assert all("hooks" in each["reason"] for each in ranks), ranks
+    reused = [event.fields["reused_bytes"] for event in read_events(job.run_dir) if "reused_bytes" in event.fields]
+    assert len(reused) == 4
+    assert all(reused) == bf16, "in fp32 there are no main parameters"
+
+
+def test_a_model_that_is_built_in_old_memory_through_faults(disturb: Disturb) -> None:
+    """A kill within an update, and a second fault before the model is built, and before it is restored."""
+    faults = (
+        "sigkill@optimizer:rank=1,step=3",
+        "exception@forward:rank=0,step=6",
+        "exception@init:rank=1,step=5",
+        "exception@recovery:rank=2,step=5",
+        "exception@optimizer:rank=3,step=8",
+    )
+    job = disturb(4, 10, *faults, args=(*BF16, *DROPOUT, HOOKS))
+    assert not any(each["kept"] for each in told(job))
+    reused = [event.fields["reused_bytes"] for event in read_events(job.run_dir) if "reused_bytes" in event.fields]
+    assert len(reused) >= 11
+    assert all(reused)
 
 
 def test_a_callback_that_acts_before_the_restore_finds_a_new_model(disturb: Disturb) -> None:
@@ -136,8 +161,11 @@ def test_a_second_fault_while_the_first_is_handled(disturb: Disturb) -> None:
     assert all(each["kept"] for each in told(job))
 
 
-def test_a_start_from_scratch_does_not_begin_with_what_was_trained(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    args = ("trainer.max_steps=5", *DROPOUT)
+@pytest.mark.parametrize("more", [(), (*BF16, HOOKS)], ids=["kept", "in-old-memory"])
+def test_a_start_from_scratch_does_not_begin_with_what_was_trained(
+    nemo_zygote: Zygote, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    args = ("trainer.max_steps=5", *DROPOUT, *more)
     calm = run_job(nemo_zygote, tmp_path / "calm", 4, args=args)
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
