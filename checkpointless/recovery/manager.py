@@ -425,9 +425,7 @@ class CheckpointManager(OwnStateKeeper):
         self.was_filled = is_filled
         if held is not None and not is_filled:
             own = held.go_back_to(moment[1])
-        elif held is not None and (
-            self.kept is not None or held.built_upon
-        ):  # its tensors are those that are filled now
+        elif held is not None and (self.kept is not None or held.built_upon):  # its tensors are filled now
             held.commit = CommitState(held.commit.committed, ready=False, torn=True)
         with span(EventName.TRANSFER, refills=len(decision.refills)) as fields:
             objects, report = self._refill.move(

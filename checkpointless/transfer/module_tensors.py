@@ -223,7 +223,7 @@ class TrainingTensors:
         joined: dict[str, Any] = dict(objects[min(objects)])
         joined["state"] = {}
         for group, theirs in objects.items():
-            keys = {(*key, _PARAMETER): key for key in theirs["state"]}
+            keys = {(*key, PARAMETER): key for key in theirs["state"]}
             for key in self.parts(keys).get(group, ()):
                 joined["state"][keys[key]] = theirs["state"][keys[key]]
         return joined
