@@ -101,7 +101,7 @@ class WarmStart:
     def _build_upon(self, manager: CheckpointManager) -> None:
         """Have the model that is built use memory of what ``manager`` holds, unless somebody would see it so."""
         held = held_for(manager, manager.fit + 1)
-        if held is not None and not _early(self._strategy):
+        if held is not None and not manager.enable_offload and not _early(self._strategy):
             self._old_memory = OldMemory(held.tensors)
             held.built_upon = True
 
