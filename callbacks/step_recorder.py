@@ -72,6 +72,7 @@ class StepRecorder(Callback):
         params, extras = _digest_of_parameters(trainer), extras_of(trainer)
         states = manager.rng_of(step)
         if (self._log.last_step() or 0) < step and states is not None and states.loss is not None:
+            _leave_if_over()
             self._log.record(step, states.loss, params, extras)
 
     @override
@@ -88,13 +89,24 @@ class StepRecorder(Callback):
         params, extras = _digest_of_parameters(trainer), extras_of(trainer)
         if getattr(trainer.strategy, "replaying", False) and (self._log.last_step() or 0) >= step:
             return
-        self._log.record(step, loss_of(outputs), params, extras)
+        loss = loss_of(outputs)
+        _leave_if_over()
+        self._log.record(step, loss, params, extras)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record what the validation ended with, if it is part of the training."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._log.record_validation(_job_step(trainer), validation_metrics(trainer), callback_digests(trainer))
+            metrics, callbacks = validation_metrics(trainer), callback_digests(trainer)
+            _leave_if_over()
+            self._log.record_validation(_job_step(trainer), metrics, callbacks)
+
+
+def _leave_if_over() -> None:
+    """Leave the block instead of recording what may follow from collectives that were aborted."""
+    call = active_call_wrapper()
+    if call is not None:
+        call.leave_if_over()
 
 
 def _job_step(trainer: pl.Trainer) -> int:

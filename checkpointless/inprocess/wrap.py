@@ -227,6 +227,18 @@ class HPCallWrapper:
         """The number of optimizer steps committed since the block was last entered."""
         return self.steps.since_entry
 
+    def leave_if_over(self) -> None:
+        """Leave the block if a fault of its generation is known; called where something is about to be recorded.
+
+        A collective that was aborted returns on GPUs as if it had succeeded. What was computed before this call, and
+        follows from collectives, is right if it returns: a generation is known to be over before it is aborted.
+
+        Raises:
+            RankShouldRestart: the generation is over.
+        """
+        if self._departure.noticed >= self.generation:
+            raise RankShouldRestart("a fault has come")
+
     # ---- the loop
 
     def run(self, fn: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result | None:
@@ -300,8 +312,7 @@ class HPCallWrapper:
         return result, error
 
     def _block(self, fn: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
-        if self._departure.noticed >= self.generation:
-            raise RankShouldRestart("a fault came before the block was entered")
+        self.leave_if_over()
         self.faults = from_environment(own_rank())
         with tracing(self.wrapper.trace_file_path, self.generation):
             args, kwargs = with_caller(fn, args, kwargs, self)

@@ -15,6 +15,11 @@ _State = TypeVar("_State")
 IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
 
 
+def is_fixed(value: object) -> bool:
+    """Return whether nobody can change a plain value in place."""
+    return type(value) in IMMUTABLE or (type(value) is tuple and all(map(is_fixed, value)))
+
+
 class Later(Generic[_State]):
     """State of a moment that is over, and what makes plain data of it.
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from checkpointless.serialization import state_tree
+from checkpointless.serialization.later import is_fixed
 from checkpointless.serialization.tensor_memory import local_part
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.sharded_tensors import is_sharded, spread_like
@@ -204,7 +206,7 @@ class TrainingTensors:
         """Put back what :meth:`groups`, :meth:`plain_state` (as ``state``) and :meth:`spread` returned."""
         for optimizer, groups in zip(self._torch_optimizers, objects["groups"]):
             for group, values in zip(_groups(optimizer), groups):
-                group.update(values)
+                _put_values(group, values)
         spread = {tuple(key) for key in objects.get("spread", ())}
         for key, inner, parameter in self._parameters():
             plain = objects["state"].get(key)
@@ -283,6 +285,19 @@ class BufferCopies:
 def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
     """Return the param groups of an optimizer; none if there is no optimizer."""
     return [] if optimizer is None else list(optimizer.param_groups)
+
+
+def _put_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Give a param group ``values``, which stay as they are whatever is changed in the group.
+
+    A tensor takes over the number and stays where it is: a captured graph, for example, may refer to it.
+    """
+    for name, value in values.items():
+        present = group.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor) and present.shape == value.shape:
+            present.detach().copy_(value)
+        else:
+            group[name] = value if is_fixed(value) else state_tree.copy(value)
 
 
 def _storage(tensor: torch.Tensor) -> int:

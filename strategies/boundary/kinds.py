@@ -60,17 +60,17 @@ class Kind:
 
 
 class _Asked:
-    """Which parts of a trainer have a state to be taken, as long as the trainer has the same module and callbacks.
+    """Which parts of a trainer have a state to be taken, as long as the trainer has the same parts.
 
     Args:
-        trainer: the trainer, whose strategy and data module stay the same.
+        trainer: the trainer, whose strategy stays the same.
     """
 
     def __init__(self, trainer: Any) -> None:
         base = Callback.state_dict
         self.callbacks = list(trainer.callbacks)
         self.stateful = [
-            each for each in self.callbacks if type(each).state_dict is not base or "state_dict" in vars(each)
+            each for each in self.callbacks if type(each).state_dict is not base or _has_own_state(each)
         ]
         self.savers = [each for each in self.callbacks if isinstance(each, Checkpoint)]
         self.strategy = trainer.strategy
@@ -81,6 +81,8 @@ class _Asked:
         precision = trainer.precision_plugin
         self.datamodule: Any = getattr(trainer, "datamodule", None)
         self.sampler = megatron_sampler(trainer)
+        self.plugin = precision
+        self.with_own_state = list(map(_has_own_state, self.callbacks))
         self.precision = precision if type(precision).state_dict is not Precision.state_dict else None
         self.data_has_state = self.datamodule is not None and is_overridden("state_dict", self.datamodule)
 
@@ -100,8 +102,16 @@ class _Asked:
             trainer.lightning_module is self.module
             and len(callbacks) == len(self.callbacks)
             and all(map(operator.is_, callbacks, self.callbacks))
+            and list(map(_has_own_state, callbacks)) == self.with_own_state
+            and getattr(trainer, "datamodule", None) is self.datamodule
+            and trainer.precision_plugin is self.plugin
             and (_SAVE_HOOK in vars(self.module)) is self.module_has_own_hook
         )
+
+
+def _has_own_state(callback: Callback) -> bool:
+    """Return whether a callback was given a ``state_dict`` that its class does not have."""
+    return "state_dict" in vars(callback)
 
 
 _ASKED = "_checkpointless_asked"

@@ -90,6 +90,11 @@ def test_tensor_parallelism_in_every_phase(train: Train, kind: str) -> None:
     train("hsdp-tp", 16, *in_every_phase(kind, 8), features="accumulate")
 
 
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_a_learning_rate_that_is_changed_in_place(train: Train, kind: str) -> None:
+    train("ddp", 18, *in_every_phase(kind), features="rate-in-tensor,validation")
+
+
 @pytest.mark.parametrize("features", ["stream", "stream,accumulate"])
 def test_a_stream(train: Train, features: str) -> None:
     """An iterable dataset is gone through once more, past what steps have had and not what was fetched ahead."""

@@ -109,4 +109,5 @@ def test_what_the_loop_changes_in_a_way_that_no_recovery_repeats_is_noticed_at_o
     assert job.code == 1
     said = "\n".join([*job.said, *(job.log(rank) for rank in range(3))])
     assert reason in said, job.story()
-    assert {record.step for record in job.steps[0]} == set(range(1, made + 1))
+    # Of the last step, the rank that fails has its record; the others may be ended before they have theirs.
+    assert {record.step for records in job.steps.values() for record in records} == set(range(1, made + 1))

@@ -114,7 +114,9 @@ class LoopTraining(TrainingTensors, ABC):
         if self._log is not None and loss is not None:
             rates = [values.get("lr", 0.0) for groups in self.groups() for values in groups]
             extras = StepExtras(buffers=digest_buffers(self.modules), lr=tuple(float(rate).hex() for rate in rates))
-            self._log.record(self.step, loss, digest_parameters(self.modules), extras)
+            params = digest_parameters(self.modules)
+            self._call.leave_if_over()  # what aborted collectives have left is not recorded
+            self._log.record(self.step, loss, params, extras)
 
     def _ready(self, step: int) -> None:
         self._call.enter_phase("before_optimizer", step)

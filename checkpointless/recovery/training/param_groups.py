@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+
+from checkpointless.serialization.later import copy_of, is_fixed
 
 
 class ParamGroups:
@@ -21,27 +23,51 @@ class ParamGroups:
         # By the lists in the groups: those lists, which keep their ids, and the parameters in them.
         self._listed: tuple[list[int], list[Any], list[torch.Tensor]] = ([], [], [])
         self._last: tuple[list[dict[str, Any]], Callable[[], list[list[dict[str, Any]]]]] = ([], list)
+        # Of the values in these that can change in place: lists with their copies, and whether there are others.
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._has_others = False
 
     def take(self) -> Callable[[], list[list[dict[str, Any]]]]:
         """Take the values as they are now.
 
         Returns:
             What makes them, without the parameters: by optimizer and group, by name. It is the same object as long
-            as no value has been replaced, and nobody changes what it makes.
+            as no value has changed, and nobody changes what it makes. Learning rates that are tensors, which
+            schedulers change in place, and other values that can be changed are copied.
         """
         groups = [group for each in self._optimizers if each is not None for group in each.param_groups]
         last, make = self._last
-        if len(groups) == len(last) and all(map(_is_alike, groups, last)):
+        is_alike = not self._has_others and len(groups) == len(last) and all(map(_is_alike, groups, last))
+        if is_alike and all(now == then for now, then in self._lists):
             return make
         counts = [len(each.param_groups) if each is not None else 0 for each in self._optimizers]
         copies = [group.copy() for group in groups]
+        changeable = self._copy_changeable(copies)
 
         def fresh() -> list[list[dict[str, Any]]]:
-            rest = iter([{name: value for name, value in group.items() if name != _PARAMS} for group in copies])
+            made = [{name: value for name, value in group.items() if name != _PARAMS} for group in copies]
+            for number, name, copy in changeable:
+                made[number][name] = copy()
+            rest = iter(made)
             return [[next(rest) for _ in range(count)] for count in counts]
 
         self._last = copies, fresh
         return fresh
+
+    def _copy_changeable(self, groups: Sequence[dict[str, Any]]) -> list[tuple[int, str, Callable[[], Any]]]:
+        """Copy what can change in place; return for each the group's number, the name, and what makes the copy."""
+        self._lists, self._has_others = [], False
+        copied: list[tuple[int, str, Callable[[], Any]]] = []
+        for number, group in enumerate(groups):
+            for name, value in group.items():
+                if name == _PARAMS or is_fixed(value):
+                    continue
+                if type(value) is list and all(map(is_fixed, value)):
+                    self._lists.append((value, list(value)))
+                else:
+                    self._has_others = True
+                copied.append((number, name, copy_of(value)))
+        return copied
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters in all groups, in order: the same list as long as the groups have the same."""

@@ -167,7 +167,8 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         if "lbfgs" in FEATURES:
             return torch.optim.LBFGS(self.parameters())
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        rate: Any = torch.tensor(1e-2) if "rate-in-tensor" in FEATURES else 1e-2  # schedulers change it in place
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate)
         steps = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return [optimizer], [

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.plugins import Precision
 
-from checkpointless.strategies.boundary.kinds import of_save_hooks
+from checkpointless.strategies.boundary.kinds import _Asked, of_save_hooks
 
 pytestmark = pytest.mark.nemo
 
@@ -25,6 +25,16 @@ class Module(Adds, pl.LightningModule): ...
 
 
 class Data(Adds, pl.LightningDataModule): ...
+
+
+class Positioned(pl.LightningDataModule):
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 3}
+
+
+class HalfPrecision(Precision):
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -49,3 +59,24 @@ def test_what_hooks_have_added(module: Any, data: Any, found: dict[str, Any]) ->
     own = ("callbacks", "lr_schedulers", "Precision", type(data).__qualname__)
     checkpoint = {**dict.fromkeys((*parts, *own), 0), "added": 1}
     assert of_save_hooks(trainer, checkpoint) == found
+
+
+def test_who_is_asked_follows_what_the_trainer_has() -> None:
+    callback = pl.Callback()
+    trainer = SimpleNamespace(
+        lightning_module=pl.LightningModule(),
+        datamodule=None,
+        callbacks=[callback],
+        precision_plugin=Precision(),
+        strategy=None,
+        fit_loop=SimpleNamespace(),
+    )
+    asked = _Asked.of(trainer)
+    assert _Asked.of(trainer) is asked
+    assert not asked.stateful
+    vars(callback)["state_dict"] = lambda: {"count": 1}
+    assert _Asked.of(trainer).stateful == [callback]
+    trainer.datamodule = Positioned()  # of the trainer's next fit
+    assert _Asked.of(trainer).data_has_state
+    trainer.precision_plugin = HalfPrecision()
+    assert _Asked.of(trainer).precision is trainer.precision_plugin
