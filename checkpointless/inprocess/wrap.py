@@ -230,8 +230,8 @@ class HPCallWrapper:
     def leave_if_over(self) -> None:
         """Leave the block if a fault of its generation is known; called where something is about to be recorded.
 
-        A collective that was aborted returns on GPUs as if it had succeeded. What was computed before this call, and
-        follows from collectives, is right if it returns: a generation is known to be over before it is aborted.
+        A collective that was aborted returns on GPUs as if it had succeeded. If this call returns, the results of
+        the collectives before it are right: a generation is known to be over before it is aborted.
 
         Raises:
             RankShouldRestart: the generation is over.

@@ -1,0 +1,78 @@
+"""Test that nothing is recorded that may follow from collectives that a fault has aborted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from checkpointless.callbacks import step_recorder
+from checkpointless.callbacks.step_recorder import StepRecorder
+from checkpointless.inprocess import RankShouldRestart
+from checkpointless.recovery.training.loop import LoopTraining
+from checkpointless.telemetry.steps import NO_EXTRAS, StepLog
+
+pytestmark = pytest.mark.nemo
+
+
+class Call:
+    """A running block whose generation is over as soon as the parameters are looked at."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def leave_if_over(self) -> None:
+        if self.is_over:
+            raise RankShouldRestart
+
+
+@pytest.fixture(params=[True, False], ids=["over", "goes-on"])
+def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Call:
+    call = Call()
+
+    def digest(*_: object) -> str:
+        call.is_over = request.param
+        return "garbage" if call.is_over else "whole"
+
+    monkeypatch.setattr(step_recorder, "active_call_wrapper", lambda: call)
+    monkeypatch.setattr(step_recorder, "complete_parameters", lambda trainer: None)
+    monkeypatch.setattr(step_recorder, "extras_of", lambda trainer: NO_EXTRAS)
+    monkeypatch.setattr(step_recorder, "_digest_of_parameters", digest)
+    monkeypatch.setattr("checkpointless.recovery.training.loop.digest_parameters", digest)
+    return call
+
+
+def recorded(folder: Path) -> list[str]:
+    return [path.read_text() for path in folder.rglob("*.jsonl") if path.read_text()]
+
+
+def test_a_step_is_recorded_if_its_generation_went_on_meanwhile(call: Call, tmp_path: Path) -> None:
+    trainer: Any = SimpleNamespace(
+        global_step=4,
+        fit_loop=SimpleNamespace(_should_accumulate=lambda: False),
+        strategy=SimpleNamespace(),
+    )
+    recorder = StepRecorder(StepLog(tmp_path, 0))
+    try:
+        recorder.on_train_batch_end(trainer, pl.LightningModule(), {"loss": 0.5}, None, 0)  # type: ignore[dict-item]
+    except RankShouldRestart:
+        assert recorded(tmp_path) == []
+    else:
+        assert not call.is_over
+        assert "whole" in recorded(tmp_path)[0]
+
+
+def test_so_is_one_of_a_loop_of_ones_own(call: Call, tmp_path: Path) -> None:
+    loop: Any = SimpleNamespace(
+        _log=StepLog(tmp_path, 0), _call=call, step=4, modules=[], groups=lambda: [[{"lr": 0.1}]]
+    )
+    try:
+        LoopTraining._record(loop, 0.5)
+    except RankShouldRestart:
+        assert recorded(tmp_path) == []
+    else:
+        assert not call.is_over
+        assert "whole" in recorded(tmp_path)[0]
