@@ -15,10 +15,10 @@ from checkpointless.transfer.tensor_entry import Key
 
 
 def require_agreement(live: StateTensors, own: Collection[Key]) -> None:
-    """Compare who holds what on all ranks, and the tensors that more ranks hold than all others. Collective.
+    """Compare who holds what on all ranks, and whether they hold the same. Collective.
 
-    The latter, for example parameters that no mesh divides, are compared once, as they begin: a tensor that is a
-    rank's own would be filled from another rank's after a fault.
+    Tensors are compared once, as they begin: one that is a rank's own, because ranks were seeded differently before
+    they built their models, for example, would be filled from another rank's after a fault.
 
     Args:
         live: the state, before its first step.
@@ -29,7 +29,7 @@ def require_agreement(live: StateTensors, own: Collection[Key]) -> None:
     """
     parts = split(live, {key: tensor for key, tensor in live.tensors().items() if key not in own})
     checksums = MemoryChecksumManager(enabled=True)
-    digests = {group: checksums.digest_all(part) for group, part in parts.items() if group != live.group()}
+    digests = {group: checksums.digest_all(part) for group, part in parts.items()}
     told = all_gather_json([[compact(group), digests.get(group)] for group in groups_of(live)])
     groups = CompactGroups(len(told))
     known = {rank: groups.read(group for group, _ in mine) for rank, mine in enumerate(told)}
@@ -45,7 +45,8 @@ def require_agreement(live: StateTensors, own: Collection[Key]) -> None:
                 name = _first_that_differs(parts.get(group, {}), first, rank)
                 raise UnrecoverableError(
                     f"ranks {names(group)} are to hold the same {name}, and it begins with other values on rank "
-                    f"{rank} than on rank {first}: say which ranks hold the same (group=)"
+                    f"{rank} than on rank {first}: give it the same values before training (seed the ranks alike, "
+                    "or broadcast it), or say which ranks hold the same (group=)"
                 )
 
 

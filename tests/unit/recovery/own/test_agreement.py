@@ -13,6 +13,7 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.own import agreement
 from checkpointless.recovery.own.agreement import require_agreement
 from checkpointless.transfer.rank_groups import Group
+from checkpointless.transfer.tensor_entry import Key
 from tests.unit.recovery.made_up_state import BUFFER, MOMENTUM, WEIGHT, MadeUpState
 
 EVERYBODY, ROWS = (0, 1, 2, 3), ((0, 1), (2, 3))
@@ -53,21 +54,32 @@ def meet(states: list[MadeUpState], monkeypatch: pytest.MonkeyPatch) -> list[str
         return list(pool.map(meet_as, range(len(states))))
 
 
-def test_what_the_same_ranks_hold_is_the_same_and_the_rest_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+HELP = (
+    "give it the same values before training (seed the ranks alike, or broadcast it), or say which ranks hold the "
+    "same (group=)"
+)
+
+
+def test_what_the_same_ranks_hold_is_the_same_and_buffers_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meet([a_rank(number) for number in range(4)], monkeypatch) == [""] * 4
-    states = [a_rank(number) for number in range(4)]
-    states[1].present[MOMENTUM].fill_(9)  # what is held by those that hold all is compared by checksums, if at all
-    assert meet(states, monkeypatch) == [""] * 4
 
 
-def test_a_weight_that_is_a_ranks_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("key", "wrong", "reason"),
+    [
+        (WEIGHT, 2, "ranks 0, 1, 2, 3 are to hold the same model.0.weight, {} rank 2 than on rank 0: {}"),
+        (MOMENTUM, 3, "ranks 2, 3 are to hold the same {name}, {} rank 3 than on rank 2: {}"),
+    ],
+    ids=["of-all", "of-a-row"],
+)
+def test_a_tensor_that_is_a_ranks_own_is_refused(
+    monkeypatch: pytest.MonkeyPatch, key: Key, wrong: int, reason: str
+) -> None:
     states = [a_rank(number) for number in range(4)]
-    states[2].present[WEIGHT].fill_(9)
-    reason = (
-        "ranks 0, 1, 2, 3 are to hold the same model.0.weight, and it begins with other values on rank 2 than on "
-        "rank 0: say which ranks hold the same (group=)"
-    )
-    assert meet(states, monkeypatch) == [reason] * 4
+    states[wrong].present[key].fill_(9)
+    name = ".".join(map(str, key))
+    expected = reason.format("and it begins with other values on", HELP, name=name)
+    assert meet(states, monkeypatch) == [expected] * 4
 
 
 def test_ranks_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
