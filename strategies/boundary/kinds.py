@@ -70,7 +70,7 @@ class _Asked:
         base = Callback.state_dict
         self.callbacks = list(trainer.callbacks)
         self.stateful = [
-            each for each in self.callbacks if type(each).state_dict is not base or _has_own_state(each)
+            each for each in self.callbacks if type(each).state_dict is not base or "state_dict" in vars(each)
         ]
         self.savers = [each for each in self.callbacks if isinstance(each, Checkpoint)]
         self.strategy = trainer.strategy
@@ -82,7 +82,7 @@ class _Asked:
         self.datamodule: Any = getattr(trainer, "datamodule", None)
         self.sampler = megatron_sampler(trainer)
         self.plugin = precision
-        self.with_own_state = list(map(_has_own_state, self.callbacks))
+        self.own_hooks = list(map(_own_hooks, self.callbacks))
         self.precision = precision if type(precision).state_dict is not Precision.state_dict else None
         self.data_has_state = self.datamodule is not None and is_overridden("state_dict", self.datamodule)
 
@@ -102,16 +102,17 @@ class _Asked:
             trainer.lightning_module is self.module
             and len(callbacks) == len(self.callbacks)
             and all(map(operator.is_, callbacks, self.callbacks))
-            and list(map(_has_own_state, callbacks)) == self.with_own_state
+            and list(map(_own_hooks, callbacks)) == self.own_hooks
             and getattr(trainer, "datamodule", None) is self.datamodule
             and trainer.precision_plugin is self.plugin
             and (_SAVE_HOOK in vars(self.module)) is self.module_has_own_hook
         )
 
 
-def _has_own_state(callback: Callback) -> bool:
-    """Return whether a callback was given a ``state_dict`` that its class does not have."""
-    return "state_dict" in vars(callback)
+def _own_hooks(callback: Callback) -> tuple[bool, bool]:
+    """Return whether a callback was given ``state_dict`` and ``on_save_checkpoint`` besides those of its class."""
+    given = vars(callback)
+    return "state_dict" in given, _SAVE_HOOK in given
 
 
 _ASKED = "_checkpointless_asked"
@@ -224,9 +225,13 @@ def _loops(trainer: pl.Trainer) -> Callable[[], dict[str, Any]] | None:
     return make
 
 
+def _saves(callback: Callback) -> bool:
+    """Return whether Lightning's call of the hook reaches code of the user's."""
+    return type(callback).on_save_checkpoint is not Callback.on_save_checkpoint or _SAVE_HOOK in vars(callback)
+
+
 def _has_save_hooks(trainer: Any) -> bool:
-    base = Callback.on_save_checkpoint
-    if any(type(each).on_save_checkpoint is not base for each in trainer.callbacks):
+    if any(map(_saves, trainer.callbacks)):
         return True
     return bool(is_overridden(_SAVE_HOOK, trainer.lightning_module))  # Lightning asks no data module
 
@@ -236,7 +241,7 @@ def _call_save_hooks(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     owner = "a callback"
     try:
         for each in callbacks:
-            if type(each).on_save_checkpoint is not Callback.on_save_checkpoint:
+            if _saves(each):
                 owner = type(each).__name__
                 each.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
         module = trainer.lightning_module

@@ -76,6 +76,9 @@ def test_who_is_asked_follows_what_the_trainer_has() -> None:
     assert not asked.stateful
     vars(callback)["state_dict"] = lambda: {"count": 1}
     assert _Asked.of(trainer).stateful == [callback]
+    assert not _Asked.of(trainer).has_save_hooks
+    vars(callback)["on_save_checkpoint"] = lambda trainer, module, checkpoint: None
+    assert _Asked.of(trainer).has_save_hooks
     trainer.datamodule = Positioned()  # of the trainer's next fit
     assert _Asked.of(trainer).data_has_state
     trainer.precision_plugin = HalfPrecision()
