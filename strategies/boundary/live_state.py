@@ -17,6 +17,7 @@ from checkpointless.strategies.boundary.epoch_metrics import Accumulated
 from checkpointless.strategies.boundary.kinds import ACCUMULATED, of_save_hooks, take_state
 from checkpointless.strategies.boundary.steps import TrainedTensors
 from checkpointless.strategies.data.position import DataPosition, begun_at
+from checkpointless.strategies.data.stateful import without_worker_seeds
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
@@ -276,7 +277,7 @@ class TrainerLiveState:
         loaders = loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
         parts: dict[str, Any] = {f"the state of {key}": state for key, state in checkpoint["callbacks"].items()}
         if loaders:
-            parts[f"{DATA} (loaders)"] = loaders
+            parts[f"{DATA} (loaders)"] = without_worker_seeds(loaders)
         datamodule = getattr(self.trainer, "datamodule", None)
         if type(datamodule).__qualname__ in checkpoint:
             parts[f"{DATA} ({type(datamodule).__qualname__})"] = checkpoint[type(datamodule).__qualname__]

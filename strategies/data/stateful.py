@@ -76,6 +76,32 @@ def begin_anew(loader: Iterable[object]) -> None:
             sampler.next_yielded = None
 
 
+def without_worker_seeds(state: Any) -> Any:
+    """Leave out of a loader's state what its batches do not depend on, so that it can be compared between ranks.
+
+    torchdata's loaders keep the number that each of their iterators draws to seed workers. It differs between ranks
+    that were seeded differently, or not at all, and between an iterator and the one that replaces it. Workers of
+    a dataset that is not iterable get their streams from the job's seed and the batch instead
+    (``seed_data_workers``).
+
+    Args:
+        state: what a loader's ``state_dict`` returned, or a list of these.
+
+    Returns:
+        A copy without these numbers if ``state`` has any, else ``state``.
+    """
+    if isinstance(state, list):
+        return [without_worker_seeds(each) for each in state]
+    snapshot = state.get("_snapshot") if isinstance(state, dict) else None
+    if not isinstance(snapshot, dict) or not isinstance(snapshot.get("_main_snapshot"), dict):
+        return state
+    workers = (snapshot.get("_worker_snapshots") or {}).values()
+    if any(each.get("fetcher_state") is not None for each in workers):  # an iterable dataset's
+        return state
+    main = {name: value for name, value in snapshot["_main_snapshot"].items() if name != "_base_seed"}
+    return {**state, "_snapshot": {**snapshot, "_main_snapshot": main}}
+
+
 class DrawnOrder:
     """A sampler whose passes draw, until the training has resumed, what the interrupted pass had drawn.
 

@@ -47,6 +47,7 @@ def test_after_a_fault_in_the_first_step_each_epoch_has_an_order_of_its_own(trai
     [
         "torchdata,workers",
         "torchdata,sharded,workers",
+        "torchdata,sharded,workers,seeded-apart",  # what torchdata seeds workers with differs, and no batch
         pytest.param("torchdata", marks=pytest.mark.long),
         pytest.param("torchdata,sharded", marks=pytest.mark.long),
         pytest.param("torchdata,workers,accumulate,validation", marks=pytest.mark.long),

@@ -266,7 +266,7 @@ def strategy_of(name: str) -> Any:
 
 @HPWrapper()
 def main() -> None:
-    pl.seed_everything(7, verbose=False)
+    pl.seed_everything(7 + int(os.environ["RANK"]) * ("seeded-apart" in FEATURES), verbose=False)
     folder = own_run_dir() or Path()
     more: dict[str, Any] = {}
     if "fp16" in FEATURES:

@@ -22,7 +22,7 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery import rng
 from checkpointless.recovery.rng import RngStates
 from checkpointless.strategies.data.position import DataPosition, generators_of
-from checkpointless.strategies.data.stateful import DrawnOrder, begin_anew, repeat_order
+from checkpointless.strategies.data.stateful import DrawnOrder, begin_anew, repeat_order, without_worker_seeds
 
 pytestmark = pytest.mark.nemo
 
@@ -199,3 +199,34 @@ def test_batches_of_ones_own_are_drawn_again() -> None:
     entered: Any = DataLoader(torch.arange(SAMPLES), batch_sampler=OwnBatches())  # type: ignore[arg-type]
     assert repeat_order(entered, starts, DataPosition(3, 3)) is not None
     assert [batch.tolist() for batch in entered] == begun
+
+
+def torchdatas_state(seed: int, dataset: Any, batches: int) -> dict[str, Any]:
+    """Return the state of a loader with a worker, in a process that was seeded with ``seed``."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    torch.manual_seed(seed)
+    loader = stateful.StatefulDataLoader(dataset, batch_size=4, num_workers=1)
+    list(itertools.islice(loader, batches))
+    state: dict[str, Any] = loader.state_dict()
+    return state
+
+
+def test_what_workers_are_seeded_with_is_not_compared_between_ranks() -> None:
+    """Of no rank of a job that nobody seeds could the loader's state be replaced by a peer's otherwise."""
+    states = [torchdatas_state(seed, torch.arange(SAMPLES), 2) for seed in (1, 2)]
+    assert states[0] != states[1]
+    first, second = ([without_worker_seeds([state])] for state in states)
+    assert first == second
+    further = torchdatas_state(1, torch.arange(SAMPLES), 3)
+    assert without_worker_seeds(further) != without_worker_seeds(states[0])
+    assert "_base_seed" in str(states[0])  # what is loaded is whole
+
+
+def test_seeds_of_workers_that_are_not_seeded_otherwise_are_compared() -> None:
+    state = torchdatas_state(1, Text(), 2)
+    assert without_worker_seeds(state) == state
+
+
+@pytest.mark.parametrize("state", [{}, {"given": 3}, [{"_snapshot": {}}], [{"_snapshot": None}], 5])
+def test_the_states_of_other_loaders_stay_as_they_are(state: Any) -> None:
+    assert without_worker_seeds(state) == state
