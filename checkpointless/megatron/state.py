@@ -154,9 +154,9 @@ class MegatronTensors(TrainingTensors):
             for optimizer in self.optimizers
         ]
 
-    def trained(self) -> list[bool]:
+    def take_modules(self) -> dict[str, Any]:
         """Return nothing: Megatron's buffers and optimizers are made for the parameters that are trained then."""
-        return []
+        return {}
 
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:

@@ -438,7 +438,7 @@ class CheckpointManager(OwnStateKeeper):
             )
             if is_filled:
                 self._refill.forget()
-                self._own.put_buffers(live, moment, held.buffers.get(moment) if held is not None else None)
+                self._own.put_buffers(live, moment, held.buffers.get(moment) if held is not None else None, objects)
             self.bytes_received += report.bytes
             fields.update(asdict(report))
         with span(EventName.VERIFY, refilled=is_filled) as fields:

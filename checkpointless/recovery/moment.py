@@ -11,6 +11,9 @@ import torch
 
 from checkpointless.transfer.tensor_entry import Key
 
+#: In the objects of a moment: the keys of the buffers that the update of a step writes to (in an optimizer's hook).
+UPDATED_BUFFERS = "updated_buffers"
+
 
 class Stage(IntEnum):
     """How far a rank has come with what follows the update of a step. Ranks may differ by a few stages."""

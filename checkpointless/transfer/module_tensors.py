@@ -56,8 +56,8 @@ class TrainingTensors:
         for index, module in enumerate(self.modules):
             for name, parameter in self.parameters_of(module):
                 found["model", index, name] = local_part(parameter)
-            for name, buffer in module.named_buffers():
-                found["model", index, name] = local_part(buffer)
+        for key, buffer in self._buffers.present():
+            found[key] = local_part(buffer)
         return found
 
     def parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -71,6 +71,18 @@ class TrainingTensors:
     def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
         """Give the modules' buffers the values of ``copies``."""
         self._buffers.put(copies)
+
+    def mark_buffers(self) -> None:
+        """Note the buffers as they are now, for :meth:`written_buffers`."""
+        self._buffers.mark()
+
+    def written_buffers(self) -> list[Key]:
+        """Return the keys of the buffers that were written to, or replaced, since :meth:`mark_buffers`."""
+        return self._buffers.written()
+
+    def new_buffers(self) -> list[str]:
+        """Return the names of the buffers that a state dict has and that did not exist at the beginning."""
+        return self._buffers.new(self.modules)
 
     def shard(self) -> dict[Key, torch.Tensor]:
         """Return the tensors that this rank's optimizer update owns, by key."""
@@ -249,13 +261,53 @@ class BufferCopies:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        modules = list(modules)
         self._places: list[tuple[Key, torch.nn.Module, str]] = []
+        self._at_first = {  # shared ones in all their places
+            (id(part), attribute)
+            for module in modules
+            for part in module.modules()
+            for attribute, buffer in part._buffers.items()
+            if buffer is not None
+        }
         for index, module in enumerate(modules):
             owners = dict(module.named_modules(remove_duplicate=False))
             for name, _ in module.named_buffers():
                 owner, _, attribute = name.rpartition(".")
                 self._places.append((("model", index, name), owners[owner], attribute))
         self._last: dict[Key, tuple[torch.Tensor, int, torch.Tensor]] = {}  # the buffer, its version, its copy
+        self._marks: list[tuple[torch.Tensor, int]] = []  # each buffer that is present, and its version
+
+    def present(self) -> Iterator[tuple[Key, torch.Tensor]]:
+        """Yield the buffers, by key, of those that existed at the beginning."""
+        for key, owner, attribute in self._places:
+            buffer = owner._buffers.get(attribute)
+            if buffer is not None:
+                yield key, buffer
+
+    def mark(self) -> None:
+        """Note the buffers as they are now."""
+        self._marks = [(buffer, _version_of(buffer)) for _, buffer in self.present()]
+
+    def written(self) -> list[Key]:
+        """Return the keys of the buffers that are other tensors, or were written to, since :meth:`mark`."""
+        return [
+            key
+            for (key, buffer), (seen, version) in zip(self.present(), self._marks)
+            if buffer is not seen or _version_of(buffer) != version
+        ]
+
+    def new(self, modules: Iterable[torch.nn.Module]) -> list[str]:
+        """Return the names of the buffers of ``modules`` that are saved and did not exist at the beginning."""
+        return [
+            f"{name}.{attribute}".lstrip(".")
+            for module in modules
+            for name, part in module.named_modules()
+            for attribute, buffer in part._buffers.items()
+            if buffer is not None
+            and (id(part), attribute) not in self._at_first
+            and attribute not in part._non_persistent_buffers_set
+        ]
 
     def take(self) -> Mapping[Key, torch.Tensor]:
         """Return copies of all buffers, in the order of the modules."""
@@ -298,6 +350,11 @@ def _put_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
             present.detach().copy_(value)
         else:
             group[name] = value if is_fixed(value) else state_tree.copy(value)
+
+
+def _version_of(buffer: torch.Tensor) -> int:
+    """Return how often ``buffer`` was written to, as torch counts it; it does not for inference tensors."""
+    return 0 if buffer.is_inference() else buffer._version
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.live_state import DATA, Built
-from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.later import Later
 from checkpointless.strategies.boundary.epoch_metrics import Accumulated
@@ -65,6 +65,7 @@ class TrainerLiveState:
         self._moments: dict[tuple[int, Stage], _Taken] = {}
         self._ready: tuple[int, _Taken] | None = None  # the step in the making, and what its commit leaves
         self._update_is_skipped = False
+        self._updated_buffers: set[Key] = set()  # those that the update itself writes to
         self.built: Built | None = None  # by the strategy, when all is built
         self._travels: set[Stage] = set()  # the stages whose state is known to be fit for another process
 
@@ -147,22 +148,34 @@ class TrainerLiveState:
         succeeded, plain = outcome
         self._update_is_skipped = not succeeded
         tensors = self._tensors
-        groups, scalers, trained = tensors.take_groups(), tensors.scalers(), tensors.trained()
+        groups, scalers, modules = tensors.take_groups(), tensors.scalers(), tensors.take_modules()
+        tensors.mark_buffers()
 
         def objects() -> dict[str, Any]:
-            changed = {"groups": groups(), "scalers": scalers, "trained": trained}
+            changed = {"groups": groups(), "scalers": scalers, **modules}
             return {"optimizer": changed, "outcome": plain()}
 
         self._ready = step, _Taken(objects, buffers)
 
-    def applied(self, step: int) -> None:
-        """Note that the update of ``step`` is applied: no rank goes back to before it any more."""
+    def applied(self, step: int) -> Mapping[Key, torch.Tensor] | None:
+        """Note that the update of ``step`` is applied: no rank goes back to before it any more.
+
+        Returns:
+            Copies of the buffers, if the update itself has written to some of them; else None.
+        """
+        ready, buffers = self._ready, None
+        written = self._tensors.written_buffers() if ready is not None else []
+        if ready is not None and written:
+            self._updated_buffers.update(written)
+            buffers = self._tensors.copy_buffers()
+            self._ready = ready[0], _Taken(ready[1], buffers)
         committed = self._committed(step, self._tensors.take_groups())
         if committed is not None:
             if self._version_of is not None:
                 self._versions = {(step, Stage.COMMITTED): self._version_of()}
             self._moments = {(step, Stage.COMMITTED): committed}
             self._ready = self._accumulated = None
+        return buffers
 
     def _committed(
         self, step: int, groups: Callable[[], list[list[dict[str, Any]]]] | None = None
@@ -182,7 +195,7 @@ class TrainerLiveState:
         begun = take_state(self.trainer)()["sampler"] if base is Stage.LOADED else None
 
         def objects() -> dict[str, Any]:
-            made = {**taken(), **changed(), "base": int(base)}
+            made = {**taken(), **changed(), "base": int(base), UPDATED_BUFFERS: sorted(self._updated_buffers)}
             if base is Stage.LOADED:
                 made["sampler"] = begun_at(made["sampler"], begun)
             if groups is not None:
@@ -232,7 +245,7 @@ class TrainerLiveState:
         trainer, tensors = self.trainer, self._tensors
         position = self._position() if self._position is not None else _AT_THE_BEGINNING
         state = take_state(trainer)
-        groups, scalers, trained = tensors.take_groups(), tensors.scalers(), tensors.trained()
+        groups, scalers, modules = tensors.take_groups(), tensors.scalers(), tensors.take_modules()
 
         def objects() -> dict[str, Any]:
             made = state()
@@ -241,7 +254,7 @@ class TrainerLiveState:
                 "kinds": {**made["kinds"], ACCUMULATED: accumulated()},
                 "sampler": made["sampler"],
                 "data": tuple(position),
-                "optimizer": {"groups": groups(), "scalers": scalers, "trained": trained},
+                "optimizer": {"groups": groups(), "scalers": scalers, **modules},
                 "outcome": None,
                 "base": None,
             }

@@ -43,13 +43,13 @@ class StepKeeper:
         self._call = call
         self._manager = manager
         self.steps = steps
-        self.live = live = TrainerLiveState(trainer, steps.tensors, position)
+        self.live = TrainerLiveState(trainer, steps.tensors, position)
         steps.guard(
             Guard(
                 lock=call.parameter_update_lock,
                 step=lambda: call.steps.making,
                 ready=self._gradients_are_final,
-                applied=live.applied,
+                applied=self._applied,
                 committed=self._committed,
                 phase=call.enter_phase,
             )
@@ -73,6 +73,11 @@ class StepKeeper:
             manager.store_rng_states(step, None, stage, _own_of(accumulated))
 
         self.live.reached(step, stage, buffers, keep)
+
+    def _applied(self, step: int) -> None:
+        buffers = self.live.applied(step)
+        if buffers is not None and self._manager is not None:  # what was kept before the update is not what is now
+            self._manager.keep_buffers(step, Stage.COMMITTED, buffers)
 
     def _committed(self, step: int) -> None:
         self._call.steps.committed(step)

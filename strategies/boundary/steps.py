@@ -23,12 +23,18 @@ class TrainedTensors(StateTensors, Protocol):
     def scalers(self) -> list[dict[str, Any] | None]:
         """Return the states of the loss scalers that the optimizers have."""
 
-    def trained(self) -> list[bool]:
-        """Return which parameters are trained now; nothing where a framework does not let that change.
+    def take_modules(self) -> dict[str, Any]:
+        """Return what belongs to the modules and is no tensor: which parameters are trained, for example.
 
         Raises:
             UnrecoverableError: what is trained was changed in a way that a recovery could not repeat.
         """
+
+    def mark_buffers(self) -> None:
+        """Note the buffers as they are now, for :meth:`written_buffers`."""
+
+    def written_buffers(self) -> list[Key]:
+        """Return the keys of the buffers that were written to since :meth:`mark_buffers`."""
 
     def plain_state(self) -> dict[Key, dict[str, Any]]:
         """Return the optimizers' non-tensor state, which only an update changes."""

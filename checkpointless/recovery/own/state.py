@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess.context import own_board
 from checkpointless.recovery.live_state import LiveState
-from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.moment import UPDATED_BUFFERS, Stage
 from checkpointless.recovery.own.buffers import NOTHING, OwnBuffers, decode
 from checkpointless.recovery.own.replicas import OwnRecord, OwnReplicas
 from checkpointless.recovery.own.streams import OwnStreams
@@ -122,21 +123,31 @@ class OwnState:
         return self.buffers.lost(theirs, record, refills, is_filled and held is not None)
 
     def put_buffers(
-        self, live: LiveState, moment: tuple[int, Stage], held: Mapping[Key, torch.Tensor] | None
+        self,
+        live: LiveState,
+        moment: tuple[int, Stage],
+        held: Mapping[Key, torch.Tensor] | None,
+        objects: Mapping[str, Any],
     ) -> None:
         """Put back this rank's own buffers, where they were kept, after a peer has filled the rank.
+
+        What was kept may be from before the update of the step, because the rank was lost in it. The buffers that
+        an update writes to stay as the peer gave them.
 
         Args:
             live: the state that was filled.
             moment: the step and the stage that is resumed at.
             held: this rank's buffers at that moment, if it has them in memory.
+            objects: the non-tensor state of that moment.
         """
+        updated = objects.get(UPDATED_BUFFERS, ())
         if held is None:
             record = self.buffers.record(*moment, own_board()) or NOTHING
             held = decode(record)
             if record == NOTHING:
                 self.buffers.begun_with(live.copy_buffers())
-        places = live.room([TensorEntry.of(key, buffer) for key, buffer in held.items()])
+        own = {key: buffer for key, buffer in held.items() if key not in updated}
+        places = live.room([TensorEntry.of(key, buffer) for key, buffer in own.items()])
         with torch.no_grad():
-            for key, buffer in held.items():
+            for key, buffer in own.items():
                 places[key].copy_(buffer)

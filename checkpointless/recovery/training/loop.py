@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.manager import CheckpointManager
-from checkpointless.recovery.moment import Moment, Stage
+from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
+from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import manager_of
 from checkpointless.recovery.training.param_groups import version_of
 from checkpointless.serialization import state_tree
@@ -24,6 +25,11 @@ from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.state_tensors import groups_of
 from checkpointless.transfer.tensor_entry import Key
 
+_DRAWN_BETWEEN = (
+    "the loop draws random numbers between update() of step %d and the next step. A fault in a later step changes "
+    "nothing, but what a fault interrupts there is not done again: do it at the beginning of a step, which is made "
+    "again after a fault"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -66,6 +72,8 @@ class LoopTraining(TrainingTensors, ABC):
         self._ready_step = 0
         self._moments: dict[int, _Taken] = {}  # by step
         self._versions: list[int] = []  # of the parameters, when the newest of these was taken
+        self._updated_buffers: set[Key] = set()  # those that the update itself writes to
+        self._has_warned = False
         self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
         manager = manager_of(call)
         if manager is None:
@@ -99,6 +107,7 @@ class LoopTraining(TrainingTensors, ABC):
             self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
             self._moments = {self.step: taken}
             self._versions = self._parameter_versions()
+            self._keep_streams_again()
             if self._manager.tiers_are_kept:
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
@@ -118,9 +127,23 @@ class LoopTraining(TrainingTensors, ABC):
             self._call.leave_if_over()  # what aborted collectives have left is not recorded
             self._log.record(self.step, loss, params, extras)
 
+    def _keep_streams_again(self) -> None:
+        """Keep the streams as the loop leaves them to the next step: in a validation it may have drawn some."""
+        known = self._manager.rng_of(self.step)
+        if known is None or RngStates.capture().same_streams(known):
+            pass
+        else:
+            self._manager.store_rng_states(self.step)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(_DRAWN_BETWEEN, self.step)
+        if self.step > 0:
+            self._manager.replicate_rng_states(self.step)
+
     def _ready(self, step: int) -> None:
         self._call.enter_phase("before_optimizer", step)
         self._ready_buffers = self.copy_buffers()
+        self.mark_buffers()
         self._ready_step = step
         self._manager.keep_buffers(step, Stage.COMMITTED, self._ready_buffers)
         self._manager.store_rng_states(step, loss=self._call.steps.loss)
@@ -196,6 +219,8 @@ class LoopTraining(TrainingTensors, ABC):
         """Take the state as it is now, as that after ``step``."""
         groups, more = self.take_groups(), self.more_objects()
         schedulers = [state_tree.copy(scheduler.state_dict()) for scheduler in self._schedulers]
+        if self._updated_buffers:
+            more = {**more, UPDATED_BUFFERS: sorted(self._updated_buffers)}
         return _Taken(
             lambda: {"step": step, "groups": groups(), "schedulers": schedulers, **more}, self.copy_buffers()
         )
@@ -223,7 +248,12 @@ class LoopTraining(TrainingTensors, ABC):
         """
         for scheduler in self._schedulers if changes else ():
             self._step_scheduler(scheduler)
-        self._moments = {self._ready_step: self._taken(self._ready_step)}
+        written = self.written_buffers()
+        self._updated_buffers.update(written)
+        taken = self._taken(self._ready_step)
+        self._moments = {self._ready_step: taken}
+        if written:  # those that were kept before the update are not those after it
+            self._manager.keep_buffers(self._ready_step, Stage.COMMITTED, taken.buffers)
         self._versions = self._parameter_versions()
 
     def _parameter_versions(self) -> list[int]:

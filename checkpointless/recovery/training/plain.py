@@ -125,18 +125,19 @@ class PlainTraining(LoopTraining, TorchTensors):
 
     @override
     def more_objects(self) -> Mapping[str, Any]:
-        """Return which parameters are trained.
+        """Return what belongs to the modules and is no tensor.
 
         Raises:
             UnrecoverableError: the optimizers have other parameters than at the beginning, or the loop has frozen
                 or freed some behind the update.
         """
-        trained = self.trained()
+        modules = self.take_modules()
+        trained = modules["trained"]
         is_behind_update = 0 < self.step == self._ready_step
         if is_behind_update and trained != self._trained_by_update:
             raise UnrecoverableError(_LATE.format(self.step))
         self._trained_by_update = trained
-        return {"trained": trained}
+        return modules
 
     @override
     def arrange(self) -> None:

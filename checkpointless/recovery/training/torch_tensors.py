@@ -19,7 +19,9 @@ from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.kernels import unabortable
 from checkpointless.precision import unsupported_in_a_loop
+from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.training.ddp_buckets import settle_buckets
+from checkpointless.recovery.training.module_state import ModuleState, unfit_hooks
 from checkpointless.recovery.training.param_groups import ParamGroups, has_buffers, version_of
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.rank_groups import Group
@@ -51,6 +53,17 @@ _FREED = (
 )
 _FROZEN_SHARD = (
     "requires_grad of the parameter {} was changed behind fully_shard, which looks at it once: change it before"
+)
+_DRAWS = (
+    "an optimizer draws random numbers in its step (or a hook of it does), which could not be drawn again for a "
+    "rank that is lost in it: draw them before the update (noise can be added to gradients there)"
+)
+_NO_PARAMETER = (
+    "{} keeps state under {!r}, which is no parameter of it: keep it in a param group, whose values are kept"
+)
+_NEW_BUFFER = (
+    "the first step has registered the buffer {}, which no rank that is made anew has: register it with its first "
+    "value when the module is made, or with persistent=False if it follows from nothing that training changes"
 )
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -102,7 +115,8 @@ class TorchTensors(TrainingTensors):
         self._all = [parameter for named in self._named.values() for _, parameter in named]
         self._trained_at_first = list(map(_requires_grad, self._all))
         self._sizes = _sizes_of(optimizers)
-        self._trained: list[bool] = []  # as it was at the moment that was resumed at
+        self._module_state = ModuleState(modules)
+        self._resumed: Mapping[str, Any] = {}  # what belonged to the modules at the moment that was resumed at
         self.optimizers = list(optimizers)
         self._groups = ParamGroups(self._torch_optimizers)
         self._has_buffers = has_buffers(modules)
@@ -140,6 +154,14 @@ class TorchTensors(TrainingTensors):
             raise UnrecoverableError(reason)
         return trained
 
+    def take_modules(self) -> dict[str, Any]:
+        """Return what belongs to the modules and is no tensor: which parameters are trained, and more.
+
+        Raises:
+            UnrecoverableError: what is trained was changed in a way that a recovery could not repeat.
+        """
+        return {"trained": self.trained(), **self._module_state.take()}
+
     def grown(self) -> str:
         """Return why no rank that is made anew has what the optimizers have; "" if it has."""
         return _MORE_PARAMETERS if _sizes_of(self.optimizers) != self._sizes else ""
@@ -155,19 +177,21 @@ class TorchTensors(TrainingTensors):
 
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Put back what :meth:`trained` returned, and the optimizers' plain values."""
+        """Put back what :meth:`take_modules` returned, and the optimizers' plain values."""
         super().load_objects(objects)
-        self._trained = list(objects.get("trained", ()))
+        self._resumed = {name: objects[name] for name in ("trained", "modes") if name in objects}
+        self._module_state.put(objects)
         self._put_trained()
 
     @override
     def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
         """Give the modules' buffers the values of ``copies``, and let those parameters be trained that were."""
         super().put_buffers(copies)
+        self._module_state.put_modes(self._resumed.get("modes", ()))
         self._put_trained()
 
     def _put_trained(self) -> None:
-        for parameter, trained in zip(self._all, self._trained):
+        for parameter, trained in zip(self._all, self._resumed.get("trained", ())):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
 
@@ -212,20 +236,42 @@ class TorchTensors(TrainingTensors):
         """Look, in the first step of the job, at what the optimizers do in the context.
 
         Raises:
-            UnrecoverableError: an optimizer communicates, or its state cannot be carried over.
+            UnrecoverableError: an optimizer communicates or draws random numbers, or its state cannot be carried
+                over, or a buffer is new.
         """
-        launched = process_groups.launched() if not self._is_known else None
+        if self._is_known:
+            yield
+            return
+        launched, streams = process_groups.launched(), RngStates.capture()
         yield
-        if launched is not None:
-            if process_groups.launched() != launched:
-                raise UnrecoverableError(_COMMUNICATES)
-            self._refuse_what_cannot_travel()
-            self._is_known = True
+        if process_groups.launched() != launched:
+            raise UnrecoverableError(_COMMUNICATES)
+        if not RngStates.capture().same_streams(streams):
+            raise UnrecoverableError(_DRAWS)
+        new = self.new_buffers()
+        if new:
+            raise UnrecoverableError(_NEW_BUFFER.format(new[0]))
+        self._refuse_what_cannot_travel()
+        self._is_known = True
 
     def _refuse_what_cannot_travel(self) -> None:
-        reason = self.unfit()
+        reason = unfit_hooks(self.modules)
+        if reason is not None:
+            raise UnrecoverableError(reason)
+        reason = self.unfit() or self._module_state.unfit()
         if reason is not None:
             raise UnrecoverableError(f"no other process could be given this state: {reason}")
+
+    @override
+    def unfit(self) -> str | None:
+        """Return why something of the optimizers' state cannot be carried over; None: all can be."""
+        for optimizer in self.optimizers:
+            known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for key in optimizer.state:
+                if id(key) not in known:
+                    name = key if isinstance(key, str) else type(key).__name__
+                    return _NO_PARAMETER.format(type(optimizer).__name__, name)
+        return super().unfit()
 
     @override
     def copy_buffers(self) -> Mapping[Key, torch.Tensor]:
