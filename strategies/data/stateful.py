@@ -16,7 +16,7 @@ from checkpointless.strategies.data.position import (
     DataPosition,
     Starts,
     is_megatrons,
-    keep_generators,
+    keep_own_state,
     place_of_sampler,
     sampler_of,
     samplers_of,
@@ -60,7 +60,7 @@ def repeat_order(loader: Iterable[object], starts: Starts, position: DataPositio
         return None
     if sampler is None or isinstance(sampler, DistributedSampler | SequentialSampler) or is_megatrons(sampler):
         return None
-    keep_generators(loader)
+    keep_own_state(loader)
     order = DrawnOrder(sampler, starts, position)
     object.__setattr__(owner, name, order)  # torch forbids a loader's plain assignment
     return order
