@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
+from checkpointless.strategies.data.contents import Contents
 from checkpointless.strategies.data.passes import moved, without_own
 from checkpointless.strategies.data.position import DataPosition, Starts, keep_own_state
+from checkpointless.strategies.data.sampler_state import samplers_within
 
 #: Of a pass, so many items are looked at.
 _LOOKED_AT = 10_000
@@ -104,6 +106,7 @@ class _Passes:
         self._dataset = dataset
         self._starts = starts
         self._repeats = position is not None and position.within and position.delivered > 0
+        self._contents = Contents(samplers_within(dataset), lambda: iter(dataset))
 
     def begin(self, dataset: Iterable[Any]) -> Iterator[Any]:
         """Yield the items of a pass, which begins when the first is asked for.
@@ -118,15 +121,16 @@ class _Passes:
         start = self._starts.data_start() if self._repeats else None
         if not self._repeats:
             self._starts.keep_data_start(now)
+            self._contents.begins(now)
         elif start is not None:
             start.restore()
+        noted = self._contents.noted if not self._repeats else iter
         self._repeats = False
         items = iter(dataset)
         first = list(itertools.islice(items, 1))
         if start is not None:
             without_own(now).restore()
-        yield from first
-        yield from _looked_at(items, self._dataset)
+        yield from noted(itertools.chain(first, _looked_at(items, self._dataset)))
 
 
 def _looked_at(items: Iterator[Any], dataset: object) -> Iterator[Any]:

@@ -63,7 +63,7 @@ def samplers_within(sampler: object) -> list[Any]:
             continue
         waiting.append(getattr(each, "sampler", None))
         if not is_of_a_library(each):
-            for _, value in _attributes(each):
+            for _, value in attributes(each):
                 waiting += [one for one in _members(value) if isinstance(one, Sampler | IterableDataset)]
     return found
 
@@ -163,13 +163,13 @@ class SamplerState:
             prefix = self._prefix(number)
             for name, value in self._of(number):
                 kind = _kind_of(value)
-                if kind or (self._whole[number] and _is_plain(value)):
+                if kind or (self._whole[number] and is_plain(value)):
                     yield f"{prefix}|{name}", value, kind
 
     def _of(self, number: int) -> list[tuple[str, Any]]:
         owner = self._owners[number]
         if self._whole[number]:
-            return _attributes(owner)
+            return attributes(owner)
         generator = getattr(owner, "generator", None)
         return [("generator", generator)] if isinstance(generator, torch.Generator) else []
 
@@ -182,7 +182,7 @@ class SamplerState:
         return type(value), items, tuple(map(type, items))
 
 
-def _attributes(owner: object) -> list[tuple[str, Any]]:
+def attributes(owner: object) -> list[tuple[str, Any]]:
     """Return the names and values of an object's own attributes."""
     found = list(getattr(owner, "__dict__", {}).items())
     for kind in type(owner).__mro__:
@@ -199,7 +199,7 @@ def _members(value: object) -> list[Any]:
     return [value]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether a value is kept as it is: a scalar, or a few of them."""
     kind = type(value)
     if kind is str:

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
+from checkpointless.strategies.data.contents import Contents
 from checkpointless.strategies.data.position import (
     DataPosition,
     Starts,
@@ -21,6 +22,7 @@ from checkpointless.strategies.data.position import (
     sampler_of,
     samplers_of,
 )
+from checkpointless.strategies.data.sampler_state import samplers_within
 
 #: Of a pass without a length, so many indices are looked at: whether drawing one moves a random stream.
 _LOOKED_AT = 64
@@ -116,6 +118,7 @@ class DrawnOrder:
         self._starts = starts
         self._repeats = position is not None and position.within
         self._has_repeated = self._has_resumed = False
+        self._contents = Contents(samplers_within(inner), lambda: iter(self._inner))
 
     def resumed(self) -> None:
         """Let further passes draw orders of their own; a loader may begin the one that goes on only now."""
@@ -132,8 +135,10 @@ class DrawnOrder:
         if not hasattr(self._inner, "__len__"):  # it may never end
             return self._one_by_one(start)
         if start is None:
-            self._starts.keep_data_start(RngStates.capture())
-            return iter(list(self._inner))
+            begins = RngStates.capture()
+            self._starts.keep_data_start(begins)
+            self._contents.begins(begins)
+            return iter(list(self._contents.noted(self._inner)))
         now = RngStates.capture()
         start.restore()
         items = list(self._inner)
