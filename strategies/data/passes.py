@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
+
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
 
@@ -45,9 +47,10 @@ def begun(sampler: Iterable[Any]) -> Iterator[Any]:
     second = list(itertools.islice(items, 1))
     taken = [*first, *second]
     if second and moved(before, RngStates.capture()):
-        if not hasattr(sampler, "__len__"):
+        length = sized_len(sampler)
+        if length is None:
             raise UnrecoverableError(_ENDLESS.format(type(sampler).__name__))
-        taken += itertools.islice(items, max(0, len(sampler) - len(taken)))  # some have a length and never end
+        taken += itertools.islice(items, max(0, length - len(taken)))  # some have a length and never end
     yield from taken
     while True:
         before = RngStates.capture()

@@ -184,12 +184,21 @@ def keeps_its_position(loader: object) -> bool:
 
 def ahead_of_steps(loader: object) -> str | None:
     """Return why the position of ``loader`` cannot be restored if Lightning fetches its batches; None: it can."""
-    if not keeps_its_position(loader) or sized_len(loader) is not None:  # type: ignore[arg-type]
+    if sized_len(loader) is not None:  # type: ignore[arg-type]
         return None
+    if keeps_its_position(loader):
+        return (
+            f"{type(loader).__name__} says where it stands, but Lightning fetches a batch ahead of a loader "
+            "without a length, which no step has had yet: give it a __len__, or leave out its state_dict (it is "
+            "gone through once more after a fault)"
+        )
+    sampler = sampler_of(loader)  # type: ignore[arg-type]
+    if sampler is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None  # it is gone through once more
+    inner = samplers_within(sampler)[-1]
     return (
-        f"{type(loader).__name__} says where it stands, but Lightning fetches a batch ahead of a loader without a "
-        "length, which no step has had yet: give it a __len__, or leave out its state_dict (it is gone through "
-        "once more after a fault)"
+        f"the sampler {type(inner).__name__} has no length, so Lightning fetches a batch ahead, which no step has "
+        "had yet: give it a __len__"
     )
 
 

@@ -98,9 +98,19 @@ def test_where_an_epoch_of_ones_own_order_begins_and_ends(train: Train, features
     train("ddp", STEPS, *at_the_edges(kind), features=features)
 
 
-def test_a_shuffle_buffer_in_the_training_process_is_refused(nemo_zygote: Zygote, tmp_path: Path) -> None:
-    args = (str(STEPS), "ddp", "shuffled", "buffer")
+@pytest.mark.parametrize(
+    ("features", "reason"),
+    [
+        ("shuffled,buffer", "the dataset Shuffled draws random numbers in the training process"),
+        ("own-batches,in-place", "OwnBatches keeps in order what the order of its next pass comes from"),
+        ("own-batches,endless", "the sampler OwnBatches has no length"),
+    ],
+)
+def test_what_could_not_be_repeated_is_refused(
+    nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str
+) -> None:
+    args = (str(STEPS), "ddp", *features.split(","))
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=args)
     assert job.code != 0
-    assert "the dataset Shuffled draws random numbers in the training process" in job.story()
+    assert reason in job.story()
     assert not job.incidents

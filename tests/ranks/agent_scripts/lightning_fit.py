@@ -85,9 +85,14 @@ class OwnBatches(Sampler[list[int]]):
 
     def __init__(self) -> None:
         self.passes, self.numpys = 0, numpy.random.default_rng(5)
+        self.order = list(range(SAMPLES))
 
     def __iter__(self) -> Iterator[list[int]]:
         self.passes += 1
+        if "in-place" in FEATURES:
+            random.shuffle(self.order)
+            yield from (self.order[place : place + 3] for place in range(0, 24, 3))
+            return
         if "own-draws" in FEATURES and self.passes == 1:
             self.pythons = random.Random(7)
         for _ in range(8):
@@ -99,6 +104,8 @@ class OwnBatches(Sampler[list[int]]):
                 yield random.sample(range(SAMPLES), 3)
 
     def __len__(self) -> int:
+        if "endless" in FEATURES:
+            raise TypeError("it has no length")
         return 8
 
 
