@@ -108,11 +108,11 @@ def _digest(value: Any, deep: int) -> object:
         return type(value), value
     if isinstance(value, torch.Tensor) and not value.is_meta:
         flat = value.detach().reshape(-1)[:: max(1, value.numel() // _MOST_NUMBERS)]
-        return value.shape, zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy())
+        return value.shape, zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
-        flat = value.reshape(-1)[:: max(1, value.size // _MOST_NUMBERS)]
-        return value.shape, zlib.crc32(flat.tobytes()) if value.dtype != object else None
+        numbers = value.reshape(-1)[:: max(1, value.size // _MOST_NUMBERS)]
+        return value.shape, zlib.crc32(numbers.tobytes()) if value.dtype != object else None
     if deep and type(value) in (list, tuple, deque):
         each = range(0, len(value), max(1, len(value) // _LOOKED_AT))
         return len(value), tuple(_digest(value[place], deep - 1) for place in each)

@@ -305,9 +305,9 @@ class TrackedSampler:
         if is_megatrons(self._inner):
             yield from self._iterate_megatron(position)
         elif position is None or position.delivered == 0 or not position.within:
-            start = RngStates.capture()
-            self._starts.keep_data_start(start)
-            self._contents.begins(start)
+            begins = RngStates.capture()
+            self._starts.keep_data_start(begins)
+            self._contents.begins(begins)
             yield from self._contents.noted(self._items())
         else:
             now = RngStates.capture()

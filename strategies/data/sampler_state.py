@@ -199,17 +199,16 @@ def _members(value: object) -> list[Any]:
     return [value]
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether a value is kept as it is: a scalar, or a few of them."""
-    kind = type(value)
-    if kind is str:
-        return len(value) <= _LONGEST
-    if kind in _SCALARS:
+    if isinstance(value, str):
+        return type(value) is str and len(value) <= _LONGEST
+    if type(value) in _SCALARS:
         return True
-    if kind not in _CONTAINERS or len(value) > _MOST:
+    if not isinstance(value, _CONTAINERS) or type(value) not in _CONTAINERS or len(value) > _MOST:
         return False
-    leaves = [*value, *value.values()] if kind is dict else value
-    return all(type(leaf) in _SCALARS and (type(leaf) is not str or len(leaf) <= _LONGEST) for leaf in leaves)
+    leaves = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(type(leaf) in _SCALARS and (not isinstance(leaf, str) or len(leaf) <= _LONGEST) for leaf in leaves)
 
 
 # --- generators ---------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def begin_anew(loader: Iterable[object]) -> None:
             sampler.next_yielded = None
 
 
-def without_worker_seeds(state: Any) -> Any:
+def without_worker_seeds(state: object) -> object:
     """Leave out of a loader's state what its batches do not depend on, so that it can be compared between ranks.
 
     torchdata's loaders keep the number that each of their iterators draws to seed workers. It differs between ranks
@@ -94,7 +94,9 @@ def without_worker_seeds(state: Any) -> Any:
     """
     if isinstance(state, list):
         return [without_worker_seeds(each) for each in state]
-    snapshot = state.get("_snapshot") if isinstance(state, dict) else None
+    if not isinstance(state, dict):
+        return state
+    snapshot = state.get("_snapshot")
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("_main_snapshot"), dict):
         return state
     workers = (snapshot.get("_worker_snapshots") or {}).values()
