@@ -8,6 +8,7 @@ that is gone through in the training process takes a sampler's place.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections import deque
@@ -184,13 +185,18 @@ class SamplerState:
 
 def attributes(owner: object) -> list[tuple[str, Any]]:
     """Return the names and values of an object's own attributes."""
+    kind: Any = type(owner)  # mypy takes the hash of a class for that of its objects
     found = list(getattr(owner, "__dict__", {}).items())
-    for kind in type(owner).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(owner, name):
-                found.append((name, getattr(owner, name)))
+    found += [(name, getattr(owner, name)) for name in _slots(kind) if hasattr(owner, name)]
     return found
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Return the names of a class's slots."""
+    each = [one.__dict__.get("__slots__", ()) for one in kind.__mro__]
+    names = [name for slots in each for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _members(value: object) -> list[Any]:
@@ -216,6 +222,8 @@ def is_plain(value: object) -> bool:
 
 def _kind_of(value: object) -> str:
     """Return which kind of generator ``value`` is; "" if it is none."""
+    if type(value) in _SCALARS or type(value) in _CONTAINERS:
+        return ""
     if isinstance(value, torch.Generator):
         return "torch"
     if isinstance(value, random.Random):
