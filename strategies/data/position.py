@@ -7,21 +7,23 @@ Lightning.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import IterableDataset
 
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.later import copy_of
+from checkpointless.strategies.data.contents import Contents
+from checkpointless.strategies.data.passes import OWN, begun, without_own
+from checkpointless.strategies.data.sampler_state import SamplerState, is_of_a_library, samplers_within
 
 if TYPE_CHECKING:
     from lightning.pytorch.loops.fetchers import _DataFetcher
@@ -182,12 +184,21 @@ def keeps_its_position(loader: object) -> bool:
 
 def ahead_of_steps(loader: object) -> str | None:
     """Return why the position of ``loader`` cannot be restored if Lightning fetches its batches; None: it can."""
-    if not keeps_its_position(loader) or sized_len(loader) is not None:  # type: ignore[arg-type]
+    if sized_len(loader) is not None:  # type: ignore[arg-type]
         return None
+    if keeps_its_position(loader):
+        return (
+            f"{type(loader).__name__} says where it stands, but Lightning fetches a batch ahead of a loader "
+            "without a length, which no step has had yet: give it a __len__, or leave out its state_dict (it is "
+            "gone through once more after a fault)"
+        )
+    sampler = sampler_of(loader)  # type: ignore[arg-type]
+    if sampler is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None  # it is gone through once more
+    inner = samplers_within(sampler)[-1]
     return (
-        f"{type(loader).__name__} says where it stands, but Lightning fetches a batch ahead of a loader without a "
-        "length, which no step has had yet: give it a __len__, or leave out its state_dict (it is gone through "
-        "once more after a fault)"
+        f"the sampler {type(inner).__name__} has no length, so Lightning fetches a batch ahead, which no step has "
+        "had yet: give it a __len__"
     )
 
 
@@ -208,19 +219,27 @@ def track(loader: Iterable[object], starts: Starts, position: DataPosition | Non
     name, sampler = place_of_sampler(loader), sampler_of(loader)
     if sampler is None:
         return None
+    keep_own_state(loader)
     tracked = TrackedSampler(sampler, starts, position)
     object.__setattr__(loader, name, tracked)  # torch forbids a plain assignment
-    keep_generators(loader)
     return tracked
 
 
-def keep_generators(loader: Iterable[object]) -> None:
-    """Keep, with the random streams of the rank, the generators that the order of ``loader`` comes from."""
-    had = bool(_generators)
-    _generators[:] = generators_of(loader)
-    if _generators or had:
-        source = RngSource(_take_generators, _put_generators, generators=tuple(_generators))
-        register_rng_source("loader", source)
+def keep_own_state(loader: Iterable[object]) -> None:
+    """Keep, with the random streams of the rank, what the samplers of ``loader`` keep from pass to pass.
+
+    An iterable dataset has no sampler, and takes its place.
+    """
+    dataset = getattr(loader, "dataset", None)
+    owners = samplers_within(dataset) if isinstance(dataset, IterableDataset) else samplers_of(loader)
+    state = SamplerState([loader, *owners])
+    if state.has_own:
+        source = RngSource(state.take, state.put, look=state.look)
+    else:
+        source = RngSource(state.take, state.put, generators=tuple(state.generators()))
+    if state.has_own or state.generators() or _kept:
+        _kept[:] = [state]
+        register_rng_source(OWN, source)
 
 
 def place_of_sampler(loader: Iterable[object]) -> str:
@@ -233,34 +252,12 @@ def sampler_of(loader: Iterable[object]) -> Iterable[object] | None:
     return getattr(loader, place_of_sampler(loader), None)
 
 
-def generators_of(loader: Iterable[object]) -> list[torch.Generator]:
-    """Return the generators that a loader was given, which its order does not share with the process."""
-    given = [getattr(each, "generator", None) for each in (loader, *samplers_of(loader))]
-    return list({id(each): each for each in given if isinstance(each, torch.Generator)}.values())
-
-
 def samplers_of(loader: Iterable[object]) -> list[Any]:
     """Return the sampler of ``loader`` and those that it takes its items from, also one that Lightning divides."""
-    found: list[Any] = []
-    each: Any = sampler_of(loader)
-    while each is not None and all(each is not known for known in found):
-        found.append(each)
-        dataset: Any = each.dataset if isinstance(each, DistributedSamplerWrapper) else None
-        each = getattr(each, "sampler", None) if dataset is None else dataset._sampler
-    return found
+    return samplers_within(sampler_of(loader))
 
 
-# The generators of the training loader, if its order does not come from the process's streams.
-_generators: list[torch.Generator] = []
-
-
-def _take_generators() -> dict[str, bytes]:
-    return {str(index): each.get_state().numpy().tobytes() for index, each in enumerate(_generators)}
-
-
-def _put_generators(states: dict[str, bytes]) -> None:
-    for each, state in zip(_generators, states.values()):
-        each.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+_kept: list[SamplerState] = []  # what is registered, if anything was
 
 
 class Starts(Protocol):
@@ -295,7 +292,10 @@ class TrackedSampler:
         self._position = position
         self._went_on_at = position
         self.length_at_start = position.length_at_start if position is not None else None
-        self._has_begun = self._is_set_up = False
+        self._has_begun = self._is_set_up = self._has_resumed = False
+        samplers = samplers_within(inner)
+        self._is_known = all(map(is_of_a_library, samplers))
+        self._contents = Contents(samplers, lambda: iter(self._inner))
 
     def __iter__(self) -> Iterator[Any]:
         # This runs when the first item is asked for: torch makes two iterators of a loader with workers, and uses
@@ -305,17 +305,27 @@ class TrackedSampler:
         if is_megatrons(self._inner):
             yield from self._iterate_megatron(position)
         elif position is None or position.delivered == 0 or not position.within:
-            self._starts.keep_data_start(RngStates.capture())
-            yield from self._inner
+            begins = RngStates.capture()
+            self._starts.keep_data_start(begins)
+            self._contents.begins(begins)
+            yield from self._contents.noted(self._items())
         else:
             now = RngStates.capture()
             start = self._starts.data_start()
             if start is not None:
                 start.restore()  # the order of the epoch is drawn from these
-            behind = itertools.islice(iter(self._inner), position.delivered, None)
-            first = list(itertools.islice(behind, 1))
-            now.restore()
-            yield from itertools.chain(first, behind)
+            items = self._items()
+            collections.deque(itertools.islice(items, position.delivered), 0)
+            # Workers ask for items before the state of the moment is put back, which has what samplers keep.
+            (now if self._has_resumed else without_own(now)).restore()
+            yield from items
+
+    def _items(self) -> Iterator[Any]:
+        return iter(self._inner) if self._is_known else begun(self._inner)
+
+    def resumed(self) -> None:
+        """Note that the state of the moment at which training resumes is put back now."""
+        self._has_resumed = True
 
     def _iterate_megatron(self, position: DataPosition | None) -> Iterator[Any]:
         """Iterate over a sampler of Megatron's, which draws no random numbers and can begin anywhere at once."""

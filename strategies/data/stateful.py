@@ -12,15 +12,17 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
+from checkpointless.strategies.data.contents import Contents
 from checkpointless.strategies.data.position import (
     DataPosition,
     Starts,
     is_megatrons,
-    keep_generators,
+    keep_own_state,
     place_of_sampler,
     sampler_of,
     samplers_of,
 )
+from checkpointless.strategies.data.sampler_state import samplers_within
 
 #: Of a pass without a length, so many indices are looked at: whether drawing one moves a random stream.
 _LOOKED_AT = 64
@@ -60,7 +62,7 @@ def repeat_order(loader: Iterable[object], starts: Starts, position: DataPositio
         return None
     if sampler is None or isinstance(sampler, DistributedSampler | SequentialSampler) or is_megatrons(sampler):
         return None
-    keep_generators(loader)
+    keep_own_state(loader)
     order = DrawnOrder(sampler, starts, position)
     object.__setattr__(owner, name, order)  # torch forbids a loader's plain assignment
     return order
@@ -76,7 +78,7 @@ def begin_anew(loader: Iterable[object]) -> None:
             sampler.next_yielded = None
 
 
-def without_worker_seeds(state: Any) -> Any:
+def without_worker_seeds(state: object) -> object:
     """Leave out of a loader's state what its batches do not depend on, so that it can be compared between ranks.
 
     torchdata's loaders keep the number that each of their iterators draws to seed workers. It differs between ranks
@@ -92,7 +94,9 @@ def without_worker_seeds(state: Any) -> Any:
     """
     if isinstance(state, list):
         return [without_worker_seeds(each) for each in state]
-    snapshot = state.get("_snapshot") if isinstance(state, dict) else None
+    if not isinstance(state, dict):
+        return state
+    snapshot = state.get("_snapshot")
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("_main_snapshot"), dict):
         return state
     workers = (snapshot.get("_worker_snapshots") or {}).values()
@@ -116,6 +120,7 @@ class DrawnOrder:
         self._starts = starts
         self._repeats = position is not None and position.within
         self._has_repeated = self._has_resumed = False
+        self._contents = Contents(samplers_within(inner), lambda: iter(self._inner))
 
     def resumed(self) -> None:
         """Let further passes draw orders of their own; a loader may begin the one that goes on only now."""
@@ -132,8 +137,10 @@ class DrawnOrder:
         if not hasattr(self._inner, "__len__"):  # it may never end
             return self._one_by_one(start)
         if start is None:
-            self._starts.keep_data_start(RngStates.capture())
-            return iter(list(self._inner))
+            begins = RngStates.capture()
+            self._starts.keep_data_start(begins)
+            self._contents.begins(begins)
+            return iter(list(self._contents.noted(self._inner)))
         now = RngStates.capture()
         start.restore()
         items = list(self._inner)

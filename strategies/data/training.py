@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from checkpointless.strategies.data.iterables import repeat_items
 from checkpointless.strategies.data.position import (
     DataPosition,
     Starts,
@@ -84,6 +85,7 @@ class TrainingData:
             self._stateful, self._order = loader, repeat_order(loader, starts, position)
         else:
             self._tracked = track(loader, starts, position)
+        repeat_items(loader, starts, position)
 
     def set_up(self) -> None:
         """Note that the fit is set up: Lightning has asked how many batches there are."""
@@ -115,6 +117,8 @@ class TrainingData:
             position: where the training stands.
             fit_loop: Lightning's loop over epochs, whose loader and iterator were made anew.
         """
+        if self._tracked is not None:
+            self._tracked.resumed()
         fetcher: Any = fit_loop._data_fetcher
         combined = cast("CombinedLoader", fit_loop._combined_loader)
         self._take_what_was_delivered(combined.flattened, fetcher, position)

@@ -1,7 +1,8 @@
 """Where the loaders of a fit's validations stand: the state that one validation leaves to the next.
 
-NeMo's shuffling sampler counts the samples that it has handed out, and a loader may have a separate generator. Both
-continue from validation to validation, so they are taken and put back with the random streams of the rank.
+NeMo's shuffling sampler counts the samples that it has handed out, a loader may have a separate generator, and a
+sampler of the user's may count or draw for itself. This continues from validation to validation, so it is taken and
+put back with the random streams of the rank.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from checkpointless.recovery.rng import RngSource, register_rng_source
-from checkpointless.strategies.data.position import generators_of, is_megatrons, place_of_sampler, sampler_of
+from checkpointless.strategies.data.position import is_megatrons, place_of_sampler, sampler_of, samplers_of
+from checkpointless.strategies.data.sampler_state import SamplerState
 
 _SOURCE = "validation_data"
 
@@ -31,6 +32,7 @@ class ValidationData:
         self._trainer = weakref.ref(trainer)
         self._waiting: dict[str, Any] = {}  # the state of loaders that are not made yet
         self._made = 0
+        self._own: dict[int, tuple[object, SamplerState]] = {}  # by the loader's id
         # Until a loader is made, nothing but what waits for it has a state.
         register_rng_source(_SOURCE, RngSource(self._take, self._put, functools.partial(getattr, self, "_waiting")))
 
@@ -38,7 +40,7 @@ class ValidationData:
         """Let the next loader, which has just been made, resume where the one before the fault stood."""
         register_rng_source(_SOURCE, RngSource(self._take, self._put))
         if self._waiting:
-            _put_generators(loader, self._made, self._waiting)
+            self._put_own(loader, self._made, self._waiting)
             consumed = self._waiting.get(f"{self._made}")
             name = place_of_sampler(loader)
             sampler = getattr(loader, name, None)
@@ -50,13 +52,32 @@ class ValidationData:
         loaders = self._loaders()
         if not loaders:
             return self._waiting
-        return {name: value for index, each in enumerate(loaders) for name, value in _state_of(each, index)}
+        found: dict[str, Any] = {}
+        for index, each in enumerate(loaders):
+            found.update(_consumed_of(each, index))
+            found.update((f"{index}/{key}", state) for key, state in self._own_of(each).take().items())
+        return found
 
     def _put(self, state: dict[str, Any]) -> None:
         loaders = self._loaders()
         self._waiting, self._made = ({}, 0) if loaders else (state, 0)
         for index, loader in enumerate(loaders):
-            _put_state(loader, index, state)
+            _put_consumed(loader, index, state)
+            self._put_own(loader, index, state)
+
+    def _own_of(self, loader: Any) -> SamplerState:
+        """Return what the loader's samplers keep from validation to validation."""
+        if id(loader) not in self._own or self._own[id(loader)][0] is not loader:
+            loaders = self._loaders()
+            self._own = {key: each for key, each in self._own.items() if any(each[0] is one for one in loaders)}
+            self._own[id(loader)] = (loader, SamplerState([loader, *samplers_of(loader)]))
+        return self._own[id(loader)][1]
+
+    def _put_own(self, loader: Any, index: int, state: Mapping[str, Any]) -> None:
+        prefix = f"{index}/"
+        self._own_of(loader).put(
+            {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        )
 
     def _loaders(self) -> list[Any]:
         """Return the loaders that are made already."""
@@ -99,22 +120,13 @@ class _GoesOn:
         return getattr(self._inner, name)
 
 
-def _state_of(loader: Iterable[object], index: int) -> Iterator[tuple[str, Any]]:
+def _consumed_of(loader: Iterable[object], index: int) -> Iterator[tuple[str, Any]]:
     sampler = sampler_of(loader)
     if is_megatrons(sampler):
         yield f"{index}", sampler.consumed_samples
-    for number, each in enumerate(generators_of(loader)):
-        yield f"{index}/{number}", each.get_state().numpy().tobytes()
 
 
-def _put_state(loader: Iterable[object], index: int, state: Mapping[str, Any]) -> None:
+def _put_consumed(loader: Iterable[object], index: int, state: Mapping[str, Any]) -> None:
     sampler = sampler_of(loader)
     if is_megatrons(sampler) and f"{index}" in state:
         sampler.consumed_samples = state[f"{index}"]
-    _put_generators(loader, index, state)
-
-
-def _put_generators(loader: Iterable[object], index: int, state: Mapping[str, Any]) -> None:
-    for number, each in enumerate(generators_of(loader)):
-        if f"{index}/{number}" in state:
-            each.set_state(torch.frombuffer(bytearray(state[f"{index}/{number}"]), dtype=torch.uint8))

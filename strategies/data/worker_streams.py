@@ -13,6 +13,7 @@ import torch
 
 from checkpointless.inprocess.data_workers.streams import Place, is_iterable, seed_data_workers
 from checkpointless.recovery.rng import RngSource, RngStates, register_rng_source
+from checkpointless.strategies.data.position import keeps_its_position
 from checkpointless.transfer.exchange import all_gather_json
 
 if TYPE_CHECKING:
@@ -71,27 +72,30 @@ def repeat_worker_draws(loader: Iterable[object], seed: int, trainer: pl.Trainer
         rank: the data-parallel rank: ranks that share it get the same batches.
     """
     training = trainer.training  # validation draws the same numbers every time, whichever step it comes after
+    from_the_beginning = is_iterable(loader) and not keeps_its_position(loader)  # it is gone through once more
     try:
         seed_data_workers(
             loader,
             seed,
             rank=rank,
             stream="training" if training else "evaluation",
-            place=functools.partial(_place, trainer) if training else Place,
+            place=functools.partial(_place, trainer, from_the_beginning) if training else Place,
         )
     except (TypeError, ValueError) as error:
         _warn_once(f"{error}: random numbers that its workers draw are others after a fault")
         return
     seeded = cast("DataLoader[object]", loader)  # anything else has raised TypeError, or has no workers
-    if is_iterable(seeded) and seeded.num_workers > 0:
+    if is_iterable(seeded) and seeded.num_workers > 0 and not (training and from_the_beginning):
         _warn_once(
             f"{type(seeded.dataset).__name__} is iterable: random numbers that data-loader workers draw are the "
             "same after a fault only if it goes on exactly behind the last batch that was trained on"
         )
 
 
-def _place(trainer: pl.Trainer) -> Place:
+def _place(trainer: pl.Trainer, from_the_beginning: bool) -> Place:
     """Return where the loop stands when it makes an iterator; the loop counts steps, the loader microbatches."""
+    if from_the_beginning:
+        return Place(trainer.current_epoch)
     steps = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     sampler = getattr(trainer.strategy, "data_sampler", None)
     return Place(trainer.current_epoch, steps * getattr(sampler, "num_microbatches", 1))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_lightning import Train, in_every_phase
+from tests.ranks.jobs import run_job
+from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.test_lightning import SCRIPT, Train, in_every_phase
 from tests.ranks.test_lightning import train as train  # the fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -68,3 +71,46 @@ def test_torchdata_where_an_epoch_begins_and_ends(
     kind: str,
 ) -> None:
     train("ddp", STEPS, *at_the_edges(kind), features=features)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "features",
+    [
+        "own-batches",  # drawn one by one from the rank's stream
+        "own-batches,workers",
+        "own-batches,own-draws,validation",
+        "own-batches,own-draws,workers",
+        "own-batches,counts,validation",
+        pytest.param("own-batches,counts,workers", marks=pytest.mark.long),
+        "shuffled",
+        "shuffled,buffer,workers",
+    ],
+)
+def test_samplers_and_datasets_that_draw_or_count_for_themselves(train: Train, features: str, kind: str) -> None:
+    """Orders of one's own, in the third epoch too, with what a script that is entered again makes anew."""
+    train("ddp", STEPS, *in_every_phase(kind), features=features)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("features", ["own-batches", "own-batches,own-draws", "shuffled"])
+def test_where_an_epoch_of_ones_own_order_begins_and_ends(train: Train, features: str, kind: str) -> None:
+    train("ddp", STEPS, *at_the_edges(kind), features=features)
+
+
+@pytest.mark.parametrize(
+    ("features", "reason"),
+    [
+        ("shuffled,buffer", "the dataset Shuffled draws random numbers in the training process"),
+        ("own-batches,in-place", "OwnBatches keeps in order what the order of its next pass comes from"),
+        ("own-batches,endless", "the sampler OwnBatches has no length"),
+    ],
+)
+def test_what_could_not_be_repeated_is_refused(
+    nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str
+) -> None:
+    args = (str(STEPS), "ddp", *features.split(","))
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=args)
+    assert job.code != 0
+    assert reason in job.story()
+    assert not job.incidents

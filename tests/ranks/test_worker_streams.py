@@ -87,6 +87,7 @@ def test_what_the_strategy_makes_of_a_loader(nemo_zygote: Zygote) -> None:
     for rank, answer in enumerate(answers):
         assert answer["training"] == [7, rank, "training", 2, 12]
         assert answer["evaluation"] == [7, rank, "evaluation", 0, 0]
+        assert answer["again"] == [2, 0]
         iterable, unknown = answer["said"]
         assert "Lines is iterable" in iterable
         assert "tuple_iterator" in unknown

@@ -17,6 +17,16 @@ from checkpointless.strategies.data import worker_streams
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 
 
+class Positioned(DataLoader[int]):
+    """Says where it stands."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        pass
+
+
 class Lines(IterableDataset[int]):
     """Stands in for a dataset that can only be iterated over."""
 
@@ -50,7 +60,11 @@ def loaders_of_a_trainer() -> dict[str, Any]:
         streams: Any = loader.worker_init_fn
         prepared[stage] = [*streams.key, streams.place().epoch, streams.place().batch]
     for _ in range(2):
-        repeat_worker_draws(DataLoader(Lines(), num_workers=1), 7, _trainer(True), rank)
+        repeat_worker_draws(Positioned(Lines(), num_workers=1), 7, _trainer(True), rank)
+        again: Any = DataLoader(Lines(), num_workers=1)  # it is gone through from its beginning: nothing is said
+        repeat_worker_draws(again, 7, _trainer(True), rank)
+        place = again.worker_init_fn.place()
+        prepared["again"] = [place.epoch, place.batch]
         repeat_worker_draws(DataLoader(Lines()), 7, _trainer(True), rank)
         repeat_worker_draws(iter(()), 7, _trainer(True), rank)
     return {**prepared, "said": said}

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
 from checkpointless import HPWrapper
 from checkpointless.environment import own_run_dir
@@ -52,6 +54,61 @@ class Stream(IterableDataset[torch.Tensor]):
         self.place = state_dict["place"]
 
 
+class Shuffled(IterableDataset[torch.Tensor]):
+    """A stream of eight batches in an order drawn at its beginning, or for each row in a shuffle buffer."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.passes += 1
+        rows = list(range(24 * self.passes))[-24:]
+        random.shuffle(rows)
+        held: list[int] = []
+        for row in rows:
+            held.append(row)
+            if len(held) == 5 and "buffer" in FEATURES:
+                yield self.sample(held.pop(random.randrange(5)))
+            elif "buffer" not in FEATURES:
+                yield self.sample(held.pop())
+        yield from map(self.sample, held)
+
+    def sample(self, row: int) -> torch.Tensor:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(row))
+
+    def __len__(self) -> int:
+        return 24
+
+
+class OwnBatches(Sampler[list[int]]):
+    """Batches of the user's: drawn one by one from the rank's stream, or from what the sampler keeps for itself."""
+
+    def __init__(self) -> None:
+        self.passes, self.numpys = 0, numpy.random.default_rng(5)
+        self.order = list(range(SAMPLES))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        if "in-place" in FEATURES:
+            random.shuffle(self.order)
+            yield from (self.order[place : place + 3] for place in range(0, 24, 3))
+            return
+        if "own-draws" in FEATURES and self.passes == 1:
+            self.pythons = random.Random(7)
+        for _ in range(8):
+            if "own-draws" in FEATURES:
+                yield [self.pythons.randrange(SAMPLES), *self.numpys.integers(SAMPLES, size=2).tolist()]
+            elif "counts" in FEATURES:
+                yield random.Random(100 * self.passes + _).sample(range(SAMPLES), 3)
+            else:
+                yield random.sample(range(SAMPLES), 3)
+
+    def __len__(self) -> int:
+        if "endless" in FEATURES:
+            raise TypeError("it has no length")
+        return 8
+
+
 class StatefulLoader(DataLoader[torch.Tensor]):
     """Says where its stream stands, by Lightning's protocol."""
 
@@ -87,6 +144,8 @@ class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
         if "stream" in FEATURES:
             return (StatefulLoader if "stateful" in FEATURES else DataLoader)(Stream(), batch_size=3)
+        if "shuffled" in FEATURES:
+            return DataLoader(Shuffled(), batch_size=3, num_workers=int("workers" in FEATURES))
         kind: Any = PositionedLoader if "positioned" in FEATURES else DataLoader
         options: dict[str, Any] = {"batch_size": 3, "num_workers": int("workers" in FEATURES)}
         if "torchdata" in FEATURES:
@@ -95,6 +154,9 @@ class Data(pl.LightningDataModule):
 
             kind = StatefulDataLoader
         samples = Samples()
+        if "own-batches" in FEATURES:
+            workers = int("workers" in FEATURES)
+            return DataLoader(samples, batch_sampler=OwnBatches(), num_workers=workers)
         if "sharded" in FEATURES:
             options["sampler"] = StatefulDistributedSampler(samples, seed=3)
         elif "weighted" in FEATURES:
@@ -106,6 +168,8 @@ class Data(pl.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        if "own-batches" in FEATURES:
+            return DataLoader(Samples(), batch_sampler=OwnBatches())
         return DataLoader(Samples(), batch_size=5)
 
 
@@ -286,6 +350,7 @@ def main() -> None:
         max_steps=STEPS,
         accumulate_grad_batches=2 if "accumulate" in FEATURES else 1,
         gradient_clip_val=None if STRATEGY == "hsdp-tp" or "manual" in FEATURES else 1.0,
+        use_distributed_sampler="own-batches" not in FEATURES,
         val_check_interval=4 if "validation" in FEATURES else None,
         limit_val_batches=2 if "validation" in FEATURES else 0,
         num_sanity_val_steps=0,

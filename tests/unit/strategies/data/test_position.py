@@ -87,3 +87,21 @@ def test_a_validation_loader_that_is_made_late_has_its_length_and_goes_on(monkey
     assert after._take() == state
     assert [batch.tolist() for batch in late] == [batch.tolist() for batch in expected]
     assert after._take() == {"0": 128}
+
+
+class Endless:
+    """A sampler without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_a_sampler_without_a_length_is_refused_where_lightning_fetches_ahead() -> None:
+    from checkpointless.strategies.data.position import ahead_of_steps
+
+    for options in ({"sampler": Endless(), "batch_size": 2}, {"batch_sampler": Endless()}):
+        loader: Any = DataLoader(range(8), **options)  # type: ignore[arg-type]
+        assert (ahead_of_steps(loader) or "").startswith("the sampler Endless has no length")
+    assert ahead_of_steps(DataLoader(range(8))) is None  # type: ignore[arg-type]
+    assert ahead_of_steps([1, 2]) is None
+    assert ahead_of_steps(iter([1, 2])) is None

@@ -21,7 +21,8 @@ from torch.utils.data import (
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery import rng
 from checkpointless.recovery.rng import RngStates
-from checkpointless.strategies.data.position import DataPosition, generators_of
+from checkpointless.strategies.data.position import DataPosition, samplers_of
+from checkpointless.strategies.data.sampler_state import SamplerState
 from checkpointless.strategies.data.stateful import DrawnOrder, begin_anew, repeat_order, without_worker_seeds
 
 pytestmark = pytest.mark.nemo
@@ -57,6 +58,10 @@ def divided(sampler: Any) -> DistributedSamplerWrapper:
 
 def loader_of(sampler: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(SAMPLES), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+
+
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    return SamplerState([loader, *samplers_of(loader)]).generators()
 
 
 def seeded() -> torch.Generator:

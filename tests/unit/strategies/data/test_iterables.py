@@ -1,0 +1,147 @@
+"""Test iterable datasets that are gone through once more: what they draw is drawn again, or they are refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.recovery import rng
+from checkpointless.recovery.rng import RngStates
+from checkpointless.strategies.data import position as position_module
+from checkpointless.strategies.data.iterables import repeat_items
+from checkpointless.strategies.data.position import DataPosition
+
+pytestmark = pytest.mark.nemo
+
+ITEMS = 24
+
+
+@pytest.fixture(autouse=True)
+def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rng, "_sources", {})
+    monkeypatch.setattr(position_module, "_kept", [])
+
+
+class Starts:
+    """Keeps the streams of a pass as bytes, as a board does."""
+
+    kept = b""
+
+    def keep_data_start(self, streams: RngStates) -> None:
+        self.kept = streams.to_bytes()
+
+    def data_start(self) -> RngStates | None:
+        return RngStates.from_bytes(self.kept)
+
+
+class Rows(IterableDataset[int]):
+    """Gives numbers that are drawn, or counted, in one way."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.passes, self.own = how, 0, random.Random(3)
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        rows = list(range(ITEMS))
+        if self.how == "when torch asks":
+            random.shuffle(rows)
+            return iter(rows)
+        return self.items(rows)
+
+    def items(self, rows: list[int]) -> Iterator[int]:
+        if self.how == "for the first item":
+            random.shuffle(rows)
+        for number, row in enumerate(rows):
+            if self.how == "for each item" or (self.how == "seldom" and number == 20):
+                row = random.randrange(ITEMS)
+            elif self.how == "by itself":
+                row = self.own.randrange(ITEMS)
+            elif self.how == "counts":
+                row = (row * self.passes) % ITEMS
+            yield row
+
+
+def made(how: str, starts: Starts, position: DataPosition | None) -> DataLoader[int]:
+    loader: DataLoader[int] = DataLoader(Rows(how), batch_size=None)
+    repeat_items(loader, starts, position)
+    return loader
+
+
+def trained(items: Iterator[int], count: int | None = None) -> list[int]:
+    """Return as many items; the training draws between them."""
+    found = []
+    for item in itertools.islice(items, count):
+        found.append(item)
+        random.random(), torch.rand(2)
+    return found
+
+
+@pytest.mark.parametrize("within", [1, 2, 7])
+@pytest.mark.parametrize("how", ["when torch asks", "for the first item", "by itself", "counts"])
+def test_the_second_pass_is_gone_through_once_more(how: str, within: int) -> None:
+    random.seed(1), torch.manual_seed(1)
+    starts = Starts()
+    loader = made(how, starts, None)
+    assert len(trained(iter(loader))) == ITEMS
+    second = iter(loader)
+    delivered = trained(second, within)
+    kept, moment = starts.kept, RngStates.capture().to_bytes()
+    expected = [trained(second), trained(iter(loader))]
+
+    random.seed(2), torch.manual_seed(2)
+    starts_again = Starts()
+    starts_again.kept = kept
+    again = made(how, starts_again, DataPosition(within, within))
+    items = iter(again)
+    assert list(itertools.islice(items, within)) == delivered
+    RngStates.from_bytes(moment).restore()
+    assert [trained(items), trained(iter(again))] == expected
+
+
+@pytest.mark.parametrize(("how", "given"), [("for each item", 1), ("seldom", 20)])
+def test_a_dataset_that_draws_behind_its_first_item_is_refused(how: str, given: int) -> None:
+    items = iter(made(how, Starts(), None))
+    assert len(list(itertools.islice(items, given))) == given
+    with pytest.raises(UnrecoverableError, match="the dataset Rows draws random numbers in the training process"):
+        next(items)
+
+
+def test_a_loader_that_goes_through_it_by_itself_is_looked_at_too() -> None:
+    """torchdata's does so when it is told where it stands."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    loader = stateful(Rows("counts"), batch_size=None)
+    repeat_items(loader, Starts(), None)
+    items = iter(loader)
+    assert list(itertools.islice(items, 3)) == [0, 1, 2]
+    state = loader.state_dict()
+    again = stateful(Rows("counts"), batch_size=None)
+    repeat_items(again, Starts(), DataPosition(3, 3))
+    again.load_state_dict(state)
+    assert next(iter(again)) == 3
+    drawing = stateful(Rows("for each item"), batch_size=None)
+    repeat_items(drawing, Starts(), None)
+    with pytest.raises(UnrecoverableError, match="draws random numbers in the training process"):
+        next(iter(drawing))
+
+
+def test_what_workers_go_through_is_left_alone() -> None:
+    loader: DataLoader[int] = DataLoader(Rows("for each item"), batch_size=None, num_workers=1)
+    repeat_items(loader, Starts(), None)
+    assert "_get_iterator" not in vars(loader)
+
+
+def test_the_loaders_dataset_is_what_it_was() -> None:
+    loader = made("counts", Starts(), None)
+    iterator: Any = iter(loader)
+    assert isinstance(loader.dataset, Rows)
+    assert iterator._dataset is iterator._dataset_fetcher.dataset is loader.dataset
+    assert loader.dataset.passes == 0
+    assert next(iterator) == 0
+    assert loader.dataset.passes == 1
