@@ -163,8 +163,8 @@ def _take_checkpoint(trainer: pl.Trainer, asked: _Asked) -> Callable[[], dict[st
     if asked.data_has_state:
         kept[type(asked.datamodule).__qualname__] = asked.datamodule.state_dict()
     if loops is not None and not asked.has_save_hooks and not asked.counts_itself:
-        copies = {name: copy_of(part) for name, part in kept.items() if part}
-        return lambda: _checkpoint(loops(), {name: copies[name]() if part else part for name, part in kept.items()})
+        copies = {name: copy_of(part) for name, part in kept.items()}  # also an empty one, which may be filled yet
+        return lambda: _checkpoint(loops(), {name: made() for name, made in copies.items()})
     made = _with_counts(trainer.current_epoch, trainer.global_step, loops() if loops is not None else None, kept)
     if asked.has_save_hooks:
         _call_save_hooks(trainer, made)
@@ -271,6 +271,21 @@ def load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", checkpoint[type(datamodule).__qualname__])
     call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
     call._call_callbacks_load_state_dict(trainer, checkpoint)
+    _empty_those_without_state(trainer, checkpoint["callbacks"])
+
+
+def _empty_those_without_state(trainer: pl.Trainer, states: Mapping[str, Any]) -> None:
+    """Give callbacks that have a state now, and had an empty one, the empty one; Lightning leaves them out."""
+    for each in _Asked.of(trainer).stateful:
+        if each.state_key in states or not each.state_dict():
+            continue
+        try:
+            each.load_state_dict({})
+        except Exception as error:
+            raise UnrecoverableError(
+                f"the state of {type(each).__name__} was empty before the fault, and its load_state_dict fails on "
+                f"{{}} ({type(error).__name__}: {error}): let it take what state_dict returns"
+            ) from error
 
 
 def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
