@@ -71,7 +71,7 @@ def test_who_is_asked_follows_what_the_trainer_has() -> None:
         datamodule=None,
         callbacks=[callback],
         precision_plugin=Precision(),
-        strategy=None,
+        strategy=SimpleNamespace(lr_scheduler_configs=[]),
         fit_loop=SimpleNamespace(),
     )
     asked = _Asked.of(trainer)
