@@ -126,7 +126,7 @@ def test_a_state_of_the_data_that_is_emptied_with_each_epoch(train: Train, kind:
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
     """Those that go together, with a fault in the second epoch; training is stopped early, after the third."""
-    args, faults = ("40", "ddp", "stock", "validation"), (f"{kind}@forward:rank=1,step=12",)
+    args, faults = ("60", "ddp", "stock", "validation"), (f"{kind}@forward:rank=1,step=12",)
     calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=args)
     job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=args, faults=faults)
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()

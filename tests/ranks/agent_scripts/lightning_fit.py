@@ -364,7 +364,7 @@ def main() -> None:
         num_sanity_val_steps=0,
         callbacks=callbacks,
         logger=CSVLogger(folder / "csv"),
-        enable_checkpointing="saves" in FEATURES,
+        enable_checkpointing=bool({"saves", "stock"} & FEATURES),
         enable_progress_bar="stock" in FEATURES,
         enable_model_summary=False,
         log_every_n_steps=1,
