@@ -112,7 +112,7 @@ class OwnsAsData(Owns, pl.LightningDataModule):
 
 def fitted(**options: Any) -> Any:
     """Return a trainer whose loops have begun."""
-    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer: Any = pl.Trainer(accelerator="cpu", max_steps=2, limit_val_batches=0, **silent, **options)
     trainer.fit(BoringModel(), datamodule=OwnsAsData())
     return trainer

@@ -25,7 +25,7 @@ def trainer() -> Any:
 
 
 def trained(**options: Any) -> Any:
-    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer: Any = pl.Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=3, **silent, **options)
     trainer.fit(BoringModel(), torch.utils.data.DataLoader(RandomDataset(32, 4)))
     return trainer
