@@ -60,7 +60,7 @@ class TrainerSettings:
         self._schedulers: list[Any] | None = None
 
     @classmethod
-    def of(cls, trainer: Any) -> TrainerSettings:
+    def of(cls, trainer: pl.Trainer) -> TrainerSettings:
         """Return those of ``trainer``, always the same object."""
         known: TrainerSettings | None = vars(trainer.fit_loop).get(_OF_LOOP)
         if known is None:
@@ -165,7 +165,7 @@ class TrainerSettings:
             )
 
 
-def schedulers_of(trainer: Any) -> list[_Stateful]:
+def schedulers_of(trainer: pl.Trainer) -> list[_Stateful]:
     """Return the learning-rate schedulers of ``trainer``."""
     return [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
 
