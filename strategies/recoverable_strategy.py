@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
+from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.running import manager_of
 from checkpointless.strategies.block.callbacks import complete
@@ -26,6 +26,7 @@ from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
 from checkpointless.strategies.frameworks import chatter, entry_points
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
+from checkpointless.strategies.frameworks.stock_callbacks import unfit
 from checkpointless.strategies.recoverable_fit import RecoverableFit, begin_manager
 
 logger = logging.getLogger(__name__)
@@ -165,12 +166,16 @@ class RecoverableStrategy(ParallelStrategy):
             The fit, which has yet to take hold of model and optimizer.
 
         Raises:
-            UnrecoverableError: the manager cannot keep the state of such a fit.
+            UnrecoverableError: the manager cannot keep the state of such a fit, or a callback does what no recovery
+                could go on with.
         """
         call = self._call
         assert call is not None
         call.beat()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        reason = unfit(callbacks)
+        if reason is not None:
+            raise UnrecoverableError(reason)
         callback = complete(callbacks)
         for part in (call.wrapper.abort, call.wrapper.finalize):
             register = getattr(part, "register_attributes", None)

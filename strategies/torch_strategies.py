@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
@@ -20,6 +19,7 @@ from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.strategies.boundary.torch_steps import TorchSteps
 from checkpointless.strategies.checkpoints.lightning_saves import LightningSaves
 from checkpointless.strategies.frameworks import chatter
+from checkpointless.strategies.frameworks.stock_callbacks import unfit
 from checkpointless.strategies.recoverable_strategy import RecoverableStrategy
 
 logger = logging.getLogger(__name__)
@@ -82,16 +82,7 @@ class _TorchRecoverable(RecoverableStrategy):
                 "optimization: leave out automatic_optimization=False (several optimizers: one with several param "
                 "groups)"
             )
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        for each in callbacks:
-            if isinstance(each, LearningRateFinder | BatchSizeFinder):
-                return f"{type(each).__name__} trains before the fit, again after each fault: tune in another job"
-            if isinstance(each, BaseFinetuning):
-                return (
-                    f"{type(each).__name__} gives the optimizer more parameters while it trains, which no rank "
-                    "that is made anew has: give it all of them in configure_optimizers"
-                )
-        return None
+        return unfit(trainer.callbacks)  # type: ignore[attr-defined]
 
     def _unfit(self, trainer: pl.Trainer) -> str | None:
         if len(self.optimizers) != 1:

@@ -25,6 +25,7 @@ from checkpointless.serialization import state_tree
 from checkpointless.serialization.later import copies_of, copy_of
 from checkpointless.strategies.boundary.epoch_metrics import put_accumulated
 from checkpointless.strategies.boundary.progress import progress_of
+from checkpointless.strategies.boundary.trainer_settings import TrainerSettings, schedulers_of
 from checkpointless.strategies.data.position import megatron_sampler, take_sampler
 
 #: What Lightning itself writes, besides the states of precision plugin and data module under their names.
@@ -73,7 +74,6 @@ class _Asked:
             each for each in self.callbacks if type(each).state_dict is not base or "state_dict" in vars(each)
         ]
         self.savers = [each for each in self.callbacks if isinstance(each, Checkpoint)]
-        self.strategy = trainer.strategy
         self.counts_itself = not trainer.lightning_module.automatic_optimization
         self.module = trainer.lightning_module
         self.module_has_own_hook = _SAVE_HOOK in vars(self.module)
@@ -83,6 +83,8 @@ class _Asked:
         self.sampler = megatron_sampler(trainer)
         self.plugin = precision
         self.own_hooks = list(map(_own_hooks, self.callbacks))
+        self.schedulers = schedulers_of(trainer)
+        self.settings = TrainerSettings.of(trainer)
         self.precision = precision if type(precision).state_dict is not Precision.state_dict else None
         self.data_has_state = self.datamodule is not None and is_overridden("state_dict", self.datamodule)
 
@@ -92,6 +94,7 @@ class _Asked:
         known: _Asked | None = vars(trainer.fit_loop).get(_ASKED)
         if known is None or not known._is_so(trainer):
             known = cls(trainer)
+            known.settings.check_parts()
             setattr(trainer.fit_loop, _ASKED, known)
         return known
 
@@ -103,6 +106,7 @@ class _Asked:
             and len(callbacks) == len(self.callbacks)
             and all(map(operator.is_, callbacks, self.callbacks))
             and list(map(_own_hooks, callbacks)) == self.own_hooks
+            and schedulers_of(trainer) == self.schedulers
             and getattr(trainer, "datamodule", None) is self.datamodule
             and trainer.precision_plugin is self.plugin
             and (_SAVE_HOOK in vars(self.module)) is self.module_has_own_hook
@@ -128,15 +132,17 @@ def take_state(trainer: pl.Trainer) -> Callable[[], dict[str, Any]]:
         NeMo's sampler counts with.
 
     Raises:
-        UnrecoverableError: a hook fails on a checkpoint without the model's tensors.
+        UnrecoverableError: a hook fails on a checkpoint without the model's tensors, or has changed the trainer in
+            a way that a recovery could not repeat.
     """
     asked = _Asked.of(trainer)
+    settings = asked.settings.take()
     checkpoint, stop, metrics = _take_checkpoint(trainer, asked), bool(trainer.should_stop), _take_metrics(trainer)
     savers = _take_savers(asked.savers) if asked.savers else []
     sampler = take_sampler(asked.sampler, asked.datamodule)
     return lambda: {
         "checkpoint": checkpoint(),
-        "kinds": {"stop": stop, "metrics": metrics(), "savers": savers},
+        "kinds": {"stop": stop, "metrics": metrics(), "savers": savers, SETTINGS: settings()},
         "sampler": sampler(),
     }
 
@@ -156,15 +162,15 @@ def _take_checkpoint(trainer: pl.Trainer, asked: _Asked) -> Callable[[], dict[st
     loops = _loops(trainer)
     kept: dict[str, Any] = {
         "callbacks": {each.state_key: state for each in asked.stateful if (state := each.state_dict())},
-        "lr_schedulers": [config.scheduler.state_dict() for config in asked.strategy.lr_scheduler_configs],
+        "lr_schedulers": [scheduler.state_dict() for scheduler in asked.schedulers],
     }
     if asked.precision is not None and (precision_state := asked.precision.state_dict()):
         kept[type(asked.precision).__qualname__] = precision_state
     if asked.data_has_state:
         kept[type(asked.datamodule).__qualname__] = asked.datamodule.state_dict()
     if loops is not None and not asked.has_save_hooks and not asked.counts_itself:
-        copies = {name: copy_of(part) for name, part in kept.items() if part}
-        return lambda: _checkpoint(loops(), {name: copies[name]() if part else part for name, part in kept.items()})
+        copies = {name: copy_of(part) for name, part in kept.items()}  # also an empty one, which may be filled yet
+        return lambda: _checkpoint(loops(), {name: made() for name, made in copies.items()})
     made = _with_counts(trainer.current_epoch, trainer.global_step, loops() if loops is not None else None, kept)
     if asked.has_save_hooks:
         _call_save_hooks(trainer, made)
@@ -271,6 +277,21 @@ def load_again(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", checkpoint[type(datamodule).__qualname__])
     call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
     call._call_callbacks_load_state_dict(trainer, checkpoint)
+    _empty_those_without_state(trainer, checkpoint["callbacks"])
+
+
+def _empty_those_without_state(trainer: pl.Trainer, states: Mapping[str, Any]) -> None:
+    """Give callbacks that have a state now, and had an empty one, the empty one; Lightning leaves them out."""
+    for each in _Asked.of(trainer).stateful:
+        if each.state_key in states or not each.state_dict():
+            continue
+        try:
+            each.load_state_dict({})
+        except Exception as error:
+            raise UnrecoverableError(
+                f"the state of {type(each).__name__} was empty before the fault, and its load_state_dict fails on "
+                f"{{}} ({type(error).__name__}: {error}): let it take what state_dict returns"
+            ) from error
 
 
 def copy_to_load(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -334,6 +355,8 @@ def _put_savers(trainer: Any, states: list[dict[str, Any]]) -> None:
             setattr(saver, name, state_tree.copy(value))
 
 
+#: The trainer's plain settings, which are put back where hooks at the start have run already.
+SETTINGS = "settings"
 #: The kind of state whose values only the rank itself has.
 ACCUMULATED = "accumulated"
 
@@ -351,6 +374,6 @@ KINDS = (
 
 
 def put_kinds(trainer: pl.Trainer, states: dict[str, Any]) -> None:
-    """Put back what :func:`take_state` made of them, and what was accumulated."""
+    """Put back what :func:`take_state` made of them, and what was accumulated, but not the settings."""
     for kind in KINDS:
         kind.put(trainer, states[kind.name])

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.boundary.epoch_metrics import make_results_resumable
+from checkpointless.strategies.boundary.trainer_settings import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         if resumption is not None and resumption.stage is Stage.ENDED:
             return
         self.has_asked = True
+        TrainerSettings.of(self.trainer).steps_begin()
         if resumption is not None:
             try:
                 resumption.done_again(functools.partial(super().advance, data_fetcher))
@@ -183,6 +185,7 @@ class ResumableFitLoop(_FitLoop):
     def on_run_start(self) -> None:
         """Begin training, or resume it."""
         super().on_run_start()
+        TrainerSettings.of(self.trainer).training_begins()
         if self.resumption is not None and self.resumption.begins_epoch:
             self._restarting = self.epoch_loop.restarting = False
             self.resumption.go_on()
@@ -216,6 +219,7 @@ def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
             loop.__class__ = kind if base in kind.__mro__ else type(base.__name__, (kind, base), {})
         loop.resumption = None
     make_results_resumable(trainer)
+    TrainerSettings.of(trainer).begin_fit()
     fit_loop.was_finished = False
     fit_loop.epoch_loop.observer = observer
     fit_loop.epoch_loop.not_delivered = 0

@@ -12,10 +12,11 @@ import lightning.pytorch as pl
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.boundary.epoch_metrics import put_accumulated, warn_if_lost, with_own
-from checkpointless.strategies.boundary.kinds import ACCUMULATED, load_again, put_kinds
+from checkpointless.strategies.boundary.kinds import ACCUMULATED, SETTINGS, load_again, put_kinds
 from checkpointless.strategies.boundary.loops import Resumption
 from checkpointless.strategies.boundary.outcome import StepOutcome, with_own_loss
 from checkpointless.strategies.boundary.step_keeper import StepKeeper
+from checkpointless.strategies.boundary.trainer_settings import TrainerSettings
 from checkpointless.strategies.data.position import DataPosition, put_sampler
 from checkpointless.strategies.data.training import TrainingData
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
@@ -89,6 +90,8 @@ class Restoration:
         objects = {**objects, "kinds": {**objects["kinds"], ACCUMULATED: kept}}
         put_kinds(self._trainer, objects["kinds"])
         put_sampler(self._trainer, objects["sampler"])
+        if _is_in_training(stage, objects):
+            TrainerSettings.of(self._trainer).put_for_loaders(objects["kinds"][SETTINGS])
         if stage is Stage.LOADED:
             self._waiting = None
             manager.restore_streams()
@@ -119,6 +122,8 @@ class Restoration:
             self._data.resume_at(position, fit_loop)
         load_again(trainer, objects["checkpoint"])
         put_kinds(trainer, objects["kinds"])
+        if _is_in_training(stage, objects):
+            TrainerSettings.of(trainer).put(objects["kinds"][SETTINGS], _begins_epoch(stage, objects))
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         manager.saves.forget_lost(callbacks)
         put_sampler(trainer, objects["sampler"])
@@ -157,6 +162,7 @@ class Restoration:
         if outcome.state is not None:
             load_again(self._trainer, outcome.state["checkpoint"])
             put_kinds(self._trainer, {**outcome.state["kinds"], ACCUMULATED: accumulated})
+            TrainerSettings.of(self._trainer).put(outcome.state["kinds"][SETTINGS])
         put_accumulated(self._trainer, self._own_of(accumulated, *self._manager.resumed_at))
 
 
@@ -178,6 +184,7 @@ def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, A
     if objects is None:
         return {}
     put_kinds(trainer, objects["kinds"])
+    TrainerSettings.of(trainer).put(objects["kinds"][SETTINGS])
     checkpoint: dict[str, Any] = objects["checkpoint"]
     return checkpoint
 
@@ -185,3 +192,8 @@ def skip_fit(trainer: pl.Trainer, objects: dict[str, Any] | None) -> dict[str, A
 def _begins_epoch(stage: Stage, objects: Mapping[str, Any]) -> bool:
     """Return whether an epoch begins where the loops resume."""
     return stage is Stage.TURNED or (stage is Stage.COMMITTED and objects["base"] == Stage.TURNED)
+
+
+def _is_in_training(stage: Stage, objects: Mapping[str, Any]) -> bool:
+    """Return whether the hooks at the start of training had run; what they set, they have set again."""
+    return (Stage(objects["base"]) if stage is Stage.COMMITTED else stage) is not Stage.LOADED

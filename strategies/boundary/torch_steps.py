@@ -40,6 +40,11 @@ _ANOTHER = (
     "the trainer has another optimizer than at the beginning, which no rank that is made anew has: let "
     "configure_optimizers return the one that is used to the end"
 )
+_WITHIN = (
+    "accumulate_grad_batches was changed to {} within the batches of a step, or one of them was None: Lightning "
+    "sets gradients to zero at batches whose number is a multiple of it, and batch {} {}. Change it at the "
+    "beginning of an epoch, or behind a number of batches that the old and the new value divide"
+)
 _PLUGIN = "precision"
 
 
@@ -84,6 +89,7 @@ class TorchSteps:
         self.replayed: StepOutcome | None = None
         self._guard: Guard | None = None
         self._is_updated = self._overflows = False
+        self._accumulates = False if call.high_water > 0 else None  # whether gradients wait for more; None: unknown
         self._to_put_back: list[Callable[[], None]] = []
 
     def guard(self, guard: Guard) -> None:
@@ -92,9 +98,25 @@ class TorchSteps:
 
     # --- a step that is computed ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Begin the computation of a batch."""
+    def begin(self, batch_idx: int) -> None:
+        """Begin the computation of a batch.
+
+        Args:
+            batch_idx: its number in the epoch, from 0.
+
+        Raises:
+            UnrecoverableError: gradients of the step before would be added to those of this step, or gradients of
+                this step be dropped. After a fault there are none.
+        """
         self._is_updated = self._overflows = False
+        every = self._trainer.accumulate_grad_batches
+        if self.replayed is None and batch_idx and self._accumulates not in (None, bool(batch_idx % every)):
+            what = "is within the step" if self._accumulates else "is the first of its step"
+            raise UnrecoverableError(_WITHIN.format(every, batch_idx, what))
+
+    def end(self) -> None:
+        """End the computation of a batch."""
+        self._accumulates = self.replayed is None and not self._is_updated
 
     def update(self, make: Callable[[], object]) -> object:
         """Make the update of a step with ``make``, as Lightning does, by the optimizer's ``step``; or replay it."""
@@ -227,8 +249,9 @@ class ObservedOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Compute a batch, and update if it is the last of a step."""
-        self.steps.begin()
+        self.steps.begin(batch_idx)
         output: dict[str, Any] = super().run(optimizer, batch_idx, kwargs)
+        self.steps.end()
         return output
 
     @override

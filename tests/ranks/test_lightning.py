@@ -48,7 +48,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
         assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
         return job
 
-    def compared(strategy: str, steps: int, *faults: str, features: str = "") -> Job:
+    def compared(strategy: str, steps: int, *faults: str, features: str = "", made: int | None = None) -> Job:
         ranks = 8 if strategy == "hsdp-tp" else 4
         args = (str(steps), strategy, *filter(None, features.split(",")))
         if args not in undisturbed:
@@ -56,7 +56,7 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Trai
         job = run(ranks, args, *faults)
         verdict = compare(undisturbed[args].steps, job.steps)
         assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-        assert verdict.steps == steps
+        assert verdict.steps == (steps if made is None else made)
         assert len(job.incidents) == len(faults)
         assert logged(undisturbed[args]) == logged(job)
         return job
@@ -102,6 +102,42 @@ def test_a_stream(train: Train, features: str) -> None:
     train("ddp", 7, *faults, features=features)
 
 
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_settings_of_the_trainer_that_hooks_change(train: Train, kind: str) -> None:
+    """How many batches a step has, the clipping, when to validate, log and end: changed in the middle of an epoch.
+
+    The last step that is asked for at first is not made.
+    """
+    train("ddp", 15, *in_every_phase(kind), features="settings,validation", made=14)
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train, kind: str) -> None:
+    """From 1 to 2 and 4, in epochs of eight batches, so that the last fault is in an epoch of two steps."""
+    train("ddp", 16, *in_every_phase(kind), features="scheduled")
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_a_state_of_the_data_that_is_emptied_with_each_epoch(train: Train, kind: str) -> None:
+    """It is its owner's own dict, and empty when an epoch begins, with step 9, in which the fault is."""
+    train("ddp", 10, f"{kind}@backward:rank=1,step=9", features="emptied")
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
+    """Those that go together, with a fault in the second epoch; training is stopped early, after the third."""
+    args, faults = ("60", "ddp", "stock", "validation"), (f"{kind}@forward:rank=1,step=12",)
+    calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=args)
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=args, faults=faults)
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == 45
+    rates = [[row["lr-AdamW"] for row in logged(each) if "lr-AdamW" in row] for each in (calm, job)]
+    assert rates[0] == rates[1]
+    assert len(rates[0]) == 45
+
+
 @pytest.mark.parametrize("what", ["raises-in-save", "killed-in-save"])
 def test_a_fault_within_a_save(nemo_zygote: Zygote, tmp_path: Path, what: str) -> None:
     calm = run_job(nemo_zygote, tmp_path / "calm", 4, script=SCRIPT, args=("7", "ddp", "saves"))
@@ -144,6 +180,8 @@ def test_saves_validations_and_workers(train: Train) -> None:
         ("twice", "optimizer_step() updates more than once in a step"),
         ("static", "leave static_graph out"),
         ("stream,stateful", "give it a __len__, or leave out its state_dict"),
+        ("averages", "StochasticWeightAveraging exchanges weights in hooks, from copies that no rank"),
+        ("prunes", "ModelPruning gives the model masks while it trains"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str) -> None:
@@ -178,6 +216,28 @@ def test_parameters_that_hooks_add_are_noticed_at_once(
     assert job.code == 1
     assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(4))]), job.story()
     assert {record.step for record in job.steps[0]} == set(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("features", "reason", "steps"),
+    [
+        ("adds-callback", "trainer.callbacks was changed while training (Swaps was added)", 4),
+        ("removes-callback", "trainer.callbacks was changed while training (Norms was removed)", 4),
+        ("schedules", "the trainer has another learning-rate scheduler than when training began", 4),
+        ("limits", "trainer.limit_train_batches was changed from 1.0 to 3", 4),
+        ("regroups", "accumulate_grad_batches was changed to 2 within the batches of a step", 3),
+    ],
+)
+@pytest.mark.parametrize("fault", [None, "exception@after_optimizer:rank=1,step={}"], ids=["calm", "at-once"])
+def test_what_hooks_change_in_the_trainer_and_cannot_be_put_back_is_noticed_at_once(
+    nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str, steps: int, fault: str | None
+) -> None:
+    """Behind a step; also if a fault makes it behind the step a second time, in a trainer that was made anew."""
+    faults = (fault.format(steps),) if fault is not None else ()
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("8", "ddp", features), faults=faults)
+    assert job.code == 1, job.story()
+    assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))]), job.story()
+    assert {record.step for record in job.steps[0]} == set(range(1, steps + 1))
 
 
 def test_a_shard_whose_training_is_changed_is_noticed(nemo_zygote: Zygote, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy
 import torch
+from lightning.pytorch import callbacks as stock
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
 from checkpointless import HPWrapper
@@ -173,6 +175,26 @@ class Data(pl.LightningDataModule):
         return DataLoader(Samples(), batch_size=5)
 
 
+class CountedData(Data):
+    """Scales batches by how many there were in the epoch; its state is its own dict, emptied at the end of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, int] = {}
+
+    def on_after_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
+        trainer: Any = self.trainer
+        if trainer.training:
+            self.seen["n"] = self.seen.get("n", 0) + 1
+        return batch * (1 + 0.05 * self.seen.get("n", 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = dict(state_dict)
+
+
 class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -212,6 +234,32 @@ class Model(pl.LightningModule):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
         if "exchanges" in FEATURES and self.current_epoch == 1:
             self.trainer.optimizers = [torch.optim.AdamW(self.parameters(), lr=1e-3)]
+
+    def on_train_epoch_end(self) -> None:
+        if "emptied" in FEATURES:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            data.seen.clear()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Change the trainer itself, once."""
+        trainer: Any = self.trainer
+        if "settings" in FEATURES and trainer.global_step == 4 and trainer.accumulate_grad_batches == 1:
+            trainer.accumulate_grad_batches, trainer.gradient_clip_val = 2, 0.05
+            trainer.val_check_batch, trainer.log_every_n_steps = 6, 2
+        if "settings" in FEATURES and trainer.global_step == 12:
+            trainer.fit_loop.epoch_loop.max_steps = STEPS - 1
+            trainer.gradient_clip_algorithm = GradClipAlgorithmType.VALUE
+        if "adds-callback" in FEATURES and trainer.global_step == 4:
+            trainer.callbacks.append(Swaps())
+        if "removes-callback" in FEATURES and trainer.global_step == 4:
+            trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, Norms)]
+        if "schedules" in FEATURES and trainer.global_step == 4:
+            (config, _), optimizer = trainer.lr_scheduler_configs, trainer.optimizers[0]
+            config.scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        if "regroups" in FEATURES and trainer.global_step == 3:
+            trainer.accumulate_grad_batches = 2
+        if "limits" in FEATURES and trainer.global_step == 4:
+            trainer.limit_train_batches = 3
 
     def on_validation_end(self) -> None:
         if "freezes" in FEATURES and self.trainer.global_step == 12:
@@ -316,6 +364,30 @@ class Swaps(Callback):
             raise RuntimeError("in a validation")
 
 
+def stock_callbacks(folder: Path) -> list[Callback]:
+    """Return Lightning's own callbacks that one training may have together."""
+    given: list[Callback] = []
+    if "stock" in FEATURES:
+        given += [
+            stock.EarlyStopping("train_loss", min_delta=10.0, patience=2, check_on_train_epoch_end=True),
+            stock.LearningRateMonitor("step", log_momentum=True),
+            stock.LambdaCallback(on_train_batch_end=lambda trainer, module, *rest: module.log("mine", 1.0)),
+            stock.ModelSummary(),
+            stock.Timer("00:01:00:00"),
+            stock.DeviceStatsMonitor(cpu_stats=True),
+            stock.ThroughputMonitor(len),
+            stock.OnExceptionCheckpoint(folder / "raised"),
+            stock.TQDMProgressBar(),
+        ]
+    if "scheduled" in FEATURES:
+        given.append(stock.GradientAccumulationScheduler({1: 2, 2: 4}))
+    if "averages" in FEATURES:
+        given.append(stock.StochasticWeightAveraging(1e-2, swa_epoch_start=1))
+    if "prunes" in FEATURES:
+        given.append(stock.ModelPruning("l1_unstructured", amount=0.1))
+    return given
+
+
 def strategy_of(name: str) -> Any:
     if name == "ddp":
         return CheckpointlessDDPStrategy(
@@ -338,6 +410,7 @@ def main() -> None:
     elif "bf16" in FEATURES:
         more["precision"] = "bf16-mixed"
     callbacks: list[Callback] = [Norms(), *([Swaps()] if "swaps" in FEATURES else [])]
+    callbacks += stock_callbacks(folder)
     if "saves" in FEATURES:
         saves = StoppedSaves(
             folder / "saved", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max", save_last="link"
@@ -356,13 +429,13 @@ def main() -> None:
         num_sanity_val_steps=0,
         callbacks=callbacks,
         logger=CSVLogger(folder / "csv"),
-        enable_checkpointing="saves" in FEATURES,
-        enable_progress_bar=False,
+        enable_checkpointing=bool({"saves", "stock"} & FEATURES),
+        enable_progress_bar="stock" in FEATURES,
         enable_model_summary=False,
         log_every_n_steps=1,
         **more,
     )
-    trainer.fit(Model(), Data())
+    trainer.fit(Model(), CountedData() if "emptied" in FEATURES else Data())
 
 
 main()

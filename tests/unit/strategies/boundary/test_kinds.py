@@ -7,9 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.plugins import Precision
 
-from checkpointless.strategies.boundary.kinds import _Asked, of_save_hooks
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.strategies.boundary.kinds import _Asked, load_again, of_save_hooks, take_state
 
 pytestmark = pytest.mark.nemo
 
@@ -68,7 +71,7 @@ def test_who_is_asked_follows_what_the_trainer_has() -> None:
         datamodule=None,
         callbacks=[callback],
         precision_plugin=Precision(),
-        strategy=None,
+        strategy=SimpleNamespace(lr_scheduler_configs=[]),
         fit_loop=SimpleNamespace(),
     )
     asked = _Asked.of(trainer)
@@ -83,3 +86,66 @@ def test_who_is_asked_follows_what_the_trainer_has() -> None:
     assert _Asked.of(trainer).data_has_state
     trainer.precision_plugin = HalfPrecision()
     assert _Asked.of(trainer).precision is trainer.precision_plugin
+
+
+class Owns:
+    """Returns its own dict as its state, and takes any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = dict(state_dict)
+
+
+class OwnsAsCallback(Owns, pl.Callback): ...
+
+
+class OwnsAsData(Owns, pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(RandomDataset(32, 4))
+
+
+def fitted(**options: Any) -> Any:
+    """Return a trainer whose loops have begun."""
+    silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer: Any = pl.Trainer(accelerator="cpu", max_steps=2, limit_val_batches=0, **silent, **options)
+    trainer.fit(BoringModel(), datamodule=OwnsAsData())
+    return trainer
+
+
+def test_a_state_that_was_empty_stays_empty_when_its_owner_fills_it() -> None:
+    trainer = fitted(callbacks=[callback := OwnsAsCallback()])
+    taken = take_state(trainer)
+    trainer.datamodule.seen["n"] = callback.seen["n"] = 1
+    checkpoint = taken()["checkpoint"]
+    assert checkpoint["OwnsAsData"] == {}
+    assert checkpoint["callbacks"] == {}
+
+
+def test_a_callback_whose_state_was_empty_is_emptied_again() -> None:
+    """Lightning gives an empty state to no callback, so that what hooks at the start had put in would stay."""
+    trainer = fitted(callbacks=[callback := OwnsAsCallback()])
+    checkpoint = take_state(trainer)()["checkpoint"]
+    callback.seen["n"] = 1
+    load_again(trainer, checkpoint)
+    assert callback.seen == {}
+
+
+def test_a_callback_that_takes_no_empty_state_is_named() -> None:
+    class Strict(OwnsAsCallback):
+        """Takes only what it has written itself."""
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.seen = {"n": state_dict["n"]}
+
+    trainer = fitted(callbacks=[callback := Strict()])
+    checkpoint = take_state(trainer)()["checkpoint"]
+    load_again(trainer, checkpoint)  # it is empty still
+    callback.seen["n"] = 1
+    with pytest.raises(UnrecoverableError, match="the state of Strict was empty before the fault"):
+        load_again(trainer, checkpoint)

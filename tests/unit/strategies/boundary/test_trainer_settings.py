@@ -1,0 +1,145 @@
+"""Test what of a trainer is put back after hooks have changed it, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.utilities import GradClipAlgorithmType
+
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.serialization import state_tree
+from checkpointless.strategies.boundary.kinds import take_state
+from checkpointless.strategies.boundary.trainer_settings import TrainerSettings
+
+pytestmark = pytest.mark.nemo
+
+
+@pytest.fixture
+def trainer() -> Any:
+    """Return a trainer that has trained."""
+    return trained()
+
+
+def trained(**options: Any) -> Any:
+    silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer: Any = pl.Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=3, **silent, **options)
+    trainer.fit(BoringModel(), torch.utils.data.DataLoader(RandomDataset(32, 4)))
+    return trainer
+
+
+CHANGES: dict[str, Any] = {
+    "accumulate_grad_batches": 3,
+    "gradient_clip_val": 0.5,
+    "gradient_clip_algorithm": GradClipAlgorithmType.VALUE,
+    "val_check_batch": 2,
+    "val_check_interval": 0.5,
+    "check_val_every_n_epoch": 7,
+    "log_every_n_steps": 9,
+    "reload_dataloaders_every_n_epochs": 5,
+    "fit_loop.max_epochs": 11,
+    "fit_loop.min_epochs": 2,
+    "fit_loop.max_batches": 4,
+    "fit_loop.epoch_loop.max_steps": 33,
+    "fit_loop.epoch_loop.min_steps": 3,
+}
+
+
+def owner_of(trainer: Any, name: str) -> tuple[Any, str]:
+    *path, last = name.split(".")
+    for each in path:
+        trainer = getattr(trainer, each)
+    return trainer, last
+
+
+def test_what_was_taken_is_put_into_a_trainer_that_was_made_anew(trainer: Any) -> None:
+    for name, value in CHANGES.items():
+        setattr(*owner_of(trainer, name), value)
+    state = take_state(trainer)()["kinds"]["settings"]
+    state_tree.check(state)  # it travels
+    fresh = trained()
+    before = {name: getattr(*owner_of(fresh, name)) for name in CHANGES}
+    assert all(before[name] != value for name, value in CHANGES.items())
+    TrainerSettings.of(fresh).put(state)
+    assert {name: getattr(*owner_of(fresh, name)) for name in CHANGES} == CHANGES
+    assert isinstance(fresh.gradient_clip_algorithm, GradClipAlgorithmType)
+
+
+def test_what_was_taken_does_not_follow_later_changes(trainer: Any) -> None:
+    taken = take_state(trainer)
+    trainer.accumulate_grad_batches = 5
+    assert taken()["kinds"]["settings"]["accumulate_grad_batches"] == 1
+
+
+@pytest.mark.parametrize("is_due", [True, False], ids=["reload", "none"])
+def test_an_epoch_with_a_loader_of_its_own_keeps_what_that_loader_has(trainer: Any, is_due: bool) -> None:
+    trainer.fit_loop.max_batches, trainer.val_check_batch = 77, 78
+    state = TrainerSettings.of(trainer).take()()
+    state["reload_dataloaders_every_n_epochs"] = 1 if is_due else 0
+    fresh = trained()
+    TrainerSettings.of(fresh).put(state, begins_epoch=True)
+    assert (fresh.fit_loop.max_batches, fresh.val_check_batch) == ((3, 3) if is_due else (77, 78))
+
+
+def test_before_the_loader_is_made_only_what_makes_it_is_put(trainer: Any) -> None:
+    state = TrainerSettings.of(trainer).take()()
+    fresh = trained()
+    TrainerSettings.of(fresh).put_for_loaders({**state, "val_check_interval": 0.25, "accumulate_grad_batches": 4})
+    assert (fresh.val_check_interval, fresh.accumulate_grad_batches) == (0.25, 1)
+
+
+@pytest.mark.parametrize(("name", "made"), [("limit_train_batches", 3), ("limit_val_batches", 1.0)])
+def test_a_limit_that_its_loader_was_not_made_with_is_refused(trainer: Any, name: str, made: float) -> None:
+    settings = TrainerSettings.of(trainer)
+    settings.loader_is_made(name)
+    settings.take()
+    setattr(trainer, name, 2)
+    with pytest.raises(UnrecoverableError, match=f"trainer.{name} was changed from {made} to 2"):
+        take_state(trainer)
+    setattr(trainer, name, made)
+    take_state(trainer)
+    trainer.limit_val_batches = 0  # switches validations off
+    take_state(trainer)
+
+
+def test_callbacks_that_are_changed_behind_the_start_of_training_are_refused(trainer: Any) -> None:
+    class Late(pl.Callback):
+        """Comes later."""
+
+    settings = TrainerSettings.of(trainer)
+    take_state(trainer)
+    trainer.callbacks.append(Late())
+    take_state(trainer)  # training has not begun
+    settings.training_begins()
+    take_state(trainer)
+    late = trainer.callbacks.pop()
+    for _ in range(2):  # not only once
+        with pytest.raises(UnrecoverableError, match="Late was removed"):
+            take_state(trainer)
+    trainer.callbacks.append(late)
+    take_state(trainer)
+    trainer.callbacks.append(Late())
+    with pytest.raises(UnrecoverableError, match="Late was added"):
+        take_state(trainer)
+    del trainer.callbacks[-1]
+    trainer.callbacks.reverse()
+    with pytest.raises(UnrecoverableError, match="their order was changed"):
+        take_state(trainer)
+    settings.begin_fit()  # of a later fit, which may have others
+    take_state(trainer)
+
+
+def test_another_scheduler_is_refused_once_steps_are_made(trainer: Any) -> None:
+    settings = TrainerSettings.of(trainer)
+    (config,) = trainer.lr_scheduler_configs
+    take_state(trainer)
+    config.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizers[0])
+    take_state(trainer)
+    settings.steps_begin()
+    config.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizers[0])
+    settings.steps_begin()  # of a later batch
+    with pytest.raises(UnrecoverableError, match="another learning-rate scheduler"):
+        take_state(trainer)

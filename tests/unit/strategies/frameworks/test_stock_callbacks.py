@@ -1,0 +1,49 @@
+"""Test which of Lightning's own callbacks are refused, and that the others are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import callbacks as stock
+
+from checkpointless.strategies.frameworks.stock_callbacks import unfit
+
+pytestmark = pytest.mark.nemo
+
+UNFIT: dict[str, Any] = {
+    "StochasticWeightAveraging": lambda: stock.StochasticWeightAveraging(1e-2),
+    "ModelPruning": lambda: stock.ModelPruning("l1_unstructured", amount=0.1),
+    "SpikeDetection": stock.SpikeDetection,
+    "BackboneFinetuning": stock.BackboneFinetuning,
+    "BaseFinetuning": stock.BaseFinetuning,
+    "LearningRateFinder": stock.LearningRateFinder,
+    "BatchSizeFinder": stock.BatchSizeFinder,
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_is_refused_is_named_with_what_to_do(name: str) -> None:
+    reason = unfit([stock.Callback(), UNFIT[name]()])
+    assert reason is not None
+    assert reason.startswith(f"{name} ")
+    assert ": " in reason
+
+
+def test_the_averages_of_newer_versions_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("WeightAveraging", (stock.Callback,), {})
+    monkeypatch.setattr(stock, "WeightAveraging", kind, raising=False)
+    reason = unfit([type("EMAWeightAveraging", (kind,), {})()])
+    assert reason is not None
+    assert "EMAWeightAveraging exchanges weights in hooks" in reason
+    assert "torch.optim.swa_utils.AveragedModel" in reason
+
+
+def test_every_other_callback_of_lightnings_is_let_pass() -> None:
+    others = [getattr(stock, name) for name in stock.__all__ if name not in UNFIT and name != "WeightAveraging"]
+    assert len(others) > 10
+    assert unfit([object.__new__(each) for each in others if not issubclass(each, _averages())]) is None
+
+
+def _averages() -> Any:
+    return getattr(stock, "WeightAveraging", ())
