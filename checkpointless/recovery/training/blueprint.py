@@ -37,9 +37,9 @@ class Blueprint:
     Args:
         modules: the modules.
         notes: returns the attributes of a module that are set anew before they are read.
-        attributes: compares hooks and all attributes by their pictures, and buffers by their identity. None: hooks
-            are counted, attributes compared where they are plain numbers and words, and buffers by their shape,
-            which suffices for classes that are known to keep nothing else.
+        attributes: compares hooks and all attributes by their pictures, and buffers by their identity; what is
+            trained is compared elsewhere. None: hooks are counted, attributes compared where they are plain numbers
+            and words, and buffers by their shape, which suffices for classes that are known to keep nothing else.
 
     Raises:
         UnknownValueError: a module keeps something that ``attributes`` cannot compare later.
@@ -85,7 +85,7 @@ class _Look:
         values, passing = vars(module), _MODE | self._notes(module)
         hooks = {kind: values[kind] for kind in _HOOKS if values.get(kind)}
         parameters = {
-            key: (id(value), value.requires_grad, *self._hooks_of(f"{title}.{key}", value))
+            key: (id(value), *self._marks_of(f"{title}.{key}", value))
             for key, value in module._parameters.items()
             if value is not None
         }
@@ -118,11 +118,11 @@ class _Look:
                 raise UnknownValueError(f"{title} keeps in {key} {error}") from None
         return found
 
-    def _hooks_of(self, title: str, parameter: torch.Tensor) -> tuple[object, ...]:
+    def _marks_of(self, title: str, parameter: torch.Tensor) -> tuple[object, ...]:
         after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         before = parameter._backward_hooks or {}
         if self._attributes is None:
-            return len(before), len(after)
+            return parameter.requires_grad, len(before), len(after)
         return tuple(
             self._pictures(title, {"its hooks": {**before}, "its late hooks": {**after}, **vars(parameter)}).items()
         )
