@@ -246,7 +246,7 @@ def _find(call: HPCallWrapper, now: _Entry, build: Callable[[], object]) -> Buil
     place = len(now.parts)
     reason: str | None
     if held is None or held.commit.committed < 1:
-        reason = "no step was committed"
+        reason = "this rank holds no state after a step"
     elif held.built_upon and not any(now.are_warm):
         reason = "another fault came before what was kept was restored"
     elif place >= len(kept.parts) or not kept.parts[place].is_built_by(build):

@@ -2,8 +2,9 @@
 
 ``anew``: build it each time. ``counts``, ``collects``: the model has an attribute that each forward pass changes.
 ``hook``: the loop adds a hook behind ``keep``. ``writes``: weights are set behind ``keep`` each time, and by
-``overwrites`` on rank 1 after a fault only. ``refers``: an old wrapper stays alive. ``communicates``: ``build``
-does. ``wraps``: it wraps the model. ``scheduler``: it returns a scheduler. ``scratch``: the job may start over.
+``overwrites`` on rank 1 after the first fault only. ``refers``: an old wrapper stays alive. ``communicates``:
+``build`` does. ``wraps``: it wraps the model. ``scheduler``: it returns a scheduler. ``scratch``: the job may start
+over, and ``overwrites`` is about all ranks.
 ``freezes``: a layer is frozen from step 3 on. ``two``: there are two calls of ``keep``.
 """
 
@@ -100,7 +101,8 @@ def main(caller: HPCallWrapper) -> None:
     assert inner.training
     assert inner.last.weight.requires_grad
     caller.enter_phase("init", caller.high_water)
-    if "writes" in WORDS or ("overwrites" in WORDS and caller.generation > 0 and dist.get_rank() == 1):
+    is_overwritten = "overwrites" in WORDS and (dist.get_rank() == 1 or "scratch" in WORDS)
+    if "writes" in WORDS or (is_overwritten and caller.generation == 1):
         torch.nn.init.ones_(inner.first.bias)
     if "hook" in WORDS:
         inner.drop.register_forward_hook(lambda module, args, output: output * 1.5)
