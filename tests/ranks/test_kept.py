@@ -99,6 +99,21 @@ def test_faults_before_what_is_kept_is_restored(train: Train) -> None:
     assert len(kept) == 3 + 4
 
 
+@pytest.mark.parametrize("source", [0, 1])
+def test_the_first_synchronisation_of_ddp_with_ranks_that_keep_their_parameters(
+    nemo_zygote: Zygote, source: int
+) -> None:
+    """Tensors of two types fill several buckets."""
+    kept = nemo_zygote.run(3, "tests.ranks.kept_ranks:sync", {"source": source})
+    whole, empty = [True] * 8, 3  # a tensor without elements is as it was in any case
+    assert kept[source] == whole
+    others = [rank for rank in range(3) if rank != source]
+    for rank in others:
+        changed = [at for at, is_kept in enumerate(kept[rank]) if not is_kept]
+        expected = [2, 7] if rank == 1 else [at for at in range(8) if at != empty]
+        assert changed == expected, f"rank {rank}"
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
