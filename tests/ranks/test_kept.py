@@ -121,6 +121,7 @@ def test_the_first_synchronisation_of_ddp_with_ranks_that_keep_their_parameters(
         ("collects", "Model 0 is not as it was built (attributes: seen)"),
         ("hook", "Dropout drop is not as it was built (hooks: _forward_hooks)"),
         ("writes", "first.bias is written to between keep() and the first step"),
+        ("writes quietly", "first.bias is written to between keep() and the first step"),
         ("wraps", "build wraps a module in DistributedDataParallel, which refers to process groups"),
         ("refers", "a DistributedDataParallel of the modules is still referred to"),
     ],
@@ -131,8 +132,9 @@ def test_what_is_not_sure_to_be_the_same_is_built_anew(train: Train, words: str,
     assert [each["reason"] for each in told(job) if not each["kept"]] == [reason] * 7, told(job)
 
 
-def test_a_rank_whose_only_copy_is_overwritten_is_filled(train: Train) -> None:
-    job = train("overwrites", "exception@backward:rank=2,step=3")
+@pytest.mark.parametrize("words", ["overwrites", "overwrites quietly"])
+def test_a_rank_whose_only_copy_is_overwritten_is_filled(train: Train, words: str) -> None:
+    job = train(words, "exception@backward:rank=2,step=3")
     assert [each["kept"] for each in told(job)] == [True] * 4
     assert "first.bias was written to between keep() and the first step" in job.log(1)
     (incident,) = job.incidents

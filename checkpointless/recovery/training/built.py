@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -15,16 +15,19 @@ from checkpointless.recovery.training.attributes import Attributes, UnknownValue
 from checkpointless.recovery.training.blueprint import Blueprint
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.recovery.training.param_groups import ParamGroups, version_of
+from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.transfer.module_tensors import put_values
 from checkpointless.transfer.sharded_tensors import is_sharded
 
 #: Of an optimizer's attributes: what is looked at in another way, and what only its construction reads.
 _APART = frozenset({"state", "param_groups", "defaults"})
+_checksums = MemoryChecksumManager()
 _SCHEDULERS = "_wrapped_by_lr_sched"  # the mark of the function that a scheduler puts over an optimizer's step
 _MUST_RETURN = "keep(build): build has to return a module, an optimizer, or a tuple, list or dict of these, not a "
 
-#: Where a tensor is, and how often it was written to.
-_Mark = tuple[torch.Tensor, int, int]
+#: A tensor, how often it was written to, where it is, and its digest, for who writes through ``parameter.data``
+#: is not counted. An optimizer's state has no digest.
+_Mark = tuple[torch.Tensor, int, int, int | None]
 
 
 class BuiltParts:
@@ -103,8 +106,8 @@ class BuiltParts:
         return self._blueprint.difference(self.modules) or ""
 
     def note(self) -> None:
-        """Note where all tensors are, and how often each was written to."""
-        self._marks = {id(each): _mark(each) for each in self._tensors()} if not self.obstacle else {}
+        """Note where all tensors are, and what is in them."""
+        self._marks = self._marks_of(self._tensors()) if not self.obstacle else {}
 
     def forget_states(self) -> None:
         """Let go of the optimizers' states, which were noted, too."""
@@ -117,23 +120,30 @@ class BuiltParts:
         Args:
             among: the identities of the tensors that are looked at; None: all.
         """
-        now = {id(each): each for each in self._tensors()}
-        if among is None and now.keys() != self._marks.keys():
+        if among is None and {id(each) for each in self._tensors()} != self._marks.keys():
             return "the optimizer's state"
-        for key, (tensor, version, place) in self._marks.items():
-            if (among is None or key in among) and (version_of(tensor), tensor.data_ptr()) != (version, place):
+        marks = [mark for key, mark in self._marks.items() if among is None or key in among]
+        for tensor, version, place, _ in marks:
+            if (version_of(tensor), tensor.data_ptr()) != (version, place):
                 return self._name(tensor)
-        return ""
+        now = self._marks_of(mark[0] for mark in marks)
+        return next((self._name(mark[0]) for mark in marks if mark != now[id(mark[0])]), "")
 
     def note_those(self, tensors: Set[int]) -> None:
         """Note anew the tensors that lie at the addresses ``tensors``: they were written to with good reason."""
-        for key, (tensor, _, place) in self._marks.items():
-            if place in tensors:
-                self._marks[key] = _mark(tensor)
+        self._marks |= self._marks_of(mark[0] for mark in self._marks.values() if mark[2] in tensors)
 
     def unwritten(self) -> Set[int]:
         """Return the addresses of the tensors that are as they were noted."""
-        return {place for each, version, place in self._marks.values() if version_of(each) == version}
+        now = self._marks_of(mark[0] for mark in self._marks.values())
+        return {mark[2] for key, mark in self._marks.items() if mark == now[key]}
+
+    def _marks_of(self, tensors: Iterable[torch.Tensor]) -> dict[int, _Mark]:
+        """Return where each of the tensors is and what is in it, by its identity."""
+        found = list(tensors)
+        own = {id(each) for each in [*self.parameters, *self.buffers]}
+        digests = _checksums.digest_each({(id(each),): each.detach() for each in found if id(each) in own})
+        return {id(each): (each, version_of(each), each.data_ptr(), digests.get((id(each),))) for each in found}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self.parameters
@@ -274,7 +284,3 @@ def _parameters_of(modules: list[torch.nn.Module], optimizers: list[torch.optim.
     for optimizer in optimizers:
         found |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
     return list(found.values())
-
-
-def _mark(tensor: torch.Tensor) -> _Mark:
-    return tensor, version_of(tensor), tensor.data_ptr()

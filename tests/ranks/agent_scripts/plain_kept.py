@@ -4,7 +4,7 @@
 ``hook``: the loop adds a hook behind ``keep``. ``writes``: weights are set behind ``keep`` each time, and by
 ``overwrites`` on rank 1 after the first fault only. ``refers``: an old wrapper stays alive. ``communicates``:
 ``build`` does. ``wraps``: it wraps the model. ``scheduler``: it returns a scheduler. ``scratch``: the job may start
-over, and ``overwrites`` is about all ranks.
+over, and ``overwrites`` is about all ranks. ``quietly``: torch does not count what is written.
 ``freezes``: a layer is frozen from step 3 on. ``two``: there are two calls of ``keep``.
 """
 
@@ -103,7 +103,7 @@ def main(caller: HPCallWrapper) -> None:
     caller.enter_phase("init", caller.high_water)
     is_overwritten = "overwrites" in WORDS and (dist.get_rank() == 1 or "scratch" in WORDS)
     if "writes" in WORDS or (is_overwritten and caller.generation == 1):
-        torch.nn.init.ones_(inner.first.bias)
+        torch.nn.init.ones_(inner.first.bias.data if "quietly" in WORDS else inner.first.bias)
     if "hook" in WORDS:
         inner.drop.register_forward_hook(lambda module, args, output: output * 1.5)
     model = wrapped or DistributedDataParallel(Both(inner, extra), find_unused_parameters="freezes" in WORDS)

@@ -163,6 +163,10 @@ def test_writes_are_noticed_and_those_with_a_reason_are_not() -> None:
     net.last.weight.data = torch.ones(2, 2)
     assert parts.written() == "last.weight"
     parts.note()
+    net.last.weight.data.fill_(3)  # which torch does not count
+    assert parts.written() == "last.weight"
+    assert net.last.weight.data_ptr() not in parts.unwritten()
+    parts.note()
     step(net, optimizer)
     assert parts.written() == "the optimizer's state", "it has some now, as behind load_state_dict"
     assert parts.written({id(net.first.bias)}) == "", "it is frozen"
