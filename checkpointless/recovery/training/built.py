@@ -22,6 +22,7 @@ from checkpointless.transfer.sharded_tensors import is_sharded
 #: Of an optimizer's attributes: what is looked at in another way, and what only its construction reads.
 _APART = frozenset({"state", "param_groups", "defaults"})
 _checksums = MemoryChecksumManager()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SCHEDULERS = "_wrapped_by_lr_sched"  # the mark of the function that a scheduler puts over an optimizer's step
 _MUST_RETURN = "keep(build): build has to return a module, an optimizer, or a tuple, list or dict of these, not a "
 
@@ -83,10 +84,13 @@ class BuiltParts:
                 return "build wraps a module in DistributedDataParallel, which refers to process groups"
             if is_compiled(module):
                 return f"{kind} is compiled"
-        if any(is_sharded(each) for each in [*self.parameters, *self.buffers]):
-            return "build makes DTensors, which refer to process groups"
-        if any(is_lazy(each) for each in [*self.parameters, *self.buffers]):
-            return "build leaves parameters without a shape"
+        for each in [*self.parameters, *self.buffers]:
+            if is_sharded(each):
+                return "build makes DTensors, which refer to process groups"
+            if is_lazy(each) or each.is_meta:
+                return "build leaves parameters without a shape or a place"
+            if type(each) not in _PLAIN or each.layout is not torch.strided:
+                return f"a {type(each).__name__} is no plain tensor"
         self._attributes = Attributes([*self._all_modules, *self.optimizers, *self.parameters, *self.buffers])
         try:
             self._blueprint = Blueprint(self.modules, attributes=self._attributes)

@@ -33,7 +33,8 @@ _COMMUNICATES = (
 def keep(build: Callable[[], _Built], *, warm: bool = True) -> _Built:
     """Build model and optimizer once: a rank that lives through a fault gets the same objects again.
 
-    In a re-executable code block, before the model is wrapped and :class:`~checkpointless.PlainTraining` is made::
+    It is called in a re-executable code block, before the model is wrapped and
+    :class:`~checkpointless.recovery.PlainTraining` is made::
 
         def build():
             model = Model().to(device)

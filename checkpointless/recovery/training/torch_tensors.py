@@ -177,8 +177,9 @@ class TorchTensors(TrainingTensors):
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
                 stand = torch.nn.Module()
                 stand.module = module.module
-                self._named[id(stand)] = self._named.pop(id(module))
+                self._named[id(stand)] = self._named[id(module)]  # an interruption may come between any two lines
                 self.modules[index] = stand
+                del self._named[id(module)]
 
     def drop_states(self, placed: Set[Key], plain: Mapping[Key, Mapping[str, Any]]) -> None:
         """Drop the optimizers' states but for tensors in ``placed`` and other values in ``plain``."""

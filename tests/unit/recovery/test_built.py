@@ -135,10 +135,11 @@ class Held(torch.nn.Module):
     [
         (lambda: Held(torch.Generator()), "Held 0 keeps in what a Generator"),
         (lambda: Held([torch.ones(1)]), "Held 0 keeps in what a tensor"),
-        (lambda: torch.nn.LazyLinear(2), "parameters without a shape"),
+        (lambda: torch.nn.LazyLinear(2), "parameters without a shape or a place"),
+        (lambda: torch.nn.Linear(2, 2, device="meta"), "parameters without a shape or a place"),
         (lambda: torch.compile(torch.nn.Linear(2, 2)), "OptimizedModule is compiled"),
     ],
-    ids=["generator", "tensor", "lazy", "compiled"],
+    ids=["generator", "tensor", "lazy", "meta", "compiled"],
 )
 def test_what_can_never_be_kept_is_known_when_it_is_built(
     module: Callable[[], torch.nn.Module], reason: str

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from checkpointless import keep
 from checkpointless.recovery.rng import RngStates
@@ -97,4 +99,16 @@ def test_a_state_that_the_moment_does_not_have_is_dropped() -> None:
     tensors.drop_states({(*weight, "exp_avg"), (*weight, "step")}, {bias: {"note": 1}})
     assert optimizer.state[model.weight].keys() == {"exp_avg", "step"}
     assert optimizer.state[model.bias].keys() == {"note"}
+    dist.destroy_process_group()
+
+
+def test_modules_that_are_sharded_in_place_are_built_anew() -> None:
+    """Whether ``build`` does so, or the script behind ``keep``."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model = torch.nn.Linear(2, 2)
+    parts = parts_of(model)
+    fully_shard(model, mesh=mesh)
+    assert "FSDPLinear 0" in str(kept(parts, [model], []).unfit())
+    assert parts_of(model).obstacle == "build makes DTensors, which refer to process groups"
     dist.destroy_process_group()
