@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import utils
 
 from checkpointless.patches import Patch, Patches
+from checkpointless.transfer.wire import wire_device
 
 _Sync = Callable[[Any, list[torch.Tensor], int, int], None]
 #: Stands in for torch's function, which is its first argument; the others are what torch passes.
@@ -37,6 +38,18 @@ class FirstSync:
     def end(self) -> None:
         """Restore torch's function."""
         self._patches.undo()
+
+
+def all_keep(group: dist.ProcessGroup, are_kept: bool) -> bool:
+    """Return whether all ranks of a wrapper keep all that is synchronised: nothing is to be done. Collective.
+
+    Args:
+        group: the process group of the wrapper.
+        are_kept: whether this rank does.
+    """
+    flag = torch.tensor([are_kept], dtype=torch.int32, device=wire_device(group))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag.item())
 
 
 def sync_others(

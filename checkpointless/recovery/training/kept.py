@@ -18,7 +18,7 @@ from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import held_for, manager_of
 from checkpointless.recovery.training.built import BuiltParts, is_compiled
-from checkpointless.recovery.training.first_sync import FirstSync, sync_others
+from checkpointless.recovery.training.first_sync import FirstSync, all_keep, sync_others
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.telemetry.event_names import EventName
 
@@ -54,7 +54,7 @@ def keep(build: Callable[[], _Built], *, warm: bool = True) -> _Built:
     Args:
         build: returns a module, an optimizer, or a tuple, list or dict of these. It does the same at every entry of
             the block, and does not communicate.
-        warm: False: ``build`` is called each time, as it is outside of a block.
+        warm: False: ``build`` is called each time, as it is outside of a block. It is the same on all ranks.
 
     Returns:
         What ``build`` has returned.
@@ -205,8 +205,11 @@ class _Entry:
             for each in [*parts.parameters, *parts.buffers]
             if is_warm
         }
-        if kept:
-            sync_others(group, states, size, source, [each.data_ptr() in kept for each in states])
+        are_kept = [each.data_ptr() in kept for each in states]
+        if self._generation > 0 and all_keep(group, all(are_kept)):
+            return
+        if any(are_kept):
+            sync_others(group, states, size, source, are_kept)
             return
         before = [parts.unwritten() for parts in self.parts]
         original(group, states, size, source)
