@@ -23,9 +23,9 @@ from typing_extensions import override
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.megatron import cleanup as megatron_cleanup
-from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.running import BuildAnewError, manager_of
 from checkpointless.strategies.block.phases import PhasedIterator, announce_gradient_sync
-from checkpointless.strategies.block.warm_start import BuildAnewError, WarmStart
+from checkpointless.strategies.block.warm_start import WarmStart
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.megatron_steps import KeptReduction, MegatronSteps
 from checkpointless.strategies.boundary.peft import StateBeforeAdapters, peft_of, trained_names

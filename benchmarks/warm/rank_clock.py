@@ -8,6 +8,7 @@ from typing import Any
 
 from common import Marks
 from lightning.pytorch import Callback
+from memory import forget_peak, peak_bytes
 
 
 class RankClock(Callback):
@@ -24,19 +25,9 @@ class RankClock(Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         if not self._begun:
             self._begun = True
-            self._marks.write("begun", peak=_peak_bytes(), pid=os.getpid())
-            _forget_peak()
+            self._marks.write("begun", peak=peak_bytes(), pid=os.getpid())
+            forget_peak()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self._marks.write("step", step=trainer.global_step, peak=_peak_bytes(), pid=os.getpid())
-        _forget_peak()
-
-
-def _peak_bytes() -> int:
-    """The most resident memory of this process since the kernel was told to forget it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+        self._marks.write("step", step=trainer.global_step, peak=peak_bytes(), pid=os.getpid())
+        forget_peak()

@@ -72,24 +72,38 @@ def faults() -> list[str]:
     return [f"{kinds[at % 2]}@backward:rank={1 + at % 3},step={3 * at + 4}" for at in range(FAULTS)]
 
 
-def measure(python: str, overrides: list[str], directory: Path, ranks: int = RANKS) -> Outcome:
+def measure(
+    python: str, overrides: list[str], directory: Path, ranks: int = RANKS, is_loop: bool = False
+) -> Outcome:
     """Train through the faults, and read what was written down.
 
     Args:
         python: the interpreter of the checkout.
-        overrides: of the recipe.
+        overrides: of the recipe; of a loop of one's own, its last argument.
         directory: a new directory for the job.
         ranks: how many there are.
+        is_loop: whether it is a loop of one's own that is trained, in the place of a recipe.
 
     Raises:
         RuntimeError: the job failed.
     """
     directory.mkdir(parents=True)
     clock = json.dumps({"_target_": "rank_clock.RankClock", "directory": str(directory)})
-    command = [python, "-m", "checkpointless", "train", "--cpu", "--nproc-per-node", str(ranks)]
+    command = [
+        python,
+        "-m",
+        "checkpointless",
+        "run" if is_loop else "train",
+        "--cpu",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     command += ["--run-dir", str(directory / "run")]
     command += [text for fault in faults() for text in ("--fault", fault)]
-    command += ["tiny_gpt_cpu", f"trainer.max_steps={STEPS}", f"callbacks.clock={clock}"]
+    if is_loop:
+        command += [str(HERE / "loop.py"), str(directory), str(STEPS)]
+    else:
+        command += ["tiny_gpt_cpu", f"trainer.max_steps={STEPS}", f"callbacks.clock={clock}"]
     path = os.pathsep.join([str(HERE), str(HERE.parent)])  # of the checkout whose Python it is comes the rest
     with Job(
         [[*command, *overrides]], [{"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}], directory / "log"
@@ -132,6 +146,9 @@ def options() -> argparse.Namespace:
     made.add_argument(
         "--ranks", nargs="+", type=int, metavar="N", help="instead: data-parallel jobs of N ranks, warm"
     )
+    made.add_argument(
+        "--loop", action="store_true", help="instead: a loop of one's own over DDP, with and without keep"
+    )
     return made.parse_args()
 
 
@@ -139,6 +156,9 @@ def cases(args: argparse.Namespace) -> list[tuple[tuple[str, str, str], str, lis
     """What is measured by turns: for each job its names, the interpreter, the overrides and the number of ranks."""
     if args.ranks:
         return [(("tiny", f"dp{ranks}", "warm"), sys.executable, list(WIDE), ranks) for ranks in args.ranks]
+    if args.loop:
+        sides_of_loop = {"warm": "warm", "built anew": "anew"}
+        return [(("52 M", "loop, dp4", side), sys.executable, [how], RANKS) for side, how in sides_of_loop.items()]
     sides: dict[str, tuple[str, list[str]]] = {
         "warm": (sys.executable, []),
         "built anew": (sys.executable, ["checkpointless.warm=false"]),
@@ -167,7 +187,7 @@ def main() -> None:
         for turn, (case, python, overrides, ranks) in product(range(args.repeats), cases(args)):
             progress(f"{turn + 1} of {args.repeats}: {', '.join(case)}")
             place = base / f"{turn}-{'-'.join(case)}".replace(" ", "-")
-            found[case].append(measure(python, overrides, place, ranks))
+            found[case].append(measure(python, overrides, place, ranks, args.loop))
     about["load_at_end"] = os.getloadavg()[0]
     show(found, about)
     if json_file is not None:

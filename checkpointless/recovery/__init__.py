@@ -17,6 +17,7 @@ from checkpointless.recovery.peft import PEFTCheckpointManager
 from checkpointless.recovery.tiers.directories import LocalDirectory, SharedDirectory
 from checkpointless.recovery.tiers.neighbor_memory import NeighborMemory
 from checkpointless.recovery.tiers.tier import Tier
+from checkpointless.recovery.training.kept import keep
 from checkpointless.recovery.training.plain import PlainTraining
 from checkpointless.serialization.checksum import MemoryChecksumManager
 
@@ -36,5 +37,6 @@ __all__ = [
     "ReplicationStrategy",
     "SharedDirectory",
     "Tier",
+    "keep",
     "seed_data_workers",
 ]

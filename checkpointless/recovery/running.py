@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import cast
 
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
+from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.manager import CheckpointManager
+
+logger = logging.getLogger(__name__)
+
+
+class BuildAnewError(RuntimeError):
+    """Raised where a model was kept that must not be used; the block is entered once more, without it."""
 
 
 def manager_of(call: HPCallWrapper | None) -> CheckpointManager | None:
@@ -32,6 +40,20 @@ def held_for(manager: CheckpointManager, fit: int) -> HeldState | None:
     if held is None or held.fit != fit or held.commit.torn or not held.commit.committed:
         return None
     return held
+
+
+def give_up_held(manager: CheckpointManager, reason: str) -> None:
+    """Let ``manager`` hold nothing that another rank could be given: replicas fill this one.
+
+    Args:
+        manager: the manager of the running block.
+        reason: why, for people.
+    """
+    held = manager._held
+    if held is not None:
+        logger.error("this rank's state is given up: %s", reason)
+        held.let_trainer_go()
+        held.commit = CommitState(held.commit.committed, ready=False, torn=True)
 
 
 def running_block(call: HPCallWrapper | None) -> HPCallWrapper:

@@ -218,7 +218,7 @@ class TrainingTensors:
         """Put back what :meth:`groups`, :meth:`plain_state` (as ``state``) and :meth:`spread` returned."""
         for optimizer, groups in zip(self._torch_optimizers, objects["groups"]):
             for group, values in zip(_groups(optimizer), groups):
-                _put_values(group, values)
+                put_values(group, values)
         spread = {tuple(key) for key in objects.get("spread", ())}
         for key, inner, parameter in self._parameters():
             plain = objects["state"].get(key)
@@ -339,7 +339,7 @@ def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
     return [] if optimizer is None else list(optimizer.param_groups)
 
 
-def _put_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+def put_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Give a param group ``values``, which stay as they are whatever is changed in the group.
 
     A tensor takes over the number and stays where it is: a captured graph, for example, may refer to it.

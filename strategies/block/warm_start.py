@@ -29,10 +29,6 @@ from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import true_on_all
 
 
-class BuildAnewError(RuntimeError):
-    """Raised where a model was kept that must not be used; the block is entered once more, without it."""
-
-
 class NotKept:
     """A model that cannot be kept.
 

@@ -19,7 +19,7 @@ from checkpointless.megatron.fp8_parameters import fp8_parameters
 from checkpointless.megatron.update import sub_optimizers
 from checkpointless.megatron.warm import transformer_engine
 from checkpointless.megatron.warm.bindings import rebind
-from checkpointless.megatron.warm.blueprint import Blueprint, unknown_class
+from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
 from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.pictures import differing
 
@@ -86,7 +86,7 @@ class KeptModel:
         self.saved = frozenset(saved)
         self._plans = plans
         self.streams = streams
-        self._built = Blueprint(self.chunks)
+        self._built = blueprint_of(self.chunks)
         self._marks = _marks(optimizer)
         self._modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
         self._trackers = [get_cuda_rng_tracker()]  # of random streams

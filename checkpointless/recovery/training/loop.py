@@ -156,7 +156,7 @@ class LoopTraining(TrainingTensors, ABC):
         objects: dict[str, Any] | None = None
         if call.generation > 0:
             call.enter_phase("recovery", call.high_water)
-            objects = manager.recover(self)
+            objects = self._recover()
             if objects is None and call.high_water > 0:
                 reason = manager.refusal or "no rank holds the state in memory"
                 if not manager.allow_restart_from_scratch:
@@ -175,6 +175,10 @@ class LoopTraining(TrainingTensors, ABC):
         manager.restore_streams()
         manager.attach(self, self.step)
         call.steps.begin_data()
+
+    def _recover(self) -> dict[str, Any] | None:
+        """Recover the state from memory; return its objects, or None if there is nothing or that is refused."""
+        return self._manager.recover(self)
 
     # --- what the manager asks for (checkpointless.recovery.live_state.LiveState) ---------------------------------
 

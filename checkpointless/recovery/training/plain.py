@@ -10,9 +10,12 @@ from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
-from checkpointless.recovery.running import running_block
+from checkpointless.recovery.running import BuildAnewError, give_up_held, running_block
+from checkpointless.recovery.training.interrupted import InterruptedUpdate
+from checkpointless.recovery.training.kept import KeptParts, begin_with_kept
 from checkpointless.recovery.training.loop import LoopTraining
 from checkpointless.recovery.training.torch_tensors import TorchTensors
+from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 _LATE = (
     "requires_grad of parameters was changed between update() of step {} and the next step, which is not made "
@@ -71,6 +74,9 @@ class PlainTraining(LoopTraining, TorchTensors):
             raise ValueError("PlainTraining(modules=[...], optimizers=[...]): give the modules and the optimizers")
         TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
         self._trained_by_update: list[bool] = []
+        self._kept: KeptParts | None = None
+        self._aside: list[InterruptedUpdate] = []
+        self._placed: set[Key] = set()  # of what a recovery has put in its place
         self.begin(call, schedulers)
 
     def update(self, loss: float | None = None) -> None:
@@ -92,6 +98,64 @@ class PlainTraining(LoopTraining, TorchTensors):
         self._record(loss)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    # --- what keep() has kept -------------------------------------------------------------------------------------
+
+    @property
+    def built(self) -> KeptParts | None:
+        """What can stay built over a fault; None: the script does not use ``keep``."""
+        return self._kept
+
+    @override
+    def _restore(self) -> None:
+        tensors = [*self._all, *(each for module in self.modules for each in module.buffers())]
+        kept = begin_with_kept(self._call, self.modules, tensors, self.optimizers)
+        if kept is not None:
+            self._kept = kept
+            overwritten = kept.overwritten()
+            if overwritten:
+                give_up_held(self._manager, overwritten)
+        super()._restore()
+
+    @override
+    def _recover(self) -> dict[str, Any] | None:
+        objects = super()._recover()
+        is_warm = self._kept is not None and self._kept.is_warm
+        if objects is None and is_warm and self._manager.allow_restart_from_scratch:
+            raise BuildAnewError("memory does not suffice, and the model that was kept holds what was trained")
+        return objects
+
+    def set_aside(self, update: InterruptedUpdate) -> None:
+        """Keep what the interrupted update needs of parts that the next generation uses, until it is made again."""
+        self._aside.append(update)
+
+    @override
+    def apply_held_update(self) -> None:
+        """Make one step of the optimizers, from the gradients that they hold, and of every scheduler."""
+        for each in self._aside:
+            each.put_back()
+        super().apply_held_update()
+        while self._aside:
+            self._aside.pop().clear()
+
+    @override
+    def adopt(self, tensors: Mapping[Key, torch.Tensor]) -> set[Key]:
+        """Use ``tensors`` themselves where that is possible; return the keys of those that are in their place."""
+        self._placed.update(tensors)
+        return super().adopt(tensors)
+
+    @override
+    def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
+        """Return storage for ``entries``; optimizer state that does not exist yet is made in its place."""
+        self._placed.update(entry.key for entry in entries)
+        return super().room(entries)
+
+    @override
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Put back the objects of a moment, and drop what an optimizer that was kept has beyond that moment."""
+        if self._kept is not None and self._kept.is_warm:
+            self.drop_states(self._placed, objects["state"])
+        super().load_objects(objects)
 
     @override
     def group(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 
 from checkpointless.megatron.warm import transformer_engine
-from checkpointless.megatron.warm.blueprint import Blueprint, unknown_class
+from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
 
 
 def named(full_name: str, base: type = torch.nn.Module) -> Any:
@@ -66,7 +66,7 @@ def run(layer: Any) -> None:
 
 def test_what_a_forward_pass_notes_is_no_change() -> None:
     layer = row()
-    built = Blueprint([layer])
+    built = blueprint_of([layer])
     run(layer)
     assert built.difference([layer]) is None
     assert transformer_engine.obstacle([layer, norm()]) is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.megatron.warm.blueprint import Blueprint, unknown_class
+from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
 
 
 def model() -> torch.nn.Module:
@@ -37,7 +37,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_a_model_is_noticed(change: str) -> None:
     net = model()
-    built = Blueprint([net])
+    built = blueprint_of([net])
     assert built.difference([net]) is None
     CHANGES[change](net)
     assert built.difference([net])
@@ -45,7 +45,7 @@ def test_what_changes_a_model_is_noticed(change: str) -> None:
 
 def test_training_changes_nothing() -> None:
     net = model()
-    built = Blueprint([net])
+    built = blueprint_of([net])
     net(torch.ones(3, 2)).sum().backward()
     torch.optim.SGD(net.parameters(), lr=0.1).step()
     net.eval()
