@@ -25,6 +25,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse names that differ from process to process: several that run tests side by side compare them."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"give the parameters of {item.nodeid} ids that are the same in every process")
+
+
 @pytest.fixture(autouse=True)
 def _needs_nemo_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that no other test imports NeMo in a run without its tests."""

@@ -112,7 +112,11 @@ def trained(batches: Iterator[Any], count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("ahead", [0, 2], ids=["", "ahead"])
 @pytest.mark.parametrize("within", [1, 2, 3, BATCHES - 1, BATCHES])
-@pytest.mark.parametrize("make", [*[(own, how) for how in HOW], (replaced, ""), (uneven, "")], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [*[(own, how) for how in HOW], (replaced, ""), (uneven, "")],
+    ids=lambda make: f"{make[0].__name__}-{make[1]}",
+)
 def test_a_pass_goes_on_and_the_next_ones_follow(make: tuple[Any, str], within: int, ahead: int) -> None:
     """The loader is made anew, and the streams of the moment are put back; workers ask for items before that."""
     build, how = make
