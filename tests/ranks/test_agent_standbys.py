@@ -21,6 +21,10 @@ pytestmark = pytest.mark.ranks
 FORKED: dict[str, Any] = {"preload": ("numpy",)}
 FRESH: dict[str, Any] = {"preload": ("numpy", "sets_up_cuda")}
 BOTH = pytest.mark.parametrize("mode", [FORKED, FRESH], ids=["forked", "fresh"])
+#: Each fresh process imports for seconds.
+FRESH_IS_LONG = pytest.mark.parametrize(
+    "mode", [pytest.param(FORKED, id="forked"), pytest.param(FRESH, id="fresh", marks=pytest.mark.long)]
+)
 ENDLESS = {"STEPS": "100000"}
 
 
@@ -79,7 +83,7 @@ def test_a_standby_takes_the_place_of_a_rank(tmp_path: Path, mode: dict[str, Any
         assert "has set up CUDA" in (tmp_path / "logs" / "zygote.log").read_text()
 
 
-@BOTH
+@FRESH_IS_LONG
 @pytest.mark.parametrize("count", [1, 2])
 def test_two_ranks_that_die_at_once(tmp_path: Path, mode: dict[str, Any], count: int) -> None:
     job = Job(tmp_path, "steps.py", warm_spares=count, env=ENDLESS, **mode)
@@ -91,7 +95,7 @@ def test_two_ranks_that_die_at_once(tmp_path: Path, mode: dict[str, Any], count:
     stop(job)
 
 
-@BOTH
+@FRESH_IS_LONG
 def test_ten_deaths_one_after_the_other(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
 ) -> None:
@@ -113,7 +117,7 @@ def test_ten_deaths_one_after_the_other(
     assert list(short_folder.iterdir()) == []
 
 
-@BOTH
+@FRESH_IS_LONG
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_standby_that_cannot_take_the_place(tmp_path: Path, mode: dict[str, Any], number: signal.Signals) -> None:
     job = Job(tmp_path, "steps.py", warm_spares=1, env=ENDLESS, **mode)
@@ -133,7 +137,7 @@ def test_a_standby_that_cannot_take_the_place(tmp_path: Path, mode: dict[str, An
     assert f"a standby is lost: {why}; until there is another, ranks are started without" in stop(job)
 
 
-@BOTH
+@FRESH_IS_LONG
 def test_a_rank_that_was_a_standby_is_like_any_other(tmp_path: Path, mode: dict[str, Any]) -> None:
     job = Job(tmp_path, "traits.py", warm_spares=1, env=ENDLESS, **mode)
     wait_for_standbys(job, 1)
@@ -154,7 +158,7 @@ def test_an_interrupt_ends_a_standby_that_still_imports(tmp_path: Path) -> None:
     stop(job)
 
 
-@BOTH
+@FRESH_IS_LONG
 def test_a_killed_agent_leaves_no_standby(tmp_path: Path, mode: dict[str, Any]) -> None:
     job = Job(tmp_path, "steps.py", warm_spares=2, env=ENDLESS, **mode)
     wait_for_standbys(job, 2)

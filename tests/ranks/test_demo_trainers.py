@@ -22,9 +22,7 @@ FOLDER = Path(checkpointless.demo.scripts.__file__).parent
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 INCIDENTS = 10
 SCRIPTED = [
-    pytest.param(
-        name, marks=() if name in ("ddp", "hsdp") else pytest.mark.long
-    )  # the others have tests of their own
+    pytest.param(name, marks=() if name == "ddp" else pytest.mark.long)  # the others have tests of their own
     for name in TRAINERS
     if name not in ("nemo", "bridge")
 ]

@@ -20,6 +20,8 @@ PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after
 SCRIPT = str(SCRIPTS / "lightning_fit.py")
 Train = Callable[..., Job]
 
+KILLS = [pytest.param("exception", marks=pytest.mark.long), "sigkill"]
+
 
 def in_every_phase(kind: str, ranks: int = 4) -> list[str]:
     """Return a fault in each phase, each on another rank and in another step, from the second."""
@@ -102,7 +104,7 @@ def test_a_stream(train: Train, features: str) -> None:
     train("ddp", 7, *faults, features=features)
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", KILLS)
 def test_settings_of_the_trainer_that_hooks_change(train: Train, kind: str) -> None:
     """How many batches a step has, the clipping, when to validate, log and end: changed in the middle of an epoch.
 
@@ -111,19 +113,19 @@ def test_settings_of_the_trainer_that_hooks_change(train: Train, kind: str) -> N
     train("ddp", 15, *in_every_phase(kind), features="settings,validation", made=14)
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", KILLS)
 def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train, kind: str) -> None:
     """From 1 to 2 and 4, in epochs of eight batches, so that the last fault is in an epoch of two steps."""
     train("ddp", 16, *in_every_phase(kind), features="scheduled")
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", KILLS)
 def test_a_state_of_the_data_that_is_emptied_with_each_epoch(train: Train, kind: str) -> None:
     """It is its owner's own dict, and empty when an epoch begins, with step 9, in which the fault is."""
     train("ddp", 10, f"{kind}@backward:rank=1,step=9", features="emptied")
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", KILLS)
 def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
     """Those that go together, with a fault in the second epoch; training is stopped early, after the third."""
     args, faults = ("60", "ddp", "stock", "validation"), (f"{kind}@forward:rank=1,step=12",)

@@ -206,8 +206,13 @@ def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(
 
 @pytest.mark.parametrize(
     "args",
-    [DROPOUT, (*TP2, *DROPOUT), (*PP2, *DROPOUT), (*VPP, *DROPOUT), (*BF16, *DROPOUT)],
-    ids=["dp4", "tp2", "pp2", "vpp", "bf16"],
+    [
+        pytest.param(DROPOUT, id="dp4"),
+        pytest.param((*TP2, *DROPOUT), id="tp2", marks=pytest.mark.long),
+        pytest.param((*PP2, *DROPOUT), id="pp2", marks=pytest.mark.long),
+        pytest.param((*VPP, *DROPOUT), id="vpp", marks=pytest.mark.long),
+        pytest.param((*BF16, *DROPOUT), id="bf16", marks=pytest.mark.long),
+    ],
 )
 def test_survivors_keep_base_model_and_adapters(disturb: Disturb, tmp_path: Path, args: tuple[str, ...]) -> None:
     faults = (

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 STEPS = 18  # each rank has eight batches in an epoch
 with_torchdata = pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is not installed")
 KINDS = ["exception", "sigkill"]
+KILLS = ["sigkill", pytest.param("exception", marks=pytest.mark.long)]
 
 
 def at_the_edges(kind: str) -> list[str]:
@@ -48,8 +49,8 @@ def test_after_a_fault_in_the_first_step_each_epoch_has_an_order_of_its_own(trai
 @pytest.mark.parametrize(
     "features",
     [
-        "torchdata,workers",
-        "torchdata,sharded,workers",
+        pytest.param("torchdata,workers", marks=pytest.mark.long),
+        pytest.param("torchdata,sharded,workers", marks=pytest.mark.long),
         "torchdata,sharded,workers,seeded-apart",  # what torchdata seeds workers with differs, and no batch
         pytest.param("torchdata", marks=pytest.mark.long),
         pytest.param("torchdata,sharded", marks=pytest.mark.long),
@@ -73,13 +74,13 @@ def test_torchdata_where_an_epoch_begins_and_ends(
     train("ddp", STEPS, *at_the_edges(kind), features=features)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KILLS)
 @pytest.mark.parametrize(
     "features",
     [
         "own-batches",  # drawn one by one from the rank's stream
-        "own-batches,workers",
-        "own-batches,own-draws,validation",
+        pytest.param("own-batches,workers", marks=pytest.mark.long),
+        pytest.param("own-batches,own-draws,validation", marks=pytest.mark.long),
         "own-batches,own-draws,workers",
         "own-batches,counts,validation",
         pytest.param("own-batches,counts,workers", marks=pytest.mark.long),
@@ -92,7 +93,7 @@ def test_samplers_and_datasets_that_draw_or_count_for_themselves(train: Train, f
     train("ddp", STEPS, *in_every_phase(kind), features=features)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KILLS)
 @pytest.mark.parametrize("features", ["own-batches", "own-batches,own-draws", "shuffled"])
 def test_where_an_epoch_of_ones_own_order_begins_and_ends(train: Train, features: str, kind: str) -> None:
     train("ddp", STEPS, *at_the_edges(kind), features=features)
