@@ -135,7 +135,9 @@ def find_loss(live: LiveState, held: HeldState | None, own: OwnState, decision: 
             f"{', '.join(map(str, sorted(decision.refills)))} was lost with its process"
         )
     buffers = held.buffers.get(moment) if held is not None else None
-    lost_buffers = own.find_lost_buffers(moment, buffers, decision.peers())
+    known = held.moments.get(moment[1]) if held is not None else None
+    objects = known.objects if known is not None else {}
+    lost_buffers = own.find_lost_buffers(moment, buffers, decision.peers(), objects)
     if lost_buffers:
         rank, reason = min(lost_buffers.items())
         return f"the process of rank {rank} was lost, and {reason}"

@@ -104,6 +104,12 @@ def test_a_stream(train: Train, features: str) -> None:
     train("ddp", 7, *faults, features=features)
 
 
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_averages_and_modes(train: Train, kind: str) -> None:
+    """An average that the optimizer's hook updates, and dropout that is switched off from the second epoch on."""
+    train("ddp", 26, *in_every_phase(kind), f"{kind}@after_optimizer:rank=1,step=25", features="averaged,modes")
+
+
 @pytest.mark.parametrize("kind", KILLS)
 def test_settings_of_the_trainer_that_hooks_change(train: Train, kind: str) -> None:
     """How many batches a step has, the clipping, when to validate, log and end: changed in the middle of an epoch.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -182,6 +182,7 @@ class OwnBuffers:
         record: bytes | None,
         refills: Mapping[int, Sequence[int]],
         alive: bool,
+        updated: Collection[Key] = (),
     ) -> dict[int, str]:
         """Return the ranks that cannot be given their own buffers, and why. Collective.
 
@@ -190,18 +191,25 @@ class OwnBuffers:
             record: the record of these buffers that was kept for this rank; None: there is none.
             refills: maps each rank to fill to its sources.
             alive: whether this rank is to be filled, but has its own buffers in memory.
+            updated: the keys of the buffers that an update writes to, which a peer gives.
         """
         kind = "lost" if record is None else "nothing" if record == NOTHING else "own"
         mine: dict[str, Json] = {"alive": alive, "record": kind, "differ": sorted(self._differ)}
         if held is not None:
             keys, flat = self._small(held)
             mine |= {"small": digest_bytes(flat) if keys else None, "large": self._large_digests()}
+            mine["updated"] = {
+                str(key[-1]): digest_bytes(tensor_bytes(held[key])) for key in updated if key in held
+            }
         answers = all_gather_json(mine)
         found: dict[int, str] = {}
         for rank, sources in refills.items():
-            if answers[rank]["alive"]:
-                continue
             theirs = [answers[source] for source in sources]
+            told = _different([each["updated"] for each in theirs if each.get("updated")])
+            if told:
+                found[rank] = f"the update writes to {_names(told)}, which differ between ranks; {_HELP}"
+            if told or answers[rank]["alive"]:
+                continue
             differ = {name for each in theirs for name in each["differ"]}
             differ |= _different([each["large"] for each in theirs])
             own = any(each["record"] == "own" for each in theirs)

@@ -107,6 +107,7 @@ class OwnState:
         moment: tuple[int, Stage],
         held: Mapping[Key, torch.Tensor] | None,
         refills: Mapping[int, Sequence[int]],
+        objects: Mapping[str, Any],
     ) -> dict[int, str]:
         """Return the ranks that cannot be given their own buffers, and why. Collective.
 
@@ -114,13 +115,15 @@ class OwnState:
             moment: the step and the stage that is resumed at.
             held: this rank's buffers at that moment, if it has them in memory.
             refills: maps each rank to fill to the sources of its buffers.
+            objects: the non-tensor state at that moment, if this rank has it in memory.
         """
         if not refills:
             return {}
         record = self.buffers.record(*moment, own_board())
         is_filled = dist.get_rank() in refills
         theirs = None if is_filled else held
-        return self.buffers.lost(theirs, record, refills, is_filled and held is not None)
+        updated = objects.get(UPDATED_BUFFERS, ())
+        return self.buffers.lost(theirs, record, refills, is_filled and held is not None, updated)
 
     def put_buffers(
         self,

@@ -26,10 +26,10 @@ from checkpointless.transfer.state_tensors import groups_of
 from checkpointless.transfer.tensor_entry import Key
 
 _DRAWN_BETWEEN = (
-    "the loop draws random numbers between update() of step %d and the next step. A fault in a later step changes "
-    "nothing, but what a fault interrupts there is not done again: do it at the beginning of a step, which is made "
-    "again after a fault"
+    "the loop draws random numbers between update() of step %d and the next step: a fault that finds a rank in "
+    "update() or behind it leaves them out. Do it at the beginning of a step, which is made again after a fault"
 )
+_warned: set[str] = set()  # once in a process
 logger = logging.getLogger(__name__)
 
 
@@ -73,7 +73,6 @@ class LoopTraining(TrainingTensors, ABC):
         self._moments: dict[int, _Taken] = {}  # by step
         self._versions: list[int] = []  # of the parameters, when the newest of these was taken
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to
-        self._has_warned = False
         self._ready_buffers: Mapping[Key, torch.Tensor] = {}  # those of the step in the making, before its update
         manager = manager_of(call)
         if manager is None:
@@ -130,12 +129,10 @@ class LoopTraining(TrainingTensors, ABC):
     def _keep_streams_again(self) -> None:
         """Keep the streams as the loop leaves them to the next step: in a validation it may have drawn some."""
         known = self._manager.rng_of(self.step)
-        if known is None or RngStates.capture().same_streams(known):
-            pass
-        else:
+        if known is not None and not RngStates.capture().same_streams(known):
             self._manager.store_rng_states(self.step)
-            if not self._has_warned:
-                self._has_warned = True
+            if _DRAWN_BETWEEN not in _warned:
+                _warned.add(_DRAWN_BETWEEN)
                 logger.warning(_DRAWN_BETWEEN, self.step)
         if self.step > 0:
             self._manager.replicate_rng_states(self.step)

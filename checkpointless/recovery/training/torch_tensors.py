@@ -61,6 +61,14 @@ _DRAWS = (
 _NO_PARAMETER = (
     "{} keeps state under {!r}, which is no parameter of it: keep it in a param group, whose values are kept"
 )
+_OWN_STATE_DICT = (
+    "{} keeps {} in its state_dict beside param groups and the state of parameters, which no recovery would bring "
+    "back: keep it in a param group, whose values are kept"
+)
+_AVERAGES = (
+    "an optimizer averages parameters over ranks in some of its steps (PostLocalSGDOptimizer), and ranks differ in "
+    "between: let DistributedDataParallel reduce the gradients of every step"
+)
 _NEW_BUFFER = (
     "the first step has registered the buffer {}, which no rank that is made anew has: register it with its first "
     "value when the module is made, or with persistent=False if it follows from nothing that training changes"
@@ -99,6 +107,8 @@ class TorchTensors(TrainingTensors):
         for optimizer in optimizers:
             if getattr(optimizer, "scaler", None) is not None:  # Accelerate's, in fp16
                 reason = reason or _SCALES
+            if getattr(optimizer, "averager", None) is not None:
+                reason = reason or _AVERAGES
             closure = inspect.signature(type(optimizer).step).parameters.get("closure")
             needs_closure = closure is not None and closure.default is inspect.Parameter.empty
             if isinstance(optimizer, torch.optim.LBFGS) or needs_closure:
@@ -290,6 +300,10 @@ class TorchTensors(TrainingTensors):
                 if id(key) not in known:
                     name = key if isinstance(key, str) else type(key).__name__
                     return _NO_PARAMETER.format(type(optimizer).__name__, name)
+            if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+                more = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
+                if more:
+                    return _OWN_STATE_DICT.format(type(optimizer).__name__, " and ".join(map(repr, more)))
         return super().unfit()
 
     @override

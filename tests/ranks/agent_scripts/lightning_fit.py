@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
 from checkpointless import HPWrapper
@@ -210,6 +211,8 @@ class Model(pl.LightningModule):
         if "frees" in FEATURES:
             self.net[0].requires_grad_(False)
         if STRATEGY == "ddp":
+            if "averaged" in FEATURES:
+                self.average = AveragedModel(self.net).requires_grad_(False)
             self.net.append(torch.nn.BatchNorm1d(WIDTH))
             return
         from torch.distributed.fsdp import fully_shard
@@ -229,6 +232,8 @@ class Model(pl.LightningModule):
             self.net[0].requires_grad_(self.current_epoch == 2)
         if "frees" in FEATURES and self.current_epoch == 1:
             self.net[0].requires_grad_(True)
+        if "modes" in FEATURES and self.current_epoch == 1:
+            self.net[2].eval()
         optimizer: Any = self.optimizers()
         if "adds" in FEATURES and self.current_epoch == 1:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
@@ -281,6 +286,8 @@ class Model(pl.LightningModule):
             return torch.optim.LBFGS(self.parameters())
         rate: Any = torch.tensor(1e-2) if "rate-in-tensor" in FEATURES else 1e-2  # schedulers change it in place
         optimizer = torch.optim.AdamW(self.parameters(), lr=rate)
+        if "averaged" in FEATURES:
+            optimizer.register_step_post_hook(lambda *_: self.average.update_parameters(self.net[:4]))
         steps = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         return [optimizer], [

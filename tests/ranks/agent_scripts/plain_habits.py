@@ -1,0 +1,122 @@
+"""Train in DDP, in a loop with one habit that users have: ``STEPS HABIT``."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
+
+STEPS, HABIT = int(sys.argv[1]), sys.argv[2]
+WIDTH, ROWS = 16, 96
+
+
+class Noisy(torch.optim.SGD):
+    """Draws noise in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.add_(torch.randn_like(parameter), alpha=1e-3)
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number under a key that is no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        state: Any = self.state
+        state["all"]["steps"] = state["all"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+class Saving(torch.optim.SGD):
+    """Keeps a number in its own state dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": 1}
+
+
+class Louder(torch.nn.Module):
+    """Counts its calls in torch's extra state."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return x * (1 + 0.01 * self.calls)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Late(torch.nn.Module):
+    """Has its buffer only when it has been called."""
+
+    scale: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = torch.full((), 0.5)
+        return x * self.scale
+
+
+OPTIMIZERS = {"noise": Noisy, "counts": Counting, "saves": Saving}
+LAYERS = {"extra-state": Louder, "late-buffer": Late}
+
+
+@HPWrapper()
+def main(caller: HPCallWrapper) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    data = torch.randn(ROWS, WIDTH)
+    between = LAYERS.get(HABIT, torch.nn.Identity)()
+    inner = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH)
+    )
+    model = DistributedDataParallel(inner)
+    if HABIT == "compresses":
+        model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    modules: list[torch.nn.Module] = [model]
+    optimizer = OPTIMIZERS.get(HABIT, torch.optim.SGD)(model.parameters(), lr=0.05)
+    if HABIT == "averages":
+        average = AveragedModel(inner)
+        modules.append(average)
+        optimizer.register_step_post_hook(lambda *_: average.update_parameters(inner))
+    torch.manual_seed(100 + dist.get_rank())
+    training = PlainTraining(caller, modules, [optimizer])
+    for step in training.steps(STEPS):
+        if HABIT == "modes" and step == 3:
+            inner.eval()  # it stays so
+        caller.enter_phase("data", step)
+        x = data[torch.randint(ROWS, (8,))]
+        caller.enter_phase("forward", step)
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        caller.enter_phase("backward", step)
+        loss.backward()
+        training.update(loss.item())
+        if HABIT == "validates":
+            with torch.no_grad():
+                inner.eval()
+                for batch in DataLoader(data, batch_size=32, shuffle=True):  # type: ignore[arg-type]
+                    inner(batch)
+                inner.train()
+            dist.barrier()  # no rank is still in its validation when the next step meets its fault
+    dist.barrier()
+
+
+main()
+print(f"rank {os.environ['RANK']} is done", flush=True)
