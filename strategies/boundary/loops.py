@@ -185,7 +185,6 @@ class ResumableFitLoop(_FitLoop):
     def on_run_start(self) -> None:
         """Begin training, or resume it."""
         super().on_run_start()
-        TrainerSettings.of(self.trainer).training_begins()
         if self.resumption is not None and self.resumption.begins_epoch:
             self._restarting = self.epoch_loop.restarting = False
             self.resumption.go_on()

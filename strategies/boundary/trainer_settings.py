@@ -134,13 +134,13 @@ class TrainerSettings:
 
     # --- callbacks and schedulers ---------------------------------------------------------------------------------
 
-    def training_begins(self) -> None:
-        """Note that the hooks at the start of training have run: what they add is added in every process."""
-        self._callbacks = list(self._trainer.callbacks)
-
     def steps_begin(self) -> None:
-        """Note that the first batch is about to be computed in this process."""
+        """Note that the first batch is about to be computed: what hooks have added before, every process adds.
+
+        NeMo's PEFT adds callbacks and makes optimizers in ``on_train_epoch_start``.
+        """
         if self._schedulers is None:
+            self._callbacks = list(self._trainer.callbacks)
             self._schedulers = schedulers_of(self._trainer)
 
     def check_parts(self) -> None:

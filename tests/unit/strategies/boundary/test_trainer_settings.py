@@ -113,7 +113,7 @@ def test_callbacks_that_are_changed_behind_the_start_of_training_are_refused(tra
     take_state(trainer)
     trainer.callbacks.append(Late())
     take_state(trainer)  # training has not begun
-    settings.training_begins()
+    settings.steps_begin()
     take_state(trainer)
     late = trainer.callbacks.pop()
     for _ in range(2):  # not only once
