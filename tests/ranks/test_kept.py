@@ -80,8 +80,10 @@ def test_updates_that_are_made_again(train: Train, words: str) -> None:
         "sigkill@optimizer:rank=0,step=6",
     )
     job = train(words, *faults)
-    assert all(each["kept"] for each in told(job)), told(job)
-    assert len(told(job)) == 13 * (2 if "two" in words else 1)
+    each_time = 2 if "two" in words else 1
+    anew = [each["reason"] for each in told(job) if not each["kept"]]
+    assert len(anew) <= each_time, anew  # a rank that a fault finds at an unlucky moment may build anew
+    assert 12 * each_time <= len(told(job)) <= 13 * each_time  # a kill may come before its rank has written
 
 
 def test_faults_before_what_is_kept_is_restored(train: Train) -> None:
