@@ -82,7 +82,9 @@ def test_updates_that_are_made_again(train: Train, words: str) -> None:
     job = train(words, *faults)
     each_time = 2 if "two" in words else 1
     anew = [each["reason"] for each in told(job) if not each["kept"]]
-    assert len(anew) <= each_time, anew  # a rank that a fault finds at an unlucky moment may build anew
+    # A rank that was interrupted at an unlucky moment may build anew; most do not.
+    assert set(anew) <= {"a DistributedDataParallel of the modules is still referred to"}, anew
+    assert len(anew) <= 3 * each_time, anew
     assert 12 * each_time <= len(told(job)) <= 13 * each_time  # a kill may come before its rank has written
 
 
