@@ -210,10 +210,11 @@ class TorchTensors(TrainingTensors):
         for index, module in enumerate(self.modules):
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
                 stand = torch.nn.Module()
-                stand.module = module.module
+                stand.module, stand.training = module.module, module.training
                 self._named[id(stand)] = self._named[id(module)]  # an interruption may come between any two lines
                 self.modules[index] = stand
                 del self._named[id(module)]
+        self._module_state = ModuleState(self.modules)  # it referred to the wrapper, too
 
     def drop_states(self, placed: Set[Key], plain: Mapping[Key, Mapping[str, Any]]) -> None:
         """Drop the optimizers' states but for tensors in ``placed`` and other values in ``plain``."""
