@@ -153,6 +153,7 @@ def test_several_that_are_being_written_are_all_kept() -> None:
     save(copies, 0)
     for number in (1, 2, 3):
         written(copies.keep(SAVES[number], Content.of({"weight": torch.full((5,), float(number))})))
+    wait_until(lambda: kept(copies).keys() == {*SAVES[:4]})  # they are brought in the background
     for number in (1, 2, 3):
         copies.end(SAVES[number], is_whole=True)
         assert kept(copies) == {SAVES[each]: {float(each)} for each in range(number, 4)}
