@@ -32,8 +32,8 @@ LAYOUTS = {
     "tp2 dp2": ("strategy.tensor_model_parallel_size=2",),
     "pp2 dp2": ("strategy.pipeline_model_parallel_size=2",),
 }
-#: With so many ranks each of them has two sequences of a step at least.
-WIDE = ("data.global_batch_size=64",)
+#: How many sequences of a step each rank has where their number varies: as many as with the recipe's four.
+ROWS = 4
 MODELS = {
     "tiny": (),
     "56 M": (
@@ -144,7 +144,11 @@ def options() -> argparse.Namespace:
     made.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     made.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="(default: all)")
     made.add_argument(
-        "--ranks", nargs="+", type=int, metavar="N", help="instead: data-parallel jobs of N ranks, warm"
+        "--ranks",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="instead: data-parallel jobs of N ranks, warm, each rank with the same share of a step",
     )
     made.add_argument(
         "--loop", action="store_true", help="instead: a loop of one's own over DDP, with and without keep"
@@ -155,7 +159,10 @@ def options() -> argparse.Namespace:
 def cases(args: argparse.Namespace) -> list[tuple[tuple[str, str, str], str, list[str], int]]:
     """What is measured by turns: for each job its names, the interpreter, the overrides and the number of ranks."""
     if args.ranks:
-        return [(("tiny", f"dp{ranks}", "warm"), sys.executable, list(WIDE), ranks) for ranks in args.ranks]
+        return [
+            (("tiny", f"dp{ranks}", "warm"), sys.executable, [f"data.global_batch_size={ROWS * ranks}"], ranks)
+            for ranks in args.ranks
+        ]
     if args.loop:
         sides_of_loop = {"warm": "warm", "built anew": "anew"}
         return [(("52 M", "loop, dp4", side), sys.executable, [how], RANKS) for side, how in sides_of_loop.items()]
@@ -183,6 +190,7 @@ def main() -> None:
             if args.keep
             else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-")))
         )
+        base.mkdir(parents=True, exist_ok=True)
         os.chdir(base)  # Python imports what lies in the current directory first
         for turn, (case, python, overrides, ranks) in product(range(args.repeats), cases(args)):
             progress(f"{turn + 1} of {args.repeats}: {', '.join(case)}")
