@@ -11,7 +11,8 @@ from checkpointless.telemetry.event_names import LIVING, EventName
 from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.tracebacks import traceback_path
 
-#: Stages of the generation that begins; each is told as soon as all ranks have finished it.
+#: Stages of the generation that begins; each is told as soon as all ranks have finished it. A loop of one's own has
+#: no `init` and no `rebuild`, and ranks that nobody decides for have no `transfer`: such a stage is left out.
 _STARTING = (
     EventName.INIT,
     EventName.REBUILD,
@@ -67,6 +68,8 @@ class _Generation:
 
     Attributes:
         seconds: seconds of each finished stage, by rank.
+        began: stages that any rank has begun.
+        went: when the ranks were let go into it, in nanoseconds of the coordinator's monotonic clock.
         began_to_wait: when each rank reached the barrier, in nanoseconds of the coordinator's monotonic clock (-1
             for ranks of other nodes, which have another clock).
         target: step after which training resumes.
@@ -78,6 +81,8 @@ class _Generation:
     """
 
     seconds: defaultdict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    began: set[str] = field(default_factory=set)
+    went: int = -1
     began_to_wait: dict[int, int] = field(default_factory=dict)
     target: int | None = None
     reason: str = ""
@@ -166,8 +171,11 @@ class Narrator:
             of = f" of {self._world}" if self._world else ""
             yield f"{_INDENT}barrier: {here}{of} ranks are here; waiting for the others"
         else:
+            generation = self._of(incident.began)
             stage = next((each for each in _STARTING if each not in incident.told), EventName.FIRST_STEP)
-            yield f"{_INDENT}{stage}: {len(self._of(incident.began).seconds[stage])} ranks are through"
+            if stage not in generation.began and EventName.ENTER in generation.began:
+                stage = EventName.ENTER  # in the script, before the framework or the loop says anything
+            yield f"{_INDENT}{stage}: {len(generation.seconds[stage])} ranks are through"
 
     def close(self) -> Iterator[str]:
         """Yield the last line of an incident that is over, even if not all ranks have reported their times."""
@@ -189,7 +197,9 @@ class Narrator:
                 incident.began = event.generation
                 incident.last_words_s = now_s
                 yield from self._ending(incident, event)
-            self._of(event.generation).began_to_wait.clear()  # the ranks no longer wait for it
+            generation = self._of(event.generation)
+            generation.went = event.mono
+            generation.began_to_wait.clear()  # the ranks no longer wait for it
         elif incident is None:
             return
         elif event.stage == EventName.RECOVERED:
@@ -205,8 +215,12 @@ class Narrator:
             return
         generation = self._of(event.generation)
         fields = event.fields
+        if event.edge == "begin":
+            generation.began.add(event.stage)
         if event.stage == EventName.BARRIER and event.edge == "begin":
-            generation.began_to_wait[rank] = event.mono if event.node == self._coordinator[0] else -1
+            is_here = event.node == self._coordinator[0]
+            if not is_here or event.mono > generation.went:  # else a late word of the wait for this generation
+                generation.began_to_wait[rank] = event.mono if is_here else -1
         if event.stage == EventName.FALLBACK:
             generation.reason = str(fields.get("reason") or "")
         if event.edge != "end" or "error" in fields:
@@ -253,10 +267,11 @@ class Narrator:
         for stage in _STARTING:
             if stage in incident.told:
                 continue
+            later = _STARTING[_STARTING.index(stage) + 1 :]
+            if not generation.seconds[stage] and any(generation.seconds[each] for each in later):
+                incident.told.append(stage)  # each rank's words come in order: no rank has this stage
+                continue
             if len(generation.seconds[stage]) < max(self._world, 1):
-                if stage == EventName.TRANSFER and generation.seconds[EventName.FIRST_STEP]:
-                    incident.told.append(stage)  # no rank decided, so nothing was moved
-                    continue
                 return
             incident.told.append(stage)
             yield self._line(generation, stage, self._note(generation, stage))
