@@ -31,6 +31,8 @@ _BRIEF: Mapping[str, EventName] = {
 }
 _BRIEF_S = 0.5
 _SILENCE_S = 5.0
+_IMPORTING_S = 2.0  # an import that takes longer is told of
+_STILL_IMPORTING_S = 15.0
 _GENERATIONS_KEPT = 2
 _INDENT = "  "
 INCIDENT = "incident "  # beginning of an incident's first and last line
@@ -105,6 +107,12 @@ class _Incident:
     closing: str = ""  # the last line, which is told after the stages
 
 
+@dataclass
+class _Import:
+    began_s: float
+    next_word_s: float
+
+
 class Narrator:
     """Turns the events of a job into a block of a dozen lines per incident.
 
@@ -120,6 +128,7 @@ class Narrator:
         self._world = 0
         self._generations: dict[int, _Generation] = {}
         self._incident: _Incident | None = None
+        self._importing: _Import | None = None  # None: nothing is imported for the ranks now
 
     @property
     def is_telling(self) -> bool:
@@ -143,10 +152,14 @@ class Narrator:
         """
         if event.stage == EventName.JOB and event.edge == "begin":
             self._world = int(event.fields.get("nproc", 0))
+            self._importing = _Import(now_s, now_s + _IMPORTING_S)
         elif event.stage == EventName.SAVE_FAILED:
             yield failed_save_line(event)
         elif event.rank is not None:
+            self._importing = None
             self._rank_said(event, event.rank)
+        elif event.stage == EventName.PRELOAD:
+            self._importing = None
         elif (event.node, event.pid) == self._coordinator:
             yield from self._coordinator_said(event, now_s)
         incident = self._incident
@@ -160,7 +173,8 @@ class Narrator:
                 yield from self.close()
 
     def tick(self, now_s: float) -> Iterator[str]:
-        """Yield a line if nothing was told of an open incident for some time."""
+        """Yield a line if imports take long, or if nothing was told of an open incident for some time."""
+        yield from self._still_importing(now_s)
         incident = self._incident
         if incident is None or incident.closing or now_s - incident.last_words_s < _SILENCE_S:
             return
@@ -176,6 +190,13 @@ class Narrator:
             if stage not in generation.began and EventName.ENTER in generation.began:
                 stage = EventName.ENTER  # in the script, before the framework or the loop says anything
             yield f"{_INDENT}{stage}: {len(generation.seconds[stage])} ranks are through"
+
+    def _still_importing(self, now_s: float) -> Iterator[str]:
+        work = self._importing
+        if work is None or now_s < work.next_word_s:
+            return
+        work.next_word_s = now_s + _STILL_IMPORTING_S
+        yield f"importing what the ranks need, once for all of them: {now_s - work.began_s:.0f} s so far"
 
     def close(self) -> Iterator[str]:
         """Yield the last line of an incident that is over, even if not all ranks have reported their times."""

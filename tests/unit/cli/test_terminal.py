@@ -220,6 +220,20 @@ def test_a_late_word_of_the_start_is_not_the_wait_of_the_incident(narrator: Narr
     assert float(barrier.split()[1]) < 0.3
 
 
+def test_a_long_import_is_told_of(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    told(narrator, log)  # at 0 s
+    assert not list(narrator.tick(1.0))
+    first, second = (list(narrator.tick(at_s)) for at_s in (3.0, 4.0))
+    assert first == ["importing what the ranks need, once for all of them: 3 s so far"]
+    assert not second
+    assert len(list(narrator.tick(20.0))) == 1
+    log.emit(EventName.PRELOAD, "point", generation=0, seconds=20.0, failed=[])
+    for event in list(read_events(log.path.parent))[1:] if log.path is not None else []:
+        list(narrator.take(event, 21.0))
+    assert not list(narrator.tick(60.0))
+
+
 def test_silence_is_broken(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     log.emit(EventName.DETECT, "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="exception")
