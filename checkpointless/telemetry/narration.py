@@ -308,6 +308,8 @@ class Narrator:
             if not generation.filled:
                 return "every rank has kept its own state"
             filled, sources = _ranks(generation.filled), _ranks(generation.sources)
+            if not generation.nbytes:  # a torn update had not changed a byte
+                return f"{filled} compared with {sources}: the same bytes, none were sent"
             return f"{filled} filled with {_size(generation.nbytes)} from {sources}"
         if stage == EventName.FIRST_STEP and generation.step is not None:
             return f"step {generation.step} is made"

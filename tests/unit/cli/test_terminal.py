@@ -193,6 +193,16 @@ def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: Narrator, log
     assert not narrator.is_telling
 
 
+def test_a_rank_that_lacks_nothing_is_not_filled(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    ranks_end(log, 1, "init", "rebuild", "decide")
+    ranks_end(log, 1, "transfer", ranks=(0,), bytes=0, kept=1948, sources=[])
+    ranks_end(log, 1, "transfer", ranks=(1,), bytes=0, kept=1948, sources=[0])
+    (line,) = [line for line in told(narrator, log) if "transfer" in line]
+    assert line.endswith("rank 1 compared with rank 0: the same bytes, none were sent")
+
+
 def test_a_silence_in_a_script_is_not_taken_for_a_stage_of_a_framework(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     incident(log)
