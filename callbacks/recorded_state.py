@@ -53,9 +53,13 @@ def extras_of(trainer: pl.Trainer) -> StepExtras:
 
 
 def callback_digests(trainer: pl.Trainer) -> dict[str, str]:
-    """Return a digest of each callback's state by its state key, without timers, which differ in every run."""
+    """Return a digest of each callback's state by its state key.
+
+    Timers are left out, which differ in every run. So is the folder that a callback saves to, because where a run
+    writes is not what it computed.
+    """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    states = {each.state_key: each.state_dict() for each in callbacks if not isinstance(each, Timer)}
+    states = {each.state_key: _state_of(each) for each in callbacks if not isinstance(each, Timer)}
     return {key: digest_value(state) for key, state in states.items() if state}
 
 
@@ -84,6 +88,13 @@ def checkpoint_names(trainer: pl.Trainer) -> list[list[str]]:
         if isinstance(callback, Checkpoint) and folder is not None and "://" not in str(folder):
             folders[Path(folder)] = None
     return [_names(folder) for folder in folders]
+
+
+def _state_of(callback: Callback) -> dict[str, Any]:
+    state = callback.state_dict()
+    if isinstance(callback, Checkpoint):
+        return {key: value for key, value in state.items() if key != "dirpath"}
+    return state
 
 
 def _names(folder: Path) -> list[str]:

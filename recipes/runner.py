@@ -134,6 +134,22 @@ def _fit(config: DictConfig) -> "nl.Trainer":
     return job.trainer
 
 
+def _fit_if_it_can_be_made(config: DictConfig, generation: int) -> "nl.Trainer":
+    """Train a completed recipe; what it cannot make at the start of the job, it cannot make the next time either.
+
+    Raises:
+        UnrecoverableError: the recipe cannot be made, and no fault has come yet that could be to blame.
+    """
+    from checkpointless.inprocess import UnrecoverableError
+
+    try:
+        return _fit(config)
+    except RecipeError as error:
+        if generation > 0:
+            raise
+        raise UnrecoverableError(str(error)) from error
+
+
 def train(config: DictConfig) -> "nl.Trainer":
     """Train a recipe, and recover from faults if it has a `checkpointless:` block.
 
@@ -142,7 +158,7 @@ def train(config: DictConfig) -> "nl.Trainer":
     """
     if not checkpointless_enabled(config):
         return fit(config)
-    from checkpointless.inprocess import HPWrapper
+    from checkpointless.inprocess import HPCallWrapper, HPWrapper
     from checkpointless.recovery import CheckpointManager, PEFTCheckpointManager
     from checkpointless.transfer.transfer import MEMORY_BUDGET_BYTES
 
@@ -154,7 +170,13 @@ def train(config: DictConfig) -> "nl.Trainer":
         rng_replication_jump=config.checkpointless.get("rng_replication_jump"),
         tiers=tiers_of(config),
     )
-    return HPWrapper(checkpoint_manager=manager)(_fit)(completed(config))
+    whole = completed(config)
+
+    @HPWrapper(checkpoint_manager=manager)
+    def block(caller: HPCallWrapper) -> "nl.Trainer":
+        return _fit_if_it_can_be_made(whole, caller.generation)
+
+    return block()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,7 +212,10 @@ def _make(config: DictConfig, key: str, **objects: Any) -> Any:
         return instantiate(node, _convert_="all", **objects)
     except InstantiationException as error:
         cause = error.__cause__ or error
-        raise RecipeError(f"{key}: {str(cause).strip().splitlines()[0]}") from error
+        reason = f"{key}: {str(cause).strip().splitlines()[0]}"
+        if isinstance(cause, OSError) and not getattr(cause, "filename", None):
+            reason += " (NeMo downloads what a recipe leaves out, such as a tokenizer: name one that is here)"
+        raise RecipeError(reason) from error
 
 
 def _set_with_io(target: Any, attribute: str, value: Any) -> None:

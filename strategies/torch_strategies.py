@@ -217,7 +217,11 @@ class CheckpointlessModelParallelStrategy(_TorchRecoverable, ModelParallelStrate
             return
         size = self.device_mesh["data_parallel"].size()
         if size % self._replicas:
-            raise ValueError(f"replicas={self._replicas} does not divide data_parallel_size={size}")
+            raise UnrecoverableError(
+                f"replicas={self._replicas} does not divide data_parallel_size={size}, which is the number of "
+                "nodes if it is not given: for HSDP without tensor parallelism, give "
+                f"data_parallel_size={dist.get_world_size()} and tensor_parallel_size=1"
+            )
         names = ("replicate", "shard", "tensor_parallel")
         shape = (self._replicas, size // self._replicas, self.device_mesh["tensor_parallel"].size())
         mesh = dist.device_mesh.init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)

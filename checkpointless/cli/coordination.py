@@ -8,15 +8,17 @@ from typing import Any
 from checkpointless.cli.values import UsageError, count, port, seconds
 
 _HEARTBEAT_HELP = "seconds after which a silent rank counts as hung (default: ten of its steps, 30 s to 10 min)"
+_NODE_HELP = "seconds after which a silent node counts as lost (default: 10)"
+_REGROUP_HELP = "seconds within which all ranks must meet again (default: 120)"
 
 
 def add_coordination_options(parser: argparse.ArgumentParser) -> None:
     """Add the limits of a job and where health and metrics are served."""
     add = parser.add_argument
-    add("--max-incidents", type=count, metavar="K", help="give up after so many incidents")
+    add("--max-incidents", type=count, metavar="K", help="give up after so many incidents (default: no limit)")
     add("--heartbeat-timeout", type=seconds, metavar="S", help=_HEARTBEAT_HELP)
-    add("--node-timeout", type=seconds, metavar="S", help="seconds after which a silent node counts as lost")
-    add("--regroup-timeout", type=seconds, metavar="S", help="seconds within which all ranks must meet again")
+    add("--node-timeout", type=seconds, metavar="S", help=_NODE_HELP)
+    add("--regroup-timeout", type=seconds, metavar="S", help=_REGROUP_HELP)
     add("--http-port", type=port, metavar="P", help="serve health and metrics over HTTP (0: on any free port)")
     add("--http-host", metavar="H", help="address to serve them on (default: 127.0.0.1, this machine only)")
 

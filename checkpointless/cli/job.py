@@ -28,6 +28,7 @@ _RECORD_HELP = (
     "parameters, buffers, callbacks, module and data; validations; checkpoints. Takes a pass over the model's "
     "bytes in each step"
 )
+_ENDPOINT_HELP = "node 0, as all nodes reach it (P: 29400, if it is left out)"
 _WARM_SPARES_HELP = (
     "processes per node that have imported what ranks need and wait to take a dead rank's place, at most one per "
     "rank (default: 0; --spares is about nodes)"
@@ -72,7 +73,7 @@ def add_job_options(parser: argparse.ArgumentParser, ranks: str = "1") -> None:
     )
     add("--nnodes", type=positive, default=1, metavar="M", help="nodes of the job (default: 1)")
     add("--node-rank", "--node_rank", type=count, default=0, metavar="I", help="this node's number, from 0")
-    add("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="H[:P]", help="node 0, as all nodes reach it")
+    add("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="H[:P]", help=_ENDPOINT_HELP)
     add("--spares", type=count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
     add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
     add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
@@ -116,13 +117,25 @@ def launch_job(options: argparse.Namespace, program: Program, steps: int | None)
         status = launch(config, terminal.say)
     missing = not_fired(specs, run_dir)
     for text in missing:
-        say(f"fault {text} did not happen as often as asked for: the run never reached that point")
+        say(f"fault {text} did not happen as often as asked for: {_why_not(text, is_script=steps is None)}")
     if not config.is_alone:  # other nodes may have recorded faults in their run directories
         return status
     problem = "" if expected is None else judge_chaos(run_dir, status, expected)
     if problem:
         say(f"chaos: {problem}; the same again: --chaos {options.chaos} --seed {options.seed or 0}")
     return status or int(bool(missing or problem))
+
+
+def _why_not(text: str, is_script: bool) -> str:
+    """Return why a fault did not happen, as far as that is known; the loop of a script may be one of its own."""
+    from checkpointless.faults.spec import ANNOUNCED_BY_FRAMEWORKS, parse
+
+    phase = parse(text).phase
+    why = "the run never reached that point"
+    if not is_script or phase not in ANNOUNCED_BY_FRAMEWORKS:
+        return why
+    name = phase.value
+    return f"{why} (a loop of your own reaches {name} only if it says so: caller.enter_phase({name!r}, step))"
 
 
 def _configured(options: argparse.Namespace, program: Program) -> LaunchConfig:

@@ -11,7 +11,8 @@ from checkpointless.telemetry.event_names import LIVING, EventName
 from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.tracebacks import traceback_path
 
-#: Stages of the generation that begins; each is told as soon as all ranks have finished it.
+#: Stages of the generation that begins; each is told as soon as all ranks have finished it. A loop of one's own has
+#: no `init` and no `rebuild`, and ranks that nobody decides for have no `transfer`: such a stage is left out.
 _STARTING = (
     EventName.INIT,
     EventName.REBUILD,
@@ -30,6 +31,8 @@ _BRIEF: Mapping[str, EventName] = {
 }
 _BRIEF_S = 0.5
 _SILENCE_S = 5.0
+_IMPORTING_S = 2.0  # an import that takes longer is told of
+_STILL_IMPORTING_S = 15.0
 _GENERATIONS_KEPT = 2
 _INDENT = "  "
 INCIDENT = "incident "  # beginning of an incident's first and last line
@@ -67,6 +70,8 @@ class _Generation:
 
     Attributes:
         seconds: seconds of each finished stage, by rank.
+        began: stages that any rank has begun.
+        went: when the ranks were let go into it, in nanoseconds of the coordinator's monotonic clock.
         began_to_wait: when each rank reached the barrier, in nanoseconds of the coordinator's monotonic clock (-1
             for ranks of other nodes, which have another clock).
         target: step after which training resumes.
@@ -78,6 +83,8 @@ class _Generation:
     """
 
     seconds: defaultdict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    began: set[str] = field(default_factory=set)
+    went: int = -1
     began_to_wait: dict[int, int] = field(default_factory=dict)
     target: int | None = None
     reason: str = ""
@@ -100,6 +107,12 @@ class _Incident:
     closing: str = ""  # the last line, which is told after the stages
 
 
+@dataclass
+class _Import:
+    began_s: float
+    next_word_s: float
+
+
 class Narrator:
     """Turns the events of a job into a block of a dozen lines per incident.
 
@@ -115,6 +128,7 @@ class Narrator:
         self._world = 0
         self._generations: dict[int, _Generation] = {}
         self._incident: _Incident | None = None
+        self._importing: _Import | None = None  # None: nothing is imported for the ranks now
 
     @property
     def is_telling(self) -> bool:
@@ -138,10 +152,14 @@ class Narrator:
         """
         if event.stage == EventName.JOB and event.edge == "begin":
             self._world = int(event.fields.get("nproc", 0))
+            self._importing = _Import(now_s, now_s + _IMPORTING_S)
         elif event.stage == EventName.SAVE_FAILED:
             yield failed_save_line(event)
         elif event.rank is not None:
+            self._importing = None
             self._rank_said(event, event.rank)
+        elif event.stage == EventName.PRELOAD:
+            self._importing = None
         elif (event.node, event.pid) == self._coordinator:
             yield from self._coordinator_said(event, now_s)
         incident = self._incident
@@ -155,7 +173,8 @@ class Narrator:
                 yield from self.close()
 
     def tick(self, now_s: float) -> Iterator[str]:
-        """Yield a line if nothing was told of an open incident for some time."""
+        """Yield a line if imports take long, or if nothing was told of an open incident for some time."""
+        yield from self._still_importing(now_s)
         incident = self._incident
         if incident is None or incident.closing or now_s - incident.last_words_s < _SILENCE_S:
             return
@@ -166,8 +185,18 @@ class Narrator:
             of = f" of {self._world}" if self._world else ""
             yield f"{_INDENT}barrier: {here}{of} ranks are here; waiting for the others"
         else:
+            generation = self._of(incident.began)
             stage = next((each for each in _STARTING if each not in incident.told), EventName.FIRST_STEP)
-            yield f"{_INDENT}{stage}: {len(self._of(incident.began).seconds[stage])} ranks are through"
+            if stage not in generation.began and EventName.ENTER in generation.began:
+                stage = EventName.ENTER  # in the script, before the framework or the loop says anything
+            yield f"{_INDENT}{stage}: {len(generation.seconds[stage])} ranks are through"
+
+    def _still_importing(self, now_s: float) -> Iterator[str]:
+        work = self._importing
+        if work is None or now_s < work.next_word_s:
+            return
+        work.next_word_s = now_s + _STILL_IMPORTING_S
+        yield f"importing what the ranks need, once for all of them: {now_s - work.began_s:.0f} s so far"
 
     def close(self) -> Iterator[str]:
         """Yield the last line of an incident that is over, even if not all ranks have reported their times."""
@@ -189,7 +218,9 @@ class Narrator:
                 incident.began = event.generation
                 incident.last_words_s = now_s
                 yield from self._ending(incident, event)
-            self._of(event.generation).began_to_wait.clear()  # the ranks no longer wait for it
+            generation = self._of(event.generation)
+            generation.went = event.mono
+            generation.began_to_wait.clear()  # the ranks no longer wait for it
         elif incident is None:
             return
         elif event.stage == EventName.RECOVERED:
@@ -205,8 +236,12 @@ class Narrator:
             return
         generation = self._of(event.generation)
         fields = event.fields
+        if event.edge == "begin":
+            generation.began.add(event.stage)
         if event.stage == EventName.BARRIER and event.edge == "begin":
-            generation.began_to_wait[rank] = event.mono if event.node == self._coordinator[0] else -1
+            is_here = event.node == self._coordinator[0]
+            if not is_here or event.mono > generation.went:  # else a late word of the wait for this generation
+                generation.began_to_wait[rank] = event.mono if is_here else -1
         if event.stage == EventName.FALLBACK:
             generation.reason = str(fields.get("reason") or "")
         if event.edge != "end" or "error" in fields:
@@ -253,10 +288,11 @@ class Narrator:
         for stage in _STARTING:
             if stage in incident.told:
                 continue
+            later = _STARTING[_STARTING.index(stage) + 1 :]
+            if not generation.seconds[stage] and any(generation.seconds[each] for each in later):
+                incident.told.append(stage)  # each rank's words come in order: no rank has this stage
+                continue
             if len(generation.seconds[stage]) < max(self._world, 1):
-                if stage == EventName.TRANSFER and generation.seconds[EventName.FIRST_STEP]:
-                    incident.told.append(stage)  # no rank decided, so nothing was moved
-                    continue
                 return
             incident.told.append(stage)
             yield self._line(generation, stage, self._note(generation, stage))
@@ -272,6 +308,8 @@ class Narrator:
             if not generation.filled:
                 return "every rank has kept its own state"
             filled, sources = _ranks(generation.filled), _ranks(generation.sources)
+            if not generation.nbytes:  # a torn update had not changed a byte
+                return f"{filled} compared with {sources}: the same bytes, none were sent"
             return f"{filled} filled with {_size(generation.nbytes)} from {sources}"
         if stage == EventName.FIRST_STEP and generation.step is not None:
             return f"step {generation.step} is made"

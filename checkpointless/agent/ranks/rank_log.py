@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 16 * 1024
 _COPY_EVERY_S = 0.05
+_TORN_S = 1.0  # a line without an end is shown after this time, and ended
 _LOOK_S = 1.0
 
 
@@ -138,7 +140,7 @@ class RankLog:
 
 
 class LogCopies:
-    """Copies what ranks print, with the rank in front of each line, in separate threads.
+    """Copies what ranks print, line by line with the rank in front, in separate threads.
 
     Args:
         paths: path of each rank's log.
@@ -147,15 +149,12 @@ class LogCopies:
     """
 
     def __init__(self, paths: Mapping[int, Path], out: TextIO, errands: Errands) -> None:
-        from torch.distributed.elastic.multiprocessing.tail_log import tail_logfile
-
         self._paths, self._errands = paths, errands
         self._finished = threading.Event()
         self._threads = [
             threading.Thread(
-                target=tail_logfile,
-                args=(f"[rank {rank}] ", str(path), out, self._finished, _COPY_EVERY_S),
-                kwargs={"log_line_filter": lambda line: True},
+                target=_copy,
+                args=(path, f"[rank {rank}] ", out, self._finished),
                 name=f"checkpointless-log-{rank}",
                 daemon=True,
             )
@@ -178,6 +177,36 @@ class LogCopies:
                     return False
                 thread.join(_LOOK_S)
         return True
+
+
+def _copy(path: Path, header: str, out: TextIO, finished: threading.Event) -> None:
+    """Copy the lines of a log as they are written, until ``finished`` is set and the end is reached.
+
+    Only whole lines are written to ``out``, so that nothing is ever added to one. A state of a progress bar, which
+    ends in a carriage return, is a line.
+    """
+    while not path.exists():
+        if finished.wait(_COPY_EVERY_S):
+            return
+    with path.open(errors="replace") as log:
+        torn, since_s, was_ended = "", 0.0, False
+        while True:
+            is_last = finished.is_set()  # before the log is read: what was written until then is copied
+            piece = log.readline()
+            torn += piece
+            if torn.endswith("\n"):
+                if not (was_ended and torn == "\n"):
+                    out.write(f"{header}{torn}")
+                torn, was_ended = "", False
+            elif piece:
+                since_s = time.monotonic()
+            elif torn and (is_last or time.monotonic() - since_s > _TORN_S):
+                out.write(f"{header}{torn}\n")
+                torn, was_ended = "", True
+            elif is_last:
+                return
+            else:
+                time.sleep(_COPY_EVERY_S)
 
 
 def _keep_old(log: Path) -> None:

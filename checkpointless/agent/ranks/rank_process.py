@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import io
 import json
+import logging
 import os
 import runpy
 import signal
@@ -23,11 +24,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpointless.agent.ranks.platforms import install_platform
-from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV
+from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
 from checkpointless.posix import temp_folder
 from checkpointless.telemetry.log_level import apply_log_level
 from checkpointless.telemetry.log_relay import LogRelay
 from checkpointless.telemetry.scribe import flush_all
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_EXIT_CODE = 1
@@ -67,13 +70,24 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(_ORPHAN_EXIT_CODE)
 
 
+def name_process(name: str) -> None:
+    """Give this process the name that ``ps``, ``top`` and ``pgrep`` show, of which the kernel takes 15 letters."""
+    try:
+        Path("/proc/self/comm").write_text(name)
+    except OSError as error:  # no /proc, or a sandbox: the name is for people
+        logger.info("the process keeps its name: %s", error)
+
+
 def run_script(script: Script) -> NoReturn:
     """Run ``script`` as ``__main__``, then exit the process with the code that ``python`` would give.
+
+    The process is named after its rank.
 
     The interpreter is not shut down: with large frameworks loaded that takes longer than most recoveries.
     """
     code = 1
     apply_log_level()
+    name_process(f"ckpl-rank-{os.environ.get(RANK_ENV, '')}")
     LogRelay().install()
     for stream in (sys.stdout, sys.stderr):  # files; what a rank has printed must not be lost with it
         if isinstance(stream, io.TextIOWrapper):

@@ -24,6 +24,7 @@ from checkpointless.telemetry.steps import StepExtras, StepLog
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.state_tensors import groups_of
 from checkpointless.transfer.tensor_entry import Key
+from checkpointless.transfer.wire import wire_device
 
 _DRAWN_BETWEEN = (
     "the loop draws random numbers between update() of step %d and the next step: a fault that finds a rank in "
@@ -91,16 +92,23 @@ class LoopTraining(TrainingTensors, ABC):
         if call.faults is not None:
             call.faults.target = lambda: next(iter(self.shard().values()))
 
-    def steps(self, last: int) -> Iterable[int]:
+    def steps(self, last: int, *, done: int = 0) -> Iterable[int]:
         """Yield the optimizer steps to make, from the first that is not committed to ``last``.
 
         If this is a restart, the state is recovered before the first of them.
 
+        Args:
+            last: the number of the last step.
+            done: how many steps were made before this job, if the block has loaded a checkpoint of its own: the
+                first step is then ``done + 1``. After a fault, memory says which steps were made, and what the
+                block has loaded meanwhile does not count.
+
         Raises:
-            UnrecoverableError: steps were committed and no rank holds them any more.
+            UnrecoverableError: steps were committed and no rank holds them any more, or ``done`` is not the same on
+                all ranks.
             RuntimeError: a step ended without :meth:`update`.
         """
-        self._restore()
+        self._restore(done)
         while self.step < last:
             taken = self._taken(self.step)
             self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
@@ -147,28 +155,31 @@ class LoopTraining(TrainingTensors, ABC):
         self._manager.replicate_rng_states(step)
         self._call.parameter_update_lock.mark_ready(step)
 
-    def _restore(self) -> None:
+    def _restore(self, done: int) -> None:
         call, manager = self._call, self._manager
         self.arrange()
         objects: dict[str, Any] | None = None
-        if call.generation > 0:
+        if call.generation == 0:
+            self.step = done
+        else:
             call.enter_phase("recovery", call.high_water)
             objects = self._recover()
             if objects is None and call.high_water > 0:
                 reason = manager.refusal or "no rank holds the state in memory"
                 if not manager.allow_restart_from_scratch:
                     raise UnrecoverableError(reason)
-                logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
-            self.step = objects["step"] if objects is not None else 0
+                logger.error("%s: starting over at step %d, as allow_restart_from_scratch allows", reason, done)
+            self.step = objects["step"] if objects is not None else done
             states = manager.rng_of(self.step)
             if self._log is not None and states is not None and (self._log.last_step() or 0) < self.step:
                 self._record(states.loss)  # committed, but the fault came before it was recorded
         if objects is None:
+            _require_same(done)
             self.settle()
             manager.begin_buffers(self)
         if call.generation == 0:
-            manager.keep_buffers(0, Stage.COMMITTED, self.copy_buffers())
-            manager.store_rng_states(0)
+            manager.keep_buffers(done, Stage.COMMITTED, self.copy_buffers())
+            manager.store_rng_states(done)
         manager.restore_streams()
         manager.attach(self, self.step)
         call.steps.begin_data()
@@ -292,3 +303,15 @@ class LoopTraining(TrainingTensors, ABC):
     @abstractmethod
     def derive(self) -> None:
         """Derive what follows from the shards, once all shards of the job are at one step. Collective."""
+
+
+def _require_same(done: int) -> None:
+    """Refuse a job whose ranks begin at different steps. Collective."""
+    most = torch.tensor([done, -done], device=wire_device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    newest, oldest = int(most[0]), -int(most[1])
+    if newest != oldest:
+        raise UnrecoverableError(
+            f"some ranks begin behind step {oldest}, others behind step {newest}: load the same checkpoint on "
+            "every rank, and give the same done= to steps()"
+        )

@@ -107,7 +107,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         return self._kept
 
     @override
-    def _restore(self) -> None:
+    def _restore(self, done: int) -> None:
         tensors = [*self._all, *(each for module in self.modules for each in module.buffers())]
         kept = begin_with_kept(self._call, self.modules, tensors, self.optimizers)
         if kept is not None:
@@ -115,7 +115,7 @@ class PlainTraining(LoopTraining, TorchTensors):
             overwritten = kept.overwritten()
             if overwritten:
                 give_up_held(self._manager, overwritten)
-        super()._restore()
+        super()._restore(done)
 
     @override
     def _recover(self) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Test what is noted of a trainer: the checkpoints that are there when nothing removes any more."""
+"""Test what is noted of a trainer: the state of callbacks, and the checkpoints that are there in the end."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from checkpointless.callbacks.recorded_state import checkpoint_names
+from checkpointless.callbacks.recorded_state import callback_digests, checkpoint_names
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_there(tmp_path: Path) -> None:
@@ -26,3 +27,14 @@ def test_a_checkpoint_that_is_being_removed_is_not_there(tmp_path: Path) -> None
     trainer: Any = SimpleNamespace(callbacks=[ModelCheckpoint(tmp_path)])
     assert checkpoint_names(trainer) == [["step=4.ckpt"]]
     assert not removal.is_alive()
+
+
+def test_where_checkpoints_are_written_is_not_what_was_computed(tmp_path: Path) -> None:
+    digests = []
+    for folder, metric in (("calm", 0.5), ("rough", 0.5), ("rough", 0.25)):
+        callback = ModelCheckpoint(tmp_path / folder, monitor="loss")
+        callback.best_model_path = str(tmp_path / folder / "step=4.ckpt")
+        callback.best_k_models = {callback.best_model_path: torch.tensor(metric)}
+        trainer: Any = SimpleNamespace(callbacks=[callback])
+        digests.append(callback_digests(trainer))
+    assert digests[0] == digests[1] != digests[2]

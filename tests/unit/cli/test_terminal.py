@@ -179,6 +179,71 @@ def test_a_fallback_says_why(narrator: Narrator, log: EventLog) -> None:
     assert lines[-1].split()[0] == "first_step"  # nothing was transferred, and that holds nothing up
 
 
+def test_a_loop_of_ones_own_has_no_stages_of_a_framework(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    ranks_end(log, 1, "decide", target=2)
+    ranks_end(log, 1, "transfer", bytes=0, sources=[])
+    ranks_end(log, 1, "enter", "data")
+    ranks_end(log, 1, "first_step", step=3)
+    last = recovered(log)
+    lines = told(narrator, log)
+    assert [line.split()[0] for line in lines[4:-1]] == ["decide", "transfer", "first_step"]
+    assert lines[-1] == last  # and it did not wait for stages that never come
+    assert not narrator.is_telling
+
+
+def test_a_rank_that_lacks_nothing_is_not_filled(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    ranks_end(log, 1, "init", "rebuild", "decide")
+    ranks_end(log, 1, "transfer", ranks=(0,), bytes=0, kept=1948, sources=[])
+    ranks_end(log, 1, "transfer", ranks=(1,), bytes=0, kept=1948, sources=[0])
+    (line,) = [line for line in told(narrator, log) if "transfer" in line]
+    assert line.endswith("rank 1 compared with rank 0: the same bytes, none were sent")
+
+
+def test_a_silence_in_a_script_is_not_taken_for_a_stage_of_a_framework(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    incident(log)
+    for rank in RANKS:
+        log.emit(EventName.ENTER, "begin", generation=1, rank=rank)
+    told(narrator, log)
+    assert [line.split()[0] for line in narrator.tick(60.0)] == ["enter:"]
+    log.emit(EventName.INIT, "begin", generation=1, rank=0)
+    assert [line.split()[0] for line in (*told(narrator, log)[:0], *narrator.tick(120.0))] == ["init:"]
+
+
+def test_a_late_word_of_the_start_is_not_the_wait_of_the_incident(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    log.emit(EventName.BARRIER, "begin", generation=0, rank=1)
+    log.emit(EventName.GO, "point", generation=0)
+    time.sleep(0.3)  # training goes on for this long
+    incident(log)
+    events = list(read_events(log.path.parent)) if log.path is not None else []
+    late = events.pop(1)
+    waits = [event for event in events if event.stage == EventName.BARRIER and event.rank == 1]
+    events = [event for event in events if event not in waits]  # rank 1 is lost
+    events.insert(2, late)  # written to the file after the coordinator's own word
+    lines = [line for event in events for line in narrator.take(event, 0.0)]
+    (barrier,) = [line for line in lines if "barrier" in line]
+    assert float(barrier.split()[1]) < 0.3
+
+
+def test_a_long_import_is_told_of(narrator: Narrator, log: EventLog) -> None:
+    begin(log)
+    told(narrator, log)  # at 0 s
+    assert not list(narrator.tick(1.0))
+    first, second = (list(narrator.tick(at_s)) for at_s in (3.0, 4.0))
+    assert first == ["importing what the ranks need, once for all of them: 3 s so far"]
+    assert not second
+    assert len(list(narrator.tick(20.0))) == 1
+    log.emit(EventName.PRELOAD, "point", generation=0, seconds=20.0, failed=[])
+    for event in list(read_events(log.path.parent))[1:] if log.path is not None else []:
+        list(narrator.take(event, 21.0))
+    assert not list(narrator.tick(60.0))
+
+
 def test_silence_is_broken(narrator: Narrator, log: EventLog) -> None:
     begin(log)
     log.emit(EventName.DETECT, "point", generation=0, incident="1", cause=CAUSE, culprit=1, how="exception")

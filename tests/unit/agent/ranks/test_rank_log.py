@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,6 +143,38 @@ def test_what_ranks_print_is_copied_to_its_end(tmp_path: Path) -> None:
     lines = out.getvalue().splitlines()
     assert [line for line in lines if line.startswith("[rank 1] ")] == ["[rank 1] one", "[rank 1] two"]
     assert len(lines) == 1002
+
+
+class _Writes(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return len(text)
+
+    def come_to(self, *pieces: str) -> None:
+        deadline_s = time.monotonic() + 20
+        while self.pieces != list(pieces):
+            assert time.monotonic() < deadline_s, self.pieces
+            time.sleep(0.01)
+
+
+def test_a_progress_bar_is_copied_in_whole_lines_that_nothing_is_added_to(tmp_path: Path) -> None:
+    out = _Writes()
+    with (tmp_path / "rank-0.log").open("w", newline="") as log:
+        copies = LogCopies({0: tmp_path / "rank-0.log"}, out, Errands())
+        log.write("  5%\r 10")
+        log.flush()
+        out.come_to("[rank 0]   5%\n")
+        log.write("%")
+        log.flush()
+        out.come_to("[rank 0]   5%\n", "[rank 0]  10%\n")  # after a while, and ended
+        log.write("\r 15%")
+        log.flush()
+        assert copies.stop()
+    assert out.pieces == ["[rank 0]   5%\n", "[rank 0]  10%\n", "[rank 0]  15%\n"]
 
 
 def test_the_copies_of_a_log_on_a_disk_that_does_not_answer_are_not_waited_for(stopped: Path) -> None:

@@ -1,0 +1,30 @@
+"""Test the process that a rank's script is run in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from checkpointless.environment import RANK_ENV
+
+RUN = """
+import sys
+from checkpointless.agent.ranks.rank_process import Script, run_script
+
+run_script(Script(sys.argv[1]))
+"""
+
+
+def test_a_ranks_process_is_found_by_its_name(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(open('/proc/self/comm').read())")
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN, str(script)],
+        env={**os.environ, RANK_ENV: "12"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout.strip() == "ckpl-rank-12", ended.stderr
