@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from checkpointless.agent.ranks.preload import preloads_of
+from checkpointless.agent.ranks.rank_process import Script
 from checkpointless.telemetry.events import read_events
 from tests.ranks.agent_nursery import ForkedAgent
 
@@ -39,7 +41,8 @@ class Job:
         script: one of ``agent_scripts``.
         args: its arguments.
         env: environment variables of the agent, beside this process's.
-        options: fields of ``LaunchConfig``.
+        options: fields of ``LaunchConfig``. If the script imports torch, the ranks' zygote is forked from the agent
+            (``fork_here``) unless they say otherwise; else it is an interpreter of its own, as ever.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Job:
     ) -> None:
         self.run_dir = run_dir
         self.marker = uuid.uuid4().hex
+        options = {"fork_here": imports_torch(SCRIPTS / script)} | options
         options |= {"run_dir": str(run_dir), "nproc_per_node": nproc, "script_args": args}
         options["script"] = str(SCRIPTS / script)
         self.process = ForkedAgent(options, {**os.environ, **(env or {}), _MARKER: self.marker})
@@ -101,6 +105,11 @@ class Job:
         """Return the process that ranks are forked from."""
         (zygote,) = psutil.Process(self.process.pid).children()
         return zygote
+
+
+def imports_torch(script: Path) -> bool:
+    """Return whether ranks of a script begin with torch: the nursery has it, an interpreter takes 3 s for it."""
+    return any(name.partition(".")[0] == "torch" for name in preloads_of(Script(str(script), (), module=False)))
 
 
 def is_alive(pid: int) -> bool:

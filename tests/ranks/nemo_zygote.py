@@ -27,7 +27,18 @@ from tests.ports import free_port
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 150.0
 _ENDED_BADLY = "ended-badly"
-MODULES = ("nemo.lightning", "nemo.collections.llm", "checkpointless.demo.text", "checkpointless.strategies")
+# What the ranks of most scripts import, too, as the agent's preload imports what a script names: a rank that had to
+# compile and run all of that would take a fifth longer.
+MODULES = (
+    "nemo.lightning",
+    "nemo.collections.llm",
+    "checkpointless.callbacks.external",
+    "checkpointless.demo.text",
+    "checkpointless.strategies.megatron_strategy",
+    "checkpointless.strategies.torch_strategies",
+    "tests.ranks.jobs",
+    "tabulate",
+)
 
 
 class RankFailure(AssertionError):

@@ -25,7 +25,7 @@ def done(job: Job) -> list[str]:
 
 
 def test_groups_are_destroyed_also_with_a_clean_up_of_ones_own(tmp_path: Path) -> None:
-    job = Job(tmp_path, "own_parts.py", "finalize")
+    job = Job(tmp_path, "own_parts.py", "finalize", fork_here=False)  # one with a zygote that imports torch
     ended = job.end(END_S)
     assert ended.code == 0, ended.err
     assert done(job) == ["generation 1, incarnation 0"] * 3, ended.err

@@ -72,7 +72,7 @@ def test_ten_incidents_leave_nothing_behind(nemo_zygote: Zygote, tmp_path: Path,
 @pytest.mark.parametrize(
     ("trainer", "layout"),
     [
-        ("hsdp", {"tp": 2}),
+        pytest.param("hsdp", {"tp": 2}, marks=pytest.mark.long),  # test_plain_fsdp2.py has a mesh of eight ranks
         pytest.param("lightning-hsdp", {"tp": 2}, marks=pytest.mark.long),
         pytest.param("megatron", {"tp": 2, "pp": 2}, marks=pytest.mark.long),
     ],

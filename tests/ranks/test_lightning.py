@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,14 @@ KILLS = [pytest.param("exception", marks=pytest.mark.long), "sigkill"]
 def in_every_phase(kind: str, ranks: int = 4) -> list[str]:
     """Return a fault in each phase, each on another rank and in another step, from the second."""
     return [f"{kind}@{phase}:rank={at % ranks},step={2 * at + 2}" for at, phase in enumerate(PHASES)]
+
+
+def calm_and_at_once(fault: str, *rows: tuple[Any, ...]) -> list[Any]:
+    """Return each row without a fault and with ``fault``; of the latter all but the first are for make test-long."""
+    calm = [pytest.param(*row, None, id=f"calm-{row[0]}") for row in rows]
+    marks = [() if at == 0 else pytest.mark.long for at in range(len(rows))]
+    again = [pytest.param(*row, fault, id=f"at-once-{row[0]}", marks=mark) for row, mark in zip(rows, marks)]
+    return calm + again
 
 
 def logged(job: Job) -> list[dict[str, str]]:
@@ -72,7 +81,7 @@ def test_ddp_in_every_phase(train: Train, kind: str) -> None:
     train("ddp", 18, *in_every_phase(kind), features="validation,warmup")
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", KILLS)
 def test_ddp_that_accumulates_in_every_phase(train: Train, kind: str) -> None:
     train("ddp", 16, *in_every_phase(kind), features="accumulate,fp16,overflow")
 
@@ -92,7 +101,7 @@ def test_tensor_parallelism_in_every_phase(train: Train, kind: str) -> None:
     train("hsdp-tp", 16, *in_every_phase(kind, 8), features="accumulate")
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", KILLS)
 def test_a_learning_rate_that_is_changed_in_place(train: Train, kind: str) -> None:
     train("ddp", 18, *in_every_phase(kind), features="rate-in-tensor,validation")
 
@@ -104,7 +113,7 @@ def test_a_stream(train: Train, features: str) -> None:
     train("ddp", 7, *faults, features=features)
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", KILLS)
 def test_averages_and_modes(train: Train, kind: str) -> None:
     """An average that the optimizer's hook updates, and dropout that is switched off from the second epoch on."""
     train("ddp", 26, *in_every_phase(kind), f"{kind}@after_optimizer:rank=1,step=25", features="averaged,modes")
@@ -159,6 +168,7 @@ def test_a_fault_within_a_save(nemo_zygote: Zygote, tmp_path: Path, what: str) -
     assert logged(calm) == logged(job)
 
 
+@pytest.mark.long  # a loop of one's own does the same in test_plain_fsdp2.py
 def test_hsdp_with_tensor_parallelism(train: Train) -> None:
     train("hsdp-tp", 7, "sigkill@backward:rank=1,step=3", "exception@forward:rank=6,step=5")
 
@@ -200,21 +210,21 @@ def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, fe
         assert job.steps
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", KILLS)
 def test_parameters_that_are_frozen_and_trained_again_by_hooks(train: Train, kind: str) -> None:
     """A hook does so at the beginning of an epoch, another after a validation; neither does it again later."""
     train("ddp", 22, *in_every_phase(kind), f"{kind}@data:rank=3,step=17", features="freezes,validation")
 
 
 @pytest.mark.parametrize(
-    ("features", "reason"),
-    [
+    ("features", "reason", "fault"),
+    calm_and_at_once(
+        "exception@forward:rank=1,step=9",
+        ("frees", "net.0.weight is trained now and had requires_grad=False when DistributedDataParallel was made"),
         ("adds", "an optimizer has other parameters than at the beginning (add_param_group)"),
         ("exchanges", "the trainer has another optimizer than at the beginning"),
-        ("frees", "net.0.weight is trained now and had requires_grad=False when DistributedDataParallel was made"),
-    ],
+    ),
 )
-@pytest.mark.parametrize("fault", [None, "exception@forward:rank=1,step=9"], ids=["calm", "at-once"])
 def test_parameters_that_hooks_add_are_noticed_at_once(
     nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str, fault: str | None
 ) -> None:
@@ -227,16 +237,16 @@ def test_parameters_that_hooks_add_are_noticed_at_once(
 
 
 @pytest.mark.parametrize(
-    ("features", "reason", "steps"),
-    [
+    ("features", "reason", "steps", "fault"),
+    calm_and_at_once(
+        "exception@after_optimizer:rank=1,step={}",
         ("adds-callback", "trainer.callbacks was changed while training (Swaps was added)", 4),
         ("removes-callback", "trainer.callbacks was changed while training (Norms was removed)", 4),
         ("schedules", "the trainer has another learning-rate scheduler than when training began", 4),
         ("limits", "trainer.limit_train_batches was changed from 1.0 to 3", 4),
         ("regroups", "accumulate_grad_batches was changed to 2 within the batches of a step", 3),
-    ],
+    ),
 )
-@pytest.mark.parametrize("fault", [None, "exception@after_optimizer:rank=1,step={}"], ids=["calm", "at-once"])
 def test_what_hooks_change_in_the_trainer_and_cannot_be_put_back_is_noticed_at_once(
     nemo_zygote: Zygote, tmp_path: Path, features: str, reason: str, steps: int, fault: str | None
 ) -> None:
@@ -280,6 +290,7 @@ def test_weights_that_were_exchanged_for_a_validation_are_not_taken_for_the_trai
     assert "given up: parameters were changed beside the update since step 4 (ended)" in job.log(0)
 
 
+@pytest.mark.long  # test_examples.py runs it through faults, too
 def test_the_example(nemo_zygote: Zygote, tmp_path: Path) -> None:
     """The script of the documentation comes through faults with the same bits."""
     faults = ("exception@backward:rank=1,step=3", "sigkill@forward:rank=2,step=4")

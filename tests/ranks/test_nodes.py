@@ -71,7 +71,7 @@ def test_a_rank_killed_on_each_node(disturb_nodes: Run) -> None:
     assert [incident.rung for incident in job.incidents] == [Rung.PROCESS, Rung.PROCESS, Rung.IN_PROCESS]
 
 
-@pytest.mark.parametrize("phase", ["backward", "optimizer"])
+@pytest.mark.parametrize("phase", ["backward", pytest.param("optimizer", marks=pytest.mark.long)])
 def test_a_whole_node_killed_with_a_spare(disturb_nodes: Run, phase: str) -> None:
     job = disturb_nodes(f"node@{phase}:rank=2,step=3", spares=1, lost=(1,))
     (incident,) = job.incidents

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import compare
+from checkpointless.report.verify import Steps, compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -24,17 +26,31 @@ def _train(zygote: Zygote, run_dir: Path, habit: str, *faults: str) -> Job:
     return run_job(zygote, run_dir, 2, script=script, args=(str(STEPS), habit), faults=faults)
 
 
+@pytest.fixture(scope="module")
+def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Steps]:
+    """Return a function for the steps of a habit without faults; it trains each only once."""
+
+    @functools.cache
+    def steps(habit: str) -> Steps:
+        job = _train(nemo_zygote, tmp_path_factory.mktemp("calm") / "run", habit)
+        assert job.code == 0, job.story()
+        return job.steps
+
+    return steps
+
+
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 @pytest.mark.parametrize("habit", ["averages", "modes", "extra-state", "validates"])
-def test_it_is_as_without_the_fault(nemo_zygote: Zygote, tmp_path: Path, habit: str, kind: str) -> None:
+def test_it_is_as_without_the_fault(
+    nemo_zygote: Zygote, calm: Callable[[str], Steps], tmp_path: Path, habit: str, kind: str
+) -> None:
     """A validation behind an update draws from the streams, and a fault in a later step takes nothing back."""
     phases = PHASES[:4] if habit == "validates" else PHASES  # what follows an update is not done again
     faults = [f"{kind}@{phase}:rank={at % 2},step={2 * at + 2}" for at, phase in enumerate(phases)]
-    calm = _train(nemo_zygote, tmp_path / "calm", habit)
     job = _train(nemo_zygote, tmp_path / "rough", habit, *faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm.steps, job.steps)
+    verdict = compare(calm(habit), job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == STEPS
     said = "\n".join(job.log(rank) for rank in range(2))

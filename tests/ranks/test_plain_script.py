@@ -20,7 +20,9 @@ def _train(zygote: Zygote, run_dir: Path, faults: tuple[str, ...] = (), *args: s
     return run_job(zygote, run_dir, 4, script=SCRIPT, args=("--steps", str(STEPS), *args), faults=faults)
 
 
-@pytest.mark.parametrize("args", [(), ("--tensor-parallel", "2")], ids=["dp4", "tp2-dp2"])
+@pytest.mark.parametrize(
+    "args", [(), pytest.param(("--tensor-parallel", "2"), marks=pytest.mark.long)], ids=["dp4", "tp2-dp2"]
+)
 def test_the_three_lines_suffice(nemo_zygote: Zygote, tmp_path: Path, args: tuple[str, ...]) -> None:
     undisturbed = _train(nemo_zygote, tmp_path / "undisturbed", (), *args)
     assert undisturbed.code == 0, undisturbed.story()

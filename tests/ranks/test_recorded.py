@@ -30,7 +30,7 @@ def train(zygote: Zygote, run_dir: Path, *changes: str, saves: bool = True) -> J
     job = run_job(
         zygote,
         run_dir,
-        4,
+        2,  # each starts a process for its first save, which imports torch
         heartbeat_timeout_s=60.0,  # a save is silent, and takes long on a busy machine
         args=(
             f"trainer.max_steps={STEPS}",
@@ -61,7 +61,7 @@ def test_callbacks_validations_and_checkpoints_are_recorded_and_compared(
     assert [float.fromhex(rate) for rate in extras.lr or ()] == pytest.approx([1e-3] * len(extras.lr or ()))
     assert any("Average" in key for key in extras.callbacks or ())
     assert len({record.extras.data for record in steps[0]}) == STEPS, "the data moves on with every step"
-    assert [record.step for record in steps.validations[3]] == [2, 4, 6]
+    assert [record.step for record in steps.validations[1]] == [2, 4, 6]
     losses = [float.fromhex(record.metrics["val_loss"]) for record in steps.validations[0]]
     assert losses == sorted(losses, reverse=True)
     assert steps.checkpoints is not None

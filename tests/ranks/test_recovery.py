@@ -45,7 +45,12 @@ def test_every_phase(disturb: Disturb, kind: str) -> None:
         (4, (), ("exception@backward:rank=2,step=2", "sigkill@optimizer:rank=1,step=4")),
         (4, (*PP2, *DROPOUT), ("sigkill@backward:rank=3,step=3",)),
         (4, EP2, ("sigkill@forward:rank=1,step=2", "exception@optimizer:rank=2,step=4")),
-        (8, (*TP2, *PP2, *DROPOUT), ("sigkill@forward:rank=5,step=2", "exception@optimizer:rank=0,step=4")),
+        pytest.param(  # each of the two by itself is tested above, and both together in test_megatron_loop.py
+            8,
+            (*TP2, *PP2, *DROPOUT),
+            ("sigkill@forward:rank=5,step=2", "exception@optimizer:rank=0,step=4"),
+            marks=pytest.mark.long,
+        ),
         pytest.param(8, (), ("sigkill@data:rank=0,step=3",), marks=pytest.mark.long),
     ],
     ids=["dp4", "pp2", "ep2", "tp2-pp2", "dp8"],

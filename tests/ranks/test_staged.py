@@ -80,7 +80,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     ("faults", "replaced"),
     [
         (("exception@backward:rank=2,step=3", "sigkill@before_optimizer:rank=1,step=5"), [(), (1,)]),
-        (("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"), [(3,), ()]),
+        pytest.param(
+            ("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"),
+            [(3,), ()],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["exception-and-kill", "in-the-update"],
 )
@@ -95,6 +99,7 @@ def test_a_plain_loop_in_bf16_whose_reductions_overlap_the_backward_pass(
 
 
 @pytest.mark.nemo
+@pytest.mark.long  # test_megatron_loop.py has the same loop on gloo's own groups
 def test_megatron_core_without_nemo(tmp_path: Path, undisturbed: Undisturbed) -> None:
     args = ("cpu", str(STEPS), "2")
     without = undisturbed(MEGATRON_LOOP, *args, cpu=True)

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 STEPS = 18  # each rank has eight batches in an epoch
 with_torchdata = pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is not installed")
-KINDS = ["exception", "sigkill"]
 KILLS = ["sigkill", pytest.param("exception", marks=pytest.mark.long)]
 
 
@@ -27,25 +26,32 @@ def at_the_edges(kind: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("features", ["weighted", "positioned,weighted"])
+@pytest.mark.parametrize(
+    ("features", "kind"),
+    [
+        ("weighted", "sigkill"),
+        ("positioned,weighted", "exception"),
+        pytest.param("weighted", "exception", marks=pytest.mark.long),
+        pytest.param("positioned,weighted", "sigkill", marks=pytest.mark.long),
+    ],
+)
 def test_a_generator_of_ones_own_draws_the_order(train: Train, features: str, kind: str) -> None:
     """It is made anew with its seed after a fault, in the third epoch too. Lightning divides the sampler."""
     train("ddp", STEPS, *in_every_phase(kind), features=features)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KILLS)
 def test_where_an_epoch_begins_and_ends(train: Train, kind: str) -> None:
     train("ddp", STEPS, *at_the_edges(kind), features="positioned,weighted")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["exception", pytest.param("sigkill", marks=pytest.mark.long)])
 def test_after_a_fault_in_the_first_step_each_epoch_has_an_order_of_its_own(train: Train, kind: str) -> None:
     train("ddp", STEPS, f"{kind}@forward:rank=1,step=1", features="positioned,weighted")
 
 
 @with_torchdata
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KILLS)
 @pytest.mark.parametrize(
     "features",
     [
@@ -62,7 +68,7 @@ def test_torchdata(train: Train, features: str, kind: str) -> None:
 
 
 @with_torchdata
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["exception", pytest.param("sigkill", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "features", ["torchdata,workers", pytest.param("torchdata,sharded", marks=pytest.mark.long)]
 )
@@ -78,13 +84,13 @@ def test_torchdata_where_an_epoch_begins_and_ends(
 @pytest.mark.parametrize(
     "features",
     [
-        "own-batches",  # drawn one by one from the rank's stream
+        pytest.param("own-batches", marks=pytest.mark.long),  # drawn one by one from the rank's stream
         pytest.param("own-batches,workers", marks=pytest.mark.long),
         pytest.param("own-batches,own-draws,validation", marks=pytest.mark.long),
         "own-batches,own-draws,workers",
         "own-batches,counts,validation",
         pytest.param("own-batches,counts,workers", marks=pytest.mark.long),
-        "shuffled",
+        pytest.param("shuffled", marks=pytest.mark.long),
         "shuffled,buffer,workers",
     ],
 )
@@ -94,7 +100,9 @@ def test_samplers_and_datasets_that_draw_or_count_for_themselves(train: Train, f
 
 
 @pytest.mark.parametrize("kind", KILLS)
-@pytest.mark.parametrize("features", ["own-batches", "own-batches,own-draws", "shuffled"])
+@pytest.mark.parametrize(
+    "features", ["own-batches", pytest.param("own-batches,own-draws", marks=pytest.mark.long), "shuffled"]
+)
 def test_where_an_epoch_of_ones_own_order_begins_and_ends(train: Train, features: str, kind: str) -> None:
     train("ddp", STEPS, *at_the_edges(kind), features=features)
 

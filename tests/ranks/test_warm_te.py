@@ -11,7 +11,7 @@ import pytest
 from checkpointless.report.verify import Steps, compare
 from tests.ranks.jobs import Disturb, known_steps, run_job
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.test_warm import BF16, DROPOUT, EP2, OVERLAP, TP2, told
+from tests.ranks.test_warm import BF16, DROPOUT, EP2, OVERLAP, SMALL, TP2, told
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
@@ -50,7 +50,13 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize(
     "args",
-    [DROPOUT, (*TP2, *DROPOUT), GROUPED, (*BF16, *DROPOUT), OVERLAP],
+    [
+        DROPOUT,
+        pytest.param((*TP2, *DROPOUT), marks=pytest.mark.long),  # lora, below, has two tensor-parallel ranks
+        (*GROUPED, *SMALL),
+        pytest.param((*BF16, *DROPOUT), marks=pytest.mark.long),
+        pytest.param(OVERLAP, marks=pytest.mark.long),
+    ],
     ids=["dp4", "tp2", "grouped", "bf16", "overlap"],
 )
 def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tuple[str, ...]) -> None:

@@ -75,7 +75,10 @@ def through_faults(disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULT
             ),
             marks=pytest.mark.long,
         ),
-        ("strategy.ddp.overlap_grad_reduce=true", "data.micro_batch_size=1", "data.global_batch_size=32"),
+        pytest.param(
+            ("strategy.ddp.overlap_grad_reduce=true", "data.micro_batch_size=1", "data.global_batch_size=32"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=[
         "sequence-and-context-parallel",
@@ -114,7 +117,7 @@ def test_scales_that_follow_from_earlier_steps(disturb: Disturb, layout: tuple[s
     through_faults(disturb, *FP8, *layout, *validates, faults=faults)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.long)])
 def test_parameters_in_fp8(disturb: Disturb, recipe: str) -> None:
     """They are quantised by a collective, for which no rank may wait behind the lock of an update.
 

@@ -53,8 +53,9 @@ OWN_GENERATOR = Run("own-buffers,shuffled,own-generator,epochs", 8)
 RANDPERM = Run("randperm", script="plain_loop.py", nproc=3)
 EMA = Run("ema")
 MODULE, HOOKS = Run("module-state"), Run("callback-hooks")
-SAVES = Run("modelckpt", 7)
-BACKGROUND = Run("modelckpt,async-save", 7)
+# On two ranks: the first save of a process starts one more, which imports torch.
+SAVES = Run("modelckpt", 7, nproc=2)
+BACKGROUND = Run("modelckpt,async-save", 7, nproc=2)
 STOPS = Run("earlystop", 10)
 PLATEAU = Run("plateau", 7)
 RESUMED = Run("own-data", 8, resumed=4)
@@ -197,7 +198,7 @@ CASES = (
     Case(
         "the last one in the background, sigterm",
         BACKGROUND,
-        ("sigterm@optimizer:rank=2,step=7",),
+        ("sigterm@optimizer:rank=1,step=7",),
         saves_end_before=7,
     ),
     # 9: a finished validation is not repeated
@@ -358,10 +359,14 @@ LONG = frozenset(
         "checkpoints in the background, exceptions",
         "checkpoints, exceptions",
         "early stop, exception",
+        "metrics of the epoch, a fault right after a sigkill",
         "plateau, exception",
         "resumed, hit in the first step",
         "resumed, killed in the first step",
         "the last one in the background, sigterm",
-        "the same, with workers",
+        "shuffled and uneven",
+        "shuffled, with workers",
+        "the same with workers",
     }
 )
+assert {case.name for case in CASES} >= LONG

@@ -77,6 +77,7 @@ def test_payloads_of_nans_stay_as_they_are(reads: MemoryReads) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # gigabytes are filled, read and compared; below, the kernel gives less than was asked for
 def test_a_tensor_of_more_than_two_gib(reads: MemoryReads) -> None:
     held = [torch.full(((1 << 31) + 4097,), 7, dtype=torch.uint8)]
     held[0][::4096] = 3
