@@ -137,6 +137,8 @@ def _fit(config: DictConfig) -> "nl.Trainer":
 def _fit_if_it_can_be_made(config: DictConfig, generation: int) -> "nl.Trainer":
     """Train a completed recipe; what it cannot make at the start of the job, it cannot make the next time either.
 
+    What a network or a file system has failed at may pass, so that is tried again as after any other fault.
+
     Raises:
         UnrecoverableError: the recipe cannot be made, and no fault has come yet that could be to blame.
     """
@@ -145,9 +147,18 @@ def _fit_if_it_can_be_made(config: DictConfig, generation: int) -> "nl.Trainer":
     try:
         return _fit(config)
     except RecipeError as error:
-        if generation > 0:
+        if generation > 0 or _may_pass(error):
             raise
         raise UnrecoverableError(str(error)) from error
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Return whether what has raised ``error`` may succeed the next time."""
+    while error is not None:
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | PermissionError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def train(config: DictConfig) -> "nl.Trainer":

@@ -26,10 +26,16 @@ def recipe() -> DictConfig:
 
 
 def test_what_cannot_be_made_at_the_start_is_no_fault(recipe: DictConfig) -> None:
-    with pytest.raises(UnrecoverableError, match=r"data: .*refused.*name one that is here"):
+    recipe.data = recipe.model
+    with pytest.raises(UnrecoverableError, match="data: invalid literal"):
         runner._fit_if_it_can_be_made(recipe, generation=0)
     with pytest.raises(RecipeError, match="data: "):  # after a fault it may be: a disk that was lost
         runner._fit_if_it_can_be_made(recipe, generation=1)
+
+
+def test_a_network_that_fails_may_work_the_next_time(recipe: DictConfig) -> None:
+    with pytest.raises(RecipeError, match=r"data: .*refused.*name one that is here"):
+        runner._fit_if_it_can_be_made(recipe, generation=0)
 
 
 def test_what_has_nothing_to_do_with_the_network_says_nothing_of_it(recipe: DictConfig) -> None:
