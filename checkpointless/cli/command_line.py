@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from checkpointless.cli.commands import coordinator, demo, doctor, faults, report, run, train, verify
-from checkpointless.cli.output import PROG, report_error
+from checkpointless.cli.output import PROG, report_error, say
 from checkpointless.cli.values import UsageError
 
 COMMANDS = tuple(module.COMMAND for module in (run, train, coordinator, demo, verify, report, faults, doctor))
 _WITH_OVERRIDES = (train.COMMAND.act, doctor.COMMAND.act)
 USAGE_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 128 + 2  # what a shell reports for a process that Ctrl-C ended
 BROKEN_PIPE_EXIT_CODE = 128 + 13  # what a shell reports for a process that SIGPIPE ended
 
 _EPILOG = """\
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; None: those of this process.
 
     Returns:
-        The exit status of the command, or 2 after one line on standard error if it cannot be done as asked.
+        The exit status of the command, or 2 after one line on standard error if it cannot be done as asked, or 130
+        after one line if Ctrl-C ends it before or after a job, which has an end of its own.
     """
     parser = _parser()
     options, extra = parser.parse_known_args(argv)
@@ -67,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         report_error(str(error))
         return USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        say("stopped by Ctrl-C")
+        return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:  # the reader of standard output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_EXIT_CODE

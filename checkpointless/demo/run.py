@@ -24,6 +24,8 @@ from checkpointless.telemetry.wording import plural
 
 HEARTBEAT_TIMEOUT_S = 20.0  # a step of the demo takes a tenth of a second; its set-up a few seconds
 
+_STOPPED = "stopped by "  # how the last line of a job that was told to end begins
+
 
 def run_demo(config: DemoConfig) -> int:
     """Train twice, compare the runs, and show everything.
@@ -46,7 +48,9 @@ def run_demo(config: DemoConfig) -> int:
         directory = run_dir / name
         if directory.exists():
             shutil.rmtree(directory)
-        code = _train(console, config, directory, faults)
+        code, last_words = _train(console, config, directory, faults)
+        if code != 0 and last_words.startswith(_STOPPED):
+            return 1
         if code != 0:
             console.print(f"[red]the {name} run ended with exit code {code}; its logs: {directory / 'logs'}[/red]")
             return 1
@@ -70,7 +74,14 @@ def judge(config: DemoConfig, run_dir: Path) -> DemoResult:
     )
 
 
-def _train(console: Console, config: DemoConfig, directory: Path, faults: tuple[str, ...]) -> int:
+def _train(console: Console, config: DemoConfig, directory: Path, faults: tuple[str, ...]) -> tuple[int, str]:
+    """Return the exit code of a job, and the last line that it said."""
+    said = [""]
+
+    def say(line: str) -> None:
+        said.append(line)
+        console.print(f"  {line}")
+
     directory.mkdir(parents=True)
     with_faults = f" through {plural(len(faults), 'fault')}" if faults else ", undisturbed"
     console.print(f"[bold]training {config.nproc} ranks for {config.steps} steps{with_faults}[/bold]")
@@ -91,7 +102,8 @@ def _train(console: Console, config: DemoConfig, directory: Path, faults: tuple[
                 record_steps=True,
                 stream_logs=False,
             ),
-            lambda line: console.print(f"  {line}"),
+            say,
         )
-    console.print(f"  done in {time.monotonic() - began_s:.1f} s\n")
-    return code
+    if code == 0:
+        console.print(f"  done in {time.monotonic() - began_s:.1f} s\n")
+    return code, said[-1]

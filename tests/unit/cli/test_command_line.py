@@ -289,6 +289,17 @@ def test_a_run_that_injects_says_so_before_and_names_what_did_not_happen(
     assert "enter_phase" not in capsys.readouterr().err
 
 
+def test_ctrl_c_outside_of_a_job_is_one_line(
+    launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch_module, "launch", interrupted)  # before it listens to signals itself
+    assert main(["run", "train.py"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "checkpointless: stopped by Ctrl-C"
+
+
 @pytest.mark.parametrize("what", [["run"], pytest.param(["train"], marks=pytest.mark.nemo)])
 @pytest.mark.parametrize(("happens", "status"), [(0, 1), (1, 1), (2, 0)])
 def test_a_run_in_which_a_fault_did_not_happen_fails(
