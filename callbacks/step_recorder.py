@@ -65,15 +65,15 @@ class StepRecorder(Callback):
         self._caught_up = True
         call = active_call_wrapper()
         manager = manager_of(call)
-        step = trainer.global_step
-        if manager is None or call is None or call.generation == 0 or step == 0:
+        step = _job_step(trainer)
+        if manager is None or call is None or call.generation == 0 or trainer.global_step == 0:
             return
         # Every rank does this, whether it lacks the step or not. The parameters are whole: recovery gathered them.
         params, extras = _digest_of_parameters(trainer), extras_of(trainer)
         states = manager.rng_of(step)
         if (self._log.last_step() or 0) < step and states is not None and states.loss is not None:
             _leave_if_over()
-            self._log.record(step, states.loss, params, extras)
+            self._log.record(step, states.loss, params, extras, _fit(trainer))
 
     @override
     def on_train_batch_end(
@@ -91,7 +91,7 @@ class StepRecorder(Callback):
             return
         loss = loss_of(outputs)
         _leave_if_over()
-        self._log.record(step, loss, params, extras)
+        self._log.record(step, loss, params, extras, _fit(trainer))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -113,6 +113,12 @@ def _job_step(trainer: pl.Trainer) -> int:
     """Return the step that the trainer is at; a checkpointless strategy counts steps over all fits of a block."""
     manager = getattr(trainer.strategy, "checkpoint_manager", None)
     return int(trainer.global_step) + (manager.offset if manager is not None else 0)
+
+
+def _fit(trainer: pl.Trainer) -> int:
+    """Return the number of the fit in the block, counted from 1."""
+    manager = getattr(trainer.strategy, "checkpoint_manager", None)
+    return max(1, manager.fit) if manager is not None else 1
 
 
 def _digest_of_parameters(trainer: pl.Trainer) -> str:

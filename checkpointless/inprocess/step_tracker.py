@@ -27,19 +27,21 @@ class StepTracker:
         making: the optimizer step in progress (-1: none).
         loss: loss of the optimizer step in progress, once it is known and if it is recorded (else None).
         since_entry: number of optimizer steps committed since the block was last entered.
+        loops: how many trainings of loops of one's own have begun since then.
     """
 
     def __init__(self, generation: Generation, board: Board | None) -> None:
         self.making = -1
         self.loss: float | None = None
         self.since_entry = 0
+        self.loops = 0
         self._generation = generation
         self._board = board
         self._open_stage: tuple[EventName, float] | None = None  # its name, and when it began
 
     def enter(self) -> None:
         """Count anew, because the block is about to be entered."""
-        self.since_entry = 0
+        self.since_entry = self.loops = 0
         self._begin_stage(EventName.ENTER)
 
     def entered(self) -> None:

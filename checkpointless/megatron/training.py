@@ -76,6 +76,7 @@ class MegatronTraining(LoopTraining, MegatronTensors):
             applied=lambda _: self.applied(not self._guard.overflow),
             committed=call.committed,
             phase=call.enter_phase,
+            vote=self._vote,
         )
 
     @staticmethod
@@ -124,11 +125,19 @@ class MegatronTraining(LoopTraining, MegatronTensors):
         outcome: tuple[bool, float | None, int | None] = self._optimizer.step()
         self.step = self._call.steps.making
         self._record(loss)
+        self._clear_gradients()
+        return outcome
+
+    def _clear_gradients(self) -> None:
         for chunk in self.modules:
             zero: Any = getattr(chunk, "zero_grad_buffer", chunk.zero_grad)
             zero()
         self._optimizer.zero_grad()
-        return outcome
+
+    @override
+    def arrange(self) -> None:
+        """Drop gradients from before the training: after a fault, they would be those of another step."""
+        self._clear_gradients()
 
     @override
     def group(self) -> tuple[int, ...]:

@@ -166,6 +166,8 @@ class GuardedUpdate:
         applied: called with the step inside the lock, when the step's update has been applied.
         committed: called with the step when the lock has been released.
         phase: called with ``optimizer`` inside the lock and with ``after_optimizer`` after it.
+        vote: returns once every rank has called it; None: the vote of
+            :func:`~checkpointless.recovery.guard.guarded_update`.
 
     Raises:
         UnrecoverableError: the update cannot be guarded; the message says what to set.
@@ -185,6 +187,7 @@ class GuardedUpdate:
         applied: Callable[[int], None],
         committed: Callable[[int], None],
         phase: Callable[[str, int], None],
+        vote: Callable[[], object] | None = None,
     ) -> None:
         reason = unguardable(optimizer, models)
         if reason is not None:
@@ -197,6 +200,7 @@ class GuardedUpdate:
         self._applied = applied
         self._committed = committed
         self._phase = phase
+        self._options: dict[str, Any] = {} if vote is None else {"vote": vote}
         self._prepare_grads: Callable[[], bool] = optimizer.prepare_grads
         optimizer.prepare_grads = self.prepare_grads
         optimizer.step_with_ready_grads = self
@@ -229,5 +233,11 @@ class GuardedUpdate:
             return succeeded
 
         return guarded_update(
-            step, apply, lock=self._lock, ready=self._ready, committed=self._committed, phase=self._phase
+            step,
+            apply,
+            lock=self._lock,
+            ready=self._ready,
+            committed=self._committed,
+            phase=self._phase,
+            **self._options,
         )

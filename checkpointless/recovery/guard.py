@@ -25,18 +25,26 @@ from checkpointless.transfer.wire import wire_device
 _Result = TypeVar("_Result")
 
 
-def vote() -> None:
+def vote(ends: bool = False) -> bool:
     """Wait until every rank of the job holds its final gradients.
+
+    Args:
+        ends: whether this rank says that the step is to be the last.
+
+    Returns:
+        Whether any rank says so.
 
     Raises:
         RankShouldRestart: the groups were aborted before every rank had come.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    votes = torch.ones(1, dtype=torch.int32, device=wire_device())
+    votes = torch.tensor([1, ends], dtype=torch.int32, device=wire_device())
     dist.all_reduce(votes)
-    if int(votes.item()) != dist.get_world_size():
+    counted, said = votes.tolist()
+    if counted != dist.get_world_size():
         raise RankShouldRestart("a fault is being handled: the vote was aborted")
+    return bool(said)
 
 
 def guarded_update(
@@ -47,7 +55,7 @@ def guarded_update(
     ready: Callable[[int], None],
     committed: Callable[[int], None],
     phase: Callable[[str, int], None],
-    vote: Callable[[], None] = vote,
+    vote: Callable[[], object] = vote,
 ) -> _Result:
     """Apply an optimizer update so that no fault leaves ranks on both sides of it.
 

@@ -150,12 +150,20 @@ class Verdict:
         )
 
 
+def _expected(records: Iterable[StepRecord]) -> list[int]:
+    """Return the steps that every rank should have: from the first to the last of each fit."""
+    by_fit: dict[int, list[int]] = {}
+    for record in records:
+        by_fit.setdefault(record.fit, []).append(record.step)
+    return sorted({step for steps in by_fit.values() for step in range(min(steps), max(steps) + 1)})
+
+
 def compare(a: Steps, b: Steps) -> Verdict:
     """Compare two runs.
 
-    Every rank of either run should have every step from the first to the last step of either run. If a step was
-    recorded more than once, its last record is compared. What one of the runs never recorded (an older recording,
-    or a callback that only the other run has) is not compared, and the verdict says so.
+    Every rank of either run should have every step from the first to the last step of each fit of either run. If
+    a step was recorded more than once, its last record is compared. What one of the runs never recorded (an older
+    recording, or a callback that only the other run has) is not compared, and the verdict says so.
 
     Args:
         a: steps of run A, as :func:`~checkpointless.telemetry.steps.read_steps` returns them.
@@ -163,7 +171,7 @@ def compare(a: Steps, b: Steps) -> Verdict:
     """
     ranks = sorted({*a, *b})
     recorded = [record.step for run in (a, b) for records in run.values() for record in records]
-    expected = range(min(recorded), max(recorded) + 1) if recorded else range(0)
+    expected = _expected(record for run in (a, b) for records in run.values() for record in records)
     last = {
         run: {(rank, record.step): record for rank, records in steps.items() for record in records}
         for run, steps in ((Run.A, a), (Run.B, b))

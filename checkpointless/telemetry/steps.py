@@ -59,12 +59,14 @@ class StepRecord:
         loss: loss as ``float.hex()`` gives it, so that it is compared bit by bit.
         params: digest of this rank's parameters after the step.
         extras: what else was recorded of the step.
+        fit: the fit of the block that made the step, counted from 1. Between two fits, numbers are left out.
     """
 
     step: int
     loss: str
     params: str
     extras: StepExtras = NO_EXTRAS
+    fit: int = 1
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class StepLog:
             return None
         return cls(run_dir, own_rank())
 
-    def record(self, step: int, loss: float, params: str, extras: StepExtras = NO_EXTRAS) -> None:
+    def record(self, step: int, loss: float, params: str, extras: StepExtras = NO_EXTRAS, fit: int = 1) -> None:
         """Append one step.
 
         Args:
@@ -142,12 +144,14 @@ class StepLog:
             loss: loss of the step on this rank.
             params: digest of this rank's parameters after the step.
             extras: what else is recorded after the step.
+            fit: the fit of the block, counted from 1.
 
         Raises:
             OSError: this line or an earlier one could not be written; a record with holes would prove nothing.
         """
         known = {name: value for name, value in vars(extras).items() if value is not None}
-        self._append(self.path, {"step": step, "loss": float(loss).hex(), "params": params, **known})
+        later = {"fit": fit} if fit > 1 else {}
+        self._append(self.path, {"step": step, "loss": float(loss).hex(), "params": params, **known, **later})
 
     def record_validation(self, step: int, metrics: Mapping[str, float], callbacks: Mapping[str, str]) -> None:
         """Append one validation.
@@ -220,7 +224,13 @@ def _by_rank(run_dir: Path, prefix: str) -> list[tuple[int, Path]]:
 
 def _read(path: Path) -> list[StepRecord]:
     return [
-        StepRecord(int(record["step"]), str(record["loss"]), str(record["params"]), _extras(record))
+        StepRecord(
+            int(record["step"]),
+            str(record["loss"]),
+            str(record["params"]),
+            _extras(record),
+            int(record.get("fit", 1)),
+        )
         for _, record in read_lines(path)
         if {"step", "loss", "params"} <= record.keys()
     ]

@@ -25,7 +25,8 @@ def complete(present: list[Any]) -> CheckpointlessCallback:
     if not any(isinstance(callback, CheckpointlessCallback) for callback in scripts):
         scripts.append(CheckpointlessCallback())
     has_recorder = any(isinstance(callback, StepRecorder) for callback in scripts)
-    for callback in external or asked_for():
+    newest = {type(callback): callback for callback in external}  # a script may give one list to several trainers
+    for callback in newest.values() or asked_for():
         if not (has_recorder and isinstance(callback, StepRecorder)):
             scripts.append(callback)
     present[:] = scripts

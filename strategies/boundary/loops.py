@@ -8,7 +8,8 @@ that step, once, before they ask for the next batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,12 +31,15 @@ class Resumption:
         go_on: puts back, once the loops have begun, what can only be put back then.
         done_again: runs what follows the update of a step; it is given a function that runs Lightning's part of it.
         begins_epoch: whether an epoch begins where the loops resume.
+        when_made: returns the epoch and the step in which the training loader in use was made; None: it is to be
+            made in the epoch that begins.
     """
 
     stage: Stage
     go_on: Callable[[], None]
     done_again: Callable[[Callable[[], None]], None]
     begins_epoch: bool = False
+    when_made: Callable[[], tuple[int, int] | None] = lambda: None
 
 
 class Observer(Protocol):
@@ -141,19 +145,51 @@ class ResumableFitLoop(_FitLoop):
     Attributes:
         resumption: where to resume when the loop is run next; None: where Lightning would.
         was_finished: whether the whole fit was over before the fault.
+        made_at_step: the step in which the training loader was made.
     """
 
     epoch_loop: ResumableEpochLoop
     resumption: Resumption | None
     was_finished: bool
+    made_at_step: int
 
     @override
     def setup_data(self) -> None:
         """Make the data loader, unless no batch will be asked for."""
         if not self.was_finished:
-            super().setup_data()
+            loader, step = self._combined_loader, self.epoch_loop.global_step
+            when = self.resumption.when_made() if self.resumption is not None else None
+            if when is None:
+                super().setup_data()
+            else:
+                _, step = when
+                with self._as_in(*when):
+                    super().setup_data()
+            if self._combined_loader is not loader:
+                self.made_at_step = step
             if self._combined_loader is not None:
                 self.epoch_loop.observer.data_is_set_up(self._combined_loader.flattened)
+
+    @contextmanager
+    def _as_in(self, epoch: int, step: int) -> Iterator[None]:
+        """Let ``train_dataloader()`` see the epoch and the step in which the loader was made at first."""
+        source: Any = self._data_source
+        epochs: Any = self.epoch_progress.current
+        steps: Any = self.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+
+        def make() -> Any:
+            now = epochs.completed, steps.completed
+            epochs.completed, steps.completed = epoch, step
+            try:
+                return type(source).dataloader(source)
+            finally:
+                epochs.completed, steps.completed = now
+
+        source.dataloader = make
+        try:
+            yield
+        finally:
+            del source.dataloader
 
     def update_restart_stage(self) -> None:
         """Count as Lightning 2.4 does, and leave it nothing to guess, if it is known where the loop resumes."""

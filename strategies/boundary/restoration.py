@@ -101,6 +101,11 @@ class Restoration:
             partial(self._go_on, objects),
             partial(self._do_again, objects),
             _begins_epoch(stage, objects),
+            partial(
+                TrainerSettings.of(self._trainer).when_made,
+                objects["kinds"][SETTINGS],
+                _begins_epoch(stage, objects),
+            ),
         )
 
     def _own_of(self, kept: dict[str, Any], step: int, stage: Stage) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _CLIPPING = "gradient_clip_algorithm"
 #: What makes the training loader from then on; the rest is read in every step, or at the end of an epoch.
 _OF_LOADERS = ("val_check_interval", "check_val_every_n_epoch", "reload_dataloaders_every_n_epochs")
 #: What is set when the training loader is made.
-_MADE = ("fit_loop.max_batches", "fit_loop._last_train_dl_reload_epoch")
+_MADE = ("fit_loop.max_batches", "fit_loop._last_train_dl_reload_epoch", "fit_loop.made_at_step")
 _VALIDATES = "val_check_batch"  # set with the training loader, too, and missing before
 _READ = (
     *_LIMITS,
@@ -50,6 +50,7 @@ class TrainerSettings:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer: Any = trainer
+        vars(trainer.fit_loop).setdefault("made_at_step", 0)
         self.begin_fit()
 
     def begin_fit(self) -> None:
@@ -116,11 +117,22 @@ class TrainerSettings:
             begins_epoch: whether an epoch begins, of which the training loader may be another one.
         """
         made: tuple[str, ...] = (*_MADE, _VALIDATES)
+        if self.when_made(state, begins_epoch) is None:
+            made = ()
+        self._put(state, (*(name for name in _READ if name not in _MADE), *made))
+
+    def when_made(self, state: Mapping[str, Any], begins_epoch: bool = False) -> tuple[int, int] | None:
+        """Return the epoch and the step in which the training loader was made; None: it is still to be made.
+
+        Args:
+            state: what :meth:`take` made.
+            begins_epoch: whether an epoch begins, of which the training loader may be another one.
+        """
         every, last = state["reload_dataloaders_every_n_epochs"], state[_MADE[1]]
         is_of_epoch = begins_epoch and every and self._trainer.current_epoch - last >= every
         if is_of_epoch or state[_VALIDATES] is None:  # before the loader was made
-            made = ()
-        self._put(state, (*(name for name in _READ if name not in _MADE), *made))
+            return None
+        return last, state[_MADE[2]]
 
     def _put(self, state: Mapping[str, Any], names: Iterable[str]) -> None:
         for name in names:

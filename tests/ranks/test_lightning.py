@@ -135,6 +135,18 @@ def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train, kind:
 
 
 @pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("features", ["reads", "reads,reloads"])
+def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str, kind: str) -> None:
+    """``train_dataloader()`` reads epoch and step; Lightning calls it once, or in every second epoch."""
+    faults = [
+        f"{kind}@forward:rank=1,step=12",
+        f"{kind}@after_optimizer:rank=2,step=16",
+        f"{kind}@data:rank=0,step=27",
+    ]
+    train("ddp", 28, *faults, features=features)
+
+
+@pytest.mark.parametrize("kind", KILLS)
 def test_a_state_of_the_data_that_is_emptied_with_each_epoch(train: Train, kind: str) -> None:
     """It is its owner's own dict, and empty when an epoch begins, with step 9, in which the fault is."""
     train("ddp", 10, f"{kind}@backward:rank=1,step=9", features="emptied")

@@ -63,6 +63,13 @@ def test_it_is_as_without_the_fault(
         ("noise", "an optimizer draws random numbers in its step"),
         ("counts", "Counting keeps state under 'all', which is no parameter of it"),
         ("saves", "Saving keeps 'steps' in its state_dict"),
+        ("warms", "an optimizer changes the attribute Warming.steps in its step"),
+        (
+            "local",
+            "ranks 0, 1 are to hold the same optimizer.0.0.0.parameter, and after step 1 it has other values",
+        ),
+        ("two-trainings", "a second training begins in the block"),
+        ("two-updates", "update() was called twice in step 1"),
         ("compresses", "the communication hook powerSGD_hook keeps a PowerSGDState from step to step"),
         ("late-buffer", "the first step has registered the buffer module.1.scale"),
     ],
@@ -71,4 +78,40 @@ def test_it_is_refused_in_the_first_step(nemo_zygote: Zygote, tmp_path: Path, ha
     job = _train(nemo_zygote, tmp_path / "run", habit)
     assert job.code == 1, job.story()
     assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))]), job.story()
-    assert not list((job.run_dir / "steps").glob("*.jsonl")), "nothing was trained"
+    recorded = [path.read_text().splitlines() for path in (job.run_dir / "steps").glob("rank-*.jsonl")]
+    most = 1 if habit in ("local", "two-updates") else 0
+    assert all(len(lines) <= most for lines in recorded), "nothing was trained behind that"
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("habit", ["epochs", "warms-up", "stops"])
+def test_how_a_loop_goes_through_its_steps(nemo_zygote: Zygote, tmp_path: Path, habit: str, kind: str) -> None:
+    """Several calls of ``steps()``, a backward pass before the first, and the step that one rank makes the last."""
+    faults = [f"{kind}@{phase}:rank={at % 2},step={2 * at + 4}" for at, phase in enumerate(PHASES)]
+    calm = _train(nemo_zygote, tmp_path / "calm", habit)
+    job = _train(nemo_zygote, tmp_path / "rough", habit, *faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == (STEPS - 2 if habit == "stops" else STEPS)
+
+
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_a_loop_that_is_left_by_break_is_not_gone_on_with(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
+    """A fault between two calls of ``steps()``, of which each is left at its fifth step."""
+    faults = [f"{kind}@between:rank=1,step=110", f"{kind}@forward:rank=0,step=13"]
+    calm = _train(nemo_zygote, tmp_path / "calm", "breaks")
+    job = _train(nemo_zygote, tmp_path / "rough", "breaks", *faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == STEPS
+    assert "the loop was left behind update() of step 5" in calm.log(0), calm.story()
+
+
+def test_a_count_in_a_module_is_warned_of(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    job = _train(nemo_zygote, tmp_path / "run", "fades")
+    assert job.code == 0, job.story()
+    assert "the first step has changed the attribute module.1.calls of a module" in job.log(0), job.story()

@@ -1,8 +1,8 @@
-"""Before the first step: whether all ranks agree on who holds the same, and whether it is the same."""
+"""In the first steps: whether all ranks agree on who holds the same, and whether it is the same."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -37,16 +37,65 @@ def require_agreement(live: StateTensors, own: Collection[Key]) -> None:
         all_groups(known)
     except ValueError as error:
         raise UnrecoverableError(str(error)) from error
+    _require_the_same(
+        parts,
+        known,
+        [[digest for _, digest in mine] for mine in told],
+        "it begins with other values on rank {rank} than on rank {first}: give it the same values before training "
+        "(seed the ranks alike, or broadcast it), or say which ranks hold the same (group=)",
+    )
+
+
+def require_equal_replicas(live: StateTensors, step: int) -> None:
+    """Compare, on the ranks that hold all that a rank holds, what the update of ``step`` has left. Collective.
+
+    Gradients that are not reduced, or weights that are averaged every few steps (local SGD), let ranks part.
+
+    Args:
+        live: the state after ``step``.
+        step: an early step.
+
+    Raises:
+        UnrecoverableError: ranks that are to hold the same do not.
+    """
+    group = tuple(live.group())
+    part = split(live, live.shard()).get(group, {})
+    digest = MemoryChecksumManager(enabled=True).digest_all(part)
+    told = all_gather_json([compact(group), digest])
+    groups = CompactGroups(len(told))
+    known = {rank: groups.read([mine]) for rank, (mine, _) in enumerate(told)}
+    _require_the_same(
+        {group: part},
+        known,
+        [[theirs] for _, theirs in told],
+        f"after step {step} it has other values on rank {{rank}} than on rank {{first}}, so that none could be "
+        "filled from another: reduce gradients over these ranks before update(), or say which ranks hold the same "
+        "(group=)",
+    )
+
+
+def _require_the_same(
+    parts: Mapping[Group, Mapping[Key, torch.Tensor]],
+    known: Mapping[int, Sequence[Group]],
+    digests: Sequence[Sequence[str | None]],
+    reason: str,
+) -> None:
+    """Raise if holders of a group have told different digests. Collective, if they have.
+
+    Args:
+        parts: what this rank holds, by group.
+        known: the groups of each rank.
+        digests: the digests of each rank, in the order of its groups.
+        reason: what is said then, with places for ``rank`` and ``first``.
+    """
     found: dict[Group, tuple[int, str | None]] = {}
-    for rank, mine in enumerate(told):
-        for group, (_, digest) in zip(known[rank], mine, strict=True):
+    for rank, mine in enumerate(digests):
+        for group, digest in zip(known[rank], mine, strict=True):
             first, theirs = found.setdefault(group, (rank, digest))
             if digest != theirs:
                 name = _first_that_differs(parts.get(group, {}), first, rank)
                 raise UnrecoverableError(
-                    f"ranks {names(group)} are to hold the same {name}, and it begins with other values on rank "
-                    f"{rank} than on rank {first}: give it the same values before training (seed the ranks alike, "
-                    "or broadcast it), or say which ranks hold the same (group=)"
+                    f"ranks {names(group)} are to hold the same {name}, and {reason.format(rank=rank, first=first)}"
                 )
 
 

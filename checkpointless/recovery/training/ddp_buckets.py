@@ -47,6 +47,8 @@ def _settle(ddp: DistributedDataParallel) -> None:
     if ddp.find_unused_parameters:
         return
     reducer: Any = ddp.reducer
+    if reducer._rebuild_buckets():  # a backward pass before the training, as is made in every generation
+        return
     parameters = [parameter for parameter in ddp._module_parameters if parameter.requires_grad]
     sparse = {
         id(part.weight)

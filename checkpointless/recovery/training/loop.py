@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.recovery.guard import vote
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
+from checkpointless.recovery.own.agreement import require_equal_replicas
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.training.loop_exits import LoopExits, is_left_by_choice
 from checkpointless.recovery.training.param_groups import version_of
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
@@ -30,6 +34,19 @@ _DRAWN_BETWEEN = (
     "the loop draws random numbers between update() of step %d and the next step: a fault that finds a rank in "
     "update() or behind it leaves them out. Do it at the beginning of a step, which is made again after a fault"
 )
+_LEFT = (
+    "the loop was left behind update() of step %d: a fault that finds a rank in that update leaves this out. Let "
+    "steps(last) end the loop, or call stop() before the update() of its last step"
+)
+_TWO_LOOPS = (
+    "a second training begins in the block, whose state could not be kept beside that of the first: give all "
+    "modules and optimizers to one {name}, or train in two jobs"
+)
+_TWO_UPDATES = (
+    "update() was called twice in step {}: a step has one update. Make two steps of it, in each of which the other "
+    "optimizer's gradients are None"
+)
+_COMPARED = (1, 2)  # the steps after which replicas are compared; a first learning rate of 0 leaves them equal
 _warned: set[str] = set()  # once in a process
 logger = logging.getLogger(__name__)
 
@@ -66,11 +83,18 @@ class LoopTraining(TrainingTensors, ABC):
         Args:
             call: the running wrapper. Its ``checkpoint_manager`` is used; if there is none, one is made.
             schedulers: the learning-rate schedulers, which step with every update.
+
+        Raises:
+            UnrecoverableError: a training has begun in this entry of the block before.
         """
+        if call.steps.loops:
+            raise UnrecoverableError(_TWO_LOOPS.format(name=type(self).__name__))
+        call.steps.loops += 1
         self.step = 0
         self._schedulers = list(schedulers)
         self._call = call
         self._ready_step = 0
+        self._exits = LoopExits()
         self._moments: dict[int, _Taken] = {}  # by step
         self._versions: list[int] = []  # of the parameters, when the newest of these was taken
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to
@@ -95,12 +119,14 @@ class LoopTraining(TrainingTensors, ABC):
     def steps(self, last: int, *, done: int = 0) -> Iterable[int]:
         """Yield the optimizer steps to make, from the first that is not committed to ``last``.
 
-        If this is a restart, the state is recovered before the first of them.
+        If this is a restart, the state is recovered before the first of them. It may be called several times, for
+        epochs, with ever later steps: a loop that is entered again makes the same calls, and those whose steps are
+        made yield nothing.
 
         Args:
             last: the number of the last step.
-            done: how many steps were made before this job, if the block has loaded a checkpoint of its own: the
-                first step is then ``done + 1``. After a fault, memory says which steps were made, and what the
+            done: in the first call, how many steps were made before this job, if the block has loaded a checkpoint
+                of its own: the first step is then ``done + 1``. After a fault, memory says which steps were made, and what the
                 block has loaded meanwhile does not count.
 
         Raises:
@@ -108,8 +134,22 @@ class LoopTraining(TrainingTensors, ABC):
                 all ranks.
             RuntimeError: a step ended without :meth:`update`.
         """
-        self._restore(done)
-        while self.step < last:
+        number = self._exits.begin_call()
+        if number == 0:
+            self._restore(done)
+        else:
+            self._manager.attach(self, self.step)  # the copies of the call before are finished
+        if not self._exits.was_left(number, self.step):
+            yield from self._remaining(last, number)
+        self._manager.finish_copies()
+
+    def _remaining(self, last: int, number: int) -> Iterable[int]:
+        """Yield the steps to make in a call of :meth:`steps`, of which ``number`` precede it."""
+        while self.step < last and not self._exits.ends:
+            if number > 0 and self._call.steps.since_entry == 0:
+                self._manager.restore_streams()  # epochs that are over may have drawn once more behind their steps
+            if self.step in _COMPARED and self._call.high_water < self.step:
+                require_equal_replicas(self, self.step)
             taken = self._taken(self.step)
             self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
             self._moments = {self.step: taken}
@@ -118,12 +158,42 @@ class LoopTraining(TrainingTensors, ABC):
             if self._manager.tiers_are_kept:
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
-            yield self.step + 1
+            try:
+                yield self.step + 1
+            except GeneratorExit:
+                self._leave(number)
+                raise
             if self.step < self._call.steps.making:
                 raise RuntimeError(f"step {self._call.steps.making} ended without a call of update()")
             self._call.end_step()
             self._call.enter_phase("between", self.step)
-        self._manager.finish_copies()
+
+    def stop(self) -> None:
+        """Make the step in progress the last one of the training: :meth:`steps` yields none behind it.
+
+        It is called before the :meth:`update` of that step. If one rank calls it, the training stops on all. A loop
+        that is left by ``break`` behind the update would go on after a fault that finds a rank in the update.
+
+        Raises:
+            RuntimeError: the update of the step was made, or no step is in progress.
+        """
+        if self.step >= self._call.steps.making:
+            raise RuntimeError("stop() is called in a step, before its update()")
+        self._exits.ends = True
+
+    def _leave(self, number: int) -> None:
+        """Note where the loop leaves :meth:`steps`, unless an error is on its way through it."""
+        if self.step < self._call.steps.making or not is_left_by_choice(sys._getframe(2)):
+            return
+        self._exits.leave(number, self.step)
+        taken, exits = self._moments[self.step], self._exits.take()
+        self._moments = {self.step: _Taken(lambda: {**taken.make(), "exits": exits}, taken.buffers)}
+        if dist.get_rank() == 0:
+            logger.warning(_LEFT, self.step)
+
+    def _vote(self) -> None:
+        """Wait until every rank holds its final gradients; whether the step is the last is agreed on, too."""
+        self._exits.ends = vote(self._exits.ends)
 
     def _record(self, loss: float | None) -> None:
         """Record the committed step, if that is requested (``--record-steps``) and the loss is known."""
@@ -146,6 +216,8 @@ class LoopTraining(TrainingTensors, ABC):
             self._manager.replicate_rng_states(self.step)
 
     def _ready(self, step: int) -> None:
+        if step <= self.step:
+            raise UnrecoverableError(_TWO_UPDATES.format(step))
         self._call.enter_phase("before_optimizer", step)
         self._ready_buffers = self.copy_buffers()
         self.mark_buffers()
@@ -173,6 +245,10 @@ class LoopTraining(TrainingTensors, ABC):
             states = manager.rng_of(self.step)
             if self._log is not None and states is not None and (self._log.last_step() or 0) < self.step:
                 self._record(states.loss)  # committed, but the fault came before it was recorded
+            if objects is not None:
+                self._exits.put(objects.get("exits", {}))
+                self._exits.agree(self.step)
+                objects["exits"] = self._exits.take()
         if objects is None:
             _require_same(done)
             self.settle()
@@ -229,12 +305,13 @@ class LoopTraining(TrainingTensors, ABC):
 
     def _taken(self, step: int) -> _Taken:
         """Take the state as it is now, as that after ``step``."""
-        groups, more = self.take_groups(), self.more_objects()
+        groups, more, exits = self.take_groups(), self.more_objects(), self._exits.take()
         schedulers = [state_tree.copy(scheduler.state_dict()) for scheduler in self._schedulers]
         if self._updated_buffers:
             more = {**more, UPDATED_BUFFERS: sorted(self._updated_buffers)}
         return _Taken(
-            lambda: {"step": step, "groups": groups(), "schedulers": schedulers, **more}, self.copy_buffers()
+            lambda: {"step": step, "groups": groups(), "schedulers": schedulers, "exits": exits, **more},
+            self.copy_buffers(),
         )
 
     def _whole(self, taken: _Taken) -> Moment:

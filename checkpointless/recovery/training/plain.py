@@ -93,11 +93,11 @@ class PlainTraining(LoopTraining, TorchTensors):
             ready=self._ready,
             committed=self._call.committed,
             phase=self._call.enter_phase,
+            vote=self._vote,
         )
         self.step = self._call.steps.making
         self._record(loss)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
 
     # --- what keep() has kept -------------------------------------------------------------------------------------
 
@@ -207,6 +207,11 @@ class PlainTraining(LoopTraining, TorchTensors):
     def arrange(self) -> None:
         """Arrange what torch would arrange in the first step, and keep, in every generation alike. Collective."""
         TorchTensors.arrange(self)
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     @override
     def derive(self) -> None:

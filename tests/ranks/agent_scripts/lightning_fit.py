@@ -31,11 +31,13 @@ WIDTH, SAMPLES = 30, 90
 
 
 class Samples(Dataset[torch.Tensor]):
+    first = 0
+
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) + torch.rand(1)
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(self.first + index)) + torch.rand(1)
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -157,9 +159,11 @@ class Data(pl.LightningDataModule):
 
             kind = StatefulDataLoader
         samples = Samples()
+        if "reads" in FEATURES:  # Lightning asks for a loader in some epochs only
+            assert self.trainer is not None
+            samples.first = 100 * self.trainer.current_epoch + self.trainer.global_step
         if "own-batches" in FEATURES:
-            workers = int("workers" in FEATURES)
-            return DataLoader(samples, batch_sampler=OwnBatches(), num_workers=workers)
+            return DataLoader(samples, batch_sampler=OwnBatches(), num_workers=options["num_workers"])
         if "sharded" in FEATURES:
             options["sampler"] = StatefulDistributedSampler(samples, seed=3)
         elif "weighted" in FEATURES:
@@ -400,18 +404,15 @@ def strategy_of(name: str) -> Any:
         return CheckpointlessDDPStrategy(
             static_graph="static" in FEATURES, find_unused_parameters="freezes" in FEATURES
         )
-    tensor_parallel = 2 if name == "hsdp-tp" else 1
-    replicas = 1 if "fully-sharded" in FEATURES else 2
-    return CheckpointlessModelParallelStrategy(
-        data_parallel_size=4, tensor_parallel_size=tensor_parallel, replicas=replicas
-    )
+    tensors, replicas = (2 if name == "hsdp-tp" else 1), (1 if "fully-sharded" in FEATURES else 2)
+    return CheckpointlessModelParallelStrategy(4, tensors, replicas=replicas)
 
 
 @HPWrapper()
 def main() -> None:
     pl.seed_everything(7 + int(os.environ["RANK"]) * ("seeded-apart" in FEATURES), verbose=False)
     folder = own_run_dir() or Path()
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 2 * ("reloads" in FEATURES)}
     if "fp16" in FEATURES:
         more["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=3))
     elif "bf16" in FEATURES:

@@ -43,6 +43,18 @@ class Saving(torch.optim.SGD):
         return {**super().state_dict(), "steps": 1}
 
 
+class Warming(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.05 * min(1.0, self.steps / 8)
+        return super().step(closure)
+
+
 class Louder(torch.nn.Module):
     """Counts its calls in torch's extra state."""
 
@@ -74,8 +86,28 @@ class Late(torch.nn.Module):
         return x * self.scale
 
 
-OPTIMIZERS = {"noise": Noisy, "counts": Counting, "saves": Saving}
-LAYERS = {"extra-state": Louder, "late-buffer": Late}
+class Fading(torch.nn.Module):
+    """Counts its calls in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+OPTIMIZERS = {"noise": Noisy, "counts": Counting, "saves": Saving, "warms": Warming}
+LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading}
+EPOCH = 3  # steps
+
+
+def ends_of_calls() -> list[int]:
+    """Return up to which step each call of ``steps()`` goes."""
+    if HABIT == "epochs":
+        return [*range(EPOCH, STEPS, EPOCH), STEPS]
+    return [STEPS] * (4 if HABIT == "breaks" else 1)
 
 
 @HPWrapper()
@@ -87,8 +119,9 @@ def main(caller: HPCallWrapper) -> None:
     inner = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH)
     )
-    model = DistributedDataParallel(inner)
+    model: torch.nn.Module = inner if HABIT == "local" else DistributedDataParallel(inner)
     if HABIT == "compresses":
+        assert isinstance(model, DistributedDataParallel)
         model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     modules: list[torch.nn.Module] = [model]
     optimizer = OPTIMIZERS.get(HABIT, torch.optim.SGD)(model.parameters(), lr=0.05)
@@ -97,8 +130,13 @@ def main(caller: HPCallWrapper) -> None:
         modules.append(average)
         optimizer.register_step_post_hook(lambda *_: average.update_parameters(inner))
     torch.manual_seed(100 + dist.get_rank())
+    if HABIT == "warms-up":
+        model(data[:8]).sum().backward()
     training = PlainTraining(caller, modules, [optimizer])
-    for step in training.steps(STEPS):
+    if HABIT == "two-trainings":
+        PlainTraining(caller, modules, [optimizer])
+
+    def make(step: int) -> None:
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
         caller.enter_phase("data", step)
@@ -107,14 +145,31 @@ def main(caller: HPCallWrapper) -> None:
         loss = (model(x) - x.roll(1, 1)).square().mean()
         caller.enter_phase("backward", step)
         loss.backward()
+        if HABIT == "stops" and step == STEPS - 2 and dist.get_rank() == 0:
+            training.stop()
         training.update(loss.item())
-        if HABIT == "validates":
-            with torch.no_grad():
-                inner.eval()
-                for batch in DataLoader(data, batch_size=32, shuffle=True):  # type: ignore[arg-type]
-                    inner(batch)
-                inner.train()
-            dist.barrier()  # no rank is still in its validation when the next step meets its fault
+        if HABIT == "two-updates":
+            training.update(loss.item())
+
+    def validate() -> None:
+        with torch.no_grad():
+            inner.eval()
+            for batch in DataLoader(data, batch_size=32, shuffle=True):  # type: ignore[arg-type]
+                inner(batch)
+            inner.train()
+        dist.barrier()  # no rank is still in its validation when the next step meets its fault
+
+    for last in ends_of_calls():
+        for step in training.steps(last):
+            make(step)
+            if HABIT == "validates":
+                validate()
+            if HABIT == "breaks" and step % 5 == 0:
+                break
+        if HABIT in ("breaks", "epochs"):
+            dist.barrier()  # no rank is still in its update
+            caller.enter_phase("between", 100 + training.step)
+            validate()
     dist.barrier()
 
 

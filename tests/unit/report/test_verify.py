@@ -125,6 +125,14 @@ def test_a_step_that_is_missing_is_never_equal(steps: Recorded, data: st.DataObj
     assert verdict.missing == (StepPlace(Run.B, rank, lost.step),)
 
 
+def test_numbers_between_two_fits_are_not_missed() -> None:
+    """A second fit of a block that goes on with a trainer's steps leaves as many numbers out."""
+    fits = {0: [StepRecord(step, "0x0.0p+0", "p", fit=1 + (step > 4)) for step in (1, 2, 3, 4, 10, 11, 12)]}
+    assert compare(fits, fits).equal
+    torn = {0: [record for record in fits[0] if record.step != 11]}
+    assert compare(fits, torn).missing == (StepPlace(Run.B, 0, 11),)
+
+
 EXTRAS = StepExtras(
     buffers="b",
     lr=((0.1).hex(), (0.2).hex()),

@@ -1,0 +1,91 @@
+"""Numbers that optimizers and modules count up in attributes of their own, which no recovery brings back."""
+
+from __future__ import annotations
+
+import numbers
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+_DEEPEST = 4  # containers within containers
+_SMALL = 1024  # elements of a tensor, or of a container, that is looked at
+_OPTIMIZERS = {"state", "param_groups", "defaults"}  # attributes of torch's that are kept, or do not change
+_MODULES = {"_parameters", "_buffers", "_modules", "training"}
+_KEEPS_ITS_OWN = ("get_extra_state", "state_dict")
+
+
+class Counters:
+    """The numbers in attributes of optimizers and modules, as they were when this was made.
+
+    Flags are left out: something that is made once is made once more in a process that is new.
+
+    Args:
+        modules: the modules; those in them are looked at, too, unless they are torch's own or say themselves what
+            belongs to their state.
+        optimizers: the optimizers.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._modules = {
+            name or type(part).__name__: part
+            for module in modules
+            for name, part in module.named_modules()
+            if not _is_of_torch(type(part)) and not _keeps_its_own(type(part))
+        }
+        self._before = self._taken()
+
+    def counted(self) -> tuple[str, str]:
+        """Return what is another number now: an attribute of an optimizer, and one of a module; "" if none is."""
+        now = self._taken()
+        optimizers, modules = (
+            next((name for name, value in after.items() if name in before and before[name] != value), "")
+            for before, after in zip(self._before, now)
+        )
+        return optimizers, modules
+
+    def _taken(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        optimizers = {
+            f"{type(each).__name__}.{name}": value
+            for each in self._optimizers
+            for name, value in _numbers_in(vars(each), _OPTIMIZERS)
+        }
+        modules = {
+            f"{place}.{name}": value
+            for place, part in self._modules.items()
+            for name, value in _numbers_in(vars(part), _MODULES)
+        }
+        return optimizers, modules
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Return whether a class, and what it inherits from, is torch's or Python's."""
+    return all(each.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing") for each in kind.__mro__)
+
+
+def _keeps_its_own(kind: type) -> bool:
+    saves = getattr(kind, "on_save_checkpoint", None)  # Lightning's
+    if saves is not None and saves.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning"):
+        return True
+    return any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _KEEPS_ITS_OWN)
+
+
+def _numbers_in(
+    values: Mapping[Any, object], without: Iterable[str] = (), depth: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers in ``values`` and in containers in them, with their names."""
+    for name, value in list(values.items()):
+        if name in without or isinstance(value, bool):
+            continue
+        if isinstance(value, numbers.Number):
+            yield str(name), value
+        elif isinstance(value, random.Random):
+            yield str(name), value.getstate()
+        elif type(value) is torch.Tensor and value.numel() <= _SMALL and not value.is_meta:
+            yield str(name), value.detach().flatten().tolist()
+        elif depth < _DEEPEST and isinstance(value, (dict, list, tuple)) and len(value) <= _SMALL:
+            inner = value if isinstance(value, dict) else dict(enumerate(value))
+            for path, found in _numbers_in(inner, (), depth + 1):
+                yield f"{name}.{path}", found
