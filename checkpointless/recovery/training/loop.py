@@ -126,8 +126,8 @@ class LoopTraining(TrainingTensors, ABC):
         Args:
             last: the number of the last step.
             done: in the first call, how many steps were made before this job, if the block has loaded a checkpoint
-                of its own: the first step is then ``done + 1``. After a fault, memory says which steps were made, and what the
-                block has loaded meanwhile does not count.
+                of its own: the first step is then ``done + 1``. After a fault, memory says which steps were made,
+                and what the block has loaded meanwhile does not count.
 
         Raises:
             UnrecoverableError: steps were committed and no rank holds them any more, or ``done`` is not the same on
