@@ -19,7 +19,6 @@ from tests.ranks.nemo_zygote import Zygote
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo]
 
 NPROC = 2
-SAVE_S = 2.0  # the moments of the kills are drawn from so many seconds, from the moment at which a save begins
 LIMIT_S = 120.0
 
 
@@ -52,8 +51,13 @@ def made_after(path: Path) -> int:
     return int(path.name.split("step=")[1].split("-")[0]) + 1
 
 
-def kill_in_a_save(seed: int, storage: Path, killed: list[int]) -> Callable[[Scene], None]:
-    """Return what kills all processes of a job at a random moment of a save, and notes the newest whole one."""
+def kill_in_a_save(seed: int, within_s: float, storage: Path, killed: list[int]) -> Callable[[Scene], None]:
+    """Return what kills all processes of a job at a random moment, and notes that it did.
+
+    Args:
+        seed: of the moment.
+        within_s: from how many seconds the moment is drawn; they begin with a save.
+    """
 
     def saving() -> bool:
         return any(made_after(path) > newest(storage) for path in storage.glob("**/checkpoints/*-last-unfinished"))
@@ -66,7 +70,7 @@ def kill_in_a_save(seed: int, storage: Path, killed: list[int]) -> Callable[[Sce
         scene.wait_for(lambda: list((scene.run_dir / "steps").glob("rank-0.jsonl")), LIMIT_S)
         # NeMo refuses to resume where there is no last checkpoint but an unfinished one.
         scene.wait_for(lambda: newest(storage) and saving(), LIMIT_S)
-        time.sleep(random.Random(seed).uniform(0.0, SAVE_S))
+        time.sleep(random.Random(seed).uniform(0.0, within_s))
         (agent,) = (psutil.Process(event.pid) for event in scene.stages("job") if event.edge == "begin")
         for process in [agent, *agent.children(recursive=True)]:
             try:
@@ -79,24 +83,24 @@ def kill_in_a_save(seed: int, storage: Path, killed: list[int]) -> Callable[[Sce
 
 
 @pytest.mark.parametrize(
-    "saves",
+    ("saves", "within_s"),
     [
-        pytest.param(1, marks=pytest.mark.timeout(400)),
-        pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+        pytest.param(1, 0.5, marks=pytest.mark.timeout(400), id="once"),
+        pytest.param(50, 2.0, marks=[pytest.mark.long, pytest.mark.timeout(3600)], id="often"),
     ],
 )
 def test_after_a_kill_in_a_save_the_newest_whole_checkpoint_is_resumed_from(
-    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path, saves: int
+    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path, saves: int, within_s: float
 ) -> None:
     # On a quiet machine a job makes many steps until it is killed. NeMo's checkpoint at its end has no optimizer.
-    steps, storage, killed = 2 * saves + 40, tmp_path / "nemo", list[int]()
+    steps, storage, killed = 2 * saves + round(20 * within_s), tmp_path / "nemo", list[int]()
     reference = undisturbed(NPROC, (f"trainer.max_steps={steps}",))
     resumed: list[int] = []
     for number in range(saves + 1):
         expected, run_dir = newest(storage), tmp_path / f"run-{number}"
         args = overrides(storage, steps, in_background=number % 2 == 1)
         if number < saves:
-            act = kill_in_a_save(number, storage, killed)
+            act = kill_in_a_save(number, within_s, storage, killed)
             run_nodes(nemo_zygote, run_dir, 1, NPROC, args=args, lost=(0,), meanwhile=act, limit_s=LIMIT_S)
         else:
             job = run_job(nemo_zygote, run_dir, NPROC, args=args, limit_s=LIMIT_S)

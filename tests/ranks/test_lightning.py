@@ -30,7 +30,7 @@ def in_every_phase(kind: str, ranks: int = 4) -> list[str]:
 
 
 def calm_and_at_once(fault: str, *rows: tuple[Any, ...]) -> list[Any]:
-    """Return each row without a fault and with ``fault``; of the latter all but the first are for make test-long."""
+    """Return each row without a fault and with it; with it, all but the first are for make test-long."""
     calm = [pytest.param(*row, None, id=f"calm-{row[0]}") for row in rows]
     marks = [() if at == 0 else pytest.mark.long for at in range(len(rows))]
     again = [pytest.param(*row, fault, id=f"at-once-{row[0]}", marks=mark) for row, mark in zip(rows, marks)]

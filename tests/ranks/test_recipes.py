@@ -135,6 +135,18 @@ def test_without_its_block_a_recipe_is_plain_nemo(nemo_zygote: Zygote, recipe: s
         assert "checkpointless" not in rank["callbacks"]
 
 
+def test_a_dry_run_is_plain_text_and_starts_nothing(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    argv = ["train", "tiny_moe_cpu", "--dry-run", "trainer.max_steps=7"]
+    arguments = {"argv": argv, "folder": str(tmp_path)}
+    (answer,) = nemo_zygote.run(1, "tests.ranks.docs_commands:command_here", arguments)
+    assert answer["code"] == 0
+    assert "\x1b" not in answer["out"]
+    assert "max_steps: 7" in answer["out"]
+    assert "399,488 parameters in all" in answer["out"]
+    assert "checkpointless train tiny_moe_cpu --cpu --nproc-per-node 4 trainer.max_steps=7" in answer["out"]
+    assert not list(tmp_path.iterdir())
+
+
 def test_experts_train_through_a_kill(nemo_zygote: Zygote, tmp_path: Any) -> None:
     args = ["tiny_moe_cpu", "trainer.max_steps=4"]
     fault = "sigkill@optimizer:rank=1,step=3"

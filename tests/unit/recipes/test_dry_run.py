@@ -147,6 +147,7 @@ def test_values_that_are_the_users_are_asked_for_in_one_line(
 
 
 @pytest.mark.nemo
+@pytest.mark.long  # it imports NeMo for itself alone; tests/ranks/test_recipes.py carries the command out, too
 @pytest.mark.timeout(540)
 def test_a_real_dry_run_piped_is_plain_text_and_starts_nothing(tmp_path: Path) -> None:
     pytest.importorskip("nemo.lightning")
