@@ -84,7 +84,7 @@ def test_what_megatron_saves_we_load_with_each_chunk_read_once(nemo_zygote: Zygo
     assert "exp_avg" in returned(outcomes, 3)[0]
 
 
-@pytest.mark.parametrize("how", ["copies", "parallel"])
+@pytest.mark.parametrize("how", ["copies", pytest.param("parallel", marks=pytest.mark.long)])
 def test_what_we_save_megatron_loads_and_later_ranks_find_on_disks(
     nemo_zygote: Zygote, tmp_path: Path, how: str
 ) -> None:

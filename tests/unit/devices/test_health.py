@@ -123,9 +123,9 @@ def test_if_nvml_does_not_begin_every_device_that_was_there_is_bad(nvml: Nvml) -
     nvml.says({}, {})
     before = look(PATIENCE_S)
     nvml.says({}, {}, hang="init")
-    found = look(3.0, start_s=PATIENCE_S, before=before)
+    found = look(1.0, start_s=PATIENCE_S, before=before)
     assert [[each.kind for each in device.fatal] for device in found.devices] == [[ProblemKind.SILENT]] * 2
-    assert look(3.0, start_s=PATIENCE_S).devices == ()
+    assert look(1.0, start_s=PATIENCE_S).devices == ()
 
 
 def test_a_process_that_does_not_come_to_ask_says_nothing_of_devices(

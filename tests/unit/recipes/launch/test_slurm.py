@@ -49,7 +49,7 @@ def test_a_coordinator_is_not_begun_again_for_ever(tmp_path: Path, bin_dir: Path
     assert len(coordinated(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize("status", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_coordinator_begun_again_when_all_was_over_does_not_spoil_it(
     status: int, tmp_path: Path, bin_dir: Path
 ) -> None:
