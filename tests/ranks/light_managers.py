@@ -1,7 +1,7 @@
 """Have the processes that serve the queues of Megatron's writers import nothing: each rank that saves starts one.
 
-Such a process is an interpreter of its own, which imports the script, and torch for what a writer has to say: 2.5 s of
-a core for each rank that saves, in which it does nothing that a test looks at. It stays a process of its own.
+Such a process is an interpreter of its own, which imports the script, and torch for what a writer has to say: 2.5 s
+of a core for each rank that saves, in which it does nothing that a test looks at. It stays a process of its own.
 """
 
 from __future__ import annotations

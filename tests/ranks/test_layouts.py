@@ -33,7 +33,13 @@ def _train(zygote: Zygote, ranks: int, overrides: list[str], times: int = 1) -> 
     return [list(run) for run in zip(*by_rank)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("tp2-dp2", "pp2-dp2") else ())  # one has both
+        for name in LAYOUTS
+    ],
+)
 def test_layout_trains_and_repeats_bit_for_bit(nemo_zygote: Zygote, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     overrides = [*overrides, *DROPOUT]

@@ -106,7 +106,7 @@ def test_a_learning_rate_that_is_changed_in_place(train: Train, kind: str) -> No
     train("ddp", 18, *in_every_phase(kind), features="rate-in-tensor,validation")
 
 
-@pytest.mark.parametrize("features", ["stream", "stream,accumulate"])
+@pytest.mark.parametrize("features", [pytest.param("stream", marks=pytest.mark.long), "stream,accumulate"])
 def test_a_stream(train: Train, features: str) -> None:
     """An iterable dataset is gone through once more, past what steps have had and not what was fetched ahead."""
     faults = ("exception@forward:rank=1,step=3", "exception@after_optimizer:rank=2,step=5")

@@ -154,7 +154,7 @@ def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where
             marks=pytest.mark.long,
         ),
         ("buffers_are_a_peers", OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=4",)),
-        ("callbacks_are_a_step_ahead", EMA, LATE),
+        pytest.param("callbacks_are_a_step_ahead", EMA, LATE, marks=pytest.mark.long),
         pytest.param(
             "validations_are_repeated",
             PLATEAU,

@@ -360,6 +360,7 @@ LONG = frozenset(
         "checkpoints, exceptions",
         "early stop, exception",
         "metrics of the epoch, a fault right after a sigkill",
+        "metrics of the epoch, exceptions",
         "plateau, exception",
         "resumed, hit in the first step",
         "resumed, killed in the first step",
