@@ -1,6 +1,6 @@
 """Start agents in a tenth of a second: a fork server imports torch once, where each would take two seconds.
 
-What an agent starts is started as ever: the zygote is an interpreter of its own.
+What an agent starts is started as ever: the zygote is an interpreter of its own, unless ``fork_here`` is set.
 """
 
 from __future__ import annotations
