@@ -167,9 +167,17 @@ def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path, kind: str
     assert len(rates[0]) == 45
 
 
+@pytest.fixture(scope="module")
+def saves(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Return a job that saves, and that nothing disturbs."""
+    return run_job(
+        nemo_zygote, tmp_path_factory.mktemp("saves") / "calm", 4, script=SCRIPT, args=("7", "ddp", "saves")
+    )
+
+
 @pytest.mark.parametrize("what", ["raises-in-save", "killed-in-save"])
-def test_a_fault_within_a_save(nemo_zygote: Zygote, tmp_path: Path, what: str) -> None:
-    calm = run_job(nemo_zygote, tmp_path / "calm", 4, script=SCRIPT, args=("7", "ddp", "saves"))
+def test_a_fault_within_a_save(nemo_zygote: Zygote, saves: Job, tmp_path: Path, what: str) -> None:
+    calm = saves
     job = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=("7", "ddp", "saves", what))
     assert job.code == 0, job.story()
     verdict = compare(calm.steps, job.steps)

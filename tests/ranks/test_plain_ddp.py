@@ -26,9 +26,13 @@ def _train(zygote: Zygote, run_dir: Path, *faults: str, args: tuple[str, ...] = 
     return run_job(zygote, run_dir, 4, script=str(SCRIPTS / "plain_ddp.py"), args=args, faults=faults)
 
 
-def test_ddp_in_every_phase(nemo_zygote: Zygote, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return _train(nemo_zygote, tmp_path_factory.mktemp("ddp") / "undisturbed")
+
+
+def test_ddp_in_every_phase(nemo_zygote: Zygote, undisturbed: Job, tmp_path: Path) -> None:
     """Every rank raises and dies: DDP is made anew each time, and reduces as it would have without the fault."""
-    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed")
     for kind in ("exception", "sigkill"):
         faults = [f"{kind}@{phase}:rank={at % 4},step={2 * at + 2}" for at, phase in enumerate(PHASES)]
         job = _train(nemo_zygote, tmp_path / kind, *faults)
@@ -44,9 +48,8 @@ def _told(job: Job) -> list[Mapping[str, Any]]:
     return [event.fields for event in read_events(job.run_dir) if event.stage == EventName.WARM]
 
 
-def test_what_is_kept_is_what_would_be_built(nemo_zygote: Zygote, tmp_path: Path) -> None:
+def test_what_is_kept_is_what_would_be_built(nemo_zygote: Zygote, undisturbed: Job, tmp_path: Path) -> None:
     """Every rank raises and dies in every phase, and ranks that live through it keep what they have built."""
-    undisturbed = _train(nemo_zygote, tmp_path / "undisturbed")
     for kind in ("exception", "sigkill"):
         faults = [f"{kind}@{phase}:rank={at % 4},step={2 * at + 2}" for at, phase in enumerate(PHASES)]
         job = _train(nemo_zygote, tmp_path / kind, *faults, args=(str(STEPS), "keep"))

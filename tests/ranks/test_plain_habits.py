@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpointless.faults.ledger import fired
-from checkpointless.report.verify import Steps, compare
+from checkpointless.report.verify import compare
 from tests.ranks.agent_job import SCRIPTS
 from tests.ranks.jobs import Job, run_job
 from tests.ranks.nemo_zygote import Zygote
@@ -21,36 +21,37 @@ STEPS = 16
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer")
 
 
+Calm = Callable[[str], Job]
+
+
 def _train(zygote: Zygote, run_dir: Path, habit: str, *faults: str) -> Job:
     script = str(SCRIPTS / "plain_habits.py")
     return run_job(zygote, run_dir, 2, script=script, args=(str(STEPS), habit), faults=faults)
 
 
 @pytest.fixture(scope="module")
-def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Steps]:
-    """Return a function for the steps of a habit without faults; it trains each only once."""
+def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """Return a function for the job of a habit without faults; it trains each only once."""
 
     @functools.cache
-    def steps(habit: str) -> Steps:
+    def train(habit: str) -> Job:
         job = _train(nemo_zygote, tmp_path_factory.mktemp("calm") / "run", habit)
         assert job.code == 0, job.story()
-        return job.steps
+        return job
 
-    return steps
+    return train
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 @pytest.mark.parametrize("habit", ["averages", "modes", "extra-state", "validates"])
-def test_it_is_as_without_the_fault(
-    nemo_zygote: Zygote, calm: Callable[[str], Steps], tmp_path: Path, habit: str, kind: str
-) -> None:
+def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kind: str) -> None:
     """A validation behind an update draws from the streams, and a fault in a later step takes nothing back."""
     phases = PHASES[:4] if habit == "validates" else PHASES  # what follows an update is not done again
     faults = [f"{kind}@{phase}:rank={at % 2},step={2 * at + 2}" for at, phase in enumerate(phases)]
     job = _train(nemo_zygote, tmp_path / "rough", habit, *faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm(habit), job.steps)
+    verdict = compare(calm(habit).steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == STEPS
     said = "\n".join(job.log(rank) for rank in range(2))
@@ -85,30 +86,33 @@ def test_it_is_refused_in_the_first_step(nemo_zygote: Zygote, tmp_path: Path, ha
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 @pytest.mark.parametrize("habit", ["epochs", "warms-up", "stops"])
-def test_how_a_loop_goes_through_its_steps(nemo_zygote: Zygote, tmp_path: Path, habit: str, kind: str) -> None:
+def test_how_a_loop_goes_through_its_steps(
+    nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kind: str
+) -> None:
     """Several calls of ``steps()``, a backward pass before the first, and the step that one rank makes the last."""
     faults = [f"{kind}@{phase}:rank={at % 2},step={2 * at + 4}" for at, phase in enumerate(PHASES)]
-    calm = _train(nemo_zygote, tmp_path / "calm", habit)
     job = _train(nemo_zygote, tmp_path / "rough", habit, *faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm.steps, job.steps)
+    verdict = compare(calm(habit).steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == (STEPS - 2 if habit == "stops" else STEPS)
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
-def test_a_loop_that_is_left_by_break_is_not_gone_on_with(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
+def test_a_loop_that_is_left_by_break_is_not_gone_on_with(
+    nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str
+) -> None:
     """A fault between two calls of ``steps()``, of which each is left at its fifth step."""
     faults = [f"{kind}@between:rank=1,step=110", f"{kind}@forward:rank=0,step=13"]
-    calm = _train(nemo_zygote, tmp_path / "calm", "breaks")
+    undisturbed = calm("breaks")
     job = _train(nemo_zygote, tmp_path / "rough", "breaks", *faults)
     assert job.code == 0, job.story()
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm.steps, job.steps)
+    verdict = compare(undisturbed.steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == STEPS
-    assert "the loop was left behind update() of step 5" in calm.log(0), calm.story()
+    assert "the loop was left behind update() of step 5" in undisturbed.log(0), undisturbed.story()
 
 
 def test_a_count_in_a_module_is_warned_of(nemo_zygote: Zygote, tmp_path: Path) -> None:

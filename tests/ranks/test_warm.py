@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpointless.report.verify import Steps
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import read_events
 from tests.ranks.jobs import Disturb, Job, run_job
@@ -167,15 +168,15 @@ def test_a_second_fault_while_the_first_is_handled(disturb: Disturb) -> None:
     "more", [(), pytest.param((*BF16, HOOKS), marks=pytest.mark.long)], ids=["kept", "in-old-memory"]
 )
 def test_a_start_from_scratch_does_not_begin_with_what_was_trained(
-    nemo_zygote: Zygote, tmp_path: Path, more: tuple[str, ...]
+    nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     args = ("trainer.max_steps=5", *DROPOUT, *more)
-    calm = run_job(nemo_zygote, tmp_path / "calm", 4, args=args)
+    calm = undisturbed(4, args)
     # Rank 2 dies before it can give what it holds.
     faults = ("sigkill@forward:rank=0,step=3", "sigkill@recovery:rank=2,step=2")
     scratch = (*args, "checkpointless.allow_restart_from_scratch=true")
     job = run_job(nemo_zygote, tmp_path / "run", 4, args=scratch, faults=faults)
     assert job.code == 0, job.story()
     again = {record.step: record.loss for record in job.steps[1]}
-    assert again == {record.step: record.loss for record in calm.steps[1]}
+    assert again == {record.step: record.loss for record in calm[1]}
     assert sum(record.step == 1 for record in job.steps[1]) == 2
