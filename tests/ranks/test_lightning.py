@@ -177,15 +177,14 @@ def saves(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.mark.parametrize("what", ["raises-in-save", "killed-in-save"])
 def test_a_fault_within_a_save(nemo_zygote: Zygote, saves: Job, tmp_path: Path, what: str) -> None:
-    calm = saves
     job = run_job(nemo_zygote, tmp_path / "run", 4, script=SCRIPT, args=("7", "ddp", "saves", what))
     assert job.code == 0, job.story()
-    verdict = compare(calm.steps, job.steps)
+    verdict = compare(saves.steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert len(job.incidents) == 1
-    names = [sorted(path.name for path in (each.run_dir / "saved").iterdir()) for each in (calm, job)]
+    names = [sorted(path.name for path in (each.run_dir / "saved").iterdir()) for each in (saves, job)]
     assert names[0] == names[1]
-    assert logged(calm) == logged(job)
+    assert logged(saves) == logged(job)
 
 
 @pytest.mark.long  # a loop of one's own does the same in test_plain_fsdp2.py
