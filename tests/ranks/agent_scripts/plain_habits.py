@@ -132,6 +132,7 @@ def main(caller: HPCallWrapper) -> None:
     torch.manual_seed(100 + dist.get_rank())
     if HABIT == "warms-up":
         model(data[:8]).sum().backward()
+    scheduler = None if HABIT != "schedules" else torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
     training = PlainTraining(caller, modules, [optimizer])
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
@@ -148,6 +149,8 @@ def main(caller: HPCallWrapper) -> None:
         if HABIT == "stops" and step == STEPS - 2 and dist.get_rank() == 0:
             training.stop()
         training.update(loss.item())
+        if scheduler is not None:
+            scheduler.step()
         if HABIT == "two-updates":
             training.update(loss.item())
 
