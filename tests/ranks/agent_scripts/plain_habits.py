@@ -98,7 +98,14 @@ class Fading(torch.nn.Module):
         return x
 
 
-OPTIMIZERS = {"noise": Noisy, "counts": Counting, "saves": Saving, "warms": Warming}
+def scheduled(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Make an optimizer with a scheduler that the training is not told of."""
+    optimizer = torch.optim.SGD(parameters, lr)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    return optimizer
+
+
+OPTIMIZERS = {"noise": Noisy, "counts": Counting, "saves": Saving, "warms": Warming, "schedules": scheduled}
 LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading}
 EPOCH = 3  # steps
 
@@ -132,7 +139,6 @@ def main(caller: HPCallWrapper) -> None:
     torch.manual_seed(100 + dist.get_rank())
     if HABIT == "warms-up":
         model(data[:8]).sum().backward()
-    scheduler = None if HABIT != "schedules" else torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
     training = PlainTraining(caller, modules, [optimizer])
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
@@ -149,8 +155,6 @@ def main(caller: HPCallWrapper) -> None:
         if HABIT == "stops" and step == STEPS - 2 and dist.get_rank() == 0:
             training.stop()
         training.update(loss.item())
-        if scheduler is not None:
-            scheduler.step()
         if HABIT == "two-updates":
             training.update(loss.item())
 
