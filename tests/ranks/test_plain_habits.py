@@ -72,6 +72,7 @@ def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: P
         ("two-trainings", "a second training begins in the block"),
         ("two-updates", "update() was called twice in step 1"),
         ("compresses", "the communication hook powerSGD_hook keeps a PowerSGDState from step to step"),
+        ("schedules", "a learning-rate scheduler of SGD is not known here"),
         ("late-buffer", "the first step has registered the buffer module.1.scale"),
     ],
 )

@@ -95,6 +95,7 @@ class LoopTraining(TrainingTensors, ABC):
         self._call = call
         self._ready_step = 0
         self._exits = LoopExits()
+        self._done = 0  # before the job; a block that is entered again may have loaded another checkpoint
         self._moments: dict[int, _Taken] = {}  # by step
         self._versions: list[int] = []  # of the parameters, when the newest of these was taken
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to
@@ -148,7 +149,7 @@ class LoopTraining(TrainingTensors, ABC):
         while self.step < last and not self._exits.ends:
             if number > 0 and self._call.steps.since_entry == 0:
                 self._manager.restore_streams()  # epochs that are over may have drawn once more behind their steps
-            if self.step in _COMPARED and self._call.high_water < self.step:
+            if self.step - self._done in _COMPARED and self._call.high_water < self.step:
                 require_equal_replicas(self, self.step)
             taken = self._taken(self.step)
             self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
@@ -232,7 +233,7 @@ class LoopTraining(TrainingTensors, ABC):
         self.arrange()
         objects: dict[str, Any] | None = None
         if call.generation == 0:
-            self.step = done
+            self.step = self._done = done
         else:
             call.enter_phase("recovery", call.high_water)
             objects = self._recover()

@@ -90,3 +90,35 @@ def _is_alike(group: dict[str, Any], other: dict[str, Any]) -> bool:
 def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
     """Return whether ``modules`` have buffers now; later ones are not copied."""
     return any(True for module in modules for _ in module.named_buffers())
+
+
+def learning_rates(optimizers: Iterable[Any]) -> list[float]:
+    """Return the learning rate of each param group that has one as a number; one that is a tensor is no number."""
+    rates = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
+    return [rate for rate in rates if isinstance(rate, int | float)]
+
+
+def without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:
+    """Return the class of an optimizer that has a scheduler of torch's, but none of ``schedulers``; None: all have.
+
+    A scheduler marks its optimizer's ``step`` when it is made. ``ReduceLROnPlateau`` does not.
+    """
+    known = [_optimizer_of(scheduler) for scheduler in schedulers]
+    if any(optimizer is None for optimizer in known):
+        return None  # of a kind that does not say whose it is
+    for optimizer in map(_unwrapped, optimizers):
+        is_scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+        if is_scheduled and not any(optimizer is each for each in known):
+            return type(optimizer).__name__
+    return None
+
+
+def _optimizer_of(scheduler: Any) -> Any:
+    inner = getattr(scheduler, "scheduler", scheduler)  # Accelerate's wrapper
+    optimizer = getattr(inner, "optimizer", None)
+    return None if optimizer is None else _unwrapped(optimizer)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return what Accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -14,12 +14,22 @@ from checkpointless.recovery.running import BuildAnewError, give_up_held, runnin
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.recovery.training.kept import KeptParts, begin_with_kept
 from checkpointless.recovery.training.loop import LoopTraining
+from checkpointless.recovery.training.param_groups import learning_rates, without_scheduler
 from checkpointless.recovery.training.torch_tensors import TorchTensors
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 _LATE = (
     "requires_grad of parameters was changed between update() of step {} and the next step, which is not made "
     "again after a fault: change it in a step, before its update()"
+)
+_LATE_RATES = (
+    "learning rates were changed between update() of step {} and the next step, which is not made again after a "
+    "fault: schedulers in PlainTraining(schedulers=[...]) step with every update, and anything else changes rates "
+    "in a step, before its update()"
+)
+_LEFT_OUT = (
+    "a learning-rate scheduler of {} is not known here, and would begin anew after a fault: give it to "
+    "PlainTraining(schedulers=[...]), and do not call its step(), which every update does"
 )
 
 
@@ -74,6 +84,7 @@ class PlainTraining(LoopTraining, TorchTensors):
             raise ValueError("PlainTraining(modules=[...], optimizers=[...]): give the modules and the optimizers")
         TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
         self._trained_by_update: list[bool] = []
+        self._rates_by_update: list[float] = []
         self._kept: KeptParts | None = None
         self._aside: list[InterruptedUpdate] = []
         self._placed: set[Key] = set()  # of what a recovery has put in its place
@@ -108,6 +119,9 @@ class PlainTraining(LoopTraining, TorchTensors):
 
     @override
     def _restore(self, done: int) -> None:
+        left_out = without_scheduler(self.optimizers, self._schedulers)
+        if left_out is not None:
+            raise UnrecoverableError(_LEFT_OUT.format(left_out))
         tensors = [*self._all, *(each for module in self.modules for each in module.buffers())]
         kept = begin_with_kept(self._call, self.modules, tensors, self.optimizers)
         if kept is not None:
@@ -193,14 +207,16 @@ class PlainTraining(LoopTraining, TorchTensors):
 
         Raises:
             UnrecoverableError: the optimizers have other parameters than at the beginning, or the loop has frozen
-                or freed some behind the update.
+                or freed some, or changed learning rates, behind the update.
         """
         modules = self.take_modules()
-        trained = modules["trained"]
+        trained, rates = modules["trained"], learning_rates(self.optimizers)
         is_behind_update = 0 < self.step == self._ready_step
         if is_behind_update and trained != self._trained_by_update:
             raise UnrecoverableError(_LATE.format(self.step))
-        self._trained_by_update = trained
+        if is_behind_update and rates != self._rates_by_update:
+            raise UnrecoverableError(_LATE_RATES.format(self.step))
+        self._trained_by_update, self._rates_by_update = trained, rates
         return modules
 
     @override

@@ -98,7 +98,14 @@ class Fading(torch.nn.Module):
         return x
 
 
-OPTIMIZERS = {"noise": Noisy, "counts": Counting, "saves": Saving, "warms": Warming}
+def scheduled(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Make an optimizer with a scheduler that the training is not told of."""
+    optimizer = torch.optim.SGD(parameters, lr)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    return optimizer
+
+
+OPTIMIZERS = {"noise": Noisy, "counts": Counting, "saves": Saving, "warms": Warming, "schedules": scheduled}
 LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading}
 EPOCH = 3  # steps
 

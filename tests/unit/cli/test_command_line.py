@@ -284,20 +284,6 @@ def test_a_run_that_injects_says_so_before_and_names_what_did_not_happen(
     said = capsys.readouterr().err
     assert f"on purpose: {fault}" in said
     assert f"{fault} did not happen" in said
-    assert "caller.enter_phase('data', step)" in said  # a loop of one's own announces it in no other way
-    assert main(["run", "--fault", "exit@between:rank=0,step=2", "train.py"]) == 7
-    assert "enter_phase" not in capsys.readouterr().err
-
-
-def test_ctrl_c_outside_of_a_job_is_one_line(
-    launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: Any) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch_module, "launch", interrupted)  # before it listens to signals itself
-    assert main(["run", "train.py"]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "checkpointless: stopped by Ctrl-C"
 
 
 @pytest.mark.parametrize("what", [["run"], pytest.param(["train"], marks=pytest.mark.nemo)])

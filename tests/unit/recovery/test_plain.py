@@ -13,6 +13,7 @@ import torch.distributed as dist
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.training import torch_tensors
+from checkpointless.recovery.training.param_groups import without_scheduler
 from checkpointless.recovery.training.plain import PlainTraining
 
 
@@ -72,6 +73,36 @@ def test_a_change_of_weights_counts_until_the_state_is_taken_again(train: Callab
     assert "has to be a part of the update" in training.changed()
     training.applied()
     assert training.changed() == ""
+
+
+def test_rates_that_are_changed_behind_the_update_are_refused(train: Callable[..., PlainTraining]) -> None:
+    """A scheduler that is given steps with the update; a loop that steps it as well steps it twice."""
+    training = train(1)
+    training._ready_step = 1
+    training.apply_held_update()
+    training.step = 1
+    training.more_objects()
+    training.optimizers[0].param_groups[0]["lr"] *= 0.5
+    with pytest.raises(UnrecoverableError, match=r"learning rates were changed between update\(\) of step 1"):
+        training.more_objects()
+    training._ready_step = 2  # in a step they may be changed
+    training.more_objects()
+
+
+def test_a_scheduler_that_is_not_given_is_noticed() -> None:
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+
+    first, second, plain = optimizer(), optimizer(), optimizer()
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (first, second)]
+    assert without_scheduler([plain, first, second], schedulers) is None
+    assert without_scheduler([plain, first, second], schedulers[:1]) == "SGD"
+    assert without_scheduler([first], []) == "SGD"
+    chain = torch.optim.lr_scheduler.SequentialLR(first, [schedulers[0]], [])
+    assert without_scheduler([first], [chain]) is None
+    accelerate: Any = SimpleNamespace(scheduler=schedulers[0]), SimpleNamespace(optimizer=first)
+    assert without_scheduler([accelerate[1]], [accelerate[0]]) is None
+    assert without_scheduler([first], [SimpleNamespace()]) is None  # of a kind that is not known
 
 
 def test_an_optimizer_with_a_scaler_of_its_own_is_refused(train: Callable[..., PlainTraining]) -> None:

@@ -12,6 +12,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.strategies import CheckpointlessModelParallelStrategy
 
+pytestmark = pytest.mark.nemo
+
 
 def test_lightnings_default_sizes_leave_no_ranks_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy: Any = CheckpointlessModelParallelStrategy(replicas=2)
