@@ -139,11 +139,11 @@ def _of_package_or_none(name: str, versions: Versions) -> Finding:
 
 def _of_package(name: str, version: str, needed: str) -> Finding:
     from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion
+    from packaging.version import InvalidVersion, Version
 
     source = "this interpreter" if name == "Python" else "installed packages"
     try:
-        fits = SpecifierSet(needed).contains(version, prereleases=True)
+        fits = SpecifierSet(needed).contains(Version(version), prereleases=True)
     except InvalidVersion:
         seen = f"{name} {version}, which is no version that can be compared with {needed or 'others'}"
         return Finding(Family.VERSIONS, Severity.ADVICE, seen, source, f"compare it yourself: {needed or 'any'}")

@@ -24,6 +24,8 @@ def rows() -> list[Patch]:
         Patch(cuda, "current_device", constant(CPU), "tensors are created on `torch.cuda.current_device()`"),
         Patch(cuda, "set_device", constant(None), "there is one device"),
         Patch(cuda, "device_count", constant(1), "NeMo seeds Megatron's tracker only where a device is counted"),
+        Patch(cuda, "is_available", constant(False), "torch counts devices where Lightning has it ask NVML"),
+        Patch(cuda, "_is_in_bad_fork", constant(False), "in builds for CUDA, counting devices forbids forks"),
         Patch(cuda, "synchronize", constant(None), "nothing is queued"),
         Patch(cuda, "Stream", lambda _: Stream, "work is done when the call returns"),
         Patch(cuda, "Event", lambda _: Event, "as for streams; timers read it"),

@@ -125,6 +125,19 @@ def test_the_current_cuda_device_is_the_cpu(platform: None) -> None:
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
 
 
+def test_a_build_for_cuda_finds_no_device_and_may_fork(platform: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning has torch ask NVML, which is to say count devices, of which the platform has one."""
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda: True, raising=False)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    assert torch.cuda.device_count() == 1
+    assert not torch.cuda.is_available()
+    assert not torch.cuda._is_in_bad_fork()
+    stream = cpu_platform.stream_bytes()
+    torch.manual_seed(7)  # torch leaves the device's generators alone in a process that may not use CUDA
+    assert stream != cpu_platform.stream_bytes()
+
+
 def test_the_meta_device_context_still_works(platform: None) -> None:
     with torch.device("meta"):
         assert torch.zeros(2).is_meta

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.marks import left_out, marks_of
-from tests.unit.project.test_floors import ROOT, part_of, tree_of
+from tests.unit.project.test_floors import MODULES, ROOT, tree_of
 
+HEAVY = ("nemo", "megatron", "nemo_run")
 TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
 
 
@@ -43,14 +45,34 @@ def test_the_marks_of_a_file_are_those_of_all_its_tests(line: str, marks: set[st
     assert marks_of(path) == marks
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
-def test_a_file_that_imports_nemo_has_the_mark(path: Path) -> None:
-    imported: set[str] = set()
+@cache
+def _imports(path: Path) -> frozenset[str]:
+    """Return what a file imports whenever it is imported itself, with the packages that each of these lies in."""
+    found: set[str] = set()
     for node in tree_of(path).body:
         if isinstance(node, ast.Import):
-            imported |= {each.name for each in node.names}
+            found |= {each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom):
-            imported.add(node.module or "")
-    heavy = {name for name in imported if name.partition(".")[0] in ("nemo", "megatron", "nemo_run")}
-    heavy |= {name for name in imported if name.startswith("checkpointless.") and part_of(name) == "strategies"}
+            found |= {node.module or "", *(f"{node.module}.{each.name}" for each in node.names)}
+    return frozenset(
+        ".".join(parts[: at + 1]) for parts in (name.split(".") for name in found) for at in range(len(parts))
+    )
+
+
+def _heavy(path: Path) -> set[str]:
+    """Return what of NeMo's and Megatron's is loaded when a file is imported, by itself or by our own modules."""
+    left, known, heavy = set(_imports(path)), set[str](), set[str]()
+    while left:
+        name = left.pop()
+        known.add(name)
+        if name.partition(".")[0] in HEAVY:
+            heavy.add(name)
+        own = MODULES.get(name, MODULES.get(f"{name}.__init__"))
+        left |= _imports(own) - known if own is not None else set()
+    return heavy
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
+def test_a_file_that_imports_nemo_has_the_mark(path: Path) -> None:
+    heavy = _heavy(path)
     assert not heavy or "nemo" in marks_of(path), f"it imports {', '.join(sorted(heavy))}"

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from checkpointless.cli.commands.train import RECIPE_PRELOAD, preloads_of
+
+OmegaConf = pytest.importorskip("omegaconf", reason="recipes need hydra-core").OmegaConf
 
 
 def test_what_a_recipe_names_is_preloaded_unless_it_is_the_users_own(

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -145,7 +146,8 @@ def test_it_compiles_for_gpus(capability: int, aligned: bool) -> None:
         constexprs=fixed,
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert "red.global.gpu.relaxed.add.u64" in compiled.asm["ptx"]
+    # "atom" is Triton's from 3.8 on, with a result that nothing reads.
+    assert re.search(r"\b(red|atom)\.global\.gpu\.relaxed\.add\.u64", compiled.asm["ptx"])
     assert compiled.asm["cubin"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from checkpointless.megatron.dist_checkpoint.plan import (
     readers_of,
     rounds_of,
 )
+
+pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 
 WORLD = 6
 ranks = st.integers(0, WORLD - 1)

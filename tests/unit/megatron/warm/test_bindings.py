@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from checkpointless.megatron.warm.bindings import rebind
+
+pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
 
 Pair = namedtuple("Pair", ["group", "other"])
 

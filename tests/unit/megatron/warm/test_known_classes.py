@@ -10,6 +10,8 @@ import torch
 
 from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
 
+pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
+
 
 def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1), torch.nn.BatchNorm1d(2))

@@ -12,6 +12,8 @@ from packaging.version import Version
 from checkpointless.megatron.warm import transformer_engine
 from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
 
+pytestmark = pytest.mark.nemo  # the folder of the code imports Megatron-core
+
 
 def named(full_name: str, base: type = torch.nn.Module) -> Any:
     """Return a class of a module of this name."""
