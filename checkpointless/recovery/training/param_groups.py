@@ -10,6 +10,11 @@ import torch
 
 from checkpointless.serialization.later import copy_of, is_fixed
 
+_MORE_PARAMETERS = (
+    "an optimizer has other parameters than at the beginning (add_param_group), which no rank that is made anew "
+    "has: give it all of them at the beginning, and train some of them later by their requires_grad"
+)
+
 
 class ParamGroups:
     """Takes the values of all param groups of some optimizers, learning rates included, and finds the parameters.
@@ -90,3 +95,18 @@ def _is_alike(group: dict[str, Any], other: dict[str, Any]) -> bool:
 def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
     """Return whether ``modules`` have buffers now; later ones are not copied."""
     return any(True for module in modules for _ in module.named_buffers())
+
+
+def sizes_of(optimizers: Iterable[torch.optim.Optimizer | None]) -> list[int]:
+    """Return how many parameters each param group of each optimizer has; of None, there are none."""
+    return [len(group["params"]) for each in optimizers if each is not None for group in each.param_groups]
+
+
+def grown(optimizers: Iterable[torch.optim.Optimizer | None], sizes: list[int]) -> str:
+    """Return why no rank that is made anew has what the optimizers have; "" if it has.
+
+    Args:
+        optimizers: the optimizers.
+        sizes: what :func:`sizes_of` returned at the beginning.
+    """
+    return _MORE_PARAMETERS if sizes_of(optimizers) != sizes else ""
