@@ -10,12 +10,13 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper, HPWrapper
+from checkpointless.inprocess import HPCallWrapper, HPWrapper, UnrecoverableError
 from checkpointless.megatron import cleanup, cpu_platform
 from checkpointless.megatron.state import MegatronTensors
 from checkpointless.megatron.update import GuardedUpdate
 from checkpointless.recovery.running import running_block
 from checkpointless.recovery.training.loop import LoopTraining
+from checkpointless.recovery.training.param_groups import grown, sizes_of
 
 
 class MegatronTraining(LoopTraining, MegatronTensors):
@@ -65,6 +66,7 @@ class MegatronTraining(LoopTraining, MegatronTensors):
             raise ValueError("MegatronTraining(chunks=[...], optimizer=...): give the chunks and the optimizer")
         MegatronTensors.__init__(self, chunks, optimizer)
         self._optimizer = optimizer
+        self._sizes = sizes_of(self._torch_optimizers)
         self._increment: int | None = None
         self.begin(call, schedulers)
         self._guard = GuardedUpdate(
@@ -120,7 +122,7 @@ class MegatronTraining(LoopTraining, MegatronTensors):
             What ``MegatronOptimizer.step`` returns: whether the step was not skipped, the norm of the gradients,
             and how many are zero.
         """
-        self._call.steps.loss = loss
+        self._compute(loss)
         self._increment = increment
         outcome: tuple[bool, float | None, int | None] = self._optimizer.step()
         self.step = self._call.steps.making
@@ -171,8 +173,20 @@ class MegatronTraining(LoopTraining, MegatronTensors):
 
     @override
     def more_objects(self) -> Mapping[str, Any]:
-        """Return the states of the loss scalers."""
+        """Return the states of the loss scalers.
+
+        Raises:
+            UnrecoverableError: an optimizer has other parameters than at the beginning.
+        """
+        reason = grown(self._torch_optimizers, self._sizes)
+        if reason:
+            raise UnrecoverableError(reason)
         return {"scalers": self.scalers()}
+
+    @override
+    def changed(self) -> str:
+        """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
+        return grown(self._torch_optimizers, self._sizes) or super().changed()
 
     @override
     def settle(self) -> None:

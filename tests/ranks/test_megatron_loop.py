@@ -104,6 +104,15 @@ def test_experts_whose_last_holder_dies_are_named(nemo_zygote: Zygote, tmp_path:
     assert re.search(r"no living rank holds the shard of ranks 1, 3 \(model\.0\.\S+experts\S+\); ", job.said[-1])
 
 
+def test_parameters_that_an_optimizer_is_given_later_are_noticed_at_once(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=("5", "adds=3"))
+    assert job.code == 1, job.story()
+    assert "an optimizer has other parameters than at the beginning (add_param_group)" in job.said[-1]
+    assert len(job.steps[0]) == 2
+
+
 def test_one_instance_with_copies_at_a_neighbor(train: Train) -> None:
     """The copies of a step are made when the next one begins, and training waits for them here."""
     job = train(4, 7, "instances=1 bf16=1", "sigkill@forward:rank=1,step=2", "exception@backward:rank=0,step=4")

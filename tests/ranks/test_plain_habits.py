@@ -56,6 +56,7 @@ def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: P
     assert verdict.steps == STEPS
     said = "\n".join(job.log(rank) for rank in range(2))
     assert ("Do it at the beginning of a step" in said) == (habit == "validates"), said
+    assert "is made again after the fault and" not in said, said
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,16 @@ def test_a_loop_that_is_left_by_break_is_not_gone_on_with(
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == STEPS
     assert "the loop was left behind update() of step 5" in undisturbed.log(0), undisturbed.story()
+
+
+@pytest.mark.parametrize("phase", ["forward", "before_optimizer"])
+def test_a_loader_that_begins_anew_after_a_fault_is_noticed(
+    nemo_zygote: Zygote, tmp_path: Path, phase: str
+) -> None:
+    job = _train(nemo_zygote, tmp_path / "run", "goes-through", f"exception@{phase}:rank=1,step=5")
+    assert job.code == 0, job.story()
+    said = "step 5 is made again after the fault and takes another batch from its DataLoader than before"
+    assert all(said in job.log(rank) for rank in range(2)), job.story()
 
 
 def test_a_count_in_a_module_is_warned_of(nemo_zygote: Zygote, tmp_path: Path) -> None:

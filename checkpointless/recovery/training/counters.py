@@ -50,12 +50,12 @@ class Counters:
         optimizers = {
             f"{type(each).__name__}.{name}": value
             for each in self._optimizers
-            for name, value in _numbers_in(vars(each), _OPTIMIZERS)
+            for name, value in _numbers_in(_attributes(each), _OPTIMIZERS)
         }
         modules = {
             f"{place}.{name}": value
             for place, part in self._modules.items()
-            for name, value in _numbers_in(vars(part), _MODULES)
+            for name, value in _numbers_in(_attributes(part), _MODULES)
         }
         return optimizers, modules
 
@@ -70,6 +70,13 @@ def _keeps_its_own(kind: type) -> bool:
     if saves is not None and saves.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning"):
         return True
     return any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _KEEPS_ITS_OWN)
+
+
+def _attributes(value: object) -> dict[str, object]:
+    """Return the attributes of an object, with the first values that its classes give to some."""
+    kinds = [kind for kind in reversed(type(value).__mro__) if not _is_of_torch(kind)]
+    of_classes = {name: each for kind in kinds for name, each in vars(kind).items() if type(each) in (int, float)}
+    return {**of_classes, **vars(value)}
 
 
 def _numbers_in(

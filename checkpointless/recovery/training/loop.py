@@ -22,9 +22,11 @@ from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import manager_of
 from checkpointless.recovery.training.loop_exits import LoopExits, is_left_by_choice
 from checkpointless.recovery.training.param_groups import version_of
+from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
 from checkpointless.telemetry.steps import StepExtras, StepLog
+from checkpointless.transfer.exchange import true_on_all
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.state_tensors import groups_of
 from checkpointless.transfer.tensor_entry import Key
@@ -90,6 +92,7 @@ class LoopTraining(TrainingTensors, ABC):
         if call.steps.loops:
             raise UnrecoverableError(_TWO_LOOPS.format(name=type(self).__name__))
         call.steps.loops += 1
+        repeated_steps.begin_entry()
         self.step = 0
         self._schedulers = list(schedulers)
         self._call = call
@@ -141,11 +144,13 @@ class LoopTraining(TrainingTensors, ABC):
         else:
             self._manager.attach(self, self.step)  # the copies of the call before are finished
         if not self._exits.was_left(number, self.step):
-            yield from self._remaining(last, number)
+            with repeated_steps.listening():
+                yield from self._remaining(last, number)
         self._manager.finish_copies()
 
     def _remaining(self, last: int, number: int) -> Iterable[int]:
         """Yield the steps to make in a call of :meth:`steps`, of which ``number`` precede it."""
+        is_first = True
         while self.step < last and not self._exits.ends:
             if number > 0 and self._call.steps.since_entry == 0:
                 self._manager.restore_streams()  # epochs that are over may have drawn once more behind their steps
@@ -156,6 +161,9 @@ class LoopTraining(TrainingTensors, ABC):
             self._moments = {self.step: taken}
             self._versions = self._parameter_versions()
             self._keep_streams_again()
+            if number > 0 and is_first:
+                true_on_all(True)  # what was drawn since the call before is kept on all ranks before any goes on
+            is_first = False
             if self._manager.tiers_are_kept:
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
@@ -195,6 +203,11 @@ class LoopTraining(TrainingTensors, ABC):
     def _vote(self) -> None:
         """Wait until every rank holds its final gradients; whether the step is the last is agreed on, too."""
         self._exits.ends = vote(self._exits.ends)
+
+    def _compute(self, loss: float | None) -> None:
+        """Keep the loss of the step, whose gradients are final, and compare it if the step is made again."""
+        self._call.steps.loss = loss
+        repeated_steps.compute(self._call.steps.making, loss)
 
     def _record(self, loss: float | None) -> None:
         """Record the committed step, if that is requested (``--record-steps``) and the loss is known."""

@@ -10,6 +10,11 @@ import torch
 
 from checkpointless.serialization.later import copy_of, is_fixed
 
+_MORE_PARAMETERS = (
+    "an optimizer has other parameters than at the beginning (add_param_group), which no rank that is made anew "
+    "has: give it all of them at the beginning, and train some of them later by their requires_grad"
+)
+
 
 class ParamGroups:
     """Takes the values of all param groups of some optimizers, learning rates included, and finds the parameters.
@@ -122,3 +127,18 @@ def _optimizer_of(scheduler: Any) -> Any:
 def _unwrapped(optimizer: Any) -> Any:
     """Return what Accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def sizes_of(optimizers: Iterable[torch.optim.Optimizer | None]) -> list[int]:
+    """Return how many parameters each param group of each optimizer has; of None, there are none."""
+    return [len(group["params"]) for each in optimizers if each is not None for group in each.param_groups]
+
+
+def grown(optimizers: Iterable[torch.optim.Optimizer | None], sizes: list[int]) -> str:
+    """Return why no rank that is made anew has what the optimizers have; "" if it has.
+
+    Args:
+        optimizers: the optimizers.
+        sizes: what :func:`sizes_of` returned at the beginning.
+    """
+    return _MORE_PARAMETERS if sizes_of(optimizers) != sizes else ""

@@ -96,7 +96,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         Args:
             loss: the loss of the step, which is kept with the step if steps are recorded.
         """
-        self._call.steps.loss = loss
+        self._compute(loss)
         guarded_update(
             self._call.steps.making,
             self.apply_held_update,

@@ -24,7 +24,7 @@ from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.training.counters import Counters
 from checkpointless.recovery.training.ddp_buckets import settle_buckets
 from checkpointless.recovery.training.module_state import ModuleState, unfit_hooks
-from checkpointless.recovery.training.param_groups import ParamGroups, has_buffers, version_of
+from checkpointless.recovery.training.param_groups import ParamGroups, grown, has_buffers, sizes_of, version_of
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.sharded_tensors import HoldersByMesh, is_sharded
@@ -45,10 +45,6 @@ _NEEDS_CLOSURE = (
 )
 
 
-_MORE_PARAMETERS = (
-    "an optimizer has other parameters than at the beginning (add_param_group), which no rank that is made anew "
-    "has: give it all of them at the beginning, and train some of them later by their requires_grad"
-)
 _FREED = (
     "the parameter {} is trained now and had requires_grad=False when DistributedDataParallel was made, which does "
     "not reduce its gradients: let it be trained when it is wrapped, and freeze it behind that"
@@ -135,7 +131,7 @@ class TorchTensors(TrainingTensors):
         self._named = {id(module): list(module.named_parameters()) for module in modules}
         self._all = [parameter for named in self._named.values() for _, parameter in named]
         self._trained_at_first = list(map(_requires_grad, self._all))
-        self._sizes = _sizes_of(optimizers)
+        self._sizes = sizes_of(optimizers)
         self._module_state = ModuleState(modules)
         self._resumed: Mapping[str, Any] = {}  # what belonged to the modules at the moment that was resumed at
         self.optimizers = list(optimizers)
@@ -186,7 +182,7 @@ class TorchTensors(TrainingTensors):
 
     def grown(self) -> str:
         """Return why no rank that is made anew has what the optimizers have; "" if it has."""
-        return _MORE_PARAMETERS if _sizes_of(self.optimizers) != self._sizes else ""
+        return grown(self.optimizers, self._sizes)
 
     def _refuse_what_a_wrapper_overlooks(self, trained: Sequence[bool]) -> None:
         reduced = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in self.modules)
@@ -355,8 +351,3 @@ class TorchTensors(TrainingTensors):
 
     def derive(self) -> None:
         """Do nothing: each tensor comes from its holders, so nothing follows from other ranks' shards."""
-
-
-def _sizes_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
-    """Return how many parameters each param group of each optimizer has."""
-    return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]

@@ -1,7 +1,7 @@
 """Train a GPT in a loop of one's own with Megatron's DDP and optimizer: ``STEPS KEY=VALUE...``.
 
 ``tp``, ``pp``, ``ep``, ``instances``, ``bf16``, ``distributed``, ``fp16``: each a number; ``overlap=1`` overlaps
-reduction and gather.
+reduction and gather; ``adds`` is the step in which an optimizer is given one parameter more.
 """
 
 import os
@@ -146,6 +146,9 @@ def main(caller: HPCallWrapper) -> None:
     training = MegatronTraining(caller, chunks, optimizer, schedulers=[scheduler])
     forward_backward = get_forward_backward_func()
     for step in training.steps(STEPS):
+        if ASKED.get("adds") == step:
+            inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+            inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
         caller.enter_phase("data", step)
         generator = torch.Generator().manual_seed(1000 * step + data_rank)
         batches = [torch.randint(VOCABULARY, (MICRO, LENGTH), generator=generator) for _ in range(2)]

@@ -142,12 +142,13 @@ def main(caller: HPCallWrapper) -> None:
     training = PlainTraining(caller, modules, [optimizer])
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
+    batches = iter(DataLoader(data, batch_size=4))  # type: ignore[arg-type]
 
     def make(step: int) -> None:
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
         caller.enter_phase("data", step)
-        x = data[torch.randint(ROWS, (8,))]
+        x = next(batches) if HABIT == "goes-through" else data[torch.randint(ROWS, (8,))]
         caller.enter_phase("forward", step)
         loss = (model(x) - x.roll(1, 1)).square().mean()
         caller.enter_phase("backward", step)
@@ -161,7 +162,7 @@ def main(caller: HPCallWrapper) -> None:
     def validate() -> None:
         with torch.no_grad():
             inner.eval()
-            for batch in DataLoader(data, batch_size=32, shuffle=True):  # type: ignore[arg-type]
+            for batch in DataLoader(data, batch_size=32, shuffle=True) if HABIT == "validates" else [data]:  # type: ignore[arg-type]
                 inner(batch)
             inner.train()
         dist.barrier()  # no rank is still in its validation when the next step meets its fault

@@ -1,0 +1,125 @@
+"""Whether a step that is made again takes the data that it took before the fault.
+
+A loop of one's own has to take the batches of a step by its number. A loader that it goes through over several
+steps begins anew after a fault, and nothing else would notice. What a step takes from loaders is therefore noted in
+few bytes, and compared where the step is made again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import xxhash
+from torch.utils.data import dataloader
+
+from checkpointless.inprocess import active_call_wrapper
+from checkpointless.patches import Patch, Patches
+from checkpointless.serialization.tensor_memory import tensor_bytes
+
+_BYTES = 4096  # of each tensor
+_DEEPEST = 4  # containers within containers
+_OTHER_BATCHES = (
+    "step %d is made again after the fault and takes another batch from its DataLoader than before: what follows "
+    "is not what an undisturbed run computes. A loader that is gone through over several steps begins anew: let"
+    " its sampler begin where the step says, or take the batches of a step by its number"
+)
+_OTHER_LOSS = (
+    "step %d is made again after the fault and has the loss %r, where it had %r before: unless kernels are not "
+    "deterministic, what follows is not what an undisturbed run computes. Batches have to follow from the step's "
+    "number, and what the loop keeps for itself is not brought back"
+)
+_WHY = "a step that is made again is to take the batches that it took before the fault"
+_patches = Patches()
+logger = logging.getLogger(__name__)
+
+
+class RepeatedSteps:
+    """What the newest step of this process took and computed, also in the generation before.
+
+    One of a process is enough, since a block runs once at a time: :data:`repeated_steps`.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._taken: list[str] = []  # a digest of each batch
+        self._loss: float | None = None
+        self._before: tuple[int, list[str], float | None] = (0, [], None)
+        self._is_told = False
+
+    def begin_entry(self) -> None:
+        """Note that the block was entered: what was noted until now was before the fault."""
+        if self._step > 0:
+            self._before = self._step, self._taken, self._loss
+        self._step, self._taken, self._loss, self._is_told = 0, [], None, False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note what loaders give in the context."""
+        _patches.make([Patch(dataloader._BaseDataLoaderIter, "__next__", _listening, _WHY)])
+        try:
+            yield
+        finally:
+            _patches.undo()
+
+    def take(self, step: int, batch: object) -> None:
+        """Note a batch that ``step`` takes from a loader, and compare it."""
+        self._begin(step)
+        self._taken.append(_digest(batch))
+        place = len(self._taken) - 1
+        at, taken, _ = self._before
+        if at == step and place < len(taken) and taken[place] != self._taken[place]:
+            self._tell(_OTHER_BATCHES, step)
+
+    def compute(self, step: int, loss: float | None) -> None:
+        """Note the loss of ``step``, whose gradients are final, and compare it."""
+        self._begin(step)
+        self._loss = loss
+        at, _, before = self._before
+        if at == step and None not in (loss, before) and loss != before:
+            self._tell(_OTHER_LOSS, step, loss, before)
+
+    def _begin(self, step: int) -> None:
+        if step != self._step:
+            self._step, self._taken, self._loss = step, [], None
+
+    def _tell(self, message: str, *values: object) -> None:
+        if not self._is_told:
+            self._is_told = True
+            logger.error(message, *values)
+
+
+repeated_steps = RepeatedSteps()
+
+
+def _listening(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def __next__(iterator: Any) -> Any:
+        batch = original(iterator)
+        call = active_call_wrapper()
+        if call is not None and call.steps.making > 0 and _patches.are_made:
+            repeated_steps.take(call.steps.making, batch)
+        return batch
+
+    return __next__
+
+
+def _digest(batch: object) -> str:
+    digest = xxhash.xxh3_64()
+    for tensor in _tensors_in(batch):
+        digest.update(str(tuple(tensor.shape)).encode())
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel():
+            digest.update(tensor_bytes(tensor.detach().reshape(-1)[: _BYTES // tensor.element_size()]).numpy().data)
+    return digest.hexdigest()
+
+
+def _tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < _DEEPEST and isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each, depth + 1)
