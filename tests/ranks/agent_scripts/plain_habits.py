@@ -105,7 +105,13 @@ def scheduled(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return optimizer
 
 
-OPTIMIZERS = {"noise": Noisy, "counts": Counting, "saves": Saving, "warms": Warming, "schedules": scheduled}
+OPTIMIZERS: dict[str, Any] = {
+    "noise": Noisy,
+    "counts": Counting,
+    "saves": Saving,
+    "warms": Warming,
+    "schedules": scheduled,
+}
 LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading}
 EPOCH = 3  # steps
 
@@ -123,9 +129,8 @@ def main(caller: HPCallWrapper) -> None:
     torch.manual_seed(1)
     data = torch.randn(ROWS, WIDTH)
     between = LAYERS.get(HABIT, torch.nn.Identity)()
-    inner = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH)
-    )
+    layers = (torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH))
+    inner = torch.nn.Sequential(*layers)
     model: torch.nn.Module = inner if HABIT == "local" else DistributedDataParallel(inner)
     if HABIT == "compresses":
         assert isinstance(model, DistributedDataParallel)

@@ -5,6 +5,7 @@ A checkpoint is written every second step, so after a fault the function loads a
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ def main() -> None:
     done = 0
     if PATH.exists():
         saved = torch.load(PATH)
-        for part, state in zip((inner, optimizer, scheduler), saved["parts"], strict=True):
+        parts: tuple[Any, ...] = (inner, optimizer, scheduler)
+        for part, state in zip(parts, saved["parts"], strict=True):
             part.load_state_dict(state)
         done = saved["step"]
     if UNEVEN:

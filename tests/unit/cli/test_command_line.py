@@ -21,7 +21,6 @@ from checkpointless.faults.ledger import FaultLedger
 from checkpointless.faults.spec import EXPECTED, FaultKind, FaultPhase, parse
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog, flush_events
-from checkpointless.telemetry.steps import StepLog
 
 
 @pytest.fixture
@@ -322,21 +321,6 @@ def test_a_fault_of_the_gpu_is_refused_without_one(
     said = refused(["run", *where, "--fault", "cuda@forward:rank=0,step=1", "train.py"], capsys)
     assert "CUDA is not available" in said
     assert not launched
-
-
-def record_run(run_dir: Path, losses: list[float]) -> None:
-    log = StepLog(run_dir, 0)
-    for step, loss in enumerate(losses, start=1):
-        log.record(step, loss, f"digest {loss}")
-
-
-def test_verify_says_whether_two_runs_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, losses in {"a": [2.0, 1.0], "b": [2.0, 1.0], "c": [2.0, 1.0 + 2**-52]}.items():
-        record_run(tmp_path / name, losses)
-    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "equal: 2 steps on 1 ranks" in capsys.readouterr().out
-    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
-    assert "not equal: loss of step 2 on rank 0 differs, by 2.22e-16" in capsys.readouterr().out
 
 
 def test_report_shows_the_stages_of_an_incident(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Test what the command line says at the end of a run: of faults that did not happen, and of Ctrl-C."""
+"""Test what the command line says at the end of runs: of faults that did not happen, of Ctrl-C, of equality."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from checkpointless.agent import launch as launch_module
 from checkpointless.cli import main
+from checkpointless.telemetry.steps import StepLog
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +39,18 @@ def test_ctrl_c_outside_of_a_job_is_one_line(
     monkeypatch.setattr(launch_module, "launch", interrupted)  # before it listens to signals itself
     assert main(["run", "train.py"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "checkpointless: stopped by Ctrl-C"
+
+
+def record_run(run_dir: Path, losses: list[float]) -> None:
+    log = StepLog(run_dir, 0)
+    for step, loss in enumerate(losses, start=1):
+        log.record(step, loss, f"digest {loss}")
+
+
+def test_verify_says_whether_two_runs_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, losses in {"a": [2.0, 1.0], "b": [2.0, 1.0], "c": [2.0, 1.0 + 2**-52]}.items():
+        record_run(tmp_path / name, losses)
+    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "equal: 2 steps on 1 ranks" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+    assert "not equal: loss of step 2 on rank 0 differs, by 2.22e-16" in capsys.readouterr().out
