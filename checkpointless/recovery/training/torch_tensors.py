@@ -139,7 +139,9 @@ class TorchTensors(TrainingTensors):
         self._has_buffers = has_buffers(modules)
         # Beside later updates threads may communicate.
         self._is_known = is_known
-        self._counters = None if is_known else Counters(modules, {*optimizers, *self._torch_optimizers})
+        self._counters = (
+            None if is_known else Counters(modules, {*optimizers, *filter(None, self._torch_optimizers)})
+        )
         self._frozen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # by the list of the others
         # A group that the user has given holds for all tensors.
         self._told = tuple(sorted(group)) if group is not None else None
