@@ -119,19 +119,20 @@ def undo(callback: object, folder: str, of_save: BookkeepingOfSave) -> None:
     if not isinstance(callback, ModelCheckpoint):
         return
     known = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
-    if not any(path and folder_of(path) == folder for path in known):
+    failed = {path for path in known if path and folder_of(path) == folder}  # "": there is none
+    if not failed:
         return
-    models = {path: score for path, score in callback.best_k_models.items() if folder_of(path) != folder}
+    models = {path: score for path, score in callback.best_k_models.items() if path not in failed}
     for path, score in of_save.dropped.items():
         models.setdefault(path, torch.tensor(score))
     callback.best_k_models = models
-    if folder_of(callback.last_model_path) == folder:
+    if callback.last_model_path in failed:
         callback.last_model_path = of_save.last
     links = getattr(callback, "ckpts_to_link", {})
     for path in [path for path in links if folder_of(path) == folder]:
         del links[path]
     if callback.monitor is None:
-        if folder_of(callback.best_model_path) == folder:
+        if callback.best_model_path in failed:
             callback.best_model_path = of_save.best
         return
     by_score = sorted(models, key=lambda path: float(models[path]), reverse=callback.mode != "min")

@@ -109,7 +109,7 @@ class Job:
 
 def imports_torch(script: Path) -> bool:
     """Return whether ranks of a script begin with torch: the nursery has it, an interpreter takes 3 s for it."""
-    return any(name.partition(".")[0] == "torch" for name in preloads_of(Script(str(script), (), module=False)))
+    return any(name.partition(".")[0] in ("torch", "checkpointless") for name in preloads_of(Script(str(script))))
 
 
 def is_alive(pid: int) -> bool:

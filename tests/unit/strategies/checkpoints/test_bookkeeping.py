@@ -89,3 +89,18 @@ def test_the_last_checkpoint_is_the_one_before() -> None:
     callback.last_model_path = "/ckpt/new-last.ckpt"
     undo(callback, "/ckpt/new-last", BookkeepingOfSave(last="/ckpt/old-last.ckpt"))
     assert books(callback) == RIGHT
+
+
+@pytest.mark.parametrize("keeps_last", [True, False])
+def test_the_first_save_of_all_is_struck_out_with_nothing_before_it(keeps_last: bool) -> None:
+    """Without a monitor the best is the newest; its second save of the same step, the last, fails behind it."""
+    from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+
+    from checkpointless.strategies.checkpoints.bookkeeping import BookkeepingOfSave, undo
+
+    callback: Any = ModelCheckpoint(dirpath="/ckpt", monitor=None, save_top_k=-1)
+    callback.best_model_path = "/ckpt/new.ckpt"
+    callback.last_model_path = "/ckpt/new-last.ckpt" if keeps_last else ""
+    undo(callback, "/ckpt/new", BookkeepingOfSave())
+    undo(callback, "/ckpt/new-last", BookkeepingOfSave())
+    assert (callback.best_model_path, callback.last_model_path) == ("", "")
