@@ -32,7 +32,11 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlainTraining]:
     def make(generation: int, module: torch.nn.Module | None = None) -> PlainTraining:
         module = torch.nn.Linear(3, 2) if module is None else module
         call: Any = SimpleNamespace(
-            generation=generation, high_water=generation, checkpoint_manager=CheckpointManager(), faults=None
+            generation=generation,
+            high_water=generation,
+            checkpoint_manager=CheckpointManager(),
+            faults=None,
+            steps=SimpleNamespace(loops=0),
         )
         module(torch.ones(1, 3)).sum().backward()
         return PlainTraining(call, [module], [torch.optim.SGD(module.parameters(), lr=0.1)])
