@@ -1,0 +1,74 @@
+"""Test which numbers in attributes count."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointless.recovery.training.counters import Counters
+
+
+class Own(torch.optim.SGD):
+    """An optimizer with attributes of its own."""
+
+    first = 0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.ready = False
+        self.inner: dict[str, Any] = {"n": [0, 1.5]}
+        self.drawn = random.Random(1)
+        self.tensor = torch.zeros(2)
+        self.cache: Any = None
+
+
+def _first() -> Own:
+    return Own([torch.nn.Parameter(torch.zeros(2))])
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("optimizer.first += 1", "Own.first"),
+        ("optimizer.inner['n'][0] = 3", "Own.inner.n.0"),
+        ("optimizer.drawn.random()", "Own.drawn"),
+        ("optimizer.tensor += 1", "Own.tensor"),
+        ("optimizer.ready = True", ""),
+        ("optimizer.cache = 7", ""),
+        ("optimizer.param_groups[0]['lr'] = 0.5", ""),
+    ],
+)
+def test_a_number_that_changes_is_named(change: str, name: str) -> None:
+    """What is made once is no count."""
+    optimizer = _first()
+    counters = Counters([], [optimizer])
+    assert counters.counted() == ("", "")
+    exec(change, {"optimizer": optimizer})
+    assert counters.counted() == (name, "")
+
+
+class Calls(torch.nn.Module):
+    """A module that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+
+class Saves(Calls):
+    """A module that says what belongs to its state."""
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+
+def test_modules_that_say_what_is_theirs_and_torchs_own_are_left_alone() -> None:
+    calls, saves, dropout = Calls(), Saves(), torch.nn.Dropout(0.1)
+    counters = Counters([torch.nn.Sequential(calls, saves, dropout)], [])
+    saves.calls, dropout.p = 5, 0.2
+    assert counters.counted() == ("", "")
+    calls.calls = 1
+    assert counters.counted() == ("", "0.calls")
