@@ -80,7 +80,7 @@ class RepeatedSteps:
         self._begin(step)
         self._loss = loss
         at, _, before = self._before
-        if at == step and None not in (loss, before) and loss != before:
+        if at == step and loss is not None and before is not None and float(loss).hex() != float(before).hex():
             self._tell(_OTHER_LOSS, step, loss, before)
 
     def _begin(self, step: int) -> None:

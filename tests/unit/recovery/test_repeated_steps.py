@@ -1,0 +1,45 @@
+"""Test what is said of a step that is made again with other data or another loss than before the fault."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from checkpointless.recovery.training.repeated_steps import RepeatedSteps
+
+NAN = float("nan")
+
+
+def again(first: float, batch: torch.Tensor, second: float, other: torch.Tensor) -> None:
+    steps = RepeatedSteps()
+    for loss, taken in ((first, batch), (second, other)):
+        steps.begin_entry()
+        steps.take(3, {"x": [taken]})
+        steps.compute(3, loss)
+
+
+@pytest.mark.parametrize(
+    ("second", "other", "says"),
+    [
+        (1.0, torch.ones(2), ""),
+        (2.0, torch.ones(2), "has the loss 2.0, where it had 1.0"),
+        (NAN, torch.ones(2), "has the loss nan"),
+        (1.0, torch.zeros(2), "takes another batch"),
+        (1.0, torch.ones(1, 2), "takes another batch"),
+    ],
+)
+def test_what_differs_is_said_once(
+    second: float, other: torch.Tensor, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        again(1.0, torch.ones(2), second, other)
+    assert says in caplog.text
+    assert len(caplog.records) == bool(says)
+
+
+def test_a_loss_that_is_no_number_twice_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        again(NAN, torch.ones(2), NAN, torch.ones(2))
+    assert not caplog.records
