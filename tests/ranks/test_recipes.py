@@ -138,8 +138,9 @@ def test_without_its_block_a_recipe_is_plain_nemo(nemo_zygote: Zygote, recipe: s
 def test_a_dry_run_is_plain_text_and_starts_nothing(nemo_zygote: Zygote, tmp_path: Path) -> None:
     argv = ["train", "tiny_moe_cpu", "--dry-run", "trainer.max_steps=7"]
     arguments = {"argv": argv, "folder": str(tmp_path)}
-    (answer,) = nemo_zygote.run(1, "tests.ranks.docs_commands:command_here", arguments)
-    assert answer["code"] == 0
+    here = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}  # not those of the one process that carries it out
+    (answer,) = nemo_zygote.run(1, "tests.ranks.docs_commands:command_here", arguments, env=here)
+    assert answer["code"] == 0, answer["out"]
     assert "\x1b" not in answer["out"]
     assert "max_steps: 7" in answer["out"]
     assert "399,488 parameters in all" in answer["out"]
