@@ -56,7 +56,7 @@ test-long: $(STAMP) ## run what takes longer: long tests, and users' runs throug
 test-bridge: $(BRIDGE_STAMP) ## run the tests with Megatron-Bridge, in .venv-bridge (3 minutes; made once, 3 GB)
 	$(BRIDGE_BIN)/python -m pytest -n 2 --dist loadfile -m "not long" tests/bridge tests/unit/megatron
 
-compat: $(STAMP) ## run the fast tests with other Pythons and the newest Lightning too, where they install (half an hour)
+compat: $(STAMP) ## run the fast tests with other Pythons, the newest Lightning and torch 2.14 (2.7 GB to download), where they install
 	$(BIN)/python tests/compat.py $(FAST)
 
 gpu-kit: ## collect the wheels that make gpu needs beside torch, for a machine without a network, into build/gpu-kit

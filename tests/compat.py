@@ -1,4 +1,4 @@
-"""Run the tests with other Pythons, and with the newest Lightning, for ``make compat``.
+"""Run the tests with other Pythons, the newest Lightning and a newer torch, for ``make compat``.
 
 Each environment is made under ``build/compat``, the tests run in it, and it is removed. What cannot be made on this
 machine is said in the table at the end; only tests that fail make the exit status 1.
@@ -19,6 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "compat"
 TORCH = "torch==2.13.0"
+NEWER_TORCH = "torch==2.14.1"
+BIG = "its wheels are builds for CUDA: 2.7 GB to download, and 6 GB of disk while it is tested"
+WITHOUT_NEMO = ("tests/ranks/test_block.py", "tests/ranks/test_staged.py")
 LIGHTNING_ONLY = ("tests/ranks/test_any_trainer.py", "tests/ranks/test_bare_import.py")
 SAYS_AFTER_S = 30.0
 #: This prints the versions that were installed in the environment, as JSON.
@@ -39,12 +42,14 @@ class Environment:
         python: the version of the interpreter, for example ``3.12``.
         requirements: what pip installs.
         further: test files to run beside those of the command line.
+        note: what is said before it is installed, for example how much that downloads.
     """
 
     name: str
     python: str
     requirements: tuple[str, ...]
     further: tuple[str, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ ENVIRONMENTS = (
     Environment("Python 3.10", "3.10", ("-e", ".[dev]", TORCH)),
     Environment("Python 3.12", "3.12", ("-e", ".[dev]", TORCH)),
     Environment("newest Lightning", "3.11", ("--upgrade", "-e", ".[dev]", TORCH, "lightning"), LIGHTNING_ONLY),
+    Environment("newer torch", "3.11", ("-e", ".[dev]", NEWER_TORCH), (*LIGHTNING_ONLY, *WITHOUT_NEMO), BIG),
     Environment("newer Lightning with NeMo", "3.11", ("-e", ".[nemo,dev]", TORCH, "lightning>2.4"), LIGHTNING_ONLY),
 )
 
@@ -140,6 +146,8 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
     python = interpreter(environment.python)
     if python is None:
         return Outcome(name, "", f"no Python {environment.python} on this machine")
+    if environment.note:
+        print(f"compat: {name}: {environment.note}", flush=True)
     logs = FOLDER / name.lower().replace(" ", "-")
     home = logs / "venv"
     shutil.rmtree(logs, ignore_errors=True)

@@ -123,6 +123,16 @@ def ends_of_calls() -> list[int]:
     return [STEPS] * (4 if HABIT == "breaks" else 1)
 
 
+def enter_step(caller: HPCallWrapper, step: int) -> None:
+    """Enter the first phase of a step, behind a validation only when all ranks are in the step.
+
+    One may still be leaving the barrier of the validation, whose draws a fault would take from it.
+    """
+    if HABIT == "validates":
+        dist.barrier()
+    caller.enter_phase("data", step)
+
+
 @HPWrapper()
 def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
@@ -152,7 +162,7 @@ def main(caller: HPCallWrapper) -> None:
     def make(step: int) -> None:
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
-        caller.enter_phase("data", step)
+        enter_step(caller, step)
         x = next(batches) if HABIT == "goes-through" else data[torch.randint(ROWS, (8,))]
         caller.enter_phase("forward", step)
         loss = (model(x) - x.roll(1, 1)).square().mean()
