@@ -106,7 +106,8 @@ def test_a_loop_that_is_left_by_break_is_not_gone_on_with(
     nemo_zygote: Zygote, calm: Calm, tmp_path: Path, kind: str
 ) -> None:
     """A fault between two calls of ``steps()``, of which each is left at its fifth step."""
-    faults = [f"{kind}@between:rank=1,step=110", f"{kind}@forward:rank=0,step=13"]
+    places = ("between:rank=1,step=110", "forward:rank=0,step=13", "data:rank=1,step=15")
+    faults = [f"{kind}@{place}" for place in places]
     undisturbed = calm("breaks")
     job = _train(nemo_zygote, tmp_path / "rough", "breaks", *faults)
     assert job.code == 0, job.story()

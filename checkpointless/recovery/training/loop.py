@@ -99,6 +99,7 @@ class LoopTraining(TrainingTensors, ABC):
         self._ready_step = 0
         self._exits = LoopExits()
         self._done = 0  # before the job; a block that is entered again may have loaded another checkpoint
+        self._is_resuming = False  # until the first step that is made behind a recovery
         self._moments: dict[int, _Taken] = {}  # by step
         self._versions: list[int] = []  # of the parameters, when the newest of these was taken
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to
@@ -152,10 +153,9 @@ class LoopTraining(TrainingTensors, ABC):
         """Yield the steps to make in a call of :meth:`steps`, of which ``number`` precede it."""
         is_first = True
         while self.step < last and not self._exits.ends:
-            if number > 0 and self._call.steps.since_entry == 0:
+            if self._is_resuming and number > 0:
                 self._manager.restore_streams()  # epochs that are over may have drawn once more behind their steps
-            if self.step - self._done in _COMPARED and self._call.high_water < self.step:
-                require_equal_replicas(self, self.step)
+            self._is_resuming = False
             taken = self._taken(self.step)
             self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
             self._moments = {self.step: taken}
@@ -164,6 +164,8 @@ class LoopTraining(TrainingTensors, ABC):
             if number > 0 and is_first:
                 true_on_all(True)  # what was drawn since the call before is kept on all ranks before any goes on
             is_first = False
+            if self.step - self._done in _COMPARED and self._call.high_water < self.step:
+                require_equal_replicas(self, self.step)
             if self._manager.tiers_are_kept:
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
@@ -260,6 +262,7 @@ class LoopTraining(TrainingTensors, ABC):
             if self._log is not None and states is not None and (self._log.last_step() or 0) < self.step:
                 self._record(states.loss)  # committed, but the fault came before it was recorded
             if objects is not None:
+                self._is_resuming = True
                 self._exits.put(objects.get("exits", {}))
                 self._exits.agree(self.step)
                 objects["exits"] = self._exits.take()

@@ -140,7 +140,7 @@ class TorchTensors(TrainingTensors):
         # Beside later updates threads may communicate.
         self._is_known = is_known
         self._counters = (
-            None if is_known else Counters(modules, {*optimizers, *filter(None, self._torch_optimizers)})
+            None if is_known else Counters(modules, [*optimizers, *filter(None, self._torch_optimizers)])
         )
         self._frozen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # by the list of the others
         # A group that the user has given holds for all tensors.

@@ -133,6 +133,16 @@ def enter_step(caller: HPCallWrapper, step: int) -> None:
     caller.enter_phase("data", step)
 
 
+def validate(inner: torch.nn.Module, data: torch.Tensor) -> None:
+    draws: Any = DataLoader(data, batch_size=32, shuffle=True)  # type: ignore[arg-type]
+    with torch.no_grad():
+        inner.eval()
+        for batch in draws if HABIT == "validates" else [data]:
+            inner(batch)
+        inner.train()
+    dist.barrier()  # no rank is still in its validation when the next step meets its fault
+
+
 @HPWrapper()
 def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
@@ -174,25 +184,17 @@ def main(caller: HPCallWrapper) -> None:
         if HABIT == "two-updates":
             training.update(loss.item())
 
-    def validate() -> None:
-        with torch.no_grad():
-            inner.eval()
-            for batch in DataLoader(data, batch_size=32, shuffle=True) if HABIT == "validates" else [data]:  # type: ignore[arg-type]
-                inner(batch)
-            inner.train()
-        dist.barrier()  # no rank is still in its validation when the next step meets its fault
-
     for last in ends_of_calls():
         for step in training.steps(last):
             make(step)
             if HABIT == "validates":
-                validate()
+                validate(inner, data)
             if HABIT == "breaks" and step % 5 == 0:
                 break
         if HABIT in ("breaks", "epochs"):
             dist.barrier()  # no rank is still in its update
             caller.enter_phase("between", 100 + training.step)
-            validate()
+            validate(inner, data)
     dist.barrier()
 
 

@@ -1,4 +1,4 @@
-"""Test that a loop left by choice is told from one that an error passes, and that what is noted survives."""
+"""Test that a loop which is left by choice is told from one that an error passes, and what is noted of it."""
 
 from __future__ import annotations
 
