@@ -186,6 +186,8 @@ def main(caller: HPCallWrapper) -> None:
 
     for last in ends_of_calls():
         for step in training.steps(last):
+            if HABIT == "validates":
+                dist.barrier()  # all have begun the step, and none is behind the last one, when it meets its fault
             make(step)
             if HABIT == "validates":
                 validate(inner, data)
