@@ -174,16 +174,10 @@ class ResumableFitLoop(_FitLoop):
     def _as_in(self, epoch: int, step: int) -> Iterator[None]:
         """Let ``train_dataloader()`` see the epoch and the step in which the loader was made at first."""
         source: Any = self._data_source
-        epochs: Any = self.epoch_progress.current
-        steps: Any = self.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
 
         def make() -> Any:
-            now = epochs.completed, steps.completed
-            epochs.completed, steps.completed = epoch, step
-            try:
+            with _seen_as(self, epoch, step):
                 return type(source).dataloader(source)
-            finally:
-                epochs.completed, steps.completed = now
 
         source.dataloader = make
         try:
@@ -240,6 +234,33 @@ class ResumableFitLoop(_FitLoop):
         self.epoch_loop.observer.reached(Stage.TURNED)
 
 
+@contextmanager
+def _seen_as(fit_loop: Any, epoch: int, step: int) -> Iterator[None]:
+    """Let the trainer say, in the context, that it is in ``epoch`` and has made ``step`` steps."""
+    epochs = fit_loop.epoch_progress.current
+    steps = fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    now = epochs.completed, steps.completed
+    epochs.completed, steps.completed = epoch, step
+    try:
+        yield
+    finally:
+        epochs.completed, steps.completed = now
+
+
+def _validation_loaders(fit_loop: Any, source: Any) -> Any:
+    """Have the validation loaders of a fit made; after a fault, as in the epoch and step in which they were."""
+    val_loop, trainer = fit_loop.epoch_loop.val_loop, fit_loop.trainer
+    made, every = fit_loop.val_made, trainer.reload_dataloaders_every_n_epochs
+    is_made_again = made is not None and val_loop._combined_loader is None
+    if not is_made_again or (every and trainer.current_epoch - made[0] >= every):
+        fit_loop.val_made = trainer.current_epoch, fit_loop.epoch_loop.global_step
+        return type(source).dataloader(source)
+    if every:
+        val_loop._last_val_dl_reload_epoch = made[0]
+    with _seen_as(fit_loop, *made):
+        return type(source).dataloader(source)
+
+
 def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
     """Make the loops of ``trainer`` resumable and report their moments to ``observer``.
 
@@ -255,6 +276,8 @@ def make_resumable(trainer: pl.Trainer, observer: Observer) -> None:
         loop.resumption = None
     make_results_resumable(trainer)
     TrainerSettings.of(trainer).begin_fit()
+    source = fit_loop.epoch_loop.val_loop._data_source
+    source.dataloader = functools.partial(_validation_loaders, fit_loop, source)
     fit_loop.was_finished = False
     fit_loop.epoch_loop.observer = observer
     fit_loop.epoch_loop.not_delivered = 0

@@ -20,7 +20,12 @@ from checkpointless.inprocess import UnrecoverableError
 _LIMITS = ("limit_train_batches", "limit_val_batches")
 _CLIPPING = "gradient_clip_algorithm"
 #: What makes the training loader from then on; the rest is read in every step, or at the end of an epoch.
-_OF_LOADERS = ("val_check_interval", "check_val_every_n_epoch", "reload_dataloaders_every_n_epochs")
+_OF_LOADERS = (
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "reload_dataloaders_every_n_epochs",
+    "fit_loop.val_made",
+)
 #: What is set when the training loader is made.
 _MADE = ("fit_loop.max_batches", "fit_loop._last_train_dl_reload_epoch", "fit_loop.made_at_step")
 _VALIDATES = "val_check_batch"  # set with the training loader, too, and missing before
@@ -55,6 +60,7 @@ class TrainerSettings:
 
     def begin_fit(self) -> None:
         """Forget what an earlier fit of the trainer was; between fits its script may change it as it likes."""
+        self._trainer.fit_loop.val_made = None  # the epoch and step in which the validation loaders were made
         self._limits: dict[str, Any] = {}  # with which the newest loaders were made
         self._seen: tuple[Any, ...] = ()
         self._callbacks: list[Any] | None = None

@@ -135,9 +135,9 @@ def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train, kind:
 
 
 @pytest.mark.parametrize("kind", KILLS)
-@pytest.mark.parametrize("features", ["reads", "reads,reloads"])
+@pytest.mark.parametrize("features", ["reads", "reads,reloads", "reads,reloads,validation"])
 def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str, kind: str) -> None:
-    """``train_dataloader()`` reads epoch and step; Lightning calls it once, or in every second epoch."""
+    """``train_dataloader()`` and ``val_dataloader()`` read epoch and step; Lightning calls them once, or again."""
     faults = [
         f"{kind}@forward:rank=1,step=12",
         f"{kind}@after_optimizer:rank=2,step=16",

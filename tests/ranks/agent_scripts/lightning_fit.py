@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy
@@ -158,10 +158,7 @@ class Data(pl.LightningDataModule):
             from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
             kind = StatefulDataLoader
-        samples = Samples()
-        if "reads" in FEATURES:  # Lightning asks for a loader in some epochs only
-            assert self.trainer is not None
-            samples.first = 100 * self.trainer.current_epoch + self.trainer.global_step
+        samples = self.samples()
         if "own-batches" in FEATURES:
             return DataLoader(samples, batch_sampler=OwnBatches(), num_workers=options["num_workers"])
         if "sharded" in FEATURES:
@@ -175,9 +172,13 @@ class Data(pl.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> DataLoader[torch.Tensor]:
-        if "own-batches" in FEATURES:
-            return DataLoader(Samples(), batch_sampler=OwnBatches())
-        return DataLoader(Samples(), batch_size=5)
+        options: Any = {"batch_sampler": OwnBatches()} if "own-batches" in FEATURES else {"batch_size": 5}
+        return DataLoader(self.samples(), **options)
+
+    def samples(self) -> Samples:
+        samples, trainer = Samples(), cast(pl.Trainer, self.trainer)  # it asks for a loader in some epochs only
+        samples.first = 100 * trainer.current_epoch + trainer.global_step if "reads" in FEATURES else 0
+        return samples
 
 
 class CountedData(Data):
@@ -420,10 +421,8 @@ def main() -> None:
     callbacks: list[Callback] = [Norms(), *([Swaps()] if "swaps" in FEATURES else [])]
     callbacks += stock_callbacks(folder)
     if "saves" in FEATURES:
-        saves = StoppedSaves(
-            folder / "saved", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max", save_last="link"
-        )
-        callbacks.append(saves)
+        options: Any = {"every_n_train_steps": 2, "save_top_k": 2, "monitor": "step", "mode": "max"}
+        callbacks.append(StoppedSaves(folder / "saved", save_last="link", **options))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
