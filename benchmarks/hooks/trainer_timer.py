@@ -86,10 +86,12 @@ class TrainerTimer:
         from checkpointless.inprocess.communicators.gloo_wait import InterruptibleWait
         from checkpointless.inprocess.communicators.process_groups import process_groups
         from checkpointless.recovery import guard
+        from checkpointless.recovery.training import loop
 
         self.replace(manager, "store_rng_states", STREAMS)
         defaults: Any = guard.guarded_update.__kwdefaults__
         defaults["vote"] = self.around(VOTE, defaults["vote"], whole=True)
+        self.replace(loop, "vote", VOTE, whole=True)
         for patch in process_groups._patchers:
             if isinstance(patch, InterruptibleWait) and patch.is_installed:
                 patch.uninstall()
