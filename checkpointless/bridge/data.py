@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.data.samplers import MegatronPretrainingBatchSampler, MegatronPretrainingRandomSampler
@@ -38,20 +39,30 @@ class Passes:
         self._began = began
         self.number = self._find_place()
         self._first: Iterator[Any] | None = None
+        self._workers: Callable[[], Any] = lambda: None
 
     def resume(self) -> None:
         """Go on with a pass that is under way, if one is."""
         if self._is_inside_a_pass:
-            self._first = iter(self._loader)
+            self._first = self._begin_pass()
 
     def __iter__(self) -> Iterator[Any]:
-        if self._first is not None:
-            yield from self._first
-            self._first = None
-            self._end_pass()
         while True:
-            yield from self._loader
+            iterator = self._begin_pass() if self._first is None else self._first
+            self._first = None
+            yield from iterator
+            del iterator
             self._end_pass()
+
+    @property
+    def batches(self) -> Any:
+        """Torch's iterator over the pass under way; None if it has no workers."""
+        return self._workers()
+
+    def _begin_pass(self) -> Iterator[Any]:
+        iterator = iter(self._loader)
+        self._workers = weakref.ref(iterator) if hasattr(iterator, "_workers") else lambda: None
+        return iterator
 
     def _find_place(self) -> int:
         """Have the first pass begin where it must, and return how many passes precede it."""
@@ -121,3 +132,11 @@ class Loaders:
         if self._resumes:
             passes.resume()
         return passes
+
+    def workers_of(self, iterator: Any) -> Any:
+        """Return torch's iterator with workers behind Bridge's over the training data; None if it has none now."""
+        inner = getattr(iterator, "iterable", None)
+        if hasattr(inner, "_workers"):
+            return inner
+        passes = self._passes.get(STREAMS[0])
+        return None if passes is None else passes.batches

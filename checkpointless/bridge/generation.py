@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from megatron.bridge.training.callbacks import CallbackContext, CallbackManager
@@ -83,7 +84,7 @@ class BridgeGeneration:
         if not training.recovered:
             training.note_counters()
             self.loaders = Loaders(False, training.began, self._config.rng.seed)
-            return build()
+            return self._known_to_faults(build())
         consumed = training.put_counters()
         before = train_state.consumed_train_samples
         update_num_microbatches(before, consistency_check=False)
@@ -91,9 +92,17 @@ class BridgeGeneration:
         if self._config.dataset.dataloader_type != "batch":  # Bridge takes whole batches before it computes a step
             train_state.consumed_train_samples = consumed
         try:
-            return build()
+            return self._known_to_faults(build())
         finally:
             train_state.consumed_train_samples = before
+
+    def _known_to_faults(self, built: _Built) -> _Built:
+        """Let faults of data loaders find the workers behind the iterators that Bridge has built."""
+        loaders, iterators = self.loaders, cast(Sequence[Any], built)
+        if self.call.faults is not None and loaders is not None and iterators and iterators[0] is not None:
+            train = weakref.ref(iterators[0][0] if isinstance(iterators[0], list) else iterators[0])
+            self.call.faults.batches = lambda: loaders.workers_of(train())
+        return built
 
     def train_step(self, original: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """Make a step, or go through one again whose update is applied.
