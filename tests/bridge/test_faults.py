@@ -104,6 +104,12 @@ def test_the_position_in_the_data(train: Train, data: str, workers: int) -> None
     train(14, f"data={data} workers={workers} evaluate=2 log=3", *faults)
 
 
+@pytest.mark.parametrize("data", ["single", "cyclic"])
+def test_a_worker_of_the_data_loader(train: Train, data: str) -> None:
+    faults = ("dataloader@data:rank=0,step=3,how=kill", "dataloader@data:rank=2,step=5")
+    train(7, f"data={data} workers=1", *faults)
+
+
 @pytest.mark.parametrize(
     "breaks",
     [
