@@ -50,6 +50,7 @@ class RepeatedSteps:
         self._loss: float | None = None
         self._before: tuple[int, list[str], float | None] = (0, [], None)
         self._is_told = False
+        self._listeners = 0
 
     def begin_entry(self) -> None:
         """Note that the block was entered: what was noted until now was before the fault."""
@@ -59,12 +60,16 @@ class RepeatedSteps:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note what loaders give in the context."""
-        _patches.make([Patch(dataloader._BaseDataLoaderIter, "__next__", _listening, _WHY)])
+        """Note, once, what loaders give in the context; a loop that a fault has ended may be in its own still."""
+        if not _patches.are_made:
+            _patches.make([Patch(dataloader._BaseDataLoaderIter, "__next__", _listening, _WHY)])
+        self._listeners += 1
         try:
             yield
         finally:
-            _patches.undo()
+            self._listeners -= 1
+            if self._listeners == 0:
+                _patches.undo()
 
     def take(self, step: int, batch: object) -> None:
         """Note a batch that ``step`` takes from a loader, and compare it."""

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from torch.utils.data import dataloader
 
 from checkpointless.recovery.training.repeated_steps import RepeatedSteps
 
@@ -43,3 +44,18 @@ def test_a_loss_that_is_no_number_twice_is_the_same(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.ERROR):
         again(NAN, torch.ones(2), NAN, torch.ones(2))
     assert not caplog.records
+
+
+def test_a_loop_that_a_fault_has_ended_and_that_is_still_referred_to_notes_nothing_twice() -> None:
+    steps, iterator = RepeatedSteps(), dataloader._BaseDataLoaderIter
+    original = iterator.__next__
+    old, new = steps.listening(), steps.listening()
+    old.__enter__()
+    listens = iterator.__next__
+    assert listens is not original
+    new.__enter__()
+    assert iterator.__next__ is listens
+    old.__exit__(None, None, None)
+    assert iterator.__next__ is listens, "the new loop is still in its steps"
+    new.__exit__(None, None, None)
+    assert iterator.__next__ is original
