@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,18 +42,24 @@ def calm(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Calm:
     return train
 
 
+def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequence[str], steps: int) -> Job:
+    """Train through ``faults``, each of which happens once, and require what the calm run computes in ``steps``."""
+    job = _train(zygote, folder / "rough", habit, *faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
+    verdict = compare(calm(habit).steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == steps
+    return job
+
+
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
 @pytest.mark.parametrize("habit", ["averages", "modes", "extra-state", "validates"])
 def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kind: str) -> None:
     """A validation behind an update draws from the streams, and a fault in a later step takes nothing back."""
     phases = PHASES[:4] if habit == "validates" else PHASES  # what follows an update is not done again
     faults = [f"{kind}@{phase}:rank={at % 2},step={2 * at + 2}" for at, phase in enumerate(phases)]
-    job = _train(nemo_zygote, tmp_path / "rough", habit, *faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm(habit).steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == STEPS
+    job = _equal(nemo_zygote, calm, tmp_path, habit, faults, STEPS)
     said = "\n".join(job.log(rank) for rank in range(2))
     assert ("Do it at the beginning of a step" in said) == (habit == "validates"), said
     assert "is made again after the fault and" not in said, said
@@ -93,12 +99,7 @@ def test_how_a_loop_goes_through_its_steps(
 ) -> None:
     """Several calls of ``steps()``, a backward pass before the first, and the step that one rank makes the last."""
     faults = [f"{kind}@{phase}:rank={at % 2},step={2 * at + 4}" for at, phase in enumerate(PHASES)]
-    job = _train(nemo_zygote, tmp_path / "rough", habit, *faults)
-    assert job.code == 0, job.story()
-    assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
-    verdict = compare(calm(habit).steps, job.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
-    assert verdict.steps == (STEPS - 2 if habit == "stops" else STEPS)
+    _equal(nemo_zygote, calm, tmp_path, habit, faults, STEPS - 2 if habit == "stops" else STEPS)
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
