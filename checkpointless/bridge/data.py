@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.data.samplers import MegatronPretrainingBatchSampler, MegatronPretrainingRandomSampler
 
@@ -12,6 +12,8 @@ from checkpointless.inprocess.data_workers.streams import Place, seed_data_worke
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
+    from checkpointless.faults.loader import WorkersIterator
 
 #: The streams of samples, in the order in which Bridge builds their loaders.
 STREAMS = ("train", "valid", "test")
@@ -39,7 +41,7 @@ class Passes:
         self._began = began
         self.number = self._find_place()
         self._first: Iterator[Any] | None = None
-        self._workers: Callable[[], Any] = lambda: None
+        self._workers: Callable[[], WorkersIterator | None] = lambda: None
 
     def resume(self) -> None:
         """Go on with a pass that is under way, if one is."""
@@ -55,13 +57,16 @@ class Passes:
             self._end_pass()
 
     @property
-    def batches(self) -> Any:
+    def batches(self) -> WorkersIterator | None:
         """Torch's iterator over the pass under way; None if it has no workers."""
         return self._workers()
 
     def _begin_pass(self) -> Iterator[Any]:
         iterator = iter(self._loader)
-        self._workers = weakref.ref(iterator) if hasattr(iterator, "_workers") else lambda: None
+        if hasattr(iterator, "_workers"):
+            self._workers = weakref.ref(cast("WorkersIterator", iterator))
+        else:
+            self._workers = lambda: None
         return iterator
 
     def _find_place(self) -> int:
@@ -133,10 +138,10 @@ class Loaders:
             passes.resume()
         return passes
 
-    def workers_of(self, iterator: Any) -> Any:
+    def workers_of(self, iterator: object) -> WorkersIterator | None:
         """Return torch's iterator with workers behind Bridge's over the training data; None if it has none now."""
         inner = getattr(iterator, "iterable", None)
         if hasattr(inner, "_workers"):
-            return inner
+            return cast("WorkersIterator", inner)
         passes = self._passes.get(STREAMS[0])
         return None if passes is None else passes.batches
