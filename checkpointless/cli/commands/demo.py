@@ -39,7 +39,13 @@ def add_demo_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"what trains: {', '.join(TRAINER_NAMES)} (default: nemo)",
     )
-    add("--nproc", type=positive, metavar="N", help="CPU ranks, up to 32 (default: 4; chaos: up to 8)")
+    add(
+        "--nproc",
+        "--nproc-per-node",
+        type=positive,
+        metavar="N",
+        help="CPU ranks, up to 32 (default: 4; chaos: up to 8)",
+    )
     add("--steps", type=positive, metavar="N", help="steps of each run (default: 10; chaos: 6)")
     add(
         "--layout",

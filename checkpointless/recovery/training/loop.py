@@ -135,8 +135,8 @@ class LoopTraining(TrainingTensors, ABC):
                 and what the block has loaded meanwhile does not count.
 
         Raises:
-            UnrecoverableError: steps were committed and no rank holds them any more, or ``done`` is not the same on
-                all ranks.
+            UnrecoverableError: steps were committed and no rank holds them any more, ``done`` is not the same on
+                all ranks, or data comes from an iterator that was made before the first step.
             RuntimeError: a step ended without :meth:`update`.
         """
         number = self._exits.begin_call()
@@ -169,6 +169,7 @@ class LoopTraining(TrainingTensors, ABC):
             if self._manager.tiers_are_kept:
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
+            repeated_steps.iterators.look(sys._getframe())
             try:
                 yield self.step + 1
             except GeneratorExit:

@@ -19,6 +19,7 @@ from torch.utils.data import dataloader
 
 from checkpointless.inprocess import active_call_wrapper
 from checkpointless.patches import Patch, Patches
+from checkpointless.recovery.training.lasting_iterators import LastingIterators
 from checkpointless.serialization.tensor_memory import tensor_bytes
 
 _BYTES = 4096  # of each tensor
@@ -42,6 +43,9 @@ class RepeatedSteps:
     """What the newest step of this process took and computed, also in the generation before.
 
     One of a process is enough, since a block runs once at a time: :data:`repeated_steps`.
+
+    Attributes:
+        iterators: those that the entry of the block has made before its first step.
     """
 
     def __init__(self) -> None:
@@ -51,18 +55,22 @@ class RepeatedSteps:
         self._before: tuple[int, list[str], float | None] = (0, [], None)
         self._is_told = False
         self._listeners = 0
+        self.iterators = LastingIterators()
 
     def begin_entry(self) -> None:
         """Note that the block was entered: what was noted until now was before the fault."""
         if self._step > 0:
             self._before = self._step, self._taken, self._loss
         self._step, self._taken, self._loss, self._is_told = 0, [], None, False
+        self.iterators = LastingIterators()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Note, once, what loaders give in the context; a loop that a fault has ended may be in its own still."""
         if not _patches.are_made:
-            _patches.make([Patch(dataloader._BaseDataLoaderIter, "__next__", _listening, _WHY)])
+            base = dataloader._BaseDataLoaderIter
+            made = [Patch(base, name, _beginning, _WHY) for name in ("__init__", "_reset")]
+            _patches.make([Patch(base, "__next__", _listening, _WHY), *made])
         self._listeners += 1
         try:
             yield
@@ -107,10 +115,21 @@ def _listening(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         batch = original(iterator)
         call = active_call_wrapper()
         if call is not None and call.steps.making > 0 and _patches.are_made:
+            repeated_steps.iterators.give(iterator, call.steps.making)
             repeated_steps.take(call.steps.making, batch)
         return batch
 
     return __next__
+
+
+def _beginning(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def begin(iterator: Any, *args: Any, **keywords: Any) -> None:
+        original(iterator, *args, **keywords)
+        if _patches.are_made:
+            repeated_steps.iterators.begin_pass(iterator)
+
+    return begin
 
 
 def _digest(batch: object) -> str:

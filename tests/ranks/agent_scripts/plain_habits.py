@@ -167,13 +167,18 @@ def main(caller: HPCallWrapper) -> None:
     training = PlainTraining(caller, modules, [optimizer])
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
-    batches = iter(DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    loader: Any = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+    made: dict[str, Any] = {"over": iter(loader) if HABIT == "goes-on" else None}
 
     def make(step: int) -> None:
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
         enter_step(caller, step)
-        x = next(batches) if HABIT == "goes-through" else data[torch.randint(ROWS, (8,))]
+        if HABIT in ("goes-on", "goes-through"):
+            made["over"] = made["over"] or iter(loader)
+            x = next(made["over"])
+        else:
+            x = next(read) if HABIT == "reads-on" else data[torch.randint(ROWS, (8,))]
         caller.enter_phase("forward", step)
         loss = (model(x) - x.roll(1, 1)).square().mean()
         caller.enter_phase("backward", step)
@@ -184,6 +189,7 @@ def main(caller: HPCallWrapper) -> None:
         if HABIT == "two-updates":
             training.update(loss.item())
 
+    read = (data[at : at + 4] for at in range(ROWS - 4))
     for last in ends_of_calls():
         for step in training.steps(last):
             if HABIT == "validates":

@@ -80,6 +80,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["demo", "--dropout", "1.5"], "--dropout"),
         (["demo", "--nproc", "3", "--fault", "sigkill:rank=1,step=1"], "--nproc 3"),
         (["demo", "--nproc", "1"], "--nproc 1 makes 1 data-parallel ranks"),
+        (["demo", "--nproc-per-node", "1"], "--nproc 1 makes 1 data-parallel ranks"),
         (["demo", "--nproc", "33"], "from 2 to 32"),
         (["demo", "--nproc", "16", "--layout", "tp=8"], "4 attention heads"),
         (["demo", "--nproc", "6", "--layout", "pp=3"], "4 layers"),
