@@ -119,8 +119,9 @@ class Sampler(threading.Thread):
                 )
             except ValueError:
                 progress("the agent has no zygote (yet)")
-            except psutil.NoSuchProcess:
-                return
+            except psutil.NoSuchProcess:  # a child of the agent's has ended meanwhile, or the agent has
+                if not self._agent.is_running() or self._agent.status() == psutil.STATUS_ZOMBIE:
+                    return
             time.sleep(1.0)
 
 
