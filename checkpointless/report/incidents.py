@@ -13,6 +13,8 @@ from checkpointless.telemetry.rungs import Rung
 
 _NS_PER_S = 1e9
 _NOTICING = frozenset({EventName.DETECT, EventName.NOTIFY})
+#: Their reasons are why something was noticed or was not kept, and not why a recovery did not finish.
+_WITH_OTHER_REASONS = frozenset({EventName.DETECT, EventName.WARM, EventName.DATASETS})
 _CLEANING_UP = frozenset({EventName.ABORT, EventName.FINALIZE, EventName.HEALTH})
 #: Stages that belong to the new generation; the earlier stages belong to the generation that ended.
 _STARTING = frozenset(STAGES[STAGES.index(EventName.ENTER) :])
@@ -359,7 +361,7 @@ def _reason(events: Sequence[Event], job_end: Event | None) -> str:
             said = next(iter(said), "")
         if str(said or "").startswith("RankShouldRestart"):
             continue  # a rank that was told to leave does not know why
-        if said and event.edge != "begin" and event.stage != EventName.DETECT:
+        if said and event.edge != "begin" and event.stage not in _WITH_OTHER_REASONS:
             return str(said)
     return ""
 

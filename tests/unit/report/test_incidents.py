@@ -179,10 +179,12 @@ def test_a_fault_during_recovery_takes_over() -> None:
     for rank in range(2):
         script.span(5 + rank, 1, "abort", rank, 0, "i1")
         script.span(10 + rank, 1, "init", rank, 1, "i1")
+    script.add(12, "datasets", "point", 0, 1, "i1", kept=False, reason="another rank sets its data module up")
+    script.add(13, "warm", "point", 0, 1, "i1", kept=False, reason="nothing was kept")
     script.detect(20, 1, "i2", culprit=0)
     script.recovery(30, 1, "i2", ranks=2, lengths={})
     first, second = summarize(script.events)
-    assert (first.incident, first.outcome) == ("i1", Outcome.ESCALATED)
+    assert (first.incident, first.outcome, first.reason) == ("i1", Outcome.ESCALATED, "")
     assert (second.incident, second.outcome, second.generation) == ("i2", Outcome.RESUMED, 1)
 
 
