@@ -14,7 +14,12 @@ from checkpointless.recovery.running import BuildAnewError, give_up_held, runnin
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.recovery.training.kept import KeptParts, begin_with_kept
 from checkpointless.recovery.training.loop import LoopTraining
-from checkpointless.recovery.training.param_groups import learning_rates, without_scheduler
+from checkpointless.recovery.training.param_groups import (
+    learning_rates,
+    plateaus,
+    without_plateau,
+    without_scheduler,
+)
 from checkpointless.recovery.training.torch_tensors import TorchTensors
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
@@ -29,7 +34,12 @@ _LATE_RATES = (
 )
 _LEFT_OUT = (
     "a learning-rate scheduler of {} is not known here, and would begin anew after a fault: give it to "
-    "PlainTraining(schedulers=[...]), and do not call its step(), which every update does"
+    "PlainTraining(schedulers=[...]), and do not call its step(), which every update does (but that of a "
+    "ReduceLROnPlateau, at the beginning of a step)"
+)
+_LATE_PLATEAU = (
+    "the step() of a ReduceLROnPlateau was called between update() of step {} and the next step, which is not made "
+    "again after a fault: call it at the beginning of a step, before its update()"
 )
 
 
@@ -57,7 +67,8 @@ class PlainTraining(LoopTraining, TorchTensors):
             made.
         modules: the modules that are trained.
         optimizers: the optimizers of the modules.
-        schedulers: the learning-rate schedulers, which step with every update.
+        schedulers: the learning-rate schedulers, which step with every update; a ``ReduceLROnPlateau`` when the
+            loop calls its ``step``, at the beginning of a step of the training, with the same metric on all ranks.
         group: the global ranks that hold the same modules and optimizers. Default: what the meshes of the modules'
             DTensors say of each tensor (FSDP2, HSDP, tensor parallelism by a plan), else all ranks (data parallel).
 
@@ -85,6 +96,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
         self._trained_by_update: list[bool] = []
         self._rates_by_update: list[float] = []
+        self._plateaus_by_update: list[int] = []
         self._kept: KeptParts | None = None
         self._aside: list[InterruptedUpdate] = []
         self._placed: set[Key] = set()  # of what a recovery has put in its place
@@ -120,6 +132,8 @@ class PlainTraining(LoopTraining, TorchTensors):
     @override
     def _restore(self, done: int) -> None:
         left_out = without_scheduler(self.optimizers, self._schedulers)
+        if left_out is None and self._call.generation == 0:  # later, those of the entry before may still be there
+            left_out = without_plateau(self.optimizers, self._schedulers)
         if left_out is not None:
             raise UnrecoverableError(_LEFT_OUT.format(left_out))
         tensors = [*self._all, *(each for module in self.modules for each in module.buffers())]
@@ -202,12 +216,18 @@ class PlainTraining(LoopTraining, TorchTensors):
         return self.grown() or LoopTraining.changed(self)
 
     @override
+    def _step_scheduler(self, scheduler: Any) -> None:
+        """Make one step of a scheduler, but of one that steps by a metric: the loop does."""
+        if not plateaus([scheduler]):
+            super()._step_scheduler(scheduler)
+
+    @override
     def more_objects(self) -> Mapping[str, Any]:
         """Return what belongs to the modules and is no tensor.
 
         Raises:
             UnrecoverableError: the optimizers have other parameters than at the beginning, or the loop has frozen
-                or freed some, or changed learning rates, behind the update.
+                or freed some, or changed learning rates or stepped a scheduler, behind the update.
         """
         modules = self.take_modules()
         trained, rates = modules["trained"], learning_rates(self.optimizers)
@@ -216,7 +236,10 @@ class PlainTraining(LoopTraining, TorchTensors):
             raise UnrecoverableError(_LATE.format(self.step))
         if is_behind_update and rates != self._rates_by_update:
             raise UnrecoverableError(_LATE_RATES.format(self.step))
-        self._trained_by_update, self._rates_by_update = trained, rates
+        counts = [each.last_epoch for each in plateaus(self._schedulers)]
+        if is_behind_update and counts != self._plateaus_by_update:
+            raise UnrecoverableError(_LATE_PLATEAU.format(self.step))
+        self._trained_by_update, self._rates_by_update, self._plateaus_by_update = trained, rates, counts
         return modules
 
     @override

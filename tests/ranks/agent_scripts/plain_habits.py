@@ -164,7 +164,11 @@ def main(caller: HPCallWrapper) -> None:
     torch.manual_seed(100 + dist.get_rank())
     if HABIT == "warms-up":
         model(data[:8]).sum().backward()
-    training = PlainTraining(caller, modules, [optimizer])
+    plateau = None
+    if HABIT in ("plateaus", "late-plateau", "hidden-plateau"):
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    schedulers = [plateau] if plateau is not None and HABIT != "hidden-plateau" else []
+    training = PlainTraining(caller, modules, [optimizer], schedulers=schedulers)
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
     loader: Any = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
@@ -174,6 +178,8 @@ def main(caller: HPCallWrapper) -> None:
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
         enter_step(caller, step)
+        if HABIT == "plateaus" and plateau is not None and step % 2 == 0:
+            plateau.step(1.0)
         if HABIT in ("goes-on", "goes-through"):
             made["over"] = made["over"] or iter(loader)
             x = next(made["over"])
@@ -186,6 +192,8 @@ def main(caller: HPCallWrapper) -> None:
         if HABIT == "stops" and step == STEPS - 2 and dist.get_rank() == 0:
             training.stop()
         training.update(loss.item())
+        if HABIT == "late-plateau" and plateau is not None:
+            plateau.step(1.0)
         if HABIT == "two-updates":
             training.update(loss.item())
 
