@@ -143,18 +143,25 @@ def validate(inner: torch.nn.Module, data: torch.Tensor) -> None:
     dist.barrier()  # no rank is still in its validation when the next step meets its fault
 
 
+def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return the model, and what wraps it."""
+    between = LAYERS.get(HABIT, torch.nn.Identity)()
+    layers = (torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH))
+    inner = torch.nn.Sequential(*layers)
+    if HABIT == "local":
+        return inner, inner
+    model = DistributedDataParallel(inner)
+    if HABIT == "compresses":
+        model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    return inner, model
+
+
 @HPWrapper()
 def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     data = torch.randn(ROWS, WIDTH)
-    between = LAYERS.get(HABIT, torch.nn.Identity)()
-    layers = (torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH))
-    inner = torch.nn.Sequential(*layers)
-    model: torch.nn.Module = inner if HABIT == "local" else DistributedDataParallel(inner)
-    if HABIT == "compresses":
-        assert isinstance(model, DistributedDataParallel)
-        model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    inner, model = build_model()
     modules: list[torch.nn.Module] = [model]
     optimizer = OPTIMIZERS.get(HABIT, torch.optim.SGD)(model.parameters(), lr=0.05)
     if HABIT == "averages":
