@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
@@ -171,11 +172,9 @@ def main(caller: HPCallWrapper) -> None:
     torch.manual_seed(100 + dist.get_rank())
     if HABIT == "warms-up":
         model(data[:8]).sum().backward()
-    plateau = None
-    if HABIT in ("plateaus", "late-plateau", "hidden-plateau"):
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
-    schedulers = [plateau] if plateau is not None and HABIT != "hidden-plateau" else []
-    training = PlainTraining(caller, modules, [optimizer], schedulers=schedulers)
+    plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=1) if "plateau" in HABIT else None
+    known = [] if plateau is None or HABIT == "hidden-plateau" else [plateau]
+    training = PlainTraining(caller, modules, [optimizer], schedulers=known)
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
     loader: Any = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
