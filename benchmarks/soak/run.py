@@ -92,10 +92,11 @@ class Sampler(threading.Thread):
         temporary: its folder for temporary files.
     """
 
-    def __init__(self, agent: int, temporary: Path) -> None:
+    def __init__(self, agent: subprocess.Popen[bytes], temporary: Path) -> None:
         super().__init__(daemon=True)
         self.samples: list[Sample] = []
-        self._agent = psutil.Process(agent)
+        self._process = agent
+        self._agent = psutil.Process(agent.pid)
         self._temporary = temporary
         self._before = {path.name for path in SHARED_MEMORY.iterdir()}
         self._began_s = time.monotonic()
@@ -104,7 +105,7 @@ class Sampler(threading.Thread):
         """Until the agent is gone."""
         while True:
             try:
-                (zygote,) = [each for each in self._agent.children() if ZYGOTE in each.cmdline()]
+                (zygote,) = [each for each in self._agent.children() if ZYGOTE in _command(each)]
                 self.samples.append(
                     Sample(
                         at_s=time.monotonic() - self._began_s,
@@ -119,10 +120,19 @@ class Sampler(threading.Thread):
                 )
             except ValueError:
                 progress("the agent has no zygote (yet)")
-            except psutil.NoSuchProcess:  # a child of the agent's has ended meanwhile, or the agent has
-                if not self._agent.is_running() or self._agent.status() == psutil.STATUS_ZOMBIE:
+            except psutil.NoSuchProcess:
+                if self._process.poll() is not None:
                     return
+                # A child has ended meanwhile, or a step of the clock has moved the time at which the agent began.
+                self._agent = psutil.Process(self._process.pid)
             time.sleep(1.0)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.ZombieProcess:  # what has examined the node is waited for at the end of the job
+        return []
 
 
 def faults_of(incidents: int) -> list[str]:
@@ -155,7 +165,7 @@ def soak(incidents: int, run_dir: Path, temporary: Path) -> tuple[list[IncidentS
             stdout=log,
             stderr=log,
         )
-    sampler = Sampler(agent.pid, temporary)
+    sampler = Sampler(agent, temporary)
     sampler.start()
     try:
         done = 0
