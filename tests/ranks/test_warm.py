@@ -97,6 +97,22 @@ def test_datasets_are_built_once_unless_a_rank_is_made_anew(disturb: Disturb) ->
     assert sorted((job.run_dir / "setups").read_text().split()) == sorted("0123" * 2)  # and after the kill
 
 
+def test_data_loader_workers_stay_at_work(disturb: Disturb) -> None:
+    """They do in ranks that live, as long as their dataset stays, and that do not wait for a batch just then."""
+    faults = (
+        "exception@forward:rank=2,step=3",
+        "exception@optimizer:rank=1,step=5",
+        "sigkill@forward:rank=1,step=7",
+        "exception@backward:rank=3,step=9",
+    )
+    args = ("data._target_=tests.ranks.noisy_text.NoisyBatchesDataModule", "data.num_workers=2")
+    job = disturb(4, 11, *faults, args=(*args, *DROPOUT))
+    told = [event for event in read_events(job.run_dir) if event.stage == EventName.WORKERS]
+    assert {event.generation for event in told if event.fields["kept"]} >= {2, 4}, told
+    others = [event for event in told if not event.fields["kept"]]
+    assert all((each.generation, each.fields["reason"]) == (3, "another dataset") for each in others), told
+
+
 def test_it_can_be_switched_off(disturb: Disturb) -> None:
     job = disturb(4, 4, "exception@backward:rank=2,step=3", args=("checkpointless.warm=false",))
     assert told(job) == []
