@@ -59,6 +59,7 @@ KINDS = (
     *("hang@backward", "gil@forward", "sigstop@sync"),
 )
 IN_PROCESS = ("exception", "oom", "dataloader")
+GROUPS = "groups"  # the folder in which ranks say which process groups of earlier generations are alive
 ZYGOTE = "checkpointless.agent.ranks.zygote"
 
 
@@ -156,6 +157,8 @@ def soak(incidents: int, run_dir: Path, temporary: Path) -> tuple[list[IncidentS
     words += ["--heartbeat-timeout", str(HEARTBEAT_S)]
     words += [word for spec in specs for word in ("--fault", spec)]
     words += [f"trainer.max_steps={4 + STEPS_BETWEEN * incidents}", "data.num_workers=1"]
+    checker = f"_target_: tests.ranks.warm_checks.OldGroups, folder: '{run_dir.parent / GROUPS}', after: 1"
+    words += [f"callbacks.checker={{{checker}}}"]
     with (run_dir.parent / "agent.log").open("wb") as log:
         agent = subprocess.Popen(
             [sys.executable, "-m", "checkpointless", *words],
@@ -265,6 +268,10 @@ def main() -> None:
             for event in read_events(run_dir)
             if event.rank == SURVIVOR and event.stage == EventName.SETTLED
         ]
+        looks = [json.loads(line) for file in (run_dir.parent / GROUPS).iterdir() for line in file.open()]
+        # Those of the generation before are let go of within two more steps (tests/ranks/test_warm.py).
+        old = [look for look in looks if any(generation < look["generation"] - 1 for generation, _ in look["old"])]
+    print(f"process groups older than those of the generation before: in {len(old)} of {len(looks)} generations")
     rows = table(settled, samples)
     print(f"\n| what | first {EDGE} | last {EDGE} | most |\n| --- | --- | --- | --- |")
     for name, first, last, most in rows:
