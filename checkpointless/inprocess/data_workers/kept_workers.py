@@ -32,7 +32,7 @@ from checkpointless.inprocess.finalize import register_cleanup
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 10.0  # for each batch that a worker has read ahead or has under way
+_ANSWER_S = 3.0  # for each batch that a worker has read ahead or has under way
 _SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "drop_last", "_auto_collation", "in_order")
 
 
