@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
 TP2 = ("strategy.tensor_model_parallel_size=2",)
 PP2 = ("strategy.pipeline_model_parallel_size=2",)
-VPP = (*PP2, "strategy.virtual_pipeline_model_parallel_size=2")
+VPP = (*PP2, "strategy.virtual_pipeline_model_parallel_size=2", "model.config.num_layers=4")
 # Most of a step's time goes into the layers and collectives of each microbatch: make a fourth of them.
 SMALL = ("data.micro_batch_size=4", "model.config.num_layers=2")
 EP2 = (
