@@ -17,7 +17,7 @@ from checkpointless.inprocess.context import tell
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import held_for, manager_of
-from checkpointless.recovery.training.built import BuiltParts, is_compiled
+from checkpointless.recovery.training.built import BuiltParts, is_compiled, taken_by
 from checkpointless.recovery.training.first_sync import FirstSync, all_keep, sync_others
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.telemetry.event_names import EventName
@@ -68,7 +68,7 @@ def keep(build: Callable[[], _Built], *, warm: bool = True) -> _Built:
     now = _entry_of(call)
     found = _find(call, now, build)
     is_warm = found is not None
-    parts = found if found is not None else _build(build, call)
+    parts = found if found is not None else _build(build, call, now)
     now.add(parts, is_warm)
     return cast(_Built, parts.returned)
 
@@ -99,11 +99,14 @@ class KeptParts:
         self.parts = list(parts)
         self.is_warm = any(are_warm)
         self._are_warm = list(are_warm)
+        modules = list(modules)
         within = [each for module in modules for each in module.modules()]
         self._wrappers = [weakref.ref(each) for each in within if isinstance(each, DistributedDataParallel)]
         self._is_compiled = any(map(is_compiled, within))
         self._restored = {id(each) for each in tensors}
         self._stepped = {id(each) for each in optimizers}
+        kept = {id(each) for built in self.parts for module in built.modules for each in module.parameters()}
+        self._others = {id(each) for module in modules for each in module.parameters()} - kept
 
     def overwritten(self) -> str:
         """Return what the script has overwritten of the only copy that this rank has of its state; "": nothing.
@@ -129,6 +132,8 @@ class KeptParts:
         for parts in self.parts:
             if any(id(each) not in self._stepped for each in parts.optimizers):
                 return "an optimizer that keep() returned is none of the training's"
+            if any(id(each) in self._others for each in parts.parameters):
+                return "an optimizer that keep() returned has parameters of a module that it did not return"
             apart = {id(each) for each in [*parts.parameters, *parts.buffers]} - self._restored
             different, written = parts.difference(), parts.written(apart)
             if different or written:
@@ -230,13 +235,18 @@ def _entry_of(call: HPCallWrapper) -> _Entry:
     return _entry
 
 
-def _build(build: Callable[[], object], call: HPCallWrapper) -> BuiltParts:
+def _build(build: Callable[[], object], call: HPCallWrapper, now: _Entry) -> BuiltParts:
+    known = {id(each) for parts in now.parts for each in parts.all()}
+    foreign = next((each for each in taken_by(build) if id(each) not in known), None)
     before = RngStates.capture()
     launched = process_groups.launched() if call.generation == 0 else {}
     returned = build()
     if call.generation == 0 and process_groups.launched() != launched:
         raise UnrecoverableError(_COMMUNICATES)
-    return BuiltParts(build, returned, (before, RngStates.capture()))
+    parts = BuiltParts(build, returned, (before, RngStates.capture()))
+    if foreign is not None:
+        parts.obstacle = f"build uses a {type(foreign).__name__} that keep() did not return"
+    return parts
 
 
 def _find(call: HPCallWrapper, now: _Entry, build: Callable[[], object]) -> BuiltParts | None:
