@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 STEPS = 8
 #: Words that change nothing in a run without faults.
-SAME_STEPS = {"anew", "counts", "collects", "refers", "overwrites", "quietly"}
+SAME_STEPS = {"anew", "counts", "collects", "refers", "overwrites", "quietly", "accumulates"}
 Train = Callable[..., Job]
 
 
@@ -141,6 +141,7 @@ def test_the_first_synchronisation_of_ddp_with_ranks_that_keep_their_parameters(
         ("writes quietly", "first.bias is written to between keep() and the first step"),
         ("wraps", "build wraps a module in DistributedDataParallel, which refers to process groups"),
         ("refers", "a DistributedDataParallel of the modules is still referred to"),
+        ("accumulates", "the accumulation of a gradient is still referred to, where hooks may hang"),
     ],
 )
 def test_what_is_not_sure_to_be_the_same_is_built_anew(train: Train, words: str, reason: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
@@ -24,6 +25,7 @@ from checkpointless.telemetry.event_names import EventName
 
 _Built = TypeVar("_Built")
 
+_NOTE = "checkpointless"
 _COMMUNICATES = (
     "keep(build): build communicates, but a rank that lives through a fault does not call it again: wrap modules "
     "and exchange weights behind keep"
@@ -145,6 +147,27 @@ class KeptParts:
         if any(each() is not None for each in self._wrappers):
             gc.collect()
         return any(each() is not None for each in self._wrappers)
+
+    def are_accumulated(self) -> bool:
+        """Return whether hooks may hang on the accumulation of a gradient: a graph or the script refers to it."""
+        parameters = [each for parts in self.parts for each in parts.parameters]
+        if any(map(_is_still_accumulated, parameters)):
+            gc.collect()
+        return any(map(_is_still_accumulated, parameters))
+
+
+def _is_still_accumulated(parameter: torch.Tensor) -> bool:
+    """Return whether somebody holds what adds up a parameter's gradient in C++, where hooks hang that nobody sees.
+
+    Torch makes it anew where nobody holds it. A note in it is gone then.
+    """
+    if not parameter.requires_grad or not parameter.is_leaf:
+        return False
+    notes: Any = get_gradient_edge(parameter).node.metadata
+    notes[_NOTE] = True
+    del notes
+    notes = get_gradient_edge(parameter).node.metadata
+    return notes.pop(_NOTE, None) is not None
 
 
 def begin_with_kept(
@@ -289,6 +312,8 @@ def _obstacle(kept: KeptParts, parts: BuiltParts, held: HeldState) -> str | None
         _unwrap(held.live)
     if kept.are_wrapped():
         return "a DistributedDataParallel of the modules is still referred to"
+    if kept.are_accumulated():
+        return "the accumulation of a gradient is still referred to, where hooks may hang"
     return kept.unfit()
 
 

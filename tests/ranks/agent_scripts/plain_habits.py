@@ -1,5 +1,6 @@
 """Train in DDP, in a loop with one habit that users have: ``STEPS HABIT``."""
 
+import copy
 import os
 import sys
 from typing import Any
@@ -161,6 +162,9 @@ def main(caller: HPCallWrapper) -> None:
         average = AveragedModel(inner)
         modules.append(average)
         optimizer.register_step_post_hook(lambda *_: average.update_parameters(inner))
+    teacher = copy.deepcopy(inner).requires_grad_(False)
+    if HABIT.startswith("follows"):
+        modules.append(teacher)
     torch.manual_seed(100 + dist.get_rank())
     if HABIT == "warms-up":
         model(data[:8]).sum().backward()
@@ -169,7 +173,17 @@ def main(caller: HPCallWrapper) -> None:
         PlainTraining(caller, modules, [optimizer])
     batches = iter(DataLoader(data, batch_size=4))  # type: ignore[arg-type]
 
+    def follow(when: str) -> None:
+        if when == HABIT:
+            with torch.no_grad():
+                for mine, theirs in zip(teacher.parameters(), inner.parameters()):
+                    mine.mul_(0.9).add_(theirs, alpha=0.1)
+        if f"{when}-data" == HABIT:
+            for mine, theirs in zip(teacher.parameters(), inner.parameters()):
+                mine.data = mine.data * 0.9 + theirs.data * 0.1
+
     def make(step: int) -> None:
+        follow("follows")
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
         enter_step(caller, step)
@@ -181,6 +195,7 @@ def main(caller: HPCallWrapper) -> None:
         if HABIT == "stops" and step == STEPS - 2 and dist.get_rank() == 0:
             training.stop()
         training.update(loss.item())
+        follow("follows-behind")
         if HABIT == "two-updates":
             training.update(loss.item())
 

@@ -5,7 +5,8 @@
 ``overwrites`` on rank 1 after the first fault only. ``refers``: an old wrapper stays alive. ``communicates``:
 ``build`` does. ``wraps``: it wraps the model. ``scheduler``: it returns a scheduler. ``scratch``: the job may start
 over, and ``overwrites`` is about all ranks. ``quietly``: torch does not count what is written.
-``freezes``: a layer is frozen from step 3 on. ``two``: there are two calls of ``keep``.
+``freezes``: a layer is frozen from step 3 on. ``two``: there are two calls of ``keep``. ``accumulates``: a hook
+hangs where a gradient is accumulated.
 """
 
 import functools
@@ -24,6 +25,8 @@ STEPS, WORDS = int(sys.argv[1]), set(sys.argv[2:])
 WIDTH = 64
 MANAGER = CheckpointManager(allow_restart_from_scratch="scratch" in WORDS)
 wrappers: list[DistributedDataParallel] = []
+accumulation: list[Any] = []
+accumulated: list[int] = []
 calls = 0
 
 
@@ -107,6 +110,10 @@ def main(caller: HPCallWrapper) -> None:
     if "hook" in WORDS:
         inner.drop.register_forward_hook(lambda module, args, output: output * 1.5)
     model = wrapped or DistributedDataParallel(Both(inner, extra), find_unused_parameters="freezes" in WORDS)
+    if "accumulates" in WORDS:
+        weight = inner.first.weight
+        accumulation.append(weight.expand_as(weight).grad_fn.next_functions[0][0])
+        accumulation[-1].register_hook(lambda *_: accumulated.append(1))
     if "refers" in WORDS:
         wrappers.append(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
