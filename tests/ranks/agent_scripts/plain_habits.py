@@ -87,6 +87,21 @@ class Late(torch.nn.Module):
         return x * self.scale
 
 
+class Positions(torch.nn.Module):
+    """Has a buffer that grows with the longest batch it has seen."""
+
+    cached: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cached", torch.zeros(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.cached):
+            self.cached = torch.arange(float(len(x))).cos()
+        return x * self.cached[: len(x), None]
+
+
 class Fading(torch.nn.Module):
     """Counts its calls in an attribute."""
 
@@ -113,8 +128,13 @@ OPTIMIZERS: dict[str, Any] = {
     "warms": Warming,
     "schedules": scheduled,
 }
-LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading}
+LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading, "grows": Positions}
 EPOCH = 3  # steps
+
+
+def rows_of(step: int) -> int:
+    """Return how many rows a batch has."""
+    return 4 + step // 3 if HABIT == "grows" else 8
 
 
 def ends_of_calls() -> list[int]:
@@ -187,7 +207,7 @@ def main(caller: HPCallWrapper) -> None:
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
         enter_step(caller, step)
-        x = next(batches) if HABIT == "goes-through" else data[torch.randint(ROWS, (8,))]
+        x = next(batches) if HABIT == "goes-through" else data[torch.randint(ROWS, (rows_of(step),))]
         caller.enter_phase("forward", step)
         loss = (model(x) - x.roll(1, 1)).square().mean()
         caller.enter_phase("backward", step)
