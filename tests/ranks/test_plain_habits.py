@@ -54,7 +54,7 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
-@pytest.mark.parametrize("habit", ["averages", "modes", "extra-state", "validates", "grows"])
+@pytest.mark.parametrize("habit", ["averages", "modes", "extra-state", "validates", "grows", "doubles"])
 def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kind: str) -> None:
     """A validation behind an update draws from the streams, and a fault in a later step takes nothing back."""
     phases = PHASES[:4] if habit == "validates" else PHASES  # what follows an update is not done again

@@ -206,7 +206,10 @@ def main(caller: HPCallWrapper) -> None:
         follow("follows")
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
+        if HABIT == "doubles":
+            torch.set_default_dtype(torch.float64)
         enter_step(caller, step)
+        torch.set_default_dtype(torch.float32)
         x = next(batches) if HABIT == "goes-through" else data[torch.randint(ROWS, (rows_of(step),))]
         caller.enter_phase("forward", step)
         loss = (model(x) - x.roll(1, 1)).square().mean()
