@@ -220,19 +220,43 @@ class _Entry:
         self.parts.append(parts)
         self.are_warm.append(is_warm)
         self.sync.begin(self._sync)
+        if is_warm or any(self.are_warm):
+            self.sync.guard(self)
 
-    def _sync(self, original: Any, group: Any, states: list[torch.Tensor], size: int, source: int) -> None:
-        """Stand in for the first synchronisation of a wrapper: nothing that was kept is written to."""
+    def is_whole(self, owner: torch.nn.Module | torch.optim.Optimizer) -> bool:
+        """Return whether all that belongs to ``owner`` was kept over the last fault."""
+        if not self._is_running():
+            return False
+        warm = [parts for parts, is_warm in zip(self.parts, self.are_warm) if is_warm]
+        if isinstance(owner, torch.optim.Optimizer):
+            return any(owner is each for parts in warm for each in parts.optimizers)
+        kept = {id(each) for parts in warm for each in [*parts.parameters, *parts.buffers]}
+        tensors = [*owner.parameters(), *owner.buffers()]
+        return bool(tensors) and all(id(each) in kept for each in tensors)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies where a tensor does that was kept over the last fault."""
+        return self._is_running() and tensor.numel() > 0 and tensor.data_ptr() in self._kept_places()
+
+    def _is_running(self) -> bool:
+        """Return whether the training of this entry is still to begin; an entry may be left before."""
         call = active_call_wrapper()
-        if call is None or not self.is_of(call):  # this entry was left before its training began
-            original(group, states, size, source)
-            return
-        kept = {
+        return call is not None and self.is_of(call)
+
+    def _kept_places(self) -> set[int]:
+        return {
             each.data_ptr()
             for parts, is_warm in zip(self.parts, self.are_warm)
             for each in [*parts.parameters, *parts.buffers]
             if is_warm
         }
+
+    def _sync(self, original: Any, group: Any, states: list[torch.Tensor], size: int, source: int) -> None:
+        """Stand in for the first synchronisation of a wrapper: nothing that was kept is written to."""
+        if not self._is_running():
+            original(group, states, size, source)
+            return
+        kept = self._kept_places()
         are_kept = [each.data_ptr() in kept for each in states]
         if self._generation > 0 and all_keep(group, all(are_kept)):
             return
