@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import cast
 
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
-from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.manager import CheckpointManager
-
-logger = logging.getLogger(__name__)
 
 
 class BuildAnewError(RuntimeError):
@@ -51,9 +47,7 @@ def give_up_held(manager: CheckpointManager, reason: str) -> None:
     """
     held = manager._held
     if held is not None:
-        logger.error("this rank's state is given up: %s", reason)
-        held.let_trainer_go()
-        held.commit = CommitState(held.commit.committed, ready=False, torn=True)
+        held.give_up(reason)
 
 
 def running_block(call: HPCallWrapper | None) -> HPCallWrapper:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.context import tell
 from checkpointless.recovery.rng import RngStates
-from checkpointless.serialization.pictures import differing, pictures
+from checkpointless.serialization.pictures import differing, picture, pictures
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import true_on_all
 
@@ -32,6 +33,8 @@ _SIZES = (
     "num_nodes",
 )
 _PLAIN = (bool, int, float, str, bytes, type(None))
+#: Of a module: what is looked at in another way, and what leads to the trainer.
+_APART = frozenset({"_parameters", "_buffers", "_modules", "_trainer", "_fabric"})
 #: What leads to everything, or to nothing.
 _CLOSED = (*_PLAIN, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType)
 _MOST_OBJECTS = 300_000
@@ -61,6 +64,7 @@ class _Kept:
     generation: int = -1
     calls: int = 0  # in that generation
     built: dict[int, _Built] = field(default_factory=dict)
+    obstacles: dict[int, str] = field(default_factory=dict)  # why there is nothing of a call
 
     def next_call(self, generation: int) -> int:
         """Return the number of the next call in ``generation``."""
@@ -76,9 +80,10 @@ _kept: weakref.WeakKeyDictionary[HPCallWrapper, _Kept] = weakref.WeakKeyDictiona
 def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
     """Have the next ``setup`` of the trainer's data module give back what was built before the fault.
 
-    That is so if every rank has it, all that ``setup`` builds are map-style datasets and plain values, and what it
-    finds is as it was: the attributes of the data module, the sizes of the trainer, the random streams. Otherwise
-    ``setup`` is called.
+    That is so if every rank has it, all that ``setup`` builds are map-style datasets and plain values, it tells
+    nobody else of them (as one does that gives the LightningModule the weights of classes), and what it finds is as
+    it was: the attributes of the data module, the sizes of the trainer, the random streams. Otherwise ``setup`` is
+    called.
 
     Args:
         trainer: the trainer, whose process groups exist. Its data module has not been set up.
@@ -100,7 +105,7 @@ def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
             _found(module, trainer, stage),
         )
         earlier = kept.built.pop(number, None)
-        reason = _difference(earlier, found, streams)
+        reason = kept.obstacles.pop(number, None) or _difference(earlier, found, streams)
         if call.generation > 0 and true_on_all(reason is None):
             assert earlier is not None
             vars(module).update(earlier.built)
@@ -110,14 +115,17 @@ def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
             return
         if call.generation > 0:
             tell(EventName.DATASETS, kept=False, reason=reason or "another rank sets its data module up")
-        before = dict(vars(module))
+        before, told = dict(vars(module)), _told(trainer)
         setup(stage)
         built = {name: value for name, value in vars(module).items() if before.get(name, before) is not value}
-        after = _found(module, trainer, stage)
-        in_place = any(name not in built and after.get(name, before) != found[name] for name in found)
-        owners = (module, trainer, trainer.lightning_module)
-        if not in_place and all(_is_lasting(value) for value in built.values()) and not reaches(built, owners):
+        obstacle = _obstacle(built, found, _found(module, trainer, stage), trainer)
+        changed = differing(told, _told(trainer))
+        if changed is not None:
+            obstacle = f"setup changes {changed}"
+        if obstacle is None:
             kept.built[number] = _Built(found, streams, built, RngStates.capture().without_sources())
+        else:
+            kept.obstacles[number] = obstacle
 
     module.setup = once
 
@@ -131,6 +139,48 @@ def _found(module: pl.LightningDataModule, trainer: pl.Trainer, stage: str) -> d
     }
     sizes = {name: getattr(trainer, name, None) for name in _SIZES}
     return pictures({**attributes, **sizes, "class": type(module), "stage": str(stage)})
+
+
+def _told(trainer: Any) -> dict[str, object]:
+    """Return what ``setup`` may tell of the data, as pictures: the LightningModule, the callbacks, the trainer."""
+    found: dict[str, object] = {}
+    for name, part in trainer.lightning_module.named_modules(prefix="the LightningModule"):
+        values = vars(part)
+        tensors = {**values["_parameters"], **values["_buffers"], **values["_modules"]}
+        own = {key: value for key, value in values.items() if key not in _APART}
+        found |= {f"{name}.{key}": _told_in(value) for key, value in {**own, **tensors}.items()}
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop)
+    for part in (trainer, *loops, *trainer.callbacks):
+        found |= {f"{type(part).__name__}.{key}": each for key, each in _plain_in(part).items()}
+    return found
+
+
+def _told_in(value: Any) -> object:
+    """Return a picture of an attribute; objects are known by their identity and the plain values in them."""
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, (*_PLAIN, list, tuple, dict, set)):
+        return picture(value)
+    return id(value), _plain_in(value)
+
+
+def _plain_in(part: object) -> dict[str, object]:
+    values = getattr(part, "__dict__", {})
+    return pictures({key: value for key, value in values.items() if isinstance(value, _PLAIN)})
+
+
+def _obstacle(
+    built: Mapping[str, Any], found: Mapping[str, object], after: Mapping[str, object], trainer: Any
+) -> str | None:
+    """Return why what ``setup`` has built cannot be used once more, in a phrase; None: it can."""
+    in_place = next((name for name in found if name not in built and after.get(name, found) != found[name]), None)
+    if in_place is not None:
+        return f"setup changes {in_place} of the data module in place"
+    passing = next((name for name, value in built.items() if not _is_lasting(value)), None)
+    if passing is not None:
+        return f"{passing} of the data module is no map-style dataset and no plain value"
+    owners = (trainer.datamodule, trainer, trainer.lightning_module)
+    return "what setup has built refers to the trainer" if reaches(built, owners) else None
 
 
 def _difference(earlier: _Built | None, found: Mapping[str, object], streams: RngStates) -> str | None:

@@ -148,10 +148,15 @@ def test_a_model_that_is_built_in_old_memory_through_faults(disturb: Disturb) ->
     assert all(reused)
 
 
-def test_a_callback_that_acts_before_the_restore_finds_a_new_model(disturb: Disturb) -> None:
-    early = "callbacks.early={_target_: tests.ranks.warm_checks.FirstWeights}"
+@pytest.mark.parametrize(
+    ("made_by", "kind"), [("FirstWeights", "FirstWeights"), ("lambda_of_first_weights", "LambdaCallback")]
+)
+def test_a_callback_that_acts_before_the_restore_finds_a_new_model(
+    disturb: Disturb, made_by: str, kind: str
+) -> None:
+    early = f"callbacks.early={{_target_: tests.ranks.warm_checks.{made_by}}}"
     job = disturb(4, 5, "exception@backward:rank=2,step=3", args=(*DROPOUT, early))
-    assert all("on_fit_start of FirstWeights" in each["reason"] for each in told(job))
+    assert all(f"on_fit_start of {kind}" in each["reason"] for each in told(job))
     assert len(told(job)) == 4
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 
 from checkpointless.inprocess import active_call_wrapper
 
@@ -76,6 +76,11 @@ class FirstWeights(Callback):
         first = float(weight.sum())
         _first.setdefault("sum", first)
         assert _first["sum"] == first, "the model is trained already"
+
+
+def lambda_of_first_weights() -> LambdaCallback:
+    """Return Lightning's callback that has the hook in an attribute of its own."""
+    return LambdaCallback(on_fit_start=FirstWeights().on_fit_start)
 
 
 _first: dict[str, float] = {}
