@@ -38,6 +38,12 @@ def held_for(manager: CheckpointManager, fit: int) -> HeldState | None:
     return held
 
 
+def held_places(manager: CheckpointManager | None) -> frozenset[int]:
+    """Return the addresses of the tensors that ``manager`` holds for a recovery; none if it holds no state."""
+    held = manager._held if manager is not None else None
+    return frozenset() if held is None else frozenset(each.data_ptr() for each in held.tensors.values())
+
+
 def give_up_held(manager: CheckpointManager, reason: str) -> None:
     """Let ``manager`` hold nothing that another rank could be given: replicas fill this one.
 

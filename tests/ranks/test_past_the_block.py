@@ -54,11 +54,23 @@ def test_a_setup_that_tells_others_of_its_data_is_called_again(
     assert [(each["kept"], each.get("reason")) for each in told] == [(reason is None, reason)] * 2, told
 
 
+def test_a_module_from_outside_is_as_good_under_lightning(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    """The old trainer's wrapper is gone, and DDP writes the weights of a new rank 0 to nothing that is held."""
+    faults = (
+        "exception@backward:rank=1,step=2",
+        "sigkill@backward:rank=0,step=3",
+        "sigkill@optimizer:rank=1,step=4",
+        "exception@forward:rank=0,step=6",
+    )
+    require_equal(nemo_zygote, tmp_path, "outside", *faults)
+
+
 def test_a_module_from_outside_that_gets_the_weights_of_a_new_process_is_no_source(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
-    """DDP gives all ranks the weights of rank 0, which has just been made."""
-    job = fit(nemo_zygote, tmp_path / "run", "outside", "sigkill@backward:rank=0,step=3")
+    """In a loop of one's own, DDP gives all ranks the weights of rank 0, which has just been made."""
+    script, fault = str(SCRIPTS / "plain_habits.py"), "sigkill@backward:rank=0,step=3"
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=script, args=(str(STEPS), "outside"), faults=(fault,))
     assert job.code == 1, job.story()
-    assert "net.0.weight was written to since the fault: what the block trains must be built in it" in job.log(1)
+    assert "0.weight was written to since the fault: what the block trains must be built in it" in job.log(1)
     assert all(record.step < 3 for rank in range(2) for record in job.steps.get(rank, ())), "it trained on"

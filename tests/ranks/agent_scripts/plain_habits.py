@@ -130,6 +130,7 @@ OPTIMIZERS: dict[str, Any] = {
     "schedules": scheduled,
 }
 LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading, "grows": Positions}
+OUTSIDE: dict[str, torch.nn.Sequential] = {}  # what is not built once more when the block is entered again
 EPOCH = 3  # steps
 
 
@@ -198,6 +199,8 @@ def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
     between = LAYERS.get(HABIT, torch.nn.Identity)()
     layers = (torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH))
     inner = torch.nn.Sequential(*layers)
+    if HABIT == "outside":
+        inner = OUTSIDE.setdefault("inner", inner)
     if HABIT == "local":
         return inner, inner
     model = DistributedDataParallel(inner)
