@@ -10,7 +10,7 @@ from checkpointless.coordinator.roster import Rank
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.board import NO_STEP
-from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause
+from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause, refusal_cause
 from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, RankEnded
 from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
@@ -70,13 +70,17 @@ class Regrouping:
         self._roster.move(rank, RankState.GONE)
         entered = was in COUNTED
         if not entered and (was is RankState.FINISHED or (rank.incarnation == 0 and not ended.forgiven)):
-            if ended.code != 0:
+            if ended.refusal:
+                job.end(FAILED, str(refusal_cause(rank.number, ended.refusal)))
+            elif ended.code != 0:
                 cause = exit_cause(rank.number, ended.code, NO_STEP)
                 job.end(FAILED, *ended.last_lines, f"{cause}; its log: {ended.log_path}")
             self.check_end()
             return
         cause = exit_cause(rank.number, ended.code, ended.making)
-        if not entered:
+        if ended.refusal:
+            cause = refusal_cause(rank.number, ended.refusal)
+        elif not entered:
             cause = exit_cause(rank.number, ended.code, NO_STEP, "before it entered the block")
         if not ended.forgiven or job.phase is Phase.RUNNING:
             self.fault(cause)

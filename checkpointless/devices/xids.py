@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
 
 from checkpointless.devices.child import Lines, end
 from checkpointless.devices.nvml_process import XIDS
+
+logger = logging.getLogger(__name__)
 
 
 class XidCollector:
@@ -33,7 +36,10 @@ class XidCollector:
                 self._found.add((said["uuid"], said["xid"]))
         if self._lines.are_over:
             self.close()
-            self._begin()
+            try:
+                self._begin()
+            except OSError as error:  # the next call tries again
+                logger.warning("Xids are not collected now: %s", error)
         return frozenset(self._found)
 
     def _begin(self) -> None:

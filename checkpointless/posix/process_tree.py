@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Protocol
 
 from checkpointless.posix import shared_memory, temp_folder
 
+logger = logging.getLogger(__name__)
+
 _END_S = 0.1  # a killed process takes milliseconds
+
+
+class ChildProcess(Protocol):
+    """A child that can be waited for, as ``subprocess.Popen`` can."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    def wait(self, timeout: float) -> int:
+        """Return how it has ended, or raise ``subprocess.TimeoutExpired``."""
+
+
+def wait_for_killed(process: ChildProcess, timeout_s: float) -> int | None:
+    """Wait for a child that was killed. One that the kernel holds, for a disk or a driver, ends later.
+
+    Args:
+        timeout_s: how long to wait.
+
+    Returns:
+        The child's return code; None if it has not ended in time.
+    """
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        logger.warning("process %d was killed, but has not ended within %.1f s: it is left", process.pid, timeout_s)
+        return None
 
 
 class ProcessTree:

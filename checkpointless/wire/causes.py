@@ -68,6 +68,15 @@ def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:
     return Cause(CauseKind.LOSS, rank, "exit", f"exited with code {code}{when}", step)
 
 
+def refusal_cause(rank: int, why: str) -> Cause:
+    """Return the cause for a process that could not be started.
+
+    Args:
+        why: why the kernel refused it.
+    """
+    return Cause(CauseKind.LOSS, rank, "exit", "could not be started", -1, why)
+
+
 def exception_cause(rank: int, error: str, message: str, traceback: str, step: int, victim: bool) -> Cause:
     """Return the cause for an exception in a rank."""
     line = message.strip().partition("\n")[0][:200]

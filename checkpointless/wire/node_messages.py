@@ -151,7 +151,9 @@ class RankEnded(Message, frozen=True, tag="ended"):
         making: the step in the making on the rank's board.
         log_path: path of the rank's log.
         last_lines: the last lines of the rank's log.
-        was_started: whether there was a process; otherwise it was still held back because of its device.
+        was_started: whether there was a process, or was to be one at once; otherwise it was still held back because
+            of its device.
+        refusal: why the kernel gave the rank no process; "" if there was one.
     """
 
     rank: Int
@@ -163,6 +165,7 @@ class RankEnded(Message, frozen=True, tag="ended"):
     log_path: str
     last_lines: list[str]
     was_started: bool = True
+    refusal: str = ""
 
 
 class DeviceBad(Message, frozen=True, tag="device"):

@@ -16,6 +16,7 @@ from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import LocalRank
 from checkpointless.agent.ranks.rank_link import RankLink
 from checkpointless.agent.ranks.rank_reports import RankReports
+from checkpointless.agent.ranks.retried_starts import RETRY_S, Refused
 from checkpointless.agent.ranks.standbys.pool import StandbyNews
 from checkpointless.agent.ranks.standbys.upkeep import StandbyUpkeep
 from checkpointless.agent.ranks.starters import (
@@ -145,6 +146,8 @@ class ProcessKeeper:
                     self._standbys.note_used()
                 if self._job.outcome is not None:
                     self.kill(rank)
+            elif isinstance(item, Refused):
+                self._on_refused(rank, item)
             elif isinstance(item, Exited):
                 self._on_exit(rank, item.code)
 
@@ -212,6 +215,8 @@ class ProcessKeeper:
                 rank.state = RankState.GONE
             elif rank.pid is not None:
                 self._starter.signal(rank.pid, signal.SIGTERM)
+            else:
+                self._starter.cancel(rank.number, rank.incarnation)
 
     def kill(self, rank: LocalRank) -> None:
         """Kill the rank's process, as soon as its process ID is known."""
@@ -221,6 +226,7 @@ class ProcessKeeper:
         if self._held.drop(rank.number):  # there is no process, and it does not come
             self._ended(rank, -signal.SIGKILL, was_started=False)
         elif rank.pid is None:
+            self._starter.cancel(rank.number, rank.incarnation)
             rank.kill_at_s = self._clock()  # try again when its pid is known
         else:
             self._starter.signal(rank.pid, signal.SIGKILL)
@@ -294,12 +300,42 @@ class ProcessKeeper:
             self._guard.note_end(rank.local, blames, rank.board.read().committed != rank.began_after)
             self._guard.begin_look(rank.local)  # meanwhile the others abort
         self._ended(rank, code, lines)
+        self._spawn_next(rank)
+
+    def _on_refused(self, rank: LocalRank, refused: Refused) -> None:
+        """Tell that the kernel gives a rank no process, and report it once that is final."""
+        why, is_final = refused.why, refused.is_final
+        if why and self._job.outcome is None:
+            incarnation = refused.incarnation
+            self._job.emit(
+                EventName.REFUSED, "point", rank=rank.number, incarnation=incarnation, why=why, is_final=is_final
+            )
+            after = "" if is_final else f"; it is tried again for {RETRY_S:g} s"
+            self._say(f"rank {rank.number} could not be started: {why}{after}")
+        if not is_final:
+            return
+        rank.disconnect()
+        rank.kill_at_s = None
+        if why:
+            self._ended(rank, 1, refusal=why)
+        else:
+            self._ended(rank, -signal.SIGKILL, was_started=False)
+        self._spawn_next(rank)
+
+    def _spawn_next(self, rank: LocalRank) -> None:
+        """Start the process that has waited for the end of the rank's last one."""
         following = self._next.pop(rank.number, None)
         if following is not None and self._job.outcome is None:
             self.spawn(following)
 
     def _ended(
-        self, rank: LocalRank, code: int, lines: list[str] | None = None, *, was_started: bool = True
+        self,
+        rank: LocalRank,
+        code: int,
+        lines: list[str] | None = None,
+        *,
+        was_started: bool = True,
+        refusal: str = "",
     ) -> None:
         """Report that a rank has no process any more."""
         rank.state = RankState.GONE
@@ -317,6 +353,7 @@ class ProcessKeeper:
             str(rank.log.path),
             lines or [],
             was_started,
+            refusal,
         )
         self._report(rank.ended)
 

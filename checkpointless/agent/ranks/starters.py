@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import json
 import logging
 import os
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from checkpointless.agent.ranks.rank_process import Script
+from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
 from checkpointless.agent.ranks.standbys.interpreters import InterpreterStandbys, StandbyProgram
 from checkpointless.agent.ranks.standbys.pool import StandbyNews
 from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
 from checkpointless.posix.forked_process import ForkedProcess
-from checkpointless.posix.process_tree import ProcessTree
+from checkpointless.posix.process_tree import ProcessTree, wait_for_killed
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +89,7 @@ class Ready:
     seconds: float
 
 
-News: TypeAlias = Started | Exited | Ready | StandbyNews
+News: TypeAlias = Started | Refused | Exited | Ready | StandbyNews
 
 
 class StarterLostError(RuntimeError):
@@ -105,7 +107,14 @@ class Starter(abc.ABC):
 
     @abc.abstractmethod
     def start(self, order: Order, descriptors: Descriptors) -> None:
-        """Start one process, or give its place to a standby; :class:`Started` follows."""
+        """Start one process, or give its place to a standby; :class:`Started` follows.
+
+        A process that the kernel refuses is tried again for a while; :class:`Refused` comes before or instead.
+        """
+
+    @abc.abstractmethod
+    def cancel(self, rank: int, incarnation: int) -> None:
+        """Give up a process that the kernel has refused so far; a last :class:`Refused` follows."""
 
     @abc.abstractmethod
     def keep(self, standbys: int) -> None:
@@ -193,6 +202,9 @@ class ZygoteStarter(Starter):
         }
         self._request(request, [descriptors.log, descriptors.agent, descriptors.board])
 
+    def cancel(self, rank: int, incarnation: int) -> None:
+        self._request({"type": "cancel", "rank": rank, "incarnation": incarnation}, [])
+
     def keep(self, standbys: int) -> None:
         self._request({"type": "standbys", "count": standbys}, [])
 
@@ -223,7 +235,7 @@ class ZygoteStarter(Starter):
         except subprocess.TimeoutExpired:
             logger.warning("the zygote did not end by itself and is killed")
             self.process.kill()
-            self.process.wait(_CLOSE_TIMEOUT_S)
+            wait_for_killed(self.process, _CLOSE_TIMEOUT_S)
         if self.process.returncode == 0:
             return
         trees = [ProcessTree(pid, None) for pid in self._pids]
@@ -247,6 +259,8 @@ class ZygoteStarter(Starter):
             return Started(body["rank"], body["incarnation"], body["pid"], body["standby"])
         if body["type"] == "standby":
             return StandbyNews.from_json(body)
+        if body["type"] == "refused":
+            return Refused(body["rank"], body["incarnation"], body["why"], body["is_final"])
         self._pids.discard(body["pid"])
         return Exited(body["rank"], body["incarnation"], body["pid"], body["code"])
 
@@ -297,8 +311,20 @@ class FreshStarter(Starter):
         self._standbys = InterpreterStandbys(program)
         self._processes: dict[int, tuple[Order, subprocess.Popen[bytes], ProcessTree]] = {}
         self._news: list[News] = []
+        self._starts = RetriedStarts(self._note)
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
+        own = Descriptors(os.dup(descriptors.log), os.dup(descriptors.agent), descriptors.board)
+        start = functools.partial(self._start, order, own)
+        self._starts.begin(order.rank, order.incarnation, start, (own.log, own.agent))
+
+    def cancel(self, rank: int, incarnation: int) -> None:
+        self._starts.cancel(rank, incarnation)
+
+    def _note(self, refused: Refused) -> None:
+        self._news.append(refused)
+
+    def _start(self, order: Order, descriptors: Descriptors) -> None:
         taken = self._standbys.take(order.env, (descriptors.log, descriptors.agent, descriptors.board))
         process, tree = self._interpreter(order, descriptors) if taken is None else taken
         self._processes[process.pid] = (order, process, tree)
@@ -316,6 +342,7 @@ class FreshStarter(Starter):
             os.kill(pid, number)
 
     def news(self) -> list[News]:
+        self._starts.go_on()
         self._news += self._standbys.news()
         for pid, (order, process, tree) in list(self._processes.items()):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -328,12 +355,13 @@ class FreshStarter(Starter):
         return found
 
     def close(self) -> None:
+        self._starts.close()
         for _, _, tree in self._processes.values():
             tree.kill()
         self._standbys.close(_CLOSE_TIMEOUT_S)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for _, process, tree in self._processes.values():
-            process.wait(max(0.1, deadline - time.monotonic()))
+            wait_for_killed(process, max(0.1, deadline - time.monotonic()))
             tree.clean()
         self._processes.clear()
 

@@ -7,6 +7,7 @@ of that request, and gets the descriptors over a connection of its own.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.preload import preload
 from checkpointless.agent.ranks.rank_process import Script, die_with_parent, process_parser
+from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
 from checkpointless.agent.ranks.standbys.place import MAX_REQUEST_BYTES, Place, become_rank, wait_for_place
 from checkpointless.agent.ranks.standbys.pool import Fate, StandbyNews, StandbyPool
 from checkpointless.posix.process_tree import ProcessTree
@@ -55,13 +57,15 @@ class Zygote:
         self._selector.register(connection, selectors.EVENT_READ, self._on_request)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_child)
         self._pool = StandbyPool(self._tell_of_standby, self._selector)
+        self._starts = RetriedStarts(self._tell_of_refusal)
         self._open = True
 
     def serve(self) -> None:
         """Serve until the agent closes the connection, then kill the remaining ranks."""
         while self._open:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._starts.pause_s):
                 key.data()
+            self._starts.go_on()
         self._end_all()
 
     def say(self, **event: Any) -> None:
@@ -79,13 +83,21 @@ class Zygote:
             return
         request = json.loads(data)
         if request["type"] == "start":
-            self._start(request, descriptors)
+            start = functools.partial(self._start, request, descriptors)
+            self._starts.begin(request["rank"], request["incarnation"], start, tuple(descriptors))
+        elif request["type"] == "cancel":
+            self._starts.cancel(request["rank"], request["incarnation"])
         elif request["type"] == "standbys":
             self._make_standbys(request["count"])
         else:
             self._signal(request["pid"], request["signal"])
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        """Start a process of a rank, or give its place to a standby.
+
+        Raises:
+            OSError: the kernel refuses a process.
+        """
         log, agent, board = descriptors
         standby = self._pool.take(request["env"], (log, agent, board))
         if standby is not None:
@@ -94,8 +106,6 @@ class Zygote:
             place = Place(request["env"], log, agent, board)
             pid = self._fork(lambda: become_rank(place, self._script, self._folder))
             tree = ProcessTree(pid, self._folder)
-        for descriptor in descriptors:
-            os.close(descriptor)
         self._ranks[pid] = (request["rank"], request["incarnation"], tree)
         told = {"rank": request["rank"], "incarnation": request["incarnation"], "pid": pid}
         self.say(type="started", **told, standby=standby is not None)
@@ -123,8 +133,16 @@ class Zygote:
         if self._open:
             self.say(type="standby", **news.to_json())
 
+    def _tell_of_refusal(self, refused: Refused) -> None:
+        if self._open:
+            self.say(type="refused", **vars(refused))
+
     def _fork(self, function: Callable[[], None]) -> int:
-        """Run ``function``, which does not return, in a child that has left the zygote; return its number."""
+        """Run ``function``, which does not return, in a child that has left the zygote; return its number.
+
+        Raises:
+            OSError: the kernel refuses a process.
+        """
         zygote_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -142,6 +160,8 @@ class Zygote:
             self._selector.close()
             for own in (self._connection, self._wakeup, self._wake, *self._pool.sockets()):
                 own.close()
+            for descriptor in self._starts.descriptors():
+                os.close(descriptor)
             function()
         finally:
             os._exit(1)
@@ -201,7 +221,11 @@ def can_fork() -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return True
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # the starts of ranks are tried again, and tell of it
+        logger.warning("no child can be asked whether CUDA works there: %s", error)
+        return not torch.cuda.is_initialized()
     if pid == 0:
         os._exit(1 if torch.cuda._is_in_bad_fork() else 0)
     _, status = os.waitpid(pid, 0)

@@ -28,10 +28,14 @@ class NoProcesses(Starter):
         self.coming: list[News] = [Ready(True, (), 0.0)]
         self.kept: list[int] = []
         self.signals: list[tuple[int, int]] = []
+        self.cancelled: list[tuple[int, int]] = []
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
         os.close(os.dup(descriptors.agent))  # this raises unless it is open
         self.coming.append(Started(order.rank, order.incarnation, 1000 + order.rank))
+
+    def cancel(self, rank: int, incarnation: int) -> None:
+        self.cancelled.append((rank, incarnation))
 
     def keep(self, standbys: int) -> None:
         self.kept.append(standbys)

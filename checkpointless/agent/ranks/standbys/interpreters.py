@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from checkpointless.environment import (
     TORCHELASTIC_USE_AGENT_STORE_ENV,
     WORLD_SIZE_ENV,
 )
-from checkpointless.posix.process_tree import ProcessTree
+from checkpointless.posix.process_tree import ProcessTree, wait_for_killed
 
 logger = logging.getLogger(__name__)
 
@@ -153,25 +154,29 @@ class InterpreterStandbys:
         self._pool.kill_older_than(PREPARE_LIMIT_S)
         for pid in self._pool.pids():
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                self._reap(pid)
+                self._pool.ended(pid, self._processes.pop(pid).wait()).tree.clean()
         found, self._news = self._news, []
         return found
 
     def close(self, timeout_s: float) -> None:
-        """Kill and reap the standbys.
+        """Kill and reap the standbys; one that the kernel does not end in time is left to it.
 
         Args:
-            timeout_s: how long to wait for each.
+            timeout_s: how long to wait for all together.
         """
         for pid in self._pool.pids():
             self._pool.kill(pid, "the job has ended")
+        deadline_s = time.monotonic() + timeout_s
         for pid in self._pool.pids():
-            self._reap(pid, timeout_s)
+            process = self._processes.pop(pid)
+            code = wait_for_killed(process, max(0.1, deadline_s - time.monotonic()))
+            if code is not None:
+                self._pool.ended(pid, code).tree.clean()
         os.close(self._log)
 
     def _make(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        try:
             process = subprocess.Popen(
                 self._program.command(theirs.fileno(), self._left_out),
                 env=dict(self._program.env),
@@ -181,12 +186,13 @@ class InterpreterStandbys:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._processes[process.pid] = process
         self._pool.add(process.pid, ours, ProcessTree(process.pid, self._program.folder))
-
-    def _reap(self, pid: int, timeout_s: float | None = None) -> None:
-        code = self._processes.pop(pid).wait(timeout_s)
-        self._pool.ended(pid, code).tree.clean()
 
     def _on_news(self, news: StandbyNews) -> None:
         if news.fate is Fate.SPOILED:
