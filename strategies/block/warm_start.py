@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -131,10 +132,12 @@ class WarmStart:
     @contextmanager
     def _stages(self) -> Iterator[None]:
         """Have NeMo, which copies the module for each further virtual pipeline stage, find those built, too."""
-        original = io.reinit
+        original, own = io.reinit, threading.get_ident()
 
         def reinit(module: Any) -> Any:
             made: Any = original(module)
+            if threading.get_ident() != own:
+                return made  # it copies something else
             made.configure_model = partial(self._configure, made)
             if self._kept is not None:
                 _put(self._kept.chunks[len(self._noted)], made)

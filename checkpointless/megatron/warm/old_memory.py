@@ -6,6 +6,7 @@ that is held: the 16-bit parameters outside of the buffers that they are moved i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -40,14 +41,18 @@ class OldMemory:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Have Megatron build wrappers and optimizers in less memory while the context lasts."""
+        """Have Megatron build wrappers and optimizers in less memory, in this thread, while the context lasts."""
+        own = threading.get_ident()
         wrap, make = DistributedDataParallel.__init__, megatron_optimizer.get_megatron_optimizer
 
         def slim(wrapper: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **options: Any) -> None:
-            self._shrink(module)
+            if threading.get_ident() == own:
+                self._shrink(module)
             wrap(wrapper, config, ddp_config, module, *args, **options)
 
         def frugal(*args: Any, **options: Any) -> Any:
+            if threading.get_ident() != own:
+                return make(*args, **options)
             with _conversions(self._main):
                 return make(*args, **options)
 
@@ -89,15 +94,16 @@ class OldMemory:
 
 @contextmanager
 def _conversions(result: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Take the result of every conversion of 16 bits to 32 from elsewhere while the context lasts.
+    """Take the result of this thread's conversions of 16 bits to 32 from elsewhere while the context lasts.
 
     Args:
         result: returns it; None: it is converted.
     """
     original, own = torch.Tensor.float, vars(torch.Tensor).get("float")
+    thread = threading.get_ident()  # a logger's or a loader's converts tensors of its own
 
     def convert(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        found = result(tensor) if tensor.dtype in _SHORT else None
+        found = result(tensor) if tensor.dtype in _SHORT and threading.get_ident() == thread else None
         return found if found is not None else original(tensor, *args, **options)
 
     torch.Tensor.float = convert  # type: ignore[method-assign, assignment]

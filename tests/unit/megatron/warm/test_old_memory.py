@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +50,48 @@ def test_main_parameters_are_those_that_are_held(monkeypatch: pytest.MonkeyPatch
     old.check({keys[0]: first, keys[1]: second})
     assert first.data_ptr() == state[keys[0]].data_ptr()
     assert torch.ones(1, dtype=torch.bfloat16).float().dtype == torch.float32, "all is as it was"
+
+
+def elsewhere(function: Callable[[], object]) -> Any:
+    """Return what a function returns in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_another_thread_that_converts_meanwhile_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a logger's or a loader's does."""
+    state = held(3, 4)
+    found: list[torch.Tensor] = []
+
+    def make() -> list[torch.Tensor]:
+        short = [torch.zeros(size, dtype=torch.bfloat16) for size in (3, 4)]
+        found.append(elsewhere(short[0].clone().float))
+        return [each.float() for each in short]
+
+    monkeypatch.setattr(megatron_optimizer, "get_megatron_optimizer", make)
+    optimizers: Any = megatron_optimizer
+    with OldMemory(state).used():
+        main = optimizers.get_megatron_optimizer()
+        others = elsewhere(optimizers.get_megatron_optimizer)
+    places = {each.data_ptr() for each in state.values()}
+    assert [each.data_ptr() in places for each in main] == [True, True]
+    assert not places & {each.data_ptr() for each in [*found, *others]}
+    assert [each.tolist() for each in found] == [[0.0] * 3] * 2
+
+
+def test_another_thread_wraps_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped: list[list[int]] = []
+    monkeypatch.setattr(
+        DistributedDataParallel,
+        "__init__",
+        lambda _, __, ___, module: wrapped.append(list(module.weight.data.stride())),
+    )
+    old = OldMemory({})
+    with old.used():
+        wrap: Any = partial(DistributedDataParallel.__init__, *(None, None, None))  # type: ignore[arg-type]
+        elsewhere(partial(wrap, torch.nn.Linear(2, 2).bfloat16()))
+        wrap(torch.nn.Linear(2, 2).bfloat16())
+    assert wrapped == [[2, 1], [0, 0]]
 
 
 def test_an_optimizer_of_another_shape_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
