@@ -104,7 +104,8 @@ class _Painter:
             return self._function(value)
         if _is_transparent(value):
             return self.paint(vars(value))
-        return _pickled(value)
+        digest = pickled_digest(value)
+        return _Same(value) if digest is None else digest  # what cannot be pickled is known by its identity
 
     def _tensor(self, tensor: torch.Tensor) -> object:
         if tensor.nbytes > _LARGE_BYTES or tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
@@ -134,13 +135,13 @@ def _is_transparent(value: object) -> bool:
     )
 
 
-def _pickled(value: object) -> object:
-    """Return a digest of what an object is pickled to; what cannot be pickled is known by its identity."""
+def pickled_digest(value: object) -> str | None:
+    """Return a digest of what an object is pickled to; None if it cannot be pickled, or to too much."""
     digest = _BoundedDigest()
     try:
         pickle.Pickler(digest, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception:  # noqa: BLE001 - any class may refuse in its own way
-        return _Same(value)
+        return None
     return digest.hexdigest()
 
 

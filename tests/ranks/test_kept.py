@@ -150,6 +150,8 @@ def test_the_first_synchronisation_of_ddp_with_ranks_that_keep_their_parameters(
         ("writes", "first.bias is written to between keep() and the first step"),
         ("writes quietly", "first.bias is written to between keep() and the first step"),
         ("wraps", "build wraps a module in DistributedDataParallel, which refers to process groups"),
+        ("varies", "argument 0 of build is not what it was before"),
+        ("locked", "argument 0 of build holds a lock, of which it is not known what it keeps"),
         ("refers", "a DistributedDataParallel of the modules is still referred to"),
         ("accumulates", "the accumulation of a gradient is still referred to, where hooks may hang"),
     ],

@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.pictures import pickled_digest
+
 _MOST_PARTS = 100_000
 _HEAP_TYPE = 1 << 9  # of a class's flags: it was made by a class statement, or by a library in C that does the same
 _IMMUTABLE = (
@@ -47,8 +50,15 @@ _IMMUTABLE = (
 )
 
 
+_checksums = MemoryChecksumManager()
+
+
 class UnknownValueError(Exception):
     """Raised for what cannot be compared later. The message is a phrase that names it."""
+
+
+class ForeignPartError(UnknownValueError):
+    """Raised for a module, an optimizer or a parameter that is none of the parts."""
 
 
 class Attributes:
@@ -91,7 +101,7 @@ class Attributes:
 
     def _inside(self, value: Any) -> object:
         if isinstance(value, torch.Tensor):
-            raise UnknownValueError("a tensor that is neither a parameter nor a buffer")
+            return self._tensor(value)
         if isinstance(value, torch.nn.Module):
             raise UnknownValueError("a module that is no part of what was built")
         if isinstance(value, torch.Size):
@@ -101,10 +111,16 @@ class Attributes:
             found = self._function(value)
         if found is None:
             if not _is_transparent(value):
-                raise UnknownValueError(f"a {type(value).__qualname__}, of which it is not known what it keeps")
+                return self._opaque(value)
             found = ()
         own = getattr(value, "__dict__", None)
         return found, (tuple((name, self._paint(each)) for name, each in own.items()) if own else ())
+
+    def _tensor(self, tensor: torch.Tensor) -> object:
+        raise UnknownValueError("a tensor that is neither a parameter nor a buffer")
+
+    def _opaque(self, value: object) -> object:
+        raise UnknownValueError(f"a {type(value).__qualname__}, of which it is not known what it keeps")
 
     def _items(self, value: Any) -> object | None:
         """Return the picture of what a container holds; None: it is no container."""
@@ -134,6 +150,30 @@ class Attributes:
             except ValueError:  # not yet filled
                 cells.append("empty")
         return value.__code__, tuple(cells), self._paint(value.__defaults__), self._paint(value.__kwdefaults__)
+
+
+class Arguments(Attributes):
+    """Makes pictures of what a function refers to: no module, but also settings and data of any kind.
+
+    Plain tensors that are not trained are known by what is in them, and objects that cannot be looked into by what
+    they are pickled to.
+    """
+
+    def _inside(self, value: Any) -> object:
+        if isinstance(value, torch.nn.Module | torch.nn.Parameter | torch.optim.Optimizer):
+            raise ForeignPartError(f"a {type(value).__name__} that keep() did not return")
+        return super()._inside(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> object:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+            raise UnknownValueError(f"a {type(tensor).__name__} that is no plain tensor")
+        if tensor.requires_grad:
+            raise UnknownValueError("a tensor that is trained")
+        return tensor.dtype, tensor.shape, tensor.device, _checksums.digest_each({(0,): tensor})[0,]
+
+    def _opaque(self, value: object) -> object:
+        digest = pickled_digest(value)
+        return super()._opaque(value) if digest is None else digest
 
 
 def is_immutable(value: object) -> bool:

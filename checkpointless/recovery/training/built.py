@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
-from checkpointless.recovery.training.attributes import Attributes, UnknownValueError, is_immutable
+from checkpointless.recovery.training.attributes import Arguments, Attributes, ForeignPartError, UnknownValueError, is_immutable
 from checkpointless.recovery.training.blueprint import Blueprint
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.recovery.training.param_groups import ParamGroups, version_of
@@ -32,11 +32,45 @@ _MUST_RETURN = "keep(build): build has to return a module, an optimizer, or a tu
 _Mark = tuple[torch.Tensor, int, int, int | None]
 
 
+class Builder:
+    """A function of the script's that builds, as it is before it is called, to be known again at another entry.
+
+    Args:
+        build: the function.
+        known: objects that are known by their identity where it refers to them: what earlier calls have returned.
+
+    Attributes:
+        obstacle: why it cannot be known again; "" if it can.
+    """
+
+    def __init__(self, build: Callable[[], object], known: Iterable[object] = ()) -> None:
+        self._name = _name_of(build)
+        self._pictures: dict[str, object] = {}
+        self.obstacle = ""
+        arguments = Arguments(known)
+        for name, value in _references(build):
+            try:
+                self._pictures[name] = arguments.picture(value)
+            except ForeignPartError as error:
+                self.obstacle = f"build uses {error}"
+                return
+            except UnknownValueError as error:
+                self.obstacle = f"{name} of build holds {error}"
+                return
+
+    def difference(self, then: Builder) -> str:
+        """Return why this is not the function that ``then`` was, made anew by the same line; "": it is."""
+        if self._name != then._name or self._pictures.keys() != then._pictures.keys():
+            return "keep() was called with other functions before"
+        changed = next((name for name, each in self._pictures.items() if each != then._pictures[name]), "")
+        return f"{changed} of build is not what it was before" if changed else self.obstacle
+
+
 class BuiltParts:
     """What a function of the script's has built, as it was right after it was built.
 
     Args:
-        build: the function.
+        build: the function, as it was before it was called.
         returned: what it has returned.
         streams: the random streams before it was called, and after.
 
@@ -48,10 +82,11 @@ class BuiltParts:
         optimizers: the optimizers.
         streams: the argument.
         obstacle: why the parts cannot be kept over a fault; "" if they can.
+        builder: the function.
     """
 
-    def __init__(self, build: Callable[[], object], returned: object, streams: tuple[RngStates, RngStates]) -> None:
-        self._build = name_of(build)
+    def __init__(self, build: Builder, returned: object, streams: tuple[RngStates, RngStates]) -> None:
+        self.builder = build
         self._returned = returned
         self.streams = streams
         parts = list(_leaves(returned))
@@ -63,7 +98,7 @@ class BuiltParts:
         self._modes = [(module, module.training) for module in self._all_modules]
         self._trained = [(each, each.requires_grad) for each in self.parameters]
         self._groups = ParamGroups(self.optimizers).take()
-        self.obstacle = self._find_obstacle()
+        self.obstacle = build.obstacle or self._find_obstacle()
         self._marks: dict[int, _Mark] = {}
         self.note()
 
@@ -71,10 +106,6 @@ class BuiltParts:
     def returned(self) -> object:
         """What the function has returned, in lists and dicts of its own."""
         return _copy(self._returned)
-
-    def is_built_by(self, build: Callable[[], object]) -> bool:
-        """Return whether ``build`` is the function that has built the parts, as an earlier entry has made it."""
-        return name_of(build) == self._build
 
     def all(self) -> list[object]:
         """Return all modules, optimizers and parameters."""
@@ -250,32 +281,39 @@ class _BuiltOptimizer:
         return found
 
 
-def name_of(build: Callable[[], object]) -> object:
+def _name_of(build: Any) -> object:
     """Return what a function has in common with the one that the same line of a script makes at another entry."""
-    function = getattr(build, "func", build)  # of a partial
-    function = getattr(function, "__func__", function)
-    return function.__code__ if isinstance(function, types.FunctionType) else type(function)
+    if isinstance(build, functools.partial):
+        return functools.partial, _name_of(build.func)
+    if isinstance(build, types.MethodType):
+        return types.MethodType, _name_of(build.__func__)
+    if isinstance(build, types.FunctionType):
+        return build.__code__
+    return build if is_immutable(build) else type(build)
 
 
-def taken_by(build: Callable[[], object]) -> list[object]:
-    """Return the modules, optimizers and parameters that a function has from where it was made."""
-    found: list[object] = []
-    function: Any = build
-    while isinstance(function, functools.partial):
-        found += [*function.args, *function.keywords.values()]
-        function = function.func
-    owner = getattr(function, "__self__", None)
-    found += [owner, *getattr(owner, "__dict__", {}).values()]
-    function = getattr(function, "__func__", function)
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not yet filled
-            continue
-    found += getattr(function, "__defaults__", None) or ()
-    return [
-        each for each in found if isinstance(each, torch.nn.Module | torch.optim.Optimizer | torch.nn.Parameter)
-    ]
+def _references(build: Any) -> Iterator[tuple[str, object]]:
+    """Yield what a function refers to, with a name for people, but no global variables."""
+    if isinstance(build, functools.partial):
+        yield from ((f"argument {index}", each) for index, each in enumerate(build.args))
+        yield from ((f"argument {name}", each) for name, each in build.keywords.items())
+        yield from _references(build.func)
+    elif isinstance(build, types.MethodType):
+        yield "self", build.__self__
+        yield from _references(build.__func__)
+    elif isinstance(build, types.FunctionType):
+        for name, cell in zip(build.__code__.co_freevars, build.__closure__ or ()):
+            try:
+                yield f"variable {name}", cell.cell_contents
+            except ValueError:  # not yet filled
+                yield f"variable {name}", ...
+        defaults, count = build.__defaults__ or (), build.__code__.co_argcount
+        named = dict(zip(build.__code__.co_varnames[count - len(defaults) : count], defaults))
+        named |= build.__kwdefaults__ or {}
+        yield from ((f"default of {name}", each) for name, each in named.items())
+        yield from ((f"attribute {name}", each) for name, each in vars(build).items())
+    elif not is_immutable(build):
+        yield "self", build
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

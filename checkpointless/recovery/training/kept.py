@@ -18,7 +18,7 @@ from checkpointless.inprocess.context import tell
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import held_for, manager_of
-from checkpointless.recovery.training.built import BuiltParts, is_compiled, taken_by
+from checkpointless.recovery.training.built import Builder, BuiltParts, is_compiled
 from checkpointless.recovery.training.first_sync import FirstSync, all_keep, sync_others
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.telemetry.event_names import EventName
@@ -51,11 +51,13 @@ def keep(build: Callable[[], _Built], *, warm: bool = True) -> _Built:
 
     Everything is built anew where it is not certain that the same would come of it; the event ``warm`` says why. So
     it is if hooks, parts or attributes have changed since, if something was written to parameters between ``keep``
-    and the first step (pretrained weights belong into ``build``), and if what was built refers to process groups.
+    and the first step (pretrained weights belong into ``build``), if what was built refers to process groups, and
+    if ``build`` refers to other values than before, or to some that cannot be compared: arguments of a ``partial``,
+    variables of functions around it, defaults, the object of a bound method.
 
     Args:
         build: returns a module, an optimizer, or a tuple, list or dict of these. It does the same at every entry of
-            the block, and does not communicate.
+            the block as long as it refers to the same, whatever global variables say, and does not communicate.
         warm: False: ``build`` is called each time, as it is outside of a block. It is the same on all ranks.
 
     Returns:
@@ -68,9 +70,10 @@ def keep(build: Callable[[], _Built], *, warm: bool = True) -> _Built:
     if call is None or not warm:
         return build()
     now = _entry_of(call)
-    found = _find(call, now, build)
+    builder = Builder(build, [call, *(each for parts in now.parts for each in parts.all())])
+    found = _find(call, now, builder)
     is_warm = found is not None
-    parts = found if found is not None else _build(build, call, now)
+    parts = found if found is not None else _build(build, builder, call)
     now.add(parts, is_warm)
     return cast(_Built, parts.returned)
 
@@ -236,27 +239,33 @@ class _Entry:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies where a tensor does that was kept over the last fault."""
-        return self._is_running() and tensor.numel() > 0 and tensor.data_ptr() in self._kept_places()
+        return self._is_running() and tensor.numel() > 0 and tensor.data_ptr() in self._places(of_kept=True)
 
     def _is_running(self) -> bool:
         """Return whether the training of this entry is still to begin; an entry may be left before."""
         call = active_call_wrapper()
         return call is not None and self.is_of(call)
 
-    def _kept_places(self) -> set[int]:
+    def _places(self, of_kept: bool) -> set[int]:
+        """Return where the tensors lie that ``keep`` has returned in this entry.
+
+        Args:
+            of_kept: only those that were kept over the last fault.
+        """
         return {
             each.data_ptr()
             for parts, is_warm in zip(self.parts, self.are_warm)
             for each in [*parts.parameters, *parts.buffers]
-            if is_warm
+            if (is_warm if of_kept else each.numel())
         }
 
     def _sync(self, original: Any, group: Any, states: list[torch.Tensor], size: int, source: int) -> None:
         """Stand in for the first synchronisation of a wrapper: nothing that was kept is written to."""
-        if not self._is_running():
-            original(group, states, size, source)
+        ours = self._places(of_kept=False)
+        if not self._is_running() or ours.isdisjoint(each.data_ptr() for each in states):
+            original(group, states, size, source)  # also of a model of its own, perhaps in another thread
             return
-        kept = self._kept_places()
+        kept = self._places(of_kept=True)
         are_kept = [each.data_ptr() in kept for each in states]
         if self._generation > 0 and all_keep(group, all(are_kept)):
             return
@@ -282,22 +291,17 @@ def _entry_of(call: HPCallWrapper) -> _Entry:
     return _entry
 
 
-def _build(build: Callable[[], object], call: HPCallWrapper, now: _Entry) -> BuiltParts:
-    known = {id(each) for parts in now.parts for each in parts.all()}
-    foreign = next((each for each in taken_by(build) if id(each) not in known), None)
+def _build(build: Callable[[], object], builder: Builder, call: HPCallWrapper) -> BuiltParts:
     before = RngStates.capture()
     launched = process_groups.launched() if call.generation == 0 else {}
     returned = build()
     if call.generation == 0 and process_groups.launched() != launched:
         raise UnrecoverableError(_COMMUNICATES)
-    parts = BuiltParts(build, returned, (before, RngStates.capture()))
-    if foreign is not None:
-        parts.obstacle = f"build uses a {type(foreign).__name__} that keep() did not return"
-    return parts
+    return BuiltParts(builder, returned, (before, RngStates.capture()))
 
 
-def _find(call: HPCallWrapper, now: _Entry, build: Callable[[], object]) -> BuiltParts | None:
-    """Return what was kept for this call of ``keep``, as ``build`` would return it; None: it is to be built."""
+def _find(call: HPCallWrapper, now: _Entry, builder: Builder) -> BuiltParts | None:
+    """Return what was kept for this call of ``keep``, as it would be built; None: it is to be built."""
     began_s = time.monotonic()
     manager = manager_of(call)
     kept = manager.kept[1] if manager is not None and manager.kept is not None else None
@@ -310,10 +314,10 @@ def _find(call: HPCallWrapper, now: _Entry, build: Callable[[], object]) -> Buil
         reason = "this rank holds no state after a step"
     elif held.built_upon and not any(now.are_warm):
         reason = "another fault came before what was kept was restored"
-    elif place >= len(kept.parts) or not kept.parts[place].is_built_by(build):
-        reason = "keep() was called with other functions before"
+    elif place >= len(kept.parts):
+        reason = "keep() was called less often before"
     else:
-        reason = _obstacle(kept, kept.parts[place], held)
+        reason = builder.difference(kept.parts[place].builder) or _obstacle(kept, kept.parts[place], held)
     if reason is not None or held is None:
         manager.kept = None
         tell(EventName.WARM, kept=False, reason=reason)

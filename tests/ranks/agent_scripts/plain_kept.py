@@ -7,13 +7,15 @@
 over, and ``overwrites`` is about all ranks. ``quietly``: torch does not count what is written.
 ``freezes``: a layer is frozen from step 3 on. ``two``: there are two calls of ``keep``. ``accumulates``: a hook
 hangs where a gradient is accumulated. ``broadcasts``: the loop gives all ranks the first one's weights. ``loads``:
-it loads the newest checkpoint, of which there is none at the start.
+it loads the newest checkpoint, of which there is none at the start. ``varies``: an argument of ``build`` does, from
+entry to entry. ``locked``: an argument cannot be compared.
 """
 
 import functools
 import gc
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ class Model(torch.nn.Module):
         return self.last(self.norm(self.drop(self.activation(self.first(x)))))
 
 
-def build(device: torch.device) -> Any:
+def build(device: torch.device, *_: object) -> Any:
     global calls
     calls += 1
     model: Any = Model(device)
@@ -97,7 +99,8 @@ def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     device = torch.device("cpu")
-    built = keep(lambda: build(device), warm="anew" not in WORDS)
+    more = [caller.generation] if "varies" in WORDS else [threading.Lock()] if "locked" in WORDS else []
+    built = keep(functools.partial(lambda *more: build(device, *more), *more), warm="anew" not in WORDS)
     inner, (optimizer,) = built["model"], built.pop("optimizers")
     extra, *others = keep(build_more) if "two" in WORDS else (torch.nn.Identity(),)
     wrapped, inner = (inner, inner.module) if "wraps" in WORDS else (None, inner)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
-from checkpointless.recovery.training.built import BuiltParts
+from checkpointless.recovery.training.built import Builder, BuiltParts
 
 
 class Net(torch.nn.Module):
@@ -39,7 +42,7 @@ def build() -> tuple[Any, Any]:
 
 def parts_of(returned: object, how: Callable[[], object] = build) -> BuiltParts:
     streams = RngStates.capture()
-    return BuiltParts(how, returned, (streams, streams))
+    return BuiltParts(Builder(how), returned, (streams, streams))
 
 
 def step(net: Any, optimizer: Any) -> None:
@@ -218,7 +221,99 @@ def test_a_function_is_known_again_at_the_next_entry() -> None:
     def make() -> Callable[[], object]:
         return lambda: build()
 
-    parts = parts_of(build(), make())
-    assert parts.is_built_by(make())
-    assert not parts.is_built_by(build)
-    assert parts_of(build(), Net).is_built_by(Net)
+    assert Builder(make()).difference(Builder(make())) == ""
+    assert Builder(build).difference(Builder(make())) == "keep() was called with other functions before"
+    assert Builder(Net).difference(Builder(Net)) == ""
+    assert Builder(torch.nn.Identity).difference(Builder(Net)) == "keep() was called with other functions before"
+
+
+class Recipe:
+    """What builds, as an object."""
+
+    def __init__(self, size: int, **more: Any) -> None:
+        self.size = size
+        vars(self).update(more)
+
+    def build(self) -> torch.nn.Module:
+        return torch.nn.Linear(self.size, self.size)
+
+    __call__ = build
+
+
+class Sealed:
+    """What cannot be looked into, but can be pickled."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def nested(value: object) -> Callable[[], object]:
+    def inner() -> object:
+        return value
+
+    def build() -> object:
+        return inner()
+
+    return build
+
+
+def defaults(value: object, keyword: object = 0) -> Callable[[], object]:
+    def build(size: object = value, *, other: object = keyword) -> object:
+        return size, other
+
+    return build
+
+
+def mapped(value: Any) -> Callable[[], object]:
+    return partial(nested(value), *(), **{})
+
+
+MAKERS: dict[str, tuple[Callable[[Any], Callable[[], Any]], str]] = {
+    "argument": (lambda value: partial(torch.nn.Linear, value, 2), "argument 0"),
+    "keyword": (lambda value: partial(torch.nn.Linear, in_features=value, out_features=2), "argument in_features"),
+    "cell": (lambda value: lambda: torch.nn.Linear(value, 2), "variable value"),
+    "cell of a cell": (nested, "variable inner"),
+    "cell of a partial": (mapped, "variable inner"),
+    "default": (defaults, "default of size"),
+    "default of a keyword": (lambda value: defaults(0, value), "default of other"),
+    "method": (lambda value: Recipe(value).build, "self"),
+    "object": (lambda value: Recipe(value), "self"),
+    "setting": (lambda value: partial(id, SimpleNamespace(sizes={"first": [value]})), "argument 0"),
+    "tensor": (lambda value: partial(id, torch.tensor([value])), "argument 0"),
+    "sealed": (lambda value: partial(id, Sealed(value)), "argument 0"),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_function_that_refers_to_something_else_is_another_one(name: str) -> None:
+    make, where = MAKERS[name]
+    then = Builder(make(64))
+    assert then.obstacle == ""
+    assert Builder(make(64)).difference(then) == ""
+    assert Builder(make(128)).difference(then) == f"{where} of build is not what it was before"
+
+
+def test_an_object_that_is_the_same_may_have_changed() -> None:
+    recipe = Recipe(64)
+    then = Builder(recipe.build)
+    assert Builder(recipe.build).difference(then) == ""
+    recipe.size = 128
+    assert Builder(recipe.build).difference(then) == "self of build is not what it was before"
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.nn.Linear(1, 1), "build uses a Linear that keep() did not return"),
+        ([torch.nn.Parameter(torch.ones(1))], "build uses a Parameter that keep() did not return"),
+        (torch.ones(1, requires_grad=True), "variable value of build holds a tensor that is trained"),
+        (threading.Lock(), "variable value of build holds a lock, of which it is not known what it keeps"),
+    ],
+)
+def test_what_a_function_refers_to_and_cannot_be_compared_has_it_called_again(value: object, what: str) -> None:
+    parts = parts_of(build(), lambda: value)
+    assert parts.obstacle == parts.difference() == what
+    known = Builder(lambda: value, value if isinstance(value, list) else [value])
+    assert known.obstacle == known.difference(Builder(lambda: value, [value])) == ""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless import keep
 from checkpointless.recovery.rng import RngStates
-from checkpointless.recovery.training.built import BuiltParts
+from checkpointless.recovery.training import kept as kept_module
+from checkpointless.recovery.training.built import Builder, BuiltParts
 from checkpointless.recovery.training.kept import KeptParts
 from checkpointless.recovery.training.torch_tensors import TorchTensors
 
 
 def parts_of(*returned: object) -> BuiltParts:
     streams = RngStates.capture()
-    return BuiltParts(lambda: returned, returned, (streams, streams))
+    return BuiltParts(Builder(lambda: None), returned, (streams, streams))
 
 
 def optimizer_of(*modules: torch.nn.Module) -> torch.optim.Optimizer:
@@ -83,6 +87,40 @@ def test_a_compiled_model_is_built_anew() -> None:
     optimizer = optimizer_of(model)
     compiled: Any = torch.compile(model)
     assert kept(parts_of(model, optimizer), [compiled], [optimizer]).unfit() == "a module is compiled"
+
+
+class Call:
+    """Stands for the running wrapper."""
+
+    generation = 1
+
+
+def test_only_the_first_synchronisation_of_what_keep_returned_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may wrap a model of its own meanwhile, on this rank sooner than on another."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    asked: list[bool] = []
+    call = Call()
+    monkeypatch.setattr(kept_module, "active_call_wrapper", lambda: call)
+
+    def all_keep(_: object, are_kept: bool) -> bool:
+        asked.append(are_kept)
+        return True
+
+    monkeypatch.setattr(kept_module, "all_keep", all_keep)
+    model = torch.nn.Linear(2, 2)
+    entry = kept_module._Entry(cast(Any, call))
+    entry.add(parts_of(model), True)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(DistributedDataParallel, torch.nn.Linear(2, 2)).result()
+        assert asked == []
+        DistributedDataParallel(torch.nn.Sequential(model, torch.nn.BatchNorm1d(2)))
+        assert asked == [False]
+        DistributedDataParallel(model)
+        assert asked == [False, True]
+    finally:
+        entry.sync.end()
+        dist.destroy_process_group()
 
 
 def test_a_state_that_the_moment_does_not_have_is_dropped() -> None:
