@@ -2,7 +2,9 @@
 
 ``ProcessGroupGloo.abort()`` does not free a rank that waits in a collective: it waits until a peer's socket closes.
 The sockets that a process group opens are therefore recorded while the group is created, and shut down to abort it.
-Other sockets (of loggers, data loaders) are never touched.
+Other sockets (of loggers, data loaders) are never touched, also if another thread opens them at that time: Python's
+sockets, and most of other libraries', are closed on exec, while gloo's and NCCL's are not. Gloo's connections also
+reuse addresses on the side that connects, which a client's do not.
 
 The sockets are shut down for reading only, and kept open until all ranks have left their blocks, although gloo
 closes its own descriptor. What the peer has sent is then still read, followed by the end of the stream, which fails
@@ -16,23 +18,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import logging
 import os
 import socket
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.environment import MASTER_PORT_ENV
+from checkpointless.environment import MASTER_ADDR_ENV, MASTER_PORT_ENV
 from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.patches import Patch, Patches
 
 logger = logging.getLogger(__name__)
 
+_BACKEND = 3  # the place of this argument of the factory
 _FACTORY = "_new_process_group_helper"  # every process group, default or not, is made by this one function
 
 
@@ -48,10 +52,12 @@ class GlooSockets:
     def __init__(self, shared: SharedBackends) -> None:
         self._shared = shared
         self._inodes: set[int] = set()
-        self._before: set[int] | None = None  # this process's sockets before the group that is being created
+        # This process's sockets before the group that is being created, and whether only gloo makes it.
+        self._before: tuple[set[int], bool] | None = None
         self._kept: dict[int, socket.socket] = {}  # duplicates that keep connections open for the peer, by inode
         self._mutex = threading.Lock()
         self._is_out_of_descriptors = False  # and it was said
+        self._hosts: dict[str, Set[str]] = {}  # the addresses of hosts that stores were looked for at
         self._patches = Patches()
 
     def install(self) -> None:
@@ -70,15 +76,15 @@ class GlooSockets:
         def noting(*args: Any, **kwargs: Any) -> Any:
             if not (_connects(*args, **kwargs) and self._shared.connects):
                 return original(*args, **kwargs)
-            before = set(_sockets().values())
+            before, gloo = set(_sockets().values()), _is_gloos(*args, **kwargs)
             with self._mutex:
-                self._before = before
+                self._before = before, gloo
             try:
                 return original(*args, **kwargs)
             finally:
                 opened: set[int] = set()
                 try:
-                    opened = set(_sockets().values()) - before
+                    opened = _opened(_sockets(), before, gloo)
                 finally:  # else every socket that is opened later would be taken for one of this group
                     with self._mutex:
                         self._before = None
@@ -106,8 +112,7 @@ class GlooSockets:
         with self._mutex:
             wanted = set(self._inodes)
             if self._before is not None:
-                wanted |= set(present.values()) - self._before
-        store = _store_address()
+                wanted |= _opened(present, *self._before)
         count = 0
         for descriptor, inode in present.items():
             if inode in self._kept:
@@ -124,7 +129,7 @@ class GlooSockets:
                 continue
             candidate = socket.socket(fileno=duplicate)
             noted = inode in wanted
-            if _is_connected_tcp(candidate) and (noted or _peer(candidate) == store):
+            if _is_connected_tcp(candidate) and (noted or self._is_stores(candidate)):
                 with contextlib.suppress(OSError):  # it is closed already
                     candidate.shutdown(socket.SHUT_RD)
                     count += 1
@@ -133,6 +138,19 @@ class GlooSockets:
                         continue
             candidate.close()
         return count
+
+    def _is_stores(self, candidate: socket.socket) -> bool:
+        """Return whether a socket is connected to the store of this generation."""
+        host, port = os.environ.get(MASTER_ADDR_ENV), os.environ.get(MASTER_PORT_ENV)
+        try:
+            peer = candidate.getpeername()
+        except OSError:
+            return False
+        if not host or not port or str(peer[1]) != port:
+            return False
+        if host not in self._hosts:  # only now: a name may take seconds
+            self._hosts[host] = _addresses(host)
+        return not self._hosts[host] or _plain(peer[0]) in self._hosts[host]
 
     def _tell_of_descriptors(self) -> None:
         """Say once that connections cannot be cut now."""
@@ -143,6 +161,7 @@ class GlooSockets:
     def release(self) -> None:
         """Close what :meth:`shutdown` kept open, once every rank has left its block and no rank writes any more."""
         self._is_out_of_descriptors = False
+        self._hosts.clear()
         with self._mutex:
             self._inodes.clear()  # of groups that are destroyed
         kept, self._kept = self._kept, {}
@@ -157,6 +176,49 @@ def _connects(group_size: int = -1, group_rank: int | None = -1, *_: object, **_
     all descriptors for each group would take time that grows with the square of the number of ranks.
     """
     return group_rank is not None and group_size != 1
+
+
+def _is_gloos(*args: object, **kwargs: object) -> bool:
+    """Return whether gloo alone opens the connections of a group that torch's factory makes of these arguments."""
+    backend = args[_BACKEND] if len(args) > _BACKEND else kwargs.get("backend")
+    return str(backend).lower() in ("gloo", "cpu:gloo")
+
+
+def _opened(present: dict[int, int], before: set[int], gloo: bool) -> set[int]:
+    """Return the inodes of the sockets that a group has opened.
+
+    Args:
+        present: the inodes of this process's sockets, by descriptor.
+        before: the inodes of those that there were before.
+        gloo: whether gloo alone makes the group.
+    """
+    return {
+        inode
+        for descriptor, inode in present.items()
+        if inode not in before and _is_backends(descriptor, gloo) and _socket_inode(descriptor) == inode
+    }
+
+
+def _is_backends(descriptor: int, gloo: bool) -> bool:
+    """Return whether a socket may be a backend's, and is not one of another thread that opens it at the same time.
+
+    Args:
+        gloo: whether it can only be gloo's.
+    """
+    try:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+            return False
+        if not gloo:
+            return True
+        looked_at = socket.socket(fileno=descriptor)
+    except OSError:  # it was closed after it was listed
+        return False
+    try:
+        return bool(looked_at.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR))
+    except OSError:
+        return False
+    finally:
+        looked_at.detach()  # it is not this one's to close
 
 
 def _sockets() -> dict[int, int]:
@@ -192,13 +254,15 @@ def _is_connected_tcp(candidate: socket.socket) -> bool:
         return False
 
 
-def _peer(candidate: socket.socket) -> int | None:
+def _addresses(host: str) -> Set[str]:
+    """Return the numeric addresses of a host; none if they are not found."""
     try:
-        return int(candidate.getpeername()[1])
-    except OSError:
-        return None
+        return frozenset(_plain(str(found[4][0])) for found in socket.getaddrinfo(host, None))
+    except (OSError, UnicodeError) as error:
+        logger.warning("the address of %s is not found: its store is known by the port alone: %s", host, error)
+        return frozenset()
 
 
-def _store_address() -> int | None:
-    port = os.environ.get(MASTER_PORT_ENV)
-    return int(port) if port and port.isdigit() else None
+def _plain(address: str) -> str:
+    """Return a numeric address without its zone, and without what marks one of IPv4 in a socket of IPv6."""
+    return address.partition("%")[0].removeprefix("::ffff:")

@@ -5,10 +5,13 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import gloo_sockets
@@ -62,14 +65,36 @@ def test_where_descriptors_are_used_up_later_sockets_are_not_the_groups(monkeypa
         with pytest.raises(OSError, match="no descriptors"):
             getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
         fails[0] = False
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            mine, other = socket.create_connection(server.getsockname()), server.accept()[0]
-        with mine, other:
-            assert noted.shutdown() == 0
-            other.sendall(b"a logger's")
-            assert mine.recv(10) == b"a logger's"
+        mine, other = connected()
+        assert noted.shutdown() == 0
+        assert still_talk(mine, other)
     finally:
         noted.uninstall()
+
+
+def connected(address: str = "127.0.0.1") -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a connection as Python makes them."""
+    with socket.create_server((address, 0)) as server:
+        return socket.create_connection(server.getsockname()[:2]), server.accept()[0]
+
+
+def connected_by_gloo() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a connection with the marks that gloo's have (``test_marks_of_gloos_sockets``)."""
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(socket.socket()) as mine:
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        mine.connect(server.getsockname())
+        other = server.accept()[0]
+        for each in (mine, other):
+            each.set_inheritable(True)
+        return socket.socket(fileno=mine.detach()), other
+
+
+def still_talk(mine: socket.socket, other: socket.socket) -> bool:
+    """Return whether a message arrives, and close both ends."""
+    with mine, other:
+        other.sendall(b"a logger's")
+        mine.settimeout(10)
+        return mine.recv(10) == b"a logger's"
 
 
 class Listings:
@@ -86,8 +111,7 @@ class Listings:
 
     def make_group(self, *_: object, **__: object) -> None:
         """Connect, as a group does."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.open += [socket.create_connection(server.getsockname()), server.accept()[0]]
+        self.open += connected_by_gloo()
 
 
 @pytest.fixture
@@ -128,21 +152,20 @@ def test_a_group_that_is_still_made_is_cut_again_and_again_without_a_new_descrip
     noted = GlooSockets(SharedBackends())
 
     def make_group(*_: object, **__: object) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            for _connection in range(3):
-                opened.extend([socket.create_connection(server.getsockname()), server.accept()[0]])
-                for _again in range(5):
-                    noted.shutdown()
-                counts.append(len(os.listdir("/proc/self/fd")))
-                assert opened[-1].recv(1) == b""
+        for _connection in range(3):
+            opened.extend(connected_by_gloo())
+            for _again in range(5):
+                noted.shutdown()
+            counts.append(len(os.listdir("/proc/self/fd")))
+            assert opened[-1].recv(1) == b""
 
     monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
     noted.install()
     try:
         before = len(os.listdir("/proc/self/fd"))
         getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
-        # Each of the two sockets has one duplicate; the server is closed afterwards.
-        assert [count - before - 1 for count in counts] == [4, 8, 12]
+        # Each of the two sockets has one duplicate.
+        assert [count - before for count in counts] == [4, 8, 12]
         noted.release()
         assert len(os.listdir("/proc/self/fd")) == before + len(opened)
     finally:
@@ -177,3 +200,97 @@ def test_what_could_not_be_cut_for_want_of_a_descriptor_is_cut_later(
         noted.release()
     finally:
         noted.uninstall()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "cpu:gloo,cuda:nccl", None])
+def test_what_other_threads_open_while_a_group_is_made_is_left_alone(
+    backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a logger that sends metrics, or a server that shows them."""
+    noted = GlooSockets(SharedBackends())
+    mine: list[tuple[socket.socket, socket.socket]] = []
+    others: list[tuple[socket.socket, socket.socket]] = []
+
+    def make_group(*_: object, **__: object) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            others.append(pool.submit(connected).result())
+        mine.append(connected_by_gloo())
+        assert noted.shutdown() == 2
+
+    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
+    noted.install()
+    try:
+        getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], backend)
+        mine.append(connected_by_gloo())  # of a library that is not the group's
+        assert noted.shutdown() == 0
+        assert [each.recv(1) for each in mine[0]] == [b"", b""]
+        assert still_talk(*others[0])
+        assert still_talk(*mine[1])
+    finally:
+        noted.release()
+        noted.uninstall()
+        for each in mine[0]:
+            each.close()
+
+
+def test_a_client_of_a_library_in_c_is_not_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not be closed on exec, but it reuses no address. NCCL's does not either."""
+    noted = GlooSockets(SharedBackends())
+    clients: list[socket.socket] = []
+
+    def make_group(*_: object, **__: object) -> None:
+        clients.extend(connected())
+        clients[-2].set_inheritable(True)
+
+    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make_group)
+    noted.install()
+    try:
+        getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "gloo")
+        assert noted.shutdown() == 0
+        getattr(c10d, gloo_sockets._FACTORY)(4, 2, [0, 1, 2, 3], "nccl")
+        assert noted.shutdown() == 1
+        assert still_talk(clients[0], clients[1])
+    finally:
+        noted.release()
+        noted.uninstall()
+        for each in clients:
+            each.close()
+
+
+def test_marks_of_gloos_sockets() -> None:
+    """A version of torch whose sockets are others would not be freed in an abort."""
+    before, store = set(gloo_sockets._sockets().values()), dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        made = [
+            pool.submit(dist.ProcessGroupGloo, store, rank, 2, timedelta(seconds=60))  # type: ignore[arg-type]
+            for rank in range(2)
+        ]
+        groups = [each.result() for each in made]
+    present = gloo_sockets._sockets()
+    opened = {inode for inode in present.values() if inode not in before}
+    assert len(opened) == 4, "two that listen, and both ends of a connection"
+    assert gloo_sockets._opened(present, before, gloo=True) == opened
+    del groups
+
+
+@pytest.mark.parametrize(("host", "is_cut"), [("127.0.0.1", 1), ("localhost", 1), ("10.1.2.3", 0), ("no.such", 1)])
+def test_the_store_is_known_by_its_address(host: str, is_cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host's service may have the store's port; a name that is not found is no reason to hang."""
+
+    def find(name: str, *_: object, **__: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        found = {"127.0.0.1": "127.0.0.1", "localhost": "::ffff:127.0.0.1", "10.1.2.3": "10.1.2.3"}
+        if name not in found:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found[name], 0))]
+
+    mine, other = connected()
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", str(mine.getpeername()[1]))
+    with monkeypatch.context() as patched:
+        patched.setattr(gloo_sockets.socket, "getaddrinfo", find)
+        assert GlooSockets(SharedBackends()).shutdown() == is_cut
+    if is_cut:
+        with mine, other:
+            assert mine.recv(1) == b""
+    else:
+        assert still_talk(mine, other)
