@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING
 
 from checkpointless.environment import MEMORY_READS_ENV, NO
@@ -31,8 +32,41 @@ def own_reader() -> Json:
     return None if space is None else {"space": space, "pid": os.getpid()}
 
 
+class _NamedReader:
+    """The one process that the kernel lets read this one's memory, for as long as any transfer needs it.
+
+    What a debugger or the script had named before cannot be asked for, and is gone.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._pid = 0
+        self._count = 0
+
+    def name(self, pid: int) -> bool:
+        """Let ``pid`` read, unless another process is named now; return whether it is."""
+        with self._mutex:
+            if self._count and pid != self._pid:
+                return False
+            if not self._count:
+                process_memory.name_reader(pid)
+            self._pid = pid
+            self._count += 1
+            return True
+
+    def drop(self) -> None:
+        """Undo one :meth:`name` that has returned True."""
+        with self._mutex:
+            self._count -= 1
+            if not self._count:
+                process_memory.name_reader(None)
+
+
+_named = _NamedReader()
+
+
 class MemoryOffers:
-    """A holder's offers for the time of one transfer.
+    """A holder's offers for the time of one transfer; there may be several at once.
 
     Use it as a context manager: at its end the kernel is told that nobody reads any more, where it was told at all.
     """
@@ -46,7 +80,8 @@ class MemoryOffers:
 
     def __exit__(self, *exception: object) -> None:
         if self._is_named:
-            process_memory.name_reader(None)
+            self._is_named = False
+            _named.drop()
 
     def to(self, reader: Parsed) -> Json:
         """Return the offer to a rank that has to be filled; None: it gets everything over the wire.
@@ -59,10 +94,9 @@ class MemoryOffers:
         if reader is None or own_reader() is None or reader["space"] != process_memory.pid_space():
             return None
         if process_memory.names_its_readers():
-            if self._is_named:
+            if self._is_named or not _named.name(int(reader["pid"])):
                 return None
             self._is_named = True
-            process_memory.name_reader(int(reader["pid"]))
         if self._secret is None:
             self._secret = process_memory.Secret()
         return {"pid": os.getpid(), "secret": self._secret.text, "address": self._secret.address}

@@ -77,3 +77,20 @@ def test_where_the_kernel_wants_a_reader_named_it_is_one_and_for_the_transfer_on
     with pytest.raises(KeyError):
         transfer()
     assert NAMED == [7, None]
+
+
+def test_a_transfer_that_ends_leaves_the_reader_of_another_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is filled while copies of a checkpoint go to another one."""
+    monkeypatch.setattr(process_memory, "names_its_readers", lambda: True)
+    reader = own_reader()
+    assert isinstance(reader, dict)
+    with MemoryOffers() as first:
+        assert first.to({**reader, "pid": 7}) is not None
+        with MemoryOffers() as second, MemoryOffers() as third:
+            assert second.to({**reader, "pid": 8}) is None, "it would take the first one's place"
+            assert third.to({**reader, "pid": 7}) is not None
+        assert NAMED == [7]
+    assert NAMED == [7, None]
+    with MemoryOffers() as fourth:
+        assert fourth.to({**reader, "pid": 8}) is not None
+    assert NAMED == [7, None, 8, None]
