@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import Job, interruptible, machine, parser, progress, read_marks, shown, wait_for
+from common import Job, Mark, interruptible, machine, parser, progress, read_marks, shown, wait_for
 
 from checkpointless.report.incidents import summarize
 from checkpointless.telemetry.events import read_events
@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 RANKS = 4
 #: A fault in every third step, an exception and a kill by turns, on one rank after the other but not on rank 0.
 FAULTS = 6
+FIRST_FAULT = 4  # the step
 STEPS = 3 * FAULTS + 3
 LAYOUTS = {
     "dp4": (),
@@ -54,8 +55,9 @@ class Outcome:
         exception_s, killed_s: from each fault to the end of the step that it interrupted, in seconds.
         stages_s: how long each stage of the exceptions took, on the slowest rank: the median, in seconds.
         step_s: an undisturbed step, from the end of one to the end of the next: the median, in seconds.
-        step_bytes: the most resident memory of a rank in its steps, but those after a fault.
-        entry_bytes: the most resident memory of a rank that lived through a fault, from the fault to its next step.
+        step_bytes: the most resident memory of a rank in its steps before the first fault, but the very first step.
+        entry_bytes: the most resident memory of the same rank from a fault that its process lived through to its
+            next step. Of all ranks it is the one in which this is most by comparison.
     """
 
     exception_s: list[float]
@@ -69,7 +71,7 @@ class Outcome:
 def faults() -> list[str]:
     """The faults of a job."""
     kinds = ("exception", "sigkill")
-    return [f"{kinds[at % 2]}@backward:rank={1 + at % 3},step={3 * at + 4}" for at in range(FAULTS)]
+    return [f"{kinds[at % 2]}@backward:rank={1 + at % 3},step={3 * at + FIRST_FAULT}" for at in range(FAULTS)]
 
 
 def measure(
@@ -123,18 +125,32 @@ def outcome(directory: Path) -> Outcome:
     for each in raised:
         for name, seconds in each.stages_s.items():
             stages[str(name)].append(seconds)
-    marks = [mark for mark in read_marks(directory) if mark.rank == 0]  # which lives through everything
-    steps = [mark for mark in marks if mark.what == "step"]
-    entries = [mark.detail["peak"] for mark in marks if mark.what == "begun"][1:]
+    marks = read_marks(directory)
+    steps = [mark for mark in marks if mark.what == "step" and mark.rank == 0]  # which lives through everything
     calm = [(a, b) for a, b in pairwise(steps) if b.detail["step"] % 3 != 1]
     return Outcome(
         [each.headline_s for each in raised if each.headline_s is not None],
         [each.headline_s for each in incidents if each.respawned and each.headline_s is not None],
         {name: statistics.median(each) for name, each in stages.items()},
         statistics.median(b.at_s - a.at_s for a, b in calm),
-        max(b.detail["peak"] for _, b in calm),
-        max(entries),
+        *max(memory(marks), key=lambda each: each[1] / each[0]),
     )
+
+
+def memory(marks: list[Mark]) -> list[tuple[int, int]]:
+    """Return ``step_bytes`` and ``entry_bytes`` of each rank that lived through a fault."""
+    within: dict[int, int] = defaultdict(int)
+    entries: dict[int, int] = defaultdict(int)
+    begun: set[tuple[int, int]] = set()  # the processes of ranks that have made their first entry
+    for mark in marks:
+        process, peak = (mark.rank, mark.detail["pid"]), mark.detail["peak"]
+        if mark.what == "step" and 1 < mark.detail["step"] < FIRST_FAULT:
+            within[mark.rank] = max(within[mark.rank], peak)
+        elif mark.what == "begun" and process in begun:
+            entries[mark.rank] = max(entries[mark.rank], peak)
+        elif mark.what == "begun":
+            begun.add(process)
+    return [(within[rank], most) for rank, most in entries.items()]
 
 
 def options() -> argparse.Namespace:
