@@ -12,7 +12,13 @@ from torch.nn.parameter import is_lazy
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.rng import RngStates
-from checkpointless.recovery.training.attributes import Arguments, Attributes, ForeignPartError, UnknownValueError, is_immutable
+from checkpointless.recovery.training.attributes import (
+    Arguments,
+    Attributes,
+    ForeignPartError,
+    UnknownValueError,
+    is_immutable,
+)
 from checkpointless.recovery.training.blueprint import Blueprint
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.recovery.training.param_groups import ParamGroups, version_of
@@ -60,10 +66,15 @@ class Builder:
 
     def difference(self, then: Builder) -> str:
         """Return why this is not the function that ``then`` was, made anew by the same line; "": it is."""
-        if self._name != then._name or self._pictures.keys() != then._pictures.keys():
-            return "keep() was called with other functions before"
+        other = "keep() was called with other functions before"
+        if self._name != then._name:
+            return other
+        if self.obstacle or then.obstacle:
+            return "" if then.obstacle else self.obstacle  # the obstacle of then is one of what it has built
+        if self._pictures.keys() != then._pictures.keys():
+            return other
         changed = next((name for name, each in self._pictures.items() if each != then._pictures[name]), "")
-        return f"{changed} of build is not what it was before" if changed else self.obstacle
+        return f"{changed} of build is not what it was before" if changed else ""
 
 
 class BuiltParts:

@@ -315,5 +315,7 @@ def test_an_object_that_is_the_same_may_have_changed() -> None:
 def test_what_a_function_refers_to_and_cannot_be_compared_has_it_called_again(value: object, what: str) -> None:
     parts = parts_of(build(), lambda: value)
     assert parts.obstacle == parts.difference() == what
-    known = Builder(lambda: value, value if isinstance(value, list) else [value])
-    assert known.obstacle == known.difference(Builder(lambda: value, [value])) == ""
+    parts_before = value if isinstance(value, list) else [value]
+    first, second = (Builder(made, parts_before) for made in (nested(value), nested(value)))
+    assert first.obstacle == second.difference(first) == "", "what an earlier call has returned"
+    assert second.difference(Builder(nested(value))) == "", "what was built then has the obstacle"
