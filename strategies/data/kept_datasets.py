@@ -33,8 +33,9 @@ _SIZES = (
 )
 _PLAIN = (bool, int, float, str, bytes, type(None))
 #: What leads to everything, or to nothing.
-_CLOSED = (*_PLAIN, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType)
-_MOST_OBJECTS = 300_000
+_CLOSED = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+_MOST_OBJECTS = 3_000_000  # a second or two, and a quarter of a gigabyte while they are looked at
+_AT_ONCE = 1_000
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class _Kept:
 
     generation: int = -1
     calls: int = 0  # in that generation
-    built: dict[int, _Built] = field(default_factory=dict)
+    built: dict[int, _Built | str] = field(default_factory=dict)  # or why a call has left nothing
 
     def next_call(self, generation: int) -> int:
         """Return the number of the next call in ``generation``."""
@@ -99,25 +100,21 @@ def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
             RngStates.capture().without_sources(),
             _found(module, trainer, stage),
         )
-        earlier = kept.built.pop(number, None)
-        reason = _difference(earlier, found, streams)
-        if call.generation > 0 and true_on_all(reason is None):
-            assert earlier is not None
+        earlier = _agree(kept.built, number, found, streams) if call.generation > 0 else None
+        if earlier is not None:
             vars(module).update(earlier.built)
             earlier.left.restore()
-            kept.built[number] = earlier
             tell(EventName.DATASETS, kept=True, seconds=time.monotonic() - began_s)
             return
-        if call.generation > 0:
-            tell(EventName.DATASETS, kept=False, reason=reason or "another rank sets its data module up")
+        kept.built[number] = "a fault came while its data module was set up"
         before = dict(vars(module))
         setup(stage)
         built = {name: value for name, value in vars(module).items() if before.get(name, before) is not value}
         after = _found(module, trainer, stage)
-        in_place = any(name not in built and after.get(name, before) != found[name] for name in found)
-        owners = (module, trainer, trainer.lightning_module)
-        if not in_place and all(_is_lasting(value) for value in built.values()) and not reaches(built, owners):
-            kept.built[number] = _Built(found, streams, built, RngStates.capture().without_sources())
+        in_place = [name for name in found if name not in built and after.get(name, before) != found[name]]
+        kept.built[number] = _why_not(in_place, built, (module, trainer, trainer.lightning_module)) or _Built(
+            found, streams, built, RngStates.capture().without_sources()
+        )
 
     module.setup = once
 
@@ -133,43 +130,91 @@ def _found(module: pl.LightningDataModule, trainer: pl.Trainer, stage: str) -> d
     return pictures({**attributes, **sizes, "class": type(module), "stage": str(stage)})
 
 
-def _difference(earlier: _Built | None, found: Mapping[str, object], streams: RngStates) -> str | None:
+def _agree(
+    results: dict[int, _Built | str], number: int, found: Mapping[str, object], streams: RngStates
+) -> _Built | None:
+    """Return what the call of ``number`` has built, if every rank can use its own again; else let go of it.
+
+    It is there until all have agreed, for a further fault, and is gone before anything is built in its place.
+    """
+    earlier = results.get(number, "its process is new, or the fault came before its data module was set up")
+    reason = earlier if isinstance(earlier, str) else _difference(earlier, found, streams)
+    if true_on_all(reason is None):
+        assert not isinstance(earlier, str)
+        return earlier
+    results.pop(number, None)
+    tell(EventName.DATASETS, kept=False, reason=reason or "another rank sets its data module up")
+    return None
+
+
+def _difference(earlier: _Built, found: Mapping[str, object], streams: RngStates) -> str | None:
     """Return why ``setup`` may build something else than before the fault, in a phrase; None: the same."""
-    if earlier is None:
-        return "nothing was kept"
     name = differing(earlier.found, found)
     if name is not None:
         return f"{name} is another one"
     return None if streams.same_streams(earlier.streams) else "random numbers were drawn otherwise before"
 
 
-def _is_lasting(value: object) -> bool:
-    """Return whether a value that ``setup`` has made can be used once more: training does not change it."""
-    if isinstance(value, IterableDataset):
-        return False
-    if isinstance(value, list | tuple):
-        return all(_is_lasting(each) for each in value)
-    if isinstance(value, dict):
-        return all(_is_lasting(each) for each in value.values())
-    return isinstance(value, (*_PLAIN, Dataset))
-
-
-def reaches(root: object, targets: Sequence[object]) -> bool:
-    """Return whether one of ``targets`` can be reached from ``root``; True if there is too much to look at.
+def _why_not(in_place: Sequence[str], built: Mapping[str, object], owners: Sequence[object]) -> str | None:
+    """Return why what ``setup`` has built cannot be used after a fault, in a phrase; None: it can.
 
     Args:
-        root: where to begin; classes, modules and functions are not looked into.
-        targets: the objects that are looked for.
+        in_place: the attributes that it has changed without replacing them.
+        built: the attributes that are new or other ones.
+        owners: what ends with the generation.
     """
-    wanted, seen, due = {id(each) for each in targets}, {id(root)}, [root]
+    if in_place:
+        return f"setup changed {in_place[0]} in place"
+    for name, value in built.items():
+        kind = _passing(value)
+        if kind is not None:
+            return f"{name} has a {kind}, which is neither a map-style dataset nor a plain value"
+    return leads_to(built, owners)
+
+
+def _passing(value: object) -> str | None:
+    """Return the class of a part of a value that training may change; None: it can be used once more."""
+    seen, due = {id(value)}, [value]
     while due:
-        for each in gc.get_referents(due.pop()):
+        each = due.pop()
+        if isinstance(each, list | tuple | dict):
+            parts = each.values() if isinstance(each, dict) else each
+            inner = [part for part in parts if not isinstance(part, _PLAIN) and id(part) not in seen]
+            seen.update(id(part) for part in inner)
+            due += inner
+        elif isinstance(each, IterableDataset) or not isinstance(each, (*_PLAIN, Dataset)):
+            return type(each).__name__
+    return None
+
+
+def leads_to(root: object, targets: Sequence[object]) -> str | None:
+    """Return which of ``targets`` can be reached from ``root``, or that there is too much to look at, in a phrase.
+
+    Args:
+        root: where to begin; classes, modules and the globals of functions are not looked into.
+        targets: the objects that are looked for.
+
+    Returns:
+        A phrase; None: none of them can be reached.
+    """
+    wanted, seen, due = {id(each): each for each in targets}, {id(root)}, [root]
+    while due:
+        some = due[-_AT_ONCE:]
+        del due[-_AT_ONCE:]
+        for each in gc.get_referents(*some):
             if id(each) in wanted:
-                return True
-            if isinstance(each, _CLOSED) or id(each) in seen:
+                return f"what setup built leads to the {type(each).__name__}"
+            # What is not tracked refers to nothing that is: plain values, and tuples of such values.
+            if id(each) in seen or not gc.is_tracked(each) or isinstance(each, _CLOSED):
                 continue
             seen.add(id(each))
-            due.append(each)
+            due += _inside(each) if isinstance(each, types.FunctionType) else [each]
             if len(seen) > _MOST_OBJECTS:
-                return True
-    return False
+                return f"what setup built has more than {_MOST_OBJECTS:,} objects"
+    return None
+
+
+def _inside(function: types.FunctionType) -> list[object]:
+    """Return what belongs to a function alone."""
+    own = (function.__closure__, function.__defaults__, function.__kwdefaults__, function.__dict__)
+    return [each for each in own if each]
