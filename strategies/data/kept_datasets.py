@@ -106,6 +106,7 @@ def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
             earlier.left.restore()
             tell(EventName.DATASETS, kept=True, seconds=time.monotonic() - began_s)
             return
+        # Only now, for a further fault; and before anything is built in its place.
         kept.built[number] = "a fault came while its data module was set up"
         before = dict(vars(module))
         setup(stage)
@@ -131,18 +132,14 @@ def _found(module: pl.LightningDataModule, trainer: pl.Trainer, stage: str) -> d
 
 
 def _agree(
-    results: dict[int, _Built | str], number: int, found: Mapping[str, object], streams: RngStates
+    results: Mapping[int, _Built | str], number: int, found: Mapping[str, object], streams: RngStates
 ) -> _Built | None:
-    """Return what the call of ``number`` has built, if every rank can use its own again; else let go of it.
-
-    It is there until all have agreed, for a further fault, and is gone before anything is built in its place.
-    """
+    """Return what the call of ``number`` has built, if every rank can use its own again; None: all build anew."""
     earlier = results.get(number, "its process is new, or the fault came before its data module was set up")
     reason = earlier if isinstance(earlier, str) else _difference(earlier, found, streams)
     if true_on_all(reason is None):
         assert not isinstance(earlier, str)
         return earlier
-    results.pop(number, None)
     tell(EventName.DATASETS, kept=False, reason=reason or "another rank sets its data module up")
     return None
 
