@@ -58,9 +58,7 @@ def through_faults(disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULT
             "strategy.context_parallel_size=2",
             "strategy.sequence_parallel=true",
             "data.micro_batch_size=4",
-            layers(
-                "parallel_layers"
-            ),  # classes of the user's: built anew; test_warm_te.py has Megatron's own, kept
+            layers("parallel_layers"),  # built anew; test_warm_te.py has those of Megatron
         ),
         (
             "strategy.pipeline_model_parallel_size=2",
