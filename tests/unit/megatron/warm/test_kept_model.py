@@ -51,9 +51,13 @@ def cpu() -> Iterator[None]:
 
 
 class Training:
-    """A small model that overlaps its communication, with an optimizer, and what is kept of them."""
+    """A small model that overlaps its communication, with an optimizer, and what is kept of them.
 
-    def __init__(self) -> None:
+    Args:
+        ties: whether it ties its embeddings.
+    """
+
+    def __init__(self, ties: bool = False) -> None:
         torch.manual_seed(1)
         self.config = TransformerConfig(
             num_layers=2,
@@ -66,7 +70,8 @@ class Training:
             masked_softmax_fusion=False,
             apply_rope_fusion=False,
         )
-        model = GPTModel(self.config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH)
+        spec = get_gpt_layer_local_spec()
+        model = GPTModel(self.config, spec, VOCABULARY, LENGTH, share_embeddings_and_output_weights=ties)
         asked = DistributedDataParallelConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=500
         )
@@ -176,6 +181,45 @@ def test_what_checkpointless_puts_over_an_optimizers_functions_is_no_change() ->
         assert training.kept.unfit() is None
         training.kept.bind()
         training.step(1)
+
+
+# --- what ranks exchange that build -------------------------------------------------------------------------------
+
+
+def test_all_build_if_one_does_only_where_more_is_exchanged_than_tied_embeddings() -> None:
+    with generation():
+        training = Training()
+        config: Any = training.config
+        assert not training.kept.builds_together
+        config.pipeline_model_parallel_size = 2
+        assert not training.kept.builds_together
+        config.mtp_num_layers = 1
+        assert training.kept.builds_together
+        config.mtp_num_layers = None
+        training.model.module.__class__ = type("ModelWithMore", (GPTModel,), {})
+        assert training.kept.builds_together
+        config.share_embeddings_and_output_weights = False
+        assert not training.kept.builds_together
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_kept_stage_takes_part_in_the_exchange_of_tied_embeddings_and_stays_as_it_is(
+    ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[torch.Tensor, object]] = []
+    with generation():
+        training = Training(ties=ties)
+        weight = training.model.module.shared_embedding_or_output_weight()
+        before = weight.detach().clone()
+        training.config.pipeline_model_parallel_size = 2
+        kept = KeptModel([training.model], training.optimizer, training.plans, training.kept.streams, [{}])
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sent.append((tensor, group)))
+        kept.take_part(0, torch.bfloat16)
+        assert len(sent) == ties
+        for tensor, group in sent:
+            assert (tensor.shape, tensor.dtype, bool(tensor.any())) == (weight.shape, torch.bfloat16, False)
+            assert group is parallel_state.get_embedding_group()
+        assert torch.equal(weight, before)
 
 
 # --- what a half-made step has left -------------------------------------------------------------------------------
