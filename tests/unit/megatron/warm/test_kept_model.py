@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 
 from checkpointless.megatron import cpu_platform
 from checkpointless.megatron.warm import KeptModel
+from checkpointless.megatron.warm.kept_model import groups_now
 from checkpointless.recovery.rng import RngStates
 from checkpointless.serialization.pictures import pictures
 
@@ -238,8 +239,8 @@ def losses_after(fault: Callable[[Training], None]) -> tuple[list[float], list[f
         assert training.kept.mismatch(training.plans) is None
         assert training.kept.unfit() is None
         assert training.kept.bind() > 0
-        now = parallel_state.get_data_parallel_group()
-        assert all(each.intra_distributed_optimizer_instance_group is now for each in training.buckets)
+        now = [id(group) for group, *_ in groups_now()]
+        assert all(id(each.intra_distributed_optimizer_instance_group) in now for each in training.buckets)
         training.model.start_param_sync(force_sync=True)  # as a restore does
         return undisturbed, before + [training.step(each) for each in range(1, 4)]
 
