@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess.data_workers.kept_workers import forget_workers
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.running import manager_of
 from checkpointless.strategies.block.callbacks import complete
@@ -23,7 +24,7 @@ from checkpointless.strategies.boundary.restoration import skip_fit
 from checkpointless.strategies.checkpoints.connector import CheckpointlessCompatibleConnector
 from checkpointless.strategies.data.kept_datasets import keep_datasets
 from checkpointless.strategies.data.training import TrainingData
-from checkpointless.strategies.data.worker_streams import WorkerSeed, repeat_worker_draws
+from checkpointless.strategies.data.worker_streams import WorkerSeed, keep_at_work, repeat_worker_draws
 from checkpointless.strategies.frameworks import chatter, entry_points
 from checkpointless.strategies.frameworks.logger_facts import LoggerFacts
 from checkpointless.strategies.frameworks.stock_callbacks import unfit
@@ -203,6 +204,8 @@ class RecoverableStrategy(ParallelStrategy):
             self._fit.loader_is_made(loader)
         if self._worker_seed.value is not None and self._fit is not None:
             repeat_worker_draws(loader, self._worker_seed.value, self.trainer, self._data_rank())
+            if self.warm and self.trainer.training:
+                keep_at_work(loader)
         return loader
 
     @override
@@ -245,4 +248,5 @@ class RecoverableStrategy(ParallelStrategy):
             return False
         if self._fit is not None and trainer.state.fn == TrainerFn.FITTING:
             self._fit.finish()
+            forget_workers()
         return True

@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.inprocess.communicators import launch_bound
+from checkpointless.recovery.running import manager_of
+from checkpointless.strategies.block import outer_model
 from checkpointless.strategies.boundary.torch_steps import TorchSteps
 from checkpointless.strategies.checkpoints.lightning_saves import LightningSaves
 from checkpointless.strategies.frameworks import chatter
@@ -170,6 +173,15 @@ class CheckpointlessDDPStrategy(_TorchRecoverable, DDPStrategy):
     def setup_distributed(self) -> None:
         """Build the process groups of this generation."""
         self._build_groups(super().setup_distributed)
+
+    @override
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        if self._call is None:
+            return super()._setup_model(model)
+        with outer_model.wrapping(model, manager_of(self._call)):
+            wrapper = super()._setup_model(model)
+        outer_model.note(model, wrapper)
+        return wrapper
 
     @override
     def _unfit_before(self, trainer: pl.Trainer) -> str | None:

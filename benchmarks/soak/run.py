@@ -59,6 +59,7 @@ KINDS = (
     *("hang@backward", "gil@forward", "sigstop@sync"),
 )
 IN_PROCESS = ("exception", "oom", "dataloader")
+GROUPS = "groups"  # the folder in which ranks say which process groups of earlier generations are alive
 ZYGOTE = "checkpointless.agent.ranks.zygote"
 
 
@@ -92,10 +93,11 @@ class Sampler(threading.Thread):
         temporary: its folder for temporary files.
     """
 
-    def __init__(self, agent: int, temporary: Path) -> None:
+    def __init__(self, agent: subprocess.Popen[bytes], temporary: Path) -> None:
         super().__init__(daemon=True)
         self.samples: list[Sample] = []
-        self._agent = psutil.Process(agent)
+        self._process = agent
+        self._agent = psutil.Process(agent.pid)
         self._temporary = temporary
         self._before = {path.name for path in SHARED_MEMORY.iterdir()}
         self._began_s = time.monotonic()
@@ -104,7 +106,7 @@ class Sampler(threading.Thread):
         """Until the agent is gone."""
         while True:
             try:
-                (zygote,) = [each for each in self._agent.children() if ZYGOTE in each.cmdline()]
+                (zygote,) = [each for each in self._agent.children() if ZYGOTE in _command(each)]
                 self.samples.append(
                     Sample(
                         at_s=time.monotonic() - self._began_s,
@@ -119,10 +121,19 @@ class Sampler(threading.Thread):
                 )
             except ValueError:
                 progress("the agent has no zygote (yet)")
-            except psutil.NoSuchProcess:  # a child of the agent's has ended meanwhile, or the agent has
-                if not self._agent.is_running() or self._agent.status() == psutil.STATUS_ZOMBIE:
+            except psutil.NoSuchProcess:
+                if self._process.poll() is not None:
                     return
+                # A child has ended meanwhile, or a step of the clock has moved the time at which the agent began.
+                self._agent = psutil.Process(self._process.pid)
             time.sleep(1.0)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.ZombieProcess:  # what has examined the node is waited for at the end of the job
+        return []
 
 
 def faults_of(incidents: int) -> list[str]:
@@ -146,6 +157,8 @@ def soak(incidents: int, run_dir: Path, temporary: Path) -> tuple[list[IncidentS
     words += ["--heartbeat-timeout", str(HEARTBEAT_S)]
     words += [word for spec in specs for word in ("--fault", spec)]
     words += [f"trainer.max_steps={4 + STEPS_BETWEEN * incidents}", "data.num_workers=1"]
+    checker = f"_target_: tests.ranks.warm_checks.OldGroups, folder: '{run_dir.parent / GROUPS}', after: 1"
+    words += [f"callbacks.checker={{{checker}}}"]
     with (run_dir.parent / "agent.log").open("wb") as log:
         agent = subprocess.Popen(
             [sys.executable, "-m", "checkpointless", *words],
@@ -155,7 +168,7 @@ def soak(incidents: int, run_dir: Path, temporary: Path) -> tuple[list[IncidentS
             stdout=log,
             stderr=log,
         )
-    sampler = Sampler(agent.pid, temporary)
+    sampler = Sampler(agent, temporary)
     sampler.start()
     try:
         done = 0
@@ -255,6 +268,10 @@ def main() -> None:
             for event in read_events(run_dir)
             if event.rank == SURVIVOR and event.stage == EventName.SETTLED
         ]
+        looks = [json.loads(line) for file in (run_dir.parent / GROUPS).iterdir() for line in file.open()]
+        # Those of the generation before are let go of within two more steps (tests/ranks/test_warm.py).
+        old = [look for look in looks if any(generation < look["generation"] - 1 for generation, _ in look["old"])]
+    print(f"process groups older than those of the generation before: in {len(old)} of {len(looks)} generations")
     rows = table(settled, samples)
     print(f"\n| what | first {EDGE} | last {EDGE} | most |\n| --- | --- | --- | --- |")
     for name, first, last, most in rows:

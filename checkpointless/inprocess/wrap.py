@@ -20,6 +20,7 @@ from checkpointless.inprocess.abort.composition import communicators_first
 from checkpointless.inprocess.block.arguments import with_caller
 from checkpointless.inprocess.block.cleanup import BlockCleanup
 from checkpointless.inprocess.block.end import exit_code, forget_frames, is_return, is_victim
+from checkpointless.inprocess.block.entry_modes import EntryModes
 from checkpointless.inprocess.block.entry_streams import EntryStreams
 from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.block.signal_handlers import SignalHandlers
@@ -193,7 +194,7 @@ class HPCallWrapper:
             self._departure.fault_at_s = float(told)
         self._cleanup = BlockCleanup(self._now, wrapper, self._replace)
         self._signal_handlers = SignalHandlers()
-        self._entry_streams: EntryStreams | None = None
+        self._entry: tuple[EntryStreams, EntryModes] | None = None
         worker_sockets.share_folder()
         process_groups.install()
         _active = self
@@ -300,10 +301,11 @@ class HPCallWrapper:
         """
         result: _Result | None = None
         error: BaseException | None = None
-        if self._entry_streams is None:
-            self._entry_streams = EntryStreams.capture()
+        if self._entry is None:
+            self._entry = EntryStreams.capture(), EntryModes.capture()
         else:
-            self._entry_streams.restore()
+            for each in self._entry:
+                each.restore()
         self.beat()
         try:
             result = self._main.run(lambda: self._block(fn, a, kw))

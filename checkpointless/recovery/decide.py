@@ -318,7 +318,7 @@ def _corrupt(
 def _nobody_left(members: Group, reports: Sequence[RankReport], high_water: int) -> str:
     mine = [report for report in reports if report.rank in members]
     torn = [report.rank for report in mine if report.torn]
-    because = f" (an update failed half-way on {names(torn)})" if torn else ""
+    because = f" (an update failed half-way, or the state was given up, on {names(torn)})" if torn else ""
     return (
         f"no living rank holds the shard of ranks {names(members)}{mine[0].example(members)}{because}; "
         f"the last committed step was {high_water}"

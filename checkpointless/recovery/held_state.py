@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,20 @@ import torch
 
 from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.host_memory import HostMemory
-from checkpointless.recovery.live_state import LiveState
+from checkpointless.recovery.live_state import ChangingState, LiveState
 from checkpointless.recovery.moment import Moment, Stage
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import MemoryChecksumManager
+from checkpointless.serialization.samples import samples
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.state_tensors import split
 from checkpointless.transfer.tensor_entry import Key
+
+_WRITTEN = (
+    "{} was written to since the fault: what the block trains must be built in it, or returned by keep(), and "
+    "nothing may be written to it before the recovery"
+)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -36,6 +44,8 @@ class HeldState:
         buffers: the rank's own buffers, at every moment after the committed step and after the step that follows
             it. They are whole even if an update failed half-way.
         built_upon: whether a model that is built uses some of the tensors: what fills that changes these.
+        samples: a few elements of each tensor but buffers, as they were at the newest fault.
+        is_used: whether a recovery has begun since, which may write to the tensors.
     """
 
     commit: CommitState
@@ -47,6 +57,8 @@ class HeldState:
     offset: int = 0
     buffers: Mapping[tuple[int, Stage], Mapping[Key, torch.Tensor]] = field(default_factory=dict)
     built_upon: bool = False
+    samples: Mapping[Key, bytes] = field(default_factory=dict)
+    is_used: bool = False
 
     def go_back_to(self, stage: Stage) -> dict[str, Any]:
         """Hold the state as it was at ``stage``, and drop all other moments.
@@ -69,11 +81,55 @@ class HeldState:
         self.commit = CommitState(self.commit.committed, ready=False, torn=self.commit.torn)
         self.live = None
 
+    def give_up(self, reason: str) -> None:
+        """Hold nothing that another rank could be given: replicas fill this one.
+
+        Args:
+            reason: why, for people.
+        """
+        logger.error("this rank's state is given up: %s", reason)
+        self.let_trainer_go()
+        self.tear()
+
+    def tear(self) -> None:
+        """Record that the state belongs to no step."""
+        self.commit = CommitState(self.commit.committed, ready=False, torn=True)
+
+    def use(self) -> None:
+        """Begin a recovery. What a script has written to since the fault is given up.
+
+        A script that uses the same model in each entry of the block, one from outside of it or from a cache, may
+        give it other weights: ``DistributedDataParallel`` gives it those of a process that is new.
+        """
+        if not self.is_used and not self.commit.torn:
+            self._give_up_what_is_written()
+        self.is_used = True
+
+    def outlive(self) -> None:
+        """Stay what is held over a further fault, before the recovery was complete."""
+        if not self.commit.torn:
+            if not self.is_used:
+                self._give_up_what_is_written()
+            self.note()
+        self.is_used = False
+
+    def note(self) -> None:
+        """Note a few elements of all tensors but buffers: a script that is entered again may write to them."""
+        buffers = {key for copies in self.buffers.values() for key in copies}
+        buffers.update(key for moment in self.moments.values() for key in moment.buffers)
+        self.samples = samples({key: each for key, each in self.tensors.items() if key not in buffers})
+
+    def _give_up_what_is_written(self) -> None:
+        now = samples({key: self.tensors[key] for key in self.samples if key in self.tensors})
+        written = next((key for key, sample in now.items() if sample != self.samples[key]), None)
+        if written is not None:
+            self.give_up(_WRITTEN.format(written[-1] if isinstance(written[-1], str) else "a parameter"))
+
     @classmethod
     def of(
         cls, live: LiveState, commit: CommitState, checksums: MemoryChecksumManager, fit: int, offset: int
     ) -> HeldState:
-        """Hold the state that lives in ``live``.
+        """Hold the state that lives in ``live``, unless code beside the update has changed it.
 
         Args:
             live: the state.
@@ -82,6 +138,10 @@ class HeldState:
             fit: the fit of the block that the state belongs to.
             offset: how many steps of the job precede that fit.
         """
+        changed = live.changed() if isinstance(live, ChangingState) and not commit.torn else ""
+        if changed:
+            logger.error("this rank's state is given up: %s", changed)
+            commit = CommitState(commit.committed, ready=False, torn=True)
         moments = {} if commit.torn else dict(live.moments(commit.committed))
         digests = None
         if checksums.enabled and not commit.torn and commit.committed >= 0:
@@ -91,9 +151,12 @@ class HeldState:
             for step in (commit.committed, commit.committed + 1)
             for stage, copies in live.own_buffers(step).items()
         }
-        return cls(
+        held = cls(
             commit, _without_gradients(live), moments, digests, live if commit.ready else None, fit, offset, buffers
         )
+        if not commit.torn:
+            held.note()
+        return held
 
     def redo(self, target: int) -> None:
         """Apply the gradients of ``target`` that the old optimizer still holds, unless that was done before.

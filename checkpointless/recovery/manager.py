@@ -20,14 +20,7 @@ from checkpointless.recovery.conference import decide_together, find_loss
 from checkpointless.recovery.decide import Decision, Verdict
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.ladder import hold_snapshot, snapshot_of, take_copies
-from checkpointless.recovery.live_state import (
-    Built,
-    BuiltState,
-    ChangingState,
-    LiveState,
-    LiveStrategy,
-    LiveTrainer,
-)
+from checkpointless.recovery.live_state import Built, BuiltState, LiveState, LiveStrategy, LiveTrainer
 from checkpointless.recovery.moment import Stage
 from checkpointless.recovery.own.keeper import OwnStateKeeper
 from checkpointless.recovery.own.state import OwnState
@@ -249,6 +242,8 @@ class CheckpointManager(OwnStateKeeper):
             self.save_checkpoint(trainer)
         elif attached is not None:
             self._hold(attached)
+        elif self._held is not None:
+            self._held.outlive()
         self.parameter_update_lock.forget()
         self.fit = self.offset = 0
 
@@ -258,13 +253,9 @@ class CheckpointManager(OwnStateKeeper):
 
     def _hold(self, live: LiveState) -> None:
         commit = self.parameter_update_lock.state()
-        changed = live.changed() if isinstance(live, ChangingState) and not commit.torn else ""
-        if changed:
-            logger.error("this rank's state is given up: %s", changed)
-            commit = CommitState(commit.committed, ready=False, torn=True)
         held = HeldState.of(live, commit, self.checksum_manager, *self._attached_fit)
         self._held = held
-        self.kept = self._keep(live, commit)
+        self.kept = self._keep(live, held.commit)
         self._base_model.part_from(held)
         if held.digests is not None:
             held.add_digests(self._base_model.digests(live))
@@ -336,6 +327,8 @@ class CheckpointManager(OwnStateKeeper):
             why).
         """
         self.resumed_at = None
+        if self._held is not None:
+            self._held.use()
         decision = self._ask_memory(live)
         if self.refusal and self._copies and self._take_copies():
             decision = self._ask_memory(live)
@@ -426,7 +419,7 @@ class CheckpointManager(OwnStateKeeper):
         if held is not None and not is_filled:
             own = held.go_back_to(moment[1])
         elif held is not None and (self.kept is not None or held.built_upon):  # its tensors are filled now
-            held.commit = CommitState(held.commit.committed, ready=False, torn=True)
+            held.tear()
         with span(EventName.TRANSFER, refills=len(decision.refills)) as fields:
             objects, report = self._refill.move(
                 live,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import cast
 
 from checkpointless.inprocess import HPCallWrapper, active_call_wrapper
-from checkpointless.inprocess.parameter_update_lock import CommitState
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.manager import CheckpointManager
-
-logger = logging.getLogger(__name__)
 
 
 class BuildAnewError(RuntimeError):
@@ -42,6 +38,12 @@ def held_for(manager: CheckpointManager, fit: int) -> HeldState | None:
     return held
 
 
+def held_places(manager: CheckpointManager | None) -> frozenset[int]:
+    """Return the addresses of the tensors that ``manager`` holds for a recovery; none if it holds no state."""
+    held = manager._held if manager is not None else None
+    return frozenset() if held is None else frozenset(each.data_ptr() for each in held.tensors.values())
+
+
 def give_up_held(manager: CheckpointManager, reason: str) -> None:
     """Let ``manager`` hold nothing that another rank could be given: replicas fill this one.
 
@@ -51,9 +53,7 @@ def give_up_held(manager: CheckpointManager, reason: str) -> None:
     """
     held = manager._held
     if held is not None:
-        logger.error("this rank's state is given up: %s", reason)
-        held.let_trainer_go()
-        held.commit = CommitState(held.commit.committed, ready=False, torn=True)
+        held.give_up(reason)
 
 
 def running_block(call: HPCallWrapper | None) -> HPCallWrapper:

@@ -156,7 +156,11 @@ class TrainingTensors:
         return adopted
 
     def room(self, entries: Sequence[TensorEntry]) -> Mapping[Key, torch.Tensor]:
-        """Return storage for ``entries``; optimizer state that does not exist yet is made in its place."""
+        """Return storage for ``entries``; optimizer state that does not exist yet is made in its place.
+
+        So is a buffer that has another shape, as one that grows with the longest batch (a cache of positions).
+        """
+        self._buffers.shape({entry.key: (entry.shape, entry.dtype) for entry in entries})
         present = {**self.model(), **self.shard()}
         owners = {key: (inner, parameter) for key, inner, parameter in self._parameters()}
         for entry in entries:
@@ -325,8 +329,19 @@ class BufferCopies:
                 copies[key] = copy
         return copies
 
+    def shape(self, forms: Mapping[Key, tuple[Sequence[int], torch.dtype]]) -> None:
+        """Replace the buffers that have another shape or dtype than ``forms`` say: a step may do so, too."""
+        for key, owner, attribute in self._places:
+            buffer = owner._buffers.get(attribute)
+            if buffer is None or key not in forms or is_sharded(buffer):
+                continue
+            shape, dtype = forms[key]
+            if (tuple(buffer.shape), buffer.dtype) != (tuple(shape), dtype):
+                owner._buffers[attribute] = torch.empty(tuple(shape), dtype=dtype, device=buffer.device)
+
     def put(self, copies: Mapping[Key, torch.Tensor]) -> None:
-        """Give the buffers that still exist the values of ``copies``."""
+        """Give the buffers that still exist the values of ``copies``, and their shapes."""
+        self.shape({key: (tuple(copy.shape), copy.dtype) for key, copy in copies.items()})
         with torch.no_grad():
             for key, owner, attribute in self._places:
                 buffer = owner._buffers.get(attribute)

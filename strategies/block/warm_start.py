@@ -268,7 +268,7 @@ def _early(strategy: Any) -> list[object]:
 
 def _acts_before_the_restore(part: object) -> bool:
     """Return whether a callback or module of the user's acts between the set-up of a model and its restore."""
-    hook = getattr(type(part), "on_fit_start", None)
+    hook = getattr(part, "on_fit_start", None)  # LambdaCallback has it in an attribute of its own
     return not getattr(hook, "__module__", "").startswith(
         ("lightning.", "pytorch_lightning.", "nemo.", "checkpointless.")
     )

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.inprocess.context import tell
 from checkpointless.recovery.rng import RngStates
-from checkpointless.serialization.pictures import differing, pictures
+from checkpointless.serialization.pictures import differing, picture, pictures
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.transfer.exchange import true_on_all
 
@@ -32,6 +33,8 @@ _SIZES = (
     "num_nodes",
 )
 _PLAIN = (bool, int, float, str, bytes, type(None))
+#: Of a module: what is looked at in another way, and what leads to the trainer.
+_APART = frozenset({"_parameters", "_buffers", "_modules", "_trainer", "_fabric"})
 #: What leads to everything, or to nothing.
 _CLOSED = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 _MOST_OBJECTS = 3_000_000  # a second or two, and a quarter of a gigabyte while they are looked at
@@ -77,9 +80,10 @@ _kept: weakref.WeakKeyDictionary[HPCallWrapper, _Kept] = weakref.WeakKeyDictiona
 def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
     """Have the next ``setup`` of the trainer's data module give back what was built before the fault.
 
-    That is so if every rank has it, all that ``setup`` builds are map-style datasets and plain values, and what it
-    finds is as it was: the attributes of the data module, the sizes of the trainer, the random streams. Otherwise
-    ``setup`` is called.
+    That is so if every rank has it, all that ``setup`` builds are map-style datasets and plain values, it tells
+    nobody else of them (as one does that gives the LightningModule the weights of classes), and what it finds is as
+    it was: the attributes of the data module, the sizes of the trainer, the random streams. Otherwise ``setup`` is
+    called.
 
     Args:
         trainer: the trainer, whose process groups exist. Its data module has not been set up.
@@ -108,14 +112,13 @@ def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
             return
         # Only now, for a further fault; and before anything is built in its place.
         kept.built[number] = "a fault came while its data module was set up"
-        before = dict(vars(module))
+        before, told = dict(vars(module)), _told(trainer)
         setup(stage)
         built = {name: value for name, value in vars(module).items() if before.get(name, before) is not value}
-        after = _found(module, trainer, stage)
+        changed, after = differing(told, _told(trainer)), _found(module, trainer, stage)
         in_place = [name for name in found if name not in built and after.get(name, before) != found[name]]
-        kept.built[number] = _why_not(in_place, built, (module, trainer, trainer.lightning_module)) or _Built(
-            found, streams, built, RngStates.capture().without_sources()
-        )
+        reason = f"setup changes {changed}" if changed is not None else _why_not(in_place, built, trainer)
+        kept.built[number] = reason or _Built(found, streams, built, RngStates.capture().without_sources())
 
     module.setup = once
 
@@ -129,6 +132,34 @@ def _found(module: pl.LightningDataModule, trainer: pl.Trainer, stage: str) -> d
     }
     sizes = {name: getattr(trainer, name, None) for name in _SIZES}
     return pictures({**attributes, **sizes, "class": type(module), "stage": str(stage)})
+
+
+def _told(trainer: Any) -> dict[str, object]:
+    """Return what ``setup`` may tell of the data, as pictures: the LightningModule, the callbacks, the trainer."""
+    found: dict[str, object] = {}
+    for name, part in trainer.lightning_module.named_modules(prefix="the LightningModule"):
+        values = vars(part)
+        tensors = {**values["_parameters"], **values["_buffers"], **values["_modules"]}
+        own = {key: value for key, value in values.items() if key not in _APART}
+        found |= {f"{name}.{key}": _told_in(value) for key, value in {**own, **tensors}.items()}
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop)
+    for part in (trainer, *loops, *trainer.callbacks):
+        found |= {f"{type(part).__name__}.{key}": each for key, each in _plain_in(part).items()}
+    return found
+
+
+def _told_in(value: Any) -> object:
+    """Return a picture of an attribute; objects are known by their identity and the plain values in them."""
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, (*_PLAIN, list, tuple, dict, set)):
+        return picture(value)
+    return id(value), _plain_in(value)
+
+
+def _plain_in(part: object) -> dict[str, object]:
+    values = getattr(part, "__dict__", {})
+    return pictures({key: value for key, value in values.items() if isinstance(value, _PLAIN)})
 
 
 def _agree(
@@ -152,21 +183,22 @@ def _difference(earlier: _Built, found: Mapping[str, object], streams: RngStates
     return None if streams.same_streams(earlier.streams) else "random numbers were drawn otherwise before"
 
 
-def _why_not(in_place: Sequence[str], built: Mapping[str, object], owners: Sequence[object]) -> str | None:
+def _why_not(in_place: Sequence[str], built: Mapping[str, object], trainer: pl.Trainer) -> str | None:
     """Return why what ``setup`` has built cannot be used after a fault, in a phrase; None: it can.
 
     Args:
         in_place: the attributes that it has changed without replacing them.
         built: the attributes that are new or other ones.
-        owners: what ends with the generation.
+        trainer: the trainer, which ends with its generation, as its model and its data module do.
     """
     if in_place:
-        return f"setup changed {in_place[0]} in place"
+        return f"setup changes {in_place[0]} of the data module in place"
     for name, value in built.items():
         kind = _passing(value)
         if kind is not None:
-            return f"{name} has a {kind}, which is neither a map-style dataset nor a plain value"
-    return leads_to(built, owners)
+            return f"{name} of the data module has a {kind}, which is no map-style dataset and no plain value"
+    owners: Any = trainer
+    return leads_to(built, (owners.datamodule, trainer, trainer.lightning_module))
 
 
 def _passing(value: object) -> str | None:

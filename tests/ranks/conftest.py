@@ -35,10 +35,13 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def disturb(nemo_zygote: Zygote, undisturbed: Callable[..., Steps], tmp_path: Path) -> Disturb:
-    """Return a function that runs with faults, and requires that each happened and nothing differs at the end."""
+    """Return a function that runs with faults, and requires that each happened and nothing differs at the end.
+
+    The model has two layers, if ``args`` do not say otherwise.
+    """
 
     def run(nproc: int, steps: int, *faults: str, args: tuple[str, ...] = (), **settings: Any) -> Job:
-        args = (f"trainer.max_steps={steps}", *args)
+        args = (f"trainer.max_steps={steps}", "model.config.num_layers=2", *args)
         reference = undisturbed(nproc, args)
         job = run_job(nemo_zygote, tmp_path / "run", nproc, args=args, faults=faults, **settings)
         assert job.code == 0, job.story()

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 STEPS = 8
 #: Words that change nothing in a run without faults.
-SAME_STEPS = {"anew", "counts", "collects", "refers", "overwrites", "quietly"}
+SAME_STEPS = {"anew", "counts", "collects", "refers", "overwrites", "quietly", "accumulates", "broadcasts", "loads"}
 Train = Callable[..., Job]
 
 
@@ -77,6 +77,16 @@ def test_a_survivor_builds_once_and_has_no_second_copy(train: Train) -> None:
     assert [built for built, _, _ in entries] == [1, 1, 1]
     within = entries[0][2]
     assert all(before < 1.05 * within for _, before, _ in entries), entries
+
+
+@pytest.mark.parametrize("word", ["broadcasts", "loads"])
+def test_first_weights_that_come_behind_keep_are_not_written_over_the_trained_ones(train: Train, word: str) -> None:
+    """Rank 0, whose weights or checkpoint the others would have, is a new process in the second entry."""
+    job = train(word, "sigkill@backward:rank=0,step=5", "exception@forward:rank=1,step=7")
+    assert [each["kept"] for each in told(job) if each.get("reason", "").endswith("first step")] == [False] * (
+        word == "loads"
+    )
+    assert sum(each["kept"] for each in told(job)) == (6 if word == "loads" else 7), told(job)
 
 
 def test_it_can_be_switched_off(train: Train) -> None:
@@ -141,6 +151,7 @@ def test_the_first_synchronisation_of_ddp_with_ranks_that_keep_their_parameters(
         ("writes quietly", "first.bias is written to between keep() and the first step"),
         ("wraps", "build wraps a module in DistributedDataParallel, which refers to process groups"),
         ("refers", "a DistributedDataParallel of the modules is still referred to"),
+        ("accumulates", "the accumulation of a gradient is still referred to, where hooks may hang"),
     ],
 )
 def test_what_is_not_sure_to_be_the_same_is_built_anew(train: Train, words: str, reason: str) -> None:

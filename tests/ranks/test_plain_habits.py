@@ -54,7 +54,7 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
 
 
 @pytest.mark.parametrize("kind", ["exception", "sigkill"])
-@pytest.mark.parametrize("habit", ["averages", "modes", "extra-state", "validates", "plateaus"])
+@pytest.mark.parametrize("habit", ["averages", "modes", "extra-state", "validates", "plateaus", "grows", "doubles"])
 def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kind: str) -> None:
     """A validation behind an update draws from the streams, and a fault in a later step takes nothing back."""
     phases = PHASES[:4] if habit == "validates" else PHASES  # what follows an update is not done again
@@ -84,7 +84,16 @@ def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: P
         ("late-plateau", "the step() of a ReduceLROnPlateau was called between update() of step 1 and the next"),
         ("late-buffer", "the first step has registered the buffer module.1.scale"),
         ("goes-on", "an iterator of a DataLoader was made before the first step and gives data in several steps"),
-        ("reads-on", "the iterator read was made before the first step and gives data in several steps"),
+        ("reads-on", "the iterator rows.read was made before the first step and gives data in several steps"),
+        ("follows", "no optimizer updates the parameter 0.weight, and it is changed in a step before its update()"),
+        (
+            "follows-data",
+            "no optimizer updates the parameter 0.weight, and it is changed in a step before its update()",
+        ),
+        (
+            "follows-behind",
+            "no optimizer updates the parameter 0.weight, and it is changed between update() and the next step",
+        ),
     ],
 )
 def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, habit: str, reason: str) -> None:
@@ -92,7 +101,8 @@ def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, h
     assert job.code == 1, job.story()
     assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))]), job.story()
     recorded = [path.read_text().splitlines() for path in (job.run_dir / "steps").glob("rank-*.jsonl")]
-    most = {"local": 1, "late-plateau": 1, "two-updates": 1, "goes-on": 1, "reads-on": 2}.get(habit, 0)
+    counts = {"local": 1, "late-plateau": 1, "two-updates": 1, "goes-on": 1, "reads-on": 2}
+    most = {**counts, "follows-data": 2, "follows-behind": 1}.get(habit, 0)
     assert all(len(lines) <= most for lines in recorded), "nothing was trained behind that"
 
 

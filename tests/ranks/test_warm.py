@@ -21,7 +21,7 @@ DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.
 TIED = ("model.config.share_embeddings_and_output_weights=true",)
 TP2 = ("strategy.tensor_model_parallel_size=2",)
 PP2 = ("strategy.pipeline_model_parallel_size=2",)
-VPP = (*PP2, "strategy.virtual_pipeline_model_parallel_size=2")
+VPP = (*PP2, "strategy.virtual_pipeline_model_parallel_size=2", "model.config.num_layers=4")
 # Most of a step's time goes into the layers and collectives of each microbatch: make a fourth of them.
 SMALL = ("data.micro_batch_size=4", "model.config.num_layers=2")
 EP2 = (
@@ -98,6 +98,22 @@ def test_datasets_are_built_once_unless_a_rank_is_made_anew(disturb: Disturb) ->
     assert sorted((job.run_dir / "setups").read_text().split()) == sorted("0123" * 2)  # and after the kill
 
 
+def test_data_loader_workers_stay_at_work(disturb: Disturb) -> None:
+    """They do in ranks that live, as long as their dataset stays, and that do not wait for a batch just then."""
+    faults = (
+        "exception@forward:rank=2,step=3",
+        "exception@optimizer:rank=1,step=5",
+        "sigkill@forward:rank=1,step=7",
+        "exception@backward:rank=3,step=9",
+    )
+    args = ("data._target_=tests.ranks.noisy_text.NoisyBatchesDataModule", "data.num_workers=2")
+    job = disturb(4, 11, *faults, args=(*args, *DROPOUT))
+    told = [event for event in read_events(job.run_dir) if event.stage == EventName.WORKERS]
+    assert {event.generation for event in told if event.fields["kept"]} >= {2, 4}, told
+    others = [event for event in told if not event.fields["kept"]]
+    assert all((each.generation, each.fields["reason"]) == (3, "another dataset") for each in others), told
+
+
 def test_it_can_be_switched_off(disturb: Disturb) -> None:
     job = disturb(4, 4, "exception@backward:rank=2,step=3", args=("checkpointless.warm=false",))
     assert told(job) == []
@@ -133,10 +149,15 @@ def test_a_model_that_is_built_in_old_memory_through_faults(disturb: Disturb) ->
     assert all(reused)
 
 
-def test_a_callback_that_acts_before_the_restore_finds_a_new_model(disturb: Disturb) -> None:
-    early = "callbacks.early={_target_: tests.ranks.warm_checks.FirstWeights}"
+@pytest.mark.parametrize(
+    ("made_by", "kind"), [("FirstWeights", "FirstWeights"), ("lambda_of_first_weights", "LambdaCallback")]
+)
+def test_a_callback_that_acts_before_the_restore_finds_a_new_model(
+    disturb: Disturb, made_by: str, kind: str
+) -> None:
+    early = f"callbacks.early={{_target_: tests.ranks.warm_checks.{made_by}}}"
     job = disturb(4, 5, "exception@backward:rank=2,step=3", args=(*DROPOUT, early))
-    assert all("on_fit_start of FirstWeights" in each["reason"] for each in told(job))
+    assert all(f"on_fit_start of {kind}" in each["reason"] for each in told(job))
     assert len(told(job)) == 4
 
 

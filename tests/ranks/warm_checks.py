@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 
 from checkpointless.inprocess import active_call_wrapper
 
@@ -19,14 +19,16 @@ _known: dict[int, list[tuple[str, Any]]] = {}  # by generation, in this process
 
 
 class OldGroups(Callback):
-    """Writes down which old groups are alive after three steps of each generation.
+    """Writes down which old groups are alive after some steps of each generation.
 
     Args:
         folder: where each rank has a file, with a line per generation.
+        after: number of steps.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, after: int = 3) -> None:
         self._path = Path(folder)
+        self._after = after
         self._steps = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -35,9 +37,9 @@ class OldGroups(Callback):
         _known[self._generation()] = [(each.group_desc, weakref.ref(each)) for each in groups]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Look for old groups after the third step."""
+        """Look for old groups after the step that is due."""
         self._steps += 1
-        if self._steps != 3:
+        if self._steps != self._after:
             return
         gc.collect()
         old = [
@@ -74,6 +76,11 @@ class FirstWeights(Callback):
         first = float(weight.sum())
         _first.setdefault("sum", first)
         assert _first["sum"] == first, "the model is trained already"
+
+
+def lambda_of_first_weights() -> LambdaCallback:
+    """Return Lightning's callback that has the hook in an attribute of its own."""
+    return LambdaCallback(on_fit_start=FirstWeights().on_fit_start)
 
 
 _first: dict[str, float] = {}

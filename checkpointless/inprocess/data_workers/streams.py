@@ -74,7 +74,9 @@ def seed_data_workers(
         raise ValueError(
             "the workers of this data loader are running already: call this before the first iteration"
         )
-    loader.worker_init_fn = WorkerStreams((seed, rank, stream), place, init)
+    loader.worker_init_fn = WorkerStreams(
+        (seed, rank, stream), place, init, is_persistent=loader.persistent_workers
+    )
 
 
 def _starts_workers_as_torch_does(loader: DataLoader[Any]) -> bool:
@@ -98,14 +100,21 @@ class WorkerStreams:
         key: what the streams depend on beside epoch and batch: seed, rank and stream.
         place: returns where the iterator begins.
         init: the loader's original ``worker_init_fn``; None if it had none.
+        is_persistent: whether the workers go on with the next epoch. Else they may begin their own once more, after
+            a fault that they have lived through.
     """
 
     def __init__(
-        self, key: tuple[int, int, str], place: Callable[[], Place], init: Callable[[int], None] | None
+        self,
+        key: tuple[int, int, str],
+        place: Callable[[], Place],
+        init: Callable[[int], None] | None,
+        is_persistent: bool = False,
     ) -> None:
         self.key = key
         self.place = place
         self.init = init
+        self.is_persistent = is_persistent
         self._home = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
@@ -133,7 +142,7 @@ class WorkerStreams:
         info = get_worker_info()
         step = info.num_workers if info is not None else 1
         create = _DatasetKind.create_fetcher
-        epochs = itertools.count(place.epoch)
+        epochs = itertools.count(place.epoch, 1 if self.is_persistent else 0)
 
         def create_seeded(kind: int, *args: Any) -> _SeededFetcher:
             epoch = next(epochs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
@@ -74,6 +75,10 @@ class BuiltParts:
     def is_built_by(self, build: Callable[[], object]) -> bool:
         """Return whether ``build`` is the function that has built the parts, as an earlier entry has made it."""
         return name_of(build) == self._build
+
+    def all(self) -> list[object]:
+        """Return all modules, optimizers and parameters."""
+        return [*self._all_modules, *self.optimizers, *self.parameters]
 
     # --- whether they are as they were built ----------------------------------------------------------------
 
@@ -250,6 +255,27 @@ def name_of(build: Callable[[], object]) -> object:
     function = getattr(build, "func", build)  # of a partial
     function = getattr(function, "__func__", function)
     return function.__code__ if isinstance(function, types.FunctionType) else type(function)
+
+
+def taken_by(build: Callable[[], object]) -> list[object]:
+    """Return the modules, optimizers and parameters that a function has from where it was made."""
+    found: list[object] = []
+    function: Any = build
+    while isinstance(function, functools.partial):
+        found += [*function.args, *function.keywords.values()]
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    found += [owner, *getattr(owner, "__dict__", {}).values()]
+    function = getattr(function, "__func__", function)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not yet filled
+            continue
+    found += getattr(function, "__defaults__", None) or ()
+    return [
+        each for each in found if isinstance(each, torch.nn.Module | torch.optim.Optimizer | torch.nn.Parameter)
+    ]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Numbers that optimizers and modules count up in attributes of their own, which no recovery brings back."""
+"""What steps change and no recovery brings back: numbers in attributes, parameters that no optimizer updates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,42 @@ from typing import Any
 
 import torch
 
+from checkpointless.recovery.training.param_groups import version_of
+from checkpointless.serialization.samples import samples
+from checkpointless.transfer.sharded_tensors import is_sharded
+
 _DEEPEST = 4  # containers within containers
 _SMALL = 1024  # elements of a tensor, or of a container, that is looked at
 _OPTIMIZERS = {"state", "param_groups", "defaults"}  # attributes of torch's that are kept, or do not change
 _MODULES = {"_parameters", "_buffers", "_modules", "training"}
 _KEEPS_ITS_OWN = ("get_extra_state", "state_dict")
+
+
+class Followers:
+    """Parameters that no optimizer updates, such as a teacher's that follow those of a student.
+
+    Args:
+        parameters: the parameters, with their names.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._parameters = [(name, each) for name, each in parameters if not is_sharded(each)]
+        self.note()
+
+    def note(self) -> None:
+        """Note the parameters as they are now."""
+        self._noted = self._now()
+
+    def changed(self) -> str:
+        """Return the name of a parameter that is another one since :meth:`note`; "" if none is.
+
+        What is written through ``parameter.data`` is noticed by a few of its elements.
+        """
+        return next((name for (name, *then), (_, *now) in zip(self._noted, self._now()) if then != now), "")
+
+    def _now(self) -> list[tuple[str, int, bytes]]:
+        taken = samples(dict(enumerate(each for _, each in self._parameters)))
+        return [(name, version_of(each), taken.get(at, b"")) for at, (name, each) in enumerate(self._parameters)]
 
 
 class Counters:

@@ -1,18 +1,19 @@
-"""What ``DistributedDataParallel`` does when it wraps a module: it gives all ranks the first one's parameters.
+"""What gives a model its first weights: ``DistributedDataParallel``, a broadcast, ``load_state_dict``.
 
-A rank that keeps its model must take part in that, as other ranks may have built theirs. But nothing may be written
-to its parameters, which may be the only copy of the state.
+A rank that keeps its model must take part in what is sent, as other ranks may have built theirs. But nothing may be
+written to its parameters, which may be the only copy of the state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import utils
+from torch.nn.modules.module import _IncompatibleKeys
 
 from checkpointless.patches import Patch, Patches
 from checkpointless.transfer.wire import wire_device
@@ -25,7 +26,7 @@ _WHY = "a rank that keeps its model takes part in the first synchronisation of D
 
 
 class FirstSync:
-    """Has another function stand in for the first synchronisation of every wrapper, until :meth:`end`."""
+    """Has other functions stand in for those that give models their first weights, until :meth:`end`."""
 
     def __init__(self) -> None:
         self._patches = Patches()
@@ -35,9 +36,57 @@ class FirstSync:
         self._patches.undo()
         self._patches.make([Patch(utils, "_sync_params_and_buffers", partial(partial, stand), _WHY)])
 
+    def guard(self, kept: Kept) -> None:
+        """Have a broadcast and ``load_state_dict`` leave what is kept as it is, too, until :meth:`end`.
+
+        Args:
+            kept: tells what is kept.
+        """
+        load, broadcast = partial(_loading, kept), partial(_broadcasting, kept)
+        self._patches.make(
+            [
+                Patch(torch.nn.Module, "load_state_dict", load, _WHY),
+                Patch(torch.optim.Optimizer, "load_state_dict", load, _WHY),
+                Patch(dist, "broadcast", broadcast, _WHY),
+                Patch(dist.distributed_c10d, "broadcast", broadcast, _WHY),
+            ]
+        )
+
     def end(self) -> None:
-        """Restore torch's function."""
+        """Restore torch's functions."""
         self._patches.undo()
+
+
+class Kept(Protocol):
+    """Tells what a rank has kept over the last fault."""
+
+    def is_whole(self, owner: torch.nn.Module | torch.optim.Optimizer) -> bool:
+        """Return whether all that belongs to ``owner`` is kept."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies where a tensor does that is kept."""
+
+
+def _loading(kept: Kept, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what loads a state dict, but for what is kept: what is loaded after a fault does not count."""
+
+    @wraps(original)
+    def load(owner: Any, *args: Any, **options: Any) -> Any:
+        if not kept.is_whole(owner):
+            return original(owner, *args, **options)
+        return _IncompatibleKeys([], []) if isinstance(owner, torch.nn.Module) else None
+
+    return load
+
+
+def _broadcasting(kept: Kept, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what broadcasts; a tensor that is kept is sent, and what is received for it is dropped."""
+
+    @wraps(original)
+    def broadcast(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return original(tensor.clone() if kept.has(tensor) else tensor, *args, **options)
+
+    return broadcast
 
 
 def all_keep(group: dist.ProcessGroup, are_kept: bool) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError, active_call_wrapper
@@ -17,13 +18,14 @@ from checkpointless.inprocess.context import tell
 from checkpointless.recovery.held_state import HeldState
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import held_for, manager_of
-from checkpointless.recovery.training.built import BuiltParts, is_compiled
+from checkpointless.recovery.training.built import BuiltParts, is_compiled, taken_by
 from checkpointless.recovery.training.first_sync import FirstSync, all_keep, sync_others
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.telemetry.event_names import EventName
 
 _Built = TypeVar("_Built")
 
+_NOTE = "checkpointless"
 _COMMUNICATES = (
     "keep(build): build communicates, but a rank that lives through a fault does not call it again: wrap modules "
     "and exchange weights behind keep"
@@ -68,7 +70,7 @@ def keep(build: Callable[[], _Built], *, warm: bool = True) -> _Built:
     now = _entry_of(call)
     found = _find(call, now, build)
     is_warm = found is not None
-    parts = found if found is not None else _build(build, call)
+    parts = found if found is not None else _build(build, call, now)
     now.add(parts, is_warm)
     return cast(_Built, parts.returned)
 
@@ -99,11 +101,14 @@ class KeptParts:
         self.parts = list(parts)
         self.is_warm = any(are_warm)
         self._are_warm = list(are_warm)
+        modules = list(modules)
         within = [each for module in modules for each in module.modules()]
         self._wrappers = [weakref.ref(each) for each in within if isinstance(each, DistributedDataParallel)]
         self._is_compiled = any(map(is_compiled, within))
         self._restored = {id(each) for each in tensors}
         self._stepped = {id(each) for each in optimizers}
+        kept = {id(each) for built in self.parts for module in built.modules for each in module.parameters()}
+        self._others = {id(each) for module in modules for each in module.parameters()} - kept
 
     def overwritten(self) -> str:
         """Return what the script has overwritten of the only copy that this rank has of its state; "": nothing.
@@ -129,6 +134,8 @@ class KeptParts:
         for parts in self.parts:
             if any(id(each) not in self._stepped for each in parts.optimizers):
                 return "an optimizer that keep() returned is none of the training's"
+            if any(id(each) in self._others for each in parts.parameters):
+                return "an optimizer that keep() returned has parameters of a module that it did not return"
             apart = {id(each) for each in [*parts.parameters, *parts.buffers]} - self._restored
             different, written = parts.difference(), parts.written(apart)
             if different or written:
@@ -140,6 +147,27 @@ class KeptParts:
         if any(each() is not None for each in self._wrappers):
             gc.collect()
         return any(each() is not None for each in self._wrappers)
+
+    def are_accumulated(self) -> bool:
+        """Return whether hooks may hang on the accumulation of a gradient: a graph or the script refers to it."""
+        parameters = [each for parts in self.parts for each in parts.parameters]
+        if any(map(_is_still_accumulated, parameters)):
+            gc.collect()
+        return any(map(_is_still_accumulated, parameters))
+
+
+def _is_still_accumulated(parameter: torch.Tensor) -> bool:
+    """Return whether somebody holds what adds up a parameter's gradient in C++, where hooks hang that nobody sees.
+
+    Torch makes it anew where nobody holds it. A note in it is gone then.
+    """
+    if not parameter.requires_grad or not parameter.is_leaf:
+        return False
+    notes: Any = get_gradient_edge(parameter).node.metadata
+    notes[_NOTE] = True
+    del notes
+    notes = get_gradient_edge(parameter).node.metadata
+    return notes.pop(_NOTE, None) is not None
 
 
 def begin_with_kept(
@@ -192,19 +220,43 @@ class _Entry:
         self.parts.append(parts)
         self.are_warm.append(is_warm)
         self.sync.begin(self._sync)
+        if is_warm or any(self.are_warm):
+            self.sync.guard(self)
 
-    def _sync(self, original: Any, group: Any, states: list[torch.Tensor], size: int, source: int) -> None:
-        """Stand in for the first synchronisation of a wrapper: nothing that was kept is written to."""
+    def is_whole(self, owner: torch.nn.Module | torch.optim.Optimizer) -> bool:
+        """Return whether all that belongs to ``owner`` was kept over the last fault."""
+        if not self._is_running():
+            return False
+        warm = [parts for parts, is_warm in zip(self.parts, self.are_warm) if is_warm]
+        if isinstance(owner, torch.optim.Optimizer):
+            return any(owner is each for parts in warm for each in parts.optimizers)
+        kept = {id(each) for parts in warm for each in [*parts.parameters, *parts.buffers]}
+        tensors = [*owner.parameters(), *owner.buffers()]
+        return bool(tensors) and all(id(each) in kept for each in tensors)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies where a tensor does that was kept over the last fault."""
+        return self._is_running() and tensor.numel() > 0 and tensor.data_ptr() in self._kept_places()
+
+    def _is_running(self) -> bool:
+        """Return whether the training of this entry is still to begin; an entry may be left before."""
         call = active_call_wrapper()
-        if call is None or not self.is_of(call):  # this entry was left before its training began
-            original(group, states, size, source)
-            return
-        kept = {
+        return call is not None and self.is_of(call)
+
+    def _kept_places(self) -> set[int]:
+        return {
             each.data_ptr()
             for parts, is_warm in zip(self.parts, self.are_warm)
             for each in [*parts.parameters, *parts.buffers]
             if is_warm
         }
+
+    def _sync(self, original: Any, group: Any, states: list[torch.Tensor], size: int, source: int) -> None:
+        """Stand in for the first synchronisation of a wrapper: nothing that was kept is written to."""
+        if not self._is_running():
+            original(group, states, size, source)
+            return
+        kept = self._kept_places()
         are_kept = [each.data_ptr() in kept for each in states]
         if self._generation > 0 and all_keep(group, all(are_kept)):
             return
@@ -230,13 +282,18 @@ def _entry_of(call: HPCallWrapper) -> _Entry:
     return _entry
 
 
-def _build(build: Callable[[], object], call: HPCallWrapper) -> BuiltParts:
+def _build(build: Callable[[], object], call: HPCallWrapper, now: _Entry) -> BuiltParts:
+    known = {id(each) for parts in now.parts for each in parts.all()}
+    foreign = next((each for each in taken_by(build) if id(each) not in known), None)
     before = RngStates.capture()
     launched = process_groups.launched() if call.generation == 0 else {}
     returned = build()
     if call.generation == 0 and process_groups.launched() != launched:
         raise UnrecoverableError(_COMMUNICATES)
-    return BuiltParts(build, returned, (before, RngStates.capture()))
+    parts = BuiltParts(build, returned, (before, RngStates.capture()))
+    if foreign is not None:
+        parts.obstacle = f"build uses a {type(foreign).__name__} that keep() did not return"
+    return parts
 
 
 def _find(call: HPCallWrapper, now: _Entry, build: Callable[[], object]) -> BuiltParts | None:
@@ -279,6 +336,8 @@ def _obstacle(kept: KeptParts, parts: BuiltParts, held: HeldState) -> str | None
         _unwrap(held.live)
     if kept.are_wrapped():
         return "a DistributedDataParallel of the modules is still referred to"
+    if kept.are_accumulated():
+        return "the accumulation of a gradient is still referred to, where hooks may hang"
     return kept.unfit()
 
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.running import BuildAnewError, give_up_held, running_block
+from checkpointless.recovery.training.counters import Followers
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.recovery.training.kept import KeptParts, begin_with_kept
 from checkpointless.recovery.training.loop import LoopTraining
@@ -32,6 +33,10 @@ _LATE_RATES = (
     "fault: schedulers in PlainTraining(schedulers=[...]) step with every update, and anything else changes rates "
     "in a step, before its update()"
 )
+_FOLLOWS = (
+    "no optimizer updates the parameter {}, and it is changed {}: after a fault it would be changed once more, or "
+    "not at all. Change it within the update (the optimizer's register_step_post_hook), or make it a buffer"
+)
 _LEFT_OUT = (
     "a learning-rate scheduler of {} is not known here, and would begin anew after a fault: give it to "
     "PlainTraining(schedulers=[...]), and do not call its step(), which every update does (but that of a "
@@ -41,6 +46,9 @@ _LATE_PLATEAU = (
     "the step() of a ReduceLROnPlateau was called between update() of step {} and the next step, which is not made "
     "again after a fault: call it at the beginning of a step, before its update()"
 )
+
+
+_WATCHED = 3  # steps: an average may begin as what it follows
 
 
 class PlainTraining(LoopTraining, TorchTensors):
@@ -99,6 +107,9 @@ class PlainTraining(LoopTraining, TorchTensors):
         self._plateaus_by_update: list[int] = []
         self._kept: KeptParts | None = None
         self._aside: list[InterruptedUpdate] = []
+        updated = {id(each) for each in self.updated_parameters()}
+        named = [each for of_module in self._named.values() for each in of_module]
+        self._followers = Followers((name, each) for name, each in named if id(each) not in updated)
         self._placed: set[Key] = set()  # of what a recovery has put in its place
         self.begin(call, schedulers)
 
@@ -108,6 +119,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         Args:
             loss: the loss of the step, which is kept with the step if steps are recorded.
         """
+        self._refuse_followers("in a step before its update()")
         self._compute(loss)
         guarded_update(
             self._call.steps.making,
@@ -227,7 +239,8 @@ class PlainTraining(LoopTraining, TorchTensors):
 
         Raises:
             UnrecoverableError: the optimizers have other parameters than at the beginning, or the loop has frozen
-                or freed some, or changed learning rates or stepped a scheduler, behind the update.
+                or freed some, or changed learning rates or other parameters, or stepped a scheduler, behind the
+                update.
         """
         modules = self.take_modules()
         trained, rates = modules["trained"], learning_rates(self.optimizers)
@@ -240,7 +253,25 @@ class PlainTraining(LoopTraining, TorchTensors):
         if is_behind_update and counts != self._plateaus_by_update:
             raise UnrecoverableError(_LATE_PLATEAU.format(self.step))
         self._trained_by_update, self._rates_by_update, self._plateaus_by_update = trained, rates, counts
+        if is_behind_update:
+            self._refuse_followers("between update() and the next step")
+        if self._is_young():
+            self._followers.note()
         return modules
+
+    def _is_young(self) -> bool:
+        return self._call.high_water - self._done < _WATCHED
+
+    def _refuse_followers(self, when: str) -> None:
+        """Refuse, in the first steps of a job, parameters that are changed outside of updates."""
+        changed = self._followers.changed() if self._is_young() else ""
+        if changed:
+            raise UnrecoverableError(_FOLLOWS.format(changed, when))
+
+    @override
+    def _parameter_versions(self) -> list[int]:
+        """Return how often each parameter was written to, those that no optimizer updates among them."""
+        return self.versions()
 
     @override
     def arrange(self) -> None:

@@ -1,5 +1,6 @@
 """Train in DDP, in a loop with one habit that users have: ``STEPS HABIT``."""
 
+import copy
 import os
 import sys
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
@@ -86,6 +88,21 @@ class Late(torch.nn.Module):
         return x * self.scale
 
 
+class Positions(torch.nn.Module):
+    """Has a buffer that grows with the longest batch it has seen."""
+
+    cached: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cached", torch.zeros(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.cached):
+            self.cached = torch.arange(float(len(x))).cos()
+        return x * self.cached[: len(x), None]
+
+
 class Fading(torch.nn.Module):
     """Counts its calls in an attribute."""
 
@@ -112,8 +129,39 @@ OPTIMIZERS: dict[str, Any] = {
     "warms": Warming,
     "schedules": scheduled,
 }
-LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading}
+LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading, "grows": Positions}
+OUTSIDE: dict[str, torch.nn.Sequential] = {}  # what is not built once more when the block is entered again
 EPOCH = 3  # steps
+
+
+class Rows:
+    """Where batches come from."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.loader: Any = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+        self.over: Any = iter(self.loader) if HABIT == "goes-on" else None
+        self.read = (data[at : at + 4] for at in range(ROWS - 4))
+
+    def take(self, step: int) -> torch.Tensor:
+        if HABIT in ("goes-on", "goes-through"):
+            self.over = self.over or iter(self.loader)
+            batch: torch.Tensor = next(self.over)
+            return batch
+        if HABIT == "reads-on":
+            return next(self.read)
+        return self.data[torch.randint(ROWS, (4 + step // 3 if HABIT == "grows" else 8,))]
+
+
+def follow(when: str, teacher: torch.nn.Module, inner: torch.nn.Module) -> None:
+    """Have the teacher follow the model, if that is the habit."""
+    if when == HABIT:
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), inner.parameters()):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+    if f"{when}-data" == HABIT:
+        for mine, theirs in zip(teacher.parameters(), inner.parameters()):
+            mine.data = mine.data * 0.9 + theirs.data * 0.1
 
 
 def ends_of_calls() -> list[int]:
@@ -130,7 +178,10 @@ def enter_step(caller: HPCallWrapper, step: int) -> None:
     """
     if HABIT == "validates":
         dist.barrier()
+    if HABIT == "doubles":
+        torch.set_default_dtype(torch.float64)
     caller.enter_phase("data", step)
+    torch.set_default_dtype(torch.float32)
 
 
 def validate(inner: torch.nn.Module, data: torch.Tensor) -> None:
@@ -148,6 +199,8 @@ def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
     between = LAYERS.get(HABIT, torch.nn.Identity)()
     layers = (torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH))
     inner = torch.nn.Sequential(*layers)
+    if HABIT == "outside":
+        inner = OUTSIDE.setdefault("inner", inner)
     if HABIT == "local":
         return inner, inner
     model = DistributedDataParallel(inner)
@@ -168,30 +221,27 @@ def main(caller: HPCallWrapper) -> None:
         average = AveragedModel(inner)
         modules.append(average)
         optimizer.register_step_post_hook(lambda *_: average.update_parameters(inner))
+    teacher = copy.deepcopy(inner).requires_grad_(False)
+    if HABIT.startswith("follows"):
+        modules.append(teacher)
     torch.manual_seed(100 + dist.get_rank())
     if HABIT == "warms-up":
         model(data[:8]).sum().backward()
-    plateau = None
-    if HABIT in ("plateaus", "late-plateau", "hidden-plateau"):
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
-    schedulers = [plateau] if plateau is not None and HABIT != "hidden-plateau" else []
-    training = PlainTraining(caller, modules, [optimizer], schedulers=schedulers)
+    plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=1) if "plateau" in HABIT else None
+    known = [] if plateau is None or HABIT == "hidden-plateau" else [plateau]
+    training = PlainTraining(caller, modules, [optimizer], schedulers=known)
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
-    loader: Any = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
-    made: dict[str, Any] = {"over": iter(loader) if HABIT == "goes-on" else None}
+    rows = Rows(data)
 
     def make(step: int) -> None:
+        follow("follows", teacher, inner)
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
         enter_step(caller, step)
         if HABIT == "plateaus" and plateau is not None and step % 2 == 0:
             plateau.step(1.0)
-        if HABIT in ("goes-on", "goes-through"):
-            made["over"] = made["over"] or iter(loader)
-            x = next(made["over"])
-        else:
-            x = next(read) if HABIT == "reads-on" else data[torch.randint(ROWS, (8,))]
+        x = rows.take(step)
         caller.enter_phase("forward", step)
         loss = (model(x) - x.roll(1, 1)).square().mean()
         caller.enter_phase("backward", step)
@@ -201,10 +251,10 @@ def main(caller: HPCallWrapper) -> None:
         training.update(loss.item())
         if HABIT == "late-plateau" and plateau is not None:
             plateau.step(1.0)
+        follow("follows-behind", teacher, inner)
         if HABIT == "two-updates":
             training.update(loss.item())
 
-    read = (data[at : at + 4] for at in range(ROWS - 4))
     for last in ends_of_calls():
         for step in training.steps(last):
             if HABIT == "validates":

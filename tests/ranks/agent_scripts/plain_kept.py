@@ -5,13 +5,16 @@
 ``overwrites`` on rank 1 after the first fault only. ``refers``: an old wrapper stays alive. ``communicates``:
 ``build`` does. ``wraps``: it wraps the model. ``scheduler``: it returns a scheduler. ``scratch``: the job may start
 over, and ``overwrites`` is about all ranks. ``quietly``: torch does not count what is written.
-``freezes``: a layer is frozen from step 3 on. ``two``: there are two calls of ``keep``.
+``freezes``: a layer is frozen from step 3 on. ``two``: there are two calls of ``keep``. ``accumulates``: a hook
+hangs where a gradient is accumulated. ``broadcasts``: the loop gives all ranks the first one's weights. ``loads``:
+it loads the newest checkpoint, of which there is none at the start.
 """
 
 import functools
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,10 @@ from checkpointless import CheckpointManager, HPCallWrapper, HPWrapper, PlainTra
 STEPS, WORDS = int(sys.argv[1]), set(sys.argv[2:])
 WIDTH = 64
 MANAGER = CheckpointManager(allow_restart_from_scratch="scratch" in WORDS)
+CHECKPOINT = Path(os.environ["CHECKPOINTLESS_RUN_DIR"], "checkpoint.pt")
 wrappers: list[DistributedDataParallel] = []
+accumulation: list[Any] = []
+accumulated: list[int] = []
 calls = 0
 
 
@@ -104,9 +110,19 @@ def main(caller: HPCallWrapper) -> None:
     is_overwritten = "overwrites" in WORDS and (dist.get_rank() == 1 or "scratch" in WORDS)
     if "writes" in WORDS or (is_overwritten and caller.generation == 1):
         torch.nn.init.ones_(inner.first.bias.data if "quietly" in WORDS else inner.first.bias)
+    for parameter in inner.parameters() if "broadcasts" in WORDS else ():
+        dist.broadcast(parameter.data, 0)
+    if "loads" in WORDS and CHECKPOINT.exists():
+        saved = torch.load(CHECKPOINT)
+        inner.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
     if "hook" in WORDS:
         inner.drop.register_forward_hook(lambda module, args, output: output * 1.5)
     model = wrapped or DistributedDataParallel(Both(inner, extra), find_unused_parameters="freezes" in WORDS)
+    if "accumulates" in WORDS:
+        weight = inner.first.weight
+        accumulation.append(weight.expand_as(weight).grad_fn.next_functions[0][0])
+        accumulation[-1].register_hook(lambda *_: accumulated.append(1))
     if "refers" in WORDS:
         wrappers.append(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -114,6 +130,8 @@ def main(caller: HPCallWrapper) -> None:
     training = PlainTraining(caller, [model], [optimizer, *others], schedulers=[scheduler])
     peak = tensor_bytes()
     for step in training.steps(STEPS):
+        if "loads" in WORDS and step == 4 and dist.get_rank() == 0:
+            torch.save({"model": inner.state_dict(), "optimizer": optimizer.state_dict()}, CHECKPOINT)
         if "freezes" in WORDS and step == 3:
             inner.last.requires_grad_(False)
         inner.drop.train(step <= 3)

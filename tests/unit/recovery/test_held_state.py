@@ -102,3 +102,45 @@ def test_a_moment_is_not_changed_by_what_is_held() -> None:
     held = HeldState(CommitState(1, ready=False, torn=False), {}, {Stage.COMMITTED: moment})
     assert held.go_back_to(Stage.COMMITTED) == {"step": 1}
     assert held.tensors == {}, "a buffer that is not held is not added"
+
+
+def written(held: HeldState) -> bool:
+    """Write to a tensor of ``held`` as another process's weights would; return whether the state is given up."""
+    held.tensors["model", 0, "frozen"].add_(1)
+    held.use()
+    return held.commit.torn
+
+
+def trainable(step: int = 3) -> MadeUpState:
+    live = MadeUpState(step=step)
+    live.present["model", 0, "frozen"] = torch.ones(5)
+    return live
+
+
+def test_what_a_script_writes_to_before_the_recovery_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    held = hold(trainable(), CommitState(3, ready=False, torn=False))
+    assert written(held)
+    assert "frozen was written to since the fault" in caplog.text
+
+
+def test_what_a_script_has_written_to_before_a_second_fault_is_given_up() -> None:
+    held = hold(trainable(), CommitState(3, ready=False, torn=False))
+    held.tensors["model", 0, "frozen"].add_(1)
+    held.outlive()
+    assert held.commit.torn
+
+
+def test_a_recovery_may_write_and_what_is_written_behind_a_second_fault_is_given_up() -> None:
+    held = hold(trainable(), CommitState(3, ready=False, torn=False))
+    held.use()
+    held.tensors["model", 0, "frozen"].add_(1)
+    held.outlive()
+    assert not held.commit.torn
+    assert written(held)
+
+
+def test_buffers_may_be_written_to() -> None:
+    held = hold(trainable(), CommitState(3, ready=False, torn=False))
+    held.tensors["model", 0, "buffer"].add_(1)
+    held.use()
+    assert not held.commit.torn

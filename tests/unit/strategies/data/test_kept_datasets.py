@@ -95,7 +95,10 @@ class Block:
         self.generation += 1
         random.seed(7)
         module = Module(more)
-        trainer: Any = SimpleNamespace(datamodule=module, max_steps=3, lightning_module=SimpleNamespace())
+        loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace()))
+        trainer: Any = SimpleNamespace(
+            datamodule=module, max_steps=3, lightning_module=pl.LightningModule(), fit_loop=loop, callbacks=[]
+        )
         vars(trainer).update(sizes)
         module.trainer = trainer
         call: Any = self
@@ -215,11 +218,15 @@ def put(name: str, value: Callable[[Any], object]) -> Change:
 
 
 PASSING: dict[str, tuple[Change, str]] = {
-    "a stream": (put("more", lambda _: Stream()), "more has a Stream, which is neither"),
-    "a stream in a list": (put("more", lambda _: [[1, Stream()]]), "more has a Stream, which is neither"),
-    "a stream in a dict": (put("more", lambda _: {"a": (Stream(),)}), "more has a Stream, which is neither"),
-    "a loader": (put("more", lambda module: DataLoader(module.train)), "more has a DataLoader, which is neither"),
-    "in place": (lambda module: module.notes.append(3), "setup changed notes in place"),
+    "a stream": (put("more", lambda _: Stream()), "more of the data module has a Stream"),
+    "a stream in a list": (put("more", lambda _: [[1, Stream()]]), "more of the data module has a Stream"),
+    "a stream in a dict": (put("more", lambda _: {"a": (Stream(),)}), "more of the data module has a Stream"),
+    "a loader": (put("more", lambda module: DataLoader(module.train)), "more of the data module has a DataLoader"),
+    "in place": (lambda module: module.notes.append(3), "setup changes notes of the data module in place"),
+    "told to the model": (
+        lambda module: setattr(module.trainer.lightning_module, "classes", module.size),
+        "setup changes the LightningModule.classes",
+    ),
     "to the trainer": (
         put("more", lambda module: Numbers([], trainer=module.trainer)),
         "what setup built leads to the SimpleNamespace",
@@ -230,7 +237,7 @@ PASSING: dict[str, tuple[Change, str]] = {
     ),
     "to the model": (
         put("more", lambda module: Numbers([], model=module.trainer.lightning_module)),
-        "what setup built leads to the SimpleNamespace",
+        "what setup built leads to the LightningModule",
     ),
     "in a closure": (
         put("more", lambda module: Numbers([], transform=lambda item: item + module.size)),

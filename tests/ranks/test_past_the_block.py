@@ -1,0 +1,76 @@
+"""Test what a block hands itself past its arguments: notes of a data module's ``setup``, a model from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.faults.ledger import fired
+from checkpointless.report.verify import compare
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import read_events
+from tests.ranks.agent_job import SCRIPTS
+from tests.ranks.jobs import Job, run_job
+from tests.ranks.nemo_zygote import Zygote
+
+pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
+
+STEPS = 6
+
+
+def fit(zygote: Zygote, run_dir: Path, word: str, *faults: str) -> Job:
+    script = str(SCRIPTS / "lightning_setup.py")
+    return run_job(zygote, run_dir, 2, script=script, args=(str(STEPS), word), faults=faults)
+
+
+def require_equal(zygote: Zygote, folder: Path, word: str, *faults: str) -> Job:
+    """Fit through ``faults``, each of which happens once, and require what a run without them computes."""
+    calm = fit(zygote, folder / "calm", word)
+    assert calm.code == 0, calm.story()
+    job = fit(zygote, folder / "run", word, *faults)
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == dict.fromkeys(faults, 1)
+    verdict = compare(calm.steps, job.steps)
+    assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
+    assert verdict.steps == STEPS
+    return job
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("attribute", "setup changes the LightningModule.scale"),
+        ("hparams", "setup changes the LightningModule._hparams"),
+        ("buffer", "setup changes the LightningModule.weight"),
+        ("nothing", None),
+    ],
+)
+def test_a_setup_that_tells_others_of_its_data_is_called_again(
+    nemo_zygote: Zygote, tmp_path: Path, word: str, reason: str | None
+) -> None:
+    job = require_equal(nemo_zygote, tmp_path, word, "exception@backward:rank=1,step=3")
+    told = [event.fields for event in read_events(job.run_dir) if event.stage == EventName.DATASETS]
+    assert [(each["kept"], each.get("reason")) for each in told] == [(reason is None, reason)] * 2, told
+
+
+def test_a_module_from_outside_is_as_good_under_lightning(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    """The old trainer's wrapper is gone, and DDP writes the weights of a new rank 0 to nothing that is held."""
+    faults = (
+        "exception@backward:rank=1,step=2",
+        "sigkill@backward:rank=0,step=3",
+        "sigkill@optimizer:rank=1,step=4",
+        "exception@forward:rank=0,step=6",
+    )
+    require_equal(nemo_zygote, tmp_path, "outside", *faults)
+
+
+def test_a_module_from_outside_that_gets_the_weights_of_a_new_process_is_no_source(
+    nemo_zygote: Zygote, tmp_path: Path
+) -> None:
+    """In a loop of one's own, DDP gives all ranks the weights of rank 0, which has just been made."""
+    script, fault = str(SCRIPTS / "plain_habits.py"), "sigkill@backward:rank=0,step=3"
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=script, args=(str(STEPS), "outside"), faults=(fault,))
+    assert job.code == 1, job.story()
+    assert "0.weight was written to since the fault: what the block trains must be built in it" in job.log(1)
+    assert all(record.step < 3 for rank in range(2) for record in job.steps.get(rank, ())), "it trained on"
