@@ -123,6 +123,8 @@ class WarmStart:
         if self._kept is not None:
             noted = self._kept.noted[len(self._noted)]
             values.update(noted)
+            if not self._everywhere:
+                self._kept.take_part(len(self._noted), module.config.params_dtype)
         else:
             before = dict(values)
             module.configure_model(vp_stage=vp_stage)

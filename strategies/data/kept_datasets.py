@@ -36,8 +36,9 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 #: Of a module: what is looked at in another way, and what leads to the trainer.
 _APART = frozenset({"_parameters", "_buffers", "_modules", "_trainer", "_fabric"})
 #: What leads to everything, or to nothing.
-_CLOSED = (*_PLAIN, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType)
-_MOST_OBJECTS = 300_000
+_CLOSED = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+_MOST_OBJECTS = 3_000_000  # a second or two, and a quarter of a gigabyte while they are looked at
+_AT_ONCE = 1_000
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ class _Kept:
 
     generation: int = -1
     calls: int = 0  # in that generation
-    built: dict[int, _Built] = field(default_factory=dict)
-    obstacles: dict[int, str] = field(default_factory=dict)  # why there is nothing of a call
+    built: dict[int, _Built | str] = field(default_factory=dict)  # or why a call has left nothing
 
     def next_call(self, generation: int) -> int:
         """Return the number of the next call in ``generation``."""
@@ -104,28 +104,21 @@ def keep_datasets(trainer: pl.Trainer, call: HPCallWrapper) -> None:
             RngStates.capture().without_sources(),
             _found(module, trainer, stage),
         )
-        earlier = kept.built.pop(number, None)
-        reason = kept.obstacles.pop(number, None) or _difference(earlier, found, streams)
-        if call.generation > 0 and true_on_all(reason is None):
-            assert earlier is not None
+        earlier = _agree(kept.built, number, found, streams) if call.generation > 0 else None
+        if earlier is not None:
             vars(module).update(earlier.built)
             earlier.left.restore()
-            kept.built[number] = earlier
             tell(EventName.DATASETS, kept=True, seconds=time.monotonic() - began_s)
             return
-        if call.generation > 0:
-            tell(EventName.DATASETS, kept=False, reason=reason or "another rank sets its data module up")
+        # Only now, for a further fault; and before anything is built in its place.
+        kept.built[number] = "a fault came while its data module was set up"
         before, told = dict(vars(module)), _told(trainer)
         setup(stage)
         built = {name: value for name, value in vars(module).items() if before.get(name, before) is not value}
-        obstacle = _obstacle(built, found, _found(module, trainer, stage), trainer)
-        changed = differing(told, _told(trainer))
-        if changed is not None:
-            obstacle = f"setup changes {changed}"
-        if obstacle is None:
-            kept.built[number] = _Built(found, streams, built, RngStates.capture().without_sources())
-        else:
-            kept.obstacles[number] = obstacle
+        changed, after = differing(told, _told(trainer)), _found(module, trainer, stage)
+        in_place = [name for name in found if name not in built and after.get(name, before) != found[name]]
+        reason = f"setup changes {changed}" if changed is not None else _why_not(in_place, built, trainer)
+        kept.built[number] = reason or _Built(found, streams, built, RngStates.capture().without_sources())
 
     module.setup = once
 
@@ -169,57 +162,88 @@ def _plain_in(part: object) -> dict[str, object]:
     return pictures({key: value for key, value in values.items() if isinstance(value, _PLAIN)})
 
 
-def _obstacle(
-    built: Mapping[str, Any], found: Mapping[str, object], after: Mapping[str, object], trainer: Any
-) -> str | None:
-    """Return why what ``setup`` has built cannot be used once more, in a phrase; None: it can."""
-    in_place = next((name for name in found if name not in built and after.get(name, found) != found[name]), None)
-    if in_place is not None:
-        return f"setup changes {in_place} of the data module in place"
-    passing = next((name for name, value in built.items() if not _is_lasting(value)), None)
-    if passing is not None:
-        return f"{passing} of the data module is no map-style dataset and no plain value"
-    owners = (trainer.datamodule, trainer, trainer.lightning_module)
-    return "what setup has built refers to the trainer" if reaches(built, owners) else None
+def _agree(
+    results: Mapping[int, _Built | str], number: int, found: Mapping[str, object], streams: RngStates
+) -> _Built | None:
+    """Return what the call of ``number`` has built, if every rank can use its own again; None: all build anew."""
+    earlier = results.get(number, "its process is new, or the fault came before its data module was set up")
+    reason = earlier if isinstance(earlier, str) else _difference(earlier, found, streams)
+    if true_on_all(reason is None):
+        assert not isinstance(earlier, str)
+        return earlier
+    tell(EventName.DATASETS, kept=False, reason=reason or "another rank sets its data module up")
+    return None
 
 
-def _difference(earlier: _Built | None, found: Mapping[str, object], streams: RngStates) -> str | None:
+def _difference(earlier: _Built, found: Mapping[str, object], streams: RngStates) -> str | None:
     """Return why ``setup`` may build something else than before the fault, in a phrase; None: the same."""
-    if earlier is None:
-        return "nothing was kept"
     name = differing(earlier.found, found)
     if name is not None:
         return f"{name} is another one"
     return None if streams.same_streams(earlier.streams) else "random numbers were drawn otherwise before"
 
 
-def _is_lasting(value: object) -> bool:
-    """Return whether a value that ``setup`` has made can be used once more: training does not change it."""
-    if isinstance(value, IterableDataset):
-        return False
-    if isinstance(value, list | tuple):
-        return all(_is_lasting(each) for each in value)
-    if isinstance(value, dict):
-        return all(_is_lasting(each) for each in value.values())
-    return isinstance(value, (*_PLAIN, Dataset))
-
-
-def reaches(root: object, targets: Sequence[object]) -> bool:
-    """Return whether one of ``targets`` can be reached from ``root``; True if there is too much to look at.
+def _why_not(in_place: Sequence[str], built: Mapping[str, object], trainer: pl.Trainer) -> str | None:
+    """Return why what ``setup`` has built cannot be used after a fault, in a phrase; None: it can.
 
     Args:
-        root: where to begin; classes, modules and functions are not looked into.
-        targets: the objects that are looked for.
+        in_place: the attributes that it has changed without replacing them.
+        built: the attributes that are new or other ones.
+        trainer: the trainer, which ends with its generation, as its model and its data module do.
     """
-    wanted, seen, due = {id(each) for each in targets}, {id(root)}, [root]
+    if in_place:
+        return f"setup changes {in_place[0]} of the data module in place"
+    for name, value in built.items():
+        kind = _passing(value)
+        if kind is not None:
+            return f"{name} of the data module has a {kind}, which is no map-style dataset and no plain value"
+    owners: Any = trainer
+    return leads_to(built, (owners.datamodule, trainer, trainer.lightning_module))
+
+
+def _passing(value: object) -> str | None:
+    """Return the class of a part of a value that training may change; None: it can be used once more."""
+    seen, due = {id(value)}, [value]
     while due:
-        for each in gc.get_referents(due.pop()):
+        each = due.pop()
+        if isinstance(each, list | tuple | dict):
+            parts = each.values() if isinstance(each, dict) else each
+            inner = [part for part in parts if not isinstance(part, _PLAIN) and id(part) not in seen]
+            seen.update(id(part) for part in inner)
+            due += inner
+        elif isinstance(each, IterableDataset) or not isinstance(each, (*_PLAIN, Dataset)):
+            return type(each).__name__
+    return None
+
+
+def leads_to(root: object, targets: Sequence[object]) -> str | None:
+    """Return which of ``targets`` can be reached from ``root``, or that there is too much to look at, in a phrase.
+
+    Args:
+        root: where to begin; classes, modules and the globals of functions are not looked into.
+        targets: the objects that are looked for.
+
+    Returns:
+        A phrase; None: none of them can be reached.
+    """
+    wanted, seen, due = {id(each): each for each in targets}, {id(root)}, [root]
+    while due:
+        some = due[-_AT_ONCE:]
+        del due[-_AT_ONCE:]
+        for each in gc.get_referents(*some):
             if id(each) in wanted:
-                return True
-            if isinstance(each, _CLOSED) or id(each) in seen:
+                return f"what setup built leads to the {type(each).__name__}"
+            # What is not tracked refers to nothing that is: plain values, and tuples of such values.
+            if id(each) in seen or not gc.is_tracked(each) or isinstance(each, _CLOSED):
                 continue
             seen.add(id(each))
-            due.append(each)
+            due += _inside(each) if isinstance(each, types.FunctionType) else [each]
             if len(seen) > _MOST_OBJECTS:
-                return True
-    return False
+                return f"what setup built has more than {_MOST_OBJECTS:,} objects"
+    return None
+
+
+def _inside(function: types.FunctionType) -> list[object]:
+    """Return what belongs to a function alone."""
+    own = (function.__closure__, function.__defaults__, function.__kwdefaults__, function.__dict__)
+    return [each for each in own if each]

@@ -18,6 +18,7 @@ from tests.ranks.nemo_zygote import Zygote
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
 DROPOUT = ("model.config.hidden_dropout=0.1", "model.config.attention_dropout=0.1")
+TIED = ("model.config.share_embeddings_and_output_weights=true",)
 TP2 = ("strategy.tensor_model_parallel_size=2",)
 PP2 = ("strategy.pipeline_model_parallel_size=2",)
 VPP = (*PP2, "strategy.virtual_pipeline_model_parallel_size=2", "model.config.num_layers=4")
@@ -160,11 +161,15 @@ def test_a_callback_that_acts_before_the_restore_finds_a_new_model(
     assert len(told(job)) == 4
 
 
-def test_stages_that_tie_their_embeddings_build_together(disturb: Disturb) -> None:
-    """A first stage that is made anew exchanges weights with the last one while both build."""
-    tied = (*PP2, "model.config.share_embeddings_and_output_weights=true")
-    job = disturb(4, 8, "exception@forward:rank=3,step=3", "sigkill@forward:rank=0,step=5", args=tied)
-    assert [each["kept"] for each in told(job)] == [True] * 4 + [False] * 3, told(job)
+@pytest.mark.parametrize(
+    "args", [(*PP2, *SMALL), pytest.param((*VPP, *BF16), marks=pytest.mark.long)], ids=["pp2", "vpp-bf16"]
+)
+def test_stages_that_tie_their_embeddings_are_kept(disturb: Disturb, args: tuple[str, ...]) -> None:
+    """A stage that is made anew exchanges weights with the other one, which is kept, while it builds: both ways."""
+    faults = ("exception@forward:rank=3,step=3", "sigkill@forward:rank=0,step=5", "sigkill@optimizer:rank=3,step=7")
+    once = "callbacks.once={_target_: tests.ranks.warm_checks.NoSecondModel}"
+    job = disturb(4, 9, *faults, args=(*args, *TIED, once))
+    assert [each["kept"] for each in told(job)] == [True] * 10, told(job)
 
 
 def test_an_update_that_is_made_again_without_main_parameters(disturb: Disturb) -> None:

@@ -21,6 +21,7 @@ TE = (
     "path: nemo.collections.llm.gpt.model.base.transformer_engine_layer_spec}",
 )
 GROUPED = (*(each for each in EP2 if "grouped_gemm" not in each), "model.config.moe_grouped_gemm=true")
+PARTS_OF_SEQUENCES = ("strategy.context_parallel_size=2", "strategy.sequence_parallel=true")
 FAULTS = (
     "exception@backward:rank=2,step=3",
     "sigkill@optimizer:rank=1,step=6",
@@ -51,13 +52,14 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     "args",
     [
-        DROPOUT,
-        pytest.param((*TP2, *DROPOUT), marks=pytest.mark.long),  # lora, below, has two tensor-parallel ranks
+        pytest.param(DROPOUT, marks=pytest.mark.long),  # lora, below, has dropout and two tensor-parallel ranks
+        pytest.param((*TP2, *DROPOUT), marks=pytest.mark.long),
         (*GROUPED, *SMALL),
+        (*TP2, *PARTS_OF_SEQUENCES, *SMALL),
         pytest.param((*BF16, *DROPOUT), marks=pytest.mark.long),
         pytest.param(OVERLAP, marks=pytest.mark.long),
     ],
-    ids=["dp4", "tp2", "grouped", "bf16", "overlap"],
+    ids=["dp4", "tp2", "grouped", "sequence-and-context-parallel", "bf16", "overlap"],
 )
 def test_survivors_keep_their_model(disturb: Disturb, tmp_path: Path, args: tuple[str, ...]) -> None:
     checker = f"callbacks.checker={{_target_: tests.ranks.warm_checks.OldGroups, folder: '{tmp_path / 'groups'}'}}"

@@ -17,6 +17,7 @@ from checkpointless.report.verify import Steps, compare
 from tests.ranks.jobs import Disturb, Job, run_job
 from tests.ranks.layouts import DROPOUT, EP2, TP2
 from tests.ranks.nemo_zygote import Zygote
+from tests.ranks.test_warm import told
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(420)]
 
@@ -57,7 +58,7 @@ def through_faults(disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULT
             "strategy.context_parallel_size=2",
             "strategy.sequence_parallel=true",
             "data.micro_batch_size=4",
-            layers("parallel_layers"),
+            layers("parallel_layers"),  # built anew; test_warm_te.py has those of Megatron
         ),
         (
             "strategy.pipeline_model_parallel_size=2",
@@ -88,7 +89,10 @@ def through_faults(disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULT
     ],
 )
 def test_megatrons_options(disturb: Disturb, args: tuple[str, ...]) -> None:
-    through_faults(disturb, *args)
+    job = through_faults(disturb, *args)
+    builds_anew = any("parallel_layers" in each for each in args)
+    assert [each["kept"] for each in told(job)] == [not builds_anew] * 7, told(job)  # of 4 ranks, then of 3
+    assert not builds_anew or all("layers.Norm keeps" in each["reason"] for each in told(job))
 
 
 def test_a_parameter_gather_that_overlaps_with_the_next_step(disturb: Disturb) -> None:
@@ -114,7 +118,8 @@ FP8 = (
 def test_scales_that_follow_from_earlier_steps(disturb: Disturb, layout: tuple[str, ...]) -> None:
     validates = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1")
     faults = ("sigkill@backward:rank=0,step=2", *FAULTS)
-    through_faults(disturb, *FP8, *layout, *validates, faults=faults)
+    job = through_faults(disturb, *FP8, *layout, *validates, faults=faults)
+    assert not any(each["kept"] for each in told(job)), "scales belong to a step"
 
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("tensorwise", marks=pytest.mark.long)])
@@ -130,6 +135,7 @@ def test_parameters_in_fp8(disturb: Disturb, recipe: str) -> None:
     job = disturb(4, STEPS, *faults, args=(*SMALL, plugin, layer), limit_s=140)
     assert [incident.target for incident in job.incidents] == [0, 4, 5]
     assert [incident.respawned for incident in job.incidents] == [(0,), (1, 2), ()]
+    assert not any(each["kept"] for each in told(job))
 
 
 # --- fp16 ---------------------------------------------------------------------------------------------------------
@@ -167,6 +173,7 @@ def test_faults_behind_the_loss_scaler(
     assert [incident.target for incident in job.incidents] == [0, 3, 5]
     assert [incident.respawned for incident in job.incidents] == [(), (1,), ()]
     assert _overflows(job) == {1: True, 4: True, 6: False}
+    assert [each["kept"] for each in told(job)] == [True] * 11, told(job)
     verdict = compare(undisturbed(4, args), job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
 

@@ -6,9 +6,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -88,6 +91,7 @@ class KeptModel:
         self.streams = streams
         self._built = blueprint_of(self.chunks)
         self._marks = _marks(optimizer)
+        self._ties = [_ties_embeddings(chunk) for chunk in self.chunks]  # while it is built
         self._modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
         self._trackers = [get_cuda_rng_tracker()]  # of random streams
         self._generations = [groups_now()]  # to which references may point: a fault may come while they change
@@ -120,13 +124,13 @@ class KeptModel:
 
     @property
     def builds_together(self) -> bool:
-        """Whether ranks that build this model exchange more than the keys of param groups: tied embeddings."""
+        """Whether ranks that build this model may exchange more than keys of param groups and tied embeddings."""
         config = get_model_config(self.chunks[0])
         if config.pipeline_model_parallel_size == 1:
             return False
-        return bool(
-            getattr(config, "share_embeddings_and_output_weights", True) or getattr(config, "mtp_num_layers", None)
-        )
+        shares = getattr(config, "share_embeddings_and_output_weights", True)
+        known = all(type(_inside(chunk)) is GPTModel for chunk in self.chunks)
+        return bool(getattr(config, "mtp_num_layers", None) or (shares and not known))
 
     def mismatch(self, plans: Plans) -> str | None:
         """Return what the next generation's model would have otherwise, in a phrase; None: it is the same.
@@ -167,21 +171,15 @@ class KeptModel:
         return replaced
 
     def _reset(self) -> None:
-        """Undo what a half-made step has left in buckets, pipeline stages and gradients."""
+        """Undo what a half-made step has left in buckets and modules: each step clears gradients when it begins."""
         for chunk in self.chunks:
             for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
-                group.reset()
                 group.param_gather_handle = group.grad_reduce_handle = None
                 group.param_gather_dispatched = False
             for module in chunk.modules():
                 if getattr(module, "input_tensor", None) is not None:
                     module.input_tensor = None
                 transformer_engine.reset(module)
-            for parameter in chunk.parameters():
-                if not _is_held(parameter):
-                    parameter.grad = None
-                if hasattr(parameter, "grad_added_to_main_grad"):
-                    parameter.grad_added_to_main_grad = False
         for module, training in self._modes:
             module.training = training
         if self.bound is not None:
@@ -201,7 +199,7 @@ class KeptModel:
             if [id(each) for each in model_chunks] != [id(each) for each in self.chunks]:
                 return original(config, list(model_chunks), **options)
             if not everywhere:
-                self._take_part(config, options)
+                self._gather_keys(config, options)
             self._renew(config)
             return self.optimizer
 
@@ -211,7 +209,21 @@ class KeptModel:
         finally:
             megatron_optimizer.get_megatron_optimizer = original
 
-    def _take_part(self, config: OptimizerConfig, options: Mapping[str, Any]) -> None:
+    def take_part(self, index: int, dtype: torch.dtype) -> None:
+        """Take part in what ranks exchange that build a chunk: tied embeddings. Collective with the other stage.
+
+        The weight of the stage that builds is overwritten by the restore, whatever it gets here.
+
+        Args:
+            index: the chunk.
+            dtype: the type in which the parameters are built.
+        """
+        if self._ties[index]:
+            weight = _inside(self.chunks[index]).shared_embedding_or_output_weight()
+            given = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+            dist.all_reduce(given, group=parallel_state.get_embedding_group())
+
+    def _gather_keys(self, config: OptimizerConfig, options: Mapping[str, Any]) -> None:
         """Gather the keys of param groups with ranks that make an optimizer: of dense and of expert parameters."""
         names = ("no_weight_decay_cond", "scale_lr_cond")
         filters: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -240,10 +252,22 @@ class KeptModel:
             group["weight_decay"] = group["pre_mult_wd"] * group.get("pre_wd_mult", 1.0)
 
 
-def _is_held(parameter: Any) -> bool:
-    """Return whether a gradient is what a held update is made from, for want of main parameters."""
-    grad, main = parameter.grad, getattr(parameter, "main_grad", None)
-    return grad is not None and main is not None and grad.data_ptr() == main.data_ptr()
+def _inside(chunk: Any) -> Any:
+    """Return the model in its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _ties_embeddings(chunk: Any) -> bool:
+    """Return whether a stage exchanges the weight that it shares with another one while it is built.
+
+    The condition is that of Megatron's ``LanguageModule.setup_embeddings_and_output_layer``.
+    """
+    model = _inside(chunk)
+    if not getattr(model, "share_embeddings_and_output_weights", False):
+        return False
+    return bool(get_model_config(chunk).pipeline_model_parallel_size > 1 and model._is_in_embd_group())
 
 
 def _marks(optimizer: Any) -> list[object]:

@@ -294,3 +294,37 @@ def test_the_store_is_known_by_its_address(host: str, is_cut: int, monkeypatch: 
             assert mine.recv(1) == b""
     else:
         assert still_talk(mine, other)
+
+
+def test_a_group_that_shares_its_connections_opens_none(
+    listings: Listings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As there are many such groups, and what is opened meanwhile, by a logger's thread, is not theirs."""
+    shared = SharedBackends()
+    make_group = listings.make_group
+
+    def make(*_: object, **__: object) -> None:
+        """Make a backend unless there is one, as ``gloo_connect`` does, while another thread opens a connection."""
+        shared.get(lambda: make_group() or object())
+        another.make_group()
+
+    another = Listings()
+    monkeypatch.setattr(c10d, gloo_sockets._FACTORY, make)
+    noted = GlooSockets(shared)
+    noted.install()
+    shared.install()  # later, so that it is asked first
+    try:
+        with shared.sharing():
+            factory: Callable[..., Any] = getattr(c10d, gloo_sockets._FACTORY)
+            factory(4, 2, [0, 1, 2, 3], "gloo")
+            first = listings.count
+            for _ in range(10):
+                factory(4, 2, [0, 1, 2, 3], "gloo")
+        assert (first, listings.count) == (2, 2)
+        assert noted.shutdown() == 4, "the connections of the first, and what was opened while it was made"
+        noted.release()
+    finally:
+        shared.uninstall()
+        noted.uninstall()
+        for each in another.open:
+            each.close()

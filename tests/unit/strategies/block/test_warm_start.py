@@ -1,22 +1,163 @@
-"""Test what is given back where NeMo sets up a model."""
+"""Test when a fit takes the model that was kept, and when it builds in the memory of the old one."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+pytest.importorskip("nemo.lightning", reason="needs NeMo")
+
+from checkpointless.inprocess.parameter_update_lock import CommitState
+from checkpointless.recovery.held_state import HeldState
+from checkpointless.recovery.rng import RngStates
+from checkpointless.strategies.block import warm_start
+from checkpointless.strategies.block.warm_start import WarmStart
 
 pytestmark = pytest.mark.nemo
+
+
+class Kept:
+    """Stands in for a kept model.
+
+    Args:
+        mismatch: why it is another one than the one that would be built.
+        unfit: why it cannot be kept.
+        builds_together: whether all build if one does.
+    """
+
+    def __init__(
+        self, mismatch: str | None = None, unfit: str | None = None, builds_together: bool = False
+    ) -> None:
+        self.streams = RngStates.capture().without_sources(), RngStates.capture()
+        self.builds_together = builds_together
+        self._mismatch, self._unfit = mismatch, unfit
+
+    def mismatch(self, plans: Mapping[str, object]) -> str | None:
+        return self._mismatch
+
+    def unfit(self) -> str | None:
+        return self._unfit
+
+
+class Job:
+    """What the ranks around a fit say, and what this one tells."""
+
+    def __init__(self) -> None:
+        self.obstacle: str | None = None
+        self.everyone = True
+        self.early: list[object] = []
+        self.told: list[Mapping[str, Any]] = []
+
+    def start(self, kept: Kept | None, held: HeldState | None = None, offload: bool = False, fit: int = 1) -> Any:
+        """Set up the fit after the first one of the block, for which a model may have been kept."""
+        strategy: Any = SimpleNamespace(lightning_module=SimpleNamespace())
+        start: Any = WarmStart(strategy)
+        manager: Any = SimpleNamespace(
+            kept=None if kept is None else (fit, kept), fit=0, enable_offload=offload, _held=held
+        )
+        start.agree(manager)
+        assert (manager.kept is not None) == start.is_warm or fit != 1
+        return start
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    made = Job()
+    random.seed(3)
+    monkeypatch.setattr(warm_start, "_obstacle", lambda strategy: made.obstacle)
+    monkeypatch.setattr(warm_start, "_plans", lambda strategy: {})
+    monkeypatch.setattr(warm_start, "_early", lambda strategy: made.early)
+    monkeypatch.setattr(warm_start, "true_on_all", lambda mine: mine and made.everyone)
+    monkeypatch.setattr(warm_start, "tell", lambda name, **fields: made.told.append(fields))
+    return made
+
+
+def test_what_is_the_same_is_taken(job: Job) -> None:
+    assert job.start(Kept()).is_warm
+    assert job.told == []
+
+
+def test_a_rank_keeps_its_model_although_another_one_builds(job: Job) -> None:
+    job.everyone = False
+    assert job.start(Kept()).is_warm
+
+
+def test_ranks_that_build_together_do_so_if_one_does(job: Job) -> None:
+    assert job.start(Kept(builds_together=True)).is_warm
+    job.everyone = False
+    assert not job.start(Kept(builds_together=True)).is_warm
+    assert "another rank builds its model" in job.told[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "reason"),
+    [
+        ({"mismatch": "width of the model is another one"}, "width of the model is another one"),
+        ({"unfit": "the optimizer has other hooks"}, "the optimizer has other hooks"),
+    ],
+)
+def test_what_is_not_the_same_is_built_anew(job: Job, kept: dict[str, str], reason: str) -> None:
+    assert not job.start(Kept(**kept)).is_warm  # type: ignore[arg-type]
+    assert job.told == [{"kept": False, "reason": reason}]
+
+
+def test_what_cannot_be_given_is_built_anew(job: Job) -> None:
+    kept = Kept()
+    job.obstacle = "the model was built before the fit"
+    assert not job.start(kept).is_warm
+    assert job.told == [{"kept": False, "reason": job.obstacle}]
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1)], ids=["python", "torch"])
+def test_other_random_numbers_before_a_model_is_built_give_another_model(job: Job, draw: Any) -> None:
+    kept = Kept()
+    draw()
+    assert not job.start(kept).is_warm
+    assert job.told == [{"kept": False, "reason": "random numbers were drawn otherwise before"}]
+
+
+def test_the_model_of_another_fit_is_not_taken(job: Job) -> None:
+    assert not job.start(Kept(), fit=2).is_warm
+
+
+# --- building in the memory of the old model ----------------------------------------------------------------------
+
+
+def state(**commit: bool) -> HeldState:
+    """Return the state of a fit after its third step."""
+    tensors = {("optimizer", 0, 0, 0, "parameter"): torch.ones(3)}
+    return HeldState(CommitState(3, **{"ready": False, "torn": False, **commit}), tensors, {})  # type: ignore[arg-type]
+
+
+def test_a_state_that_is_built_upon_is_marked(job: Job) -> None:
+    """Else a further fault, while a peer fills it, would find half of it changed and take it for whole."""
+    held = state()
+    start = job.start(Kept(unfit="a hook"), held)
+    assert held.built_upon
+    assert start._old_memory is not None
+    assert not start.overwrites_all, "nothing was built yet"
+
+
+@pytest.mark.parametrize("case", ["kept", "offloaded", "early", "half an update", "another fit"])
+def test_a_state_that_somebody_would_see_changed_is_not_built_upon(job: Job, case: str) -> None:
+    held = state(torn=case == "half an update")
+    held.fit = 2 if case == "another fit" else 1
+    job.early = [object()] if case == "early" else []
+    start = job.start(Kept(unfit=None if case == "kept" else "a hook"), held, offload=case == "offloaded")
+    assert not held.built_upon
+    assert start._old_memory is None
 
 
 def test_a_module_that_another_thread_copies_meanwhile_is_none_of_the_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from nemo.lightning import io
-
-    from checkpointless.strategies.block.warm_start import WarmStart
 
     start: Any = object.__new__(WarmStart)
     start._obstacle, start._kept = None, None

@@ -71,17 +71,21 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.param_init_meta[name] = init_method
 
     def enter(self, inp: torch.Tensor) -> torch.Tensor:
-        """Have the gradient of a column-parallel layer's input summed over the group."""
+        """Have the gradient of a column-parallel layer's input summed over the group, or gather its sequence."""
         if self.tp_size == 1:
             return inp
         from megatron.core.tensor_parallel import mappings  # Megatron imports this module
 
+        if self.sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(inp, group=self.tp_group)
         return mappings.copy_to_tensor_model_parallel_region(inp, group=self.tp_group)
 
     def leave(self, out: torch.Tensor) -> torch.Tensor:
-        """Sum a row-parallel layer's output over the group."""
+        """Sum a row-parallel layer's output over the group, and keep this rank's part of the sequence."""
         if self.tp_size == 1:
             return out
         from megatron.core.tensor_parallel import mappings
 
+        if self.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
         return mappings.reduce_from_tensor_model_parallel_region(out, group=self.tp_group)

@@ -34,6 +34,8 @@ class LayerNormLinear(Linear):
         dtype = options.get("params_dtype", torch.float32)
         self.init_weight("layer_norm_weight", torch.nn.Parameter(torch.ones(in_features, dtype=dtype)), None)
         self.init_weight("layer_norm_bias", torch.nn.Parameter(torch.zeros(in_features, dtype=dtype)), None)
+        for each in (self.layer_norm_weight, self.layer_norm_bias):  # of which each rank sees a part
+            each.sequence_parallel = self.sequence_parallel  # type: ignore[assignment]
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Normalize and multiply; with `return_layernorm_output` return what was normalized, too."""

@@ -32,7 +32,6 @@ class Linear(TransformerEngineBaseModule):
         fuse_wgrad_accumulation: bool = False,
     ) -> None:
         super().__init__()
-        assert not sequence_parallel
         assert not fuse_wgrad_accumulation
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
@@ -41,6 +40,7 @@ class Linear(TransformerEngineBaseModule):
         self.tp_size = tp_group.size() if tp_group is not None else tp_size
         if tp_group is not None or tp_size == 1:
             self.set_tensor_parallel_group(tp_group)
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel  # `module/linear.py:1170`
         self.parallel_mode = parallel_mode
         if parallel_mode == "column":
             self.out_features //= self.tp_size
@@ -52,6 +52,8 @@ class Linear(TransformerEngineBaseModule):
         if bias:
             zeros = torch.zeros(self.out_features, dtype=params_dtype, device=device)
             self.init_weight("bias", torch.nn.Parameter(zeros), None)
+            if parallel_mode == "row":
+                self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[assignment]
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Multiply, with the group's sum where the layer is parallel."""

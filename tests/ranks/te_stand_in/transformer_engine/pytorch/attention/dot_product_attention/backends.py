@@ -19,10 +19,11 @@ class UnfusedDotProductAttention(torch.nn.Module):
         self.scale_mask_softmax = FusedScaleMaskSoftmax()
         self.attention_dropout = torch.nn.Dropout(attention_dropout)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return causal attention, of shape [s, b, h * d]."""
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return attention, of shape [s, b, h * d], of what the mask leaves."""
         scores = torch.einsum("sbhd,tbhd->bhst", query, key)
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         probabilities = self.scale_mask_softmax(scores, mask, "causal", self.softmax_scale)
         with self.attention_dropout_ctx():
             probabilities = self.attention_dropout(probabilities)

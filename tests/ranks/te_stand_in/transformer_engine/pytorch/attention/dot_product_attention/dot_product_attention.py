@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from transformer_engine.pytorch.attention.dot_product_attention.backends import UnfusedDotProductAttention
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -38,6 +39,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         layer_number: int,
         attention_type: str,
         softmax_scale: float | None,
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
     ) -> None:
         super().__init__()
         self.logger = logging.getLogger("DotProductAttention")
@@ -48,8 +53,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.get_rng_state_tracker = get_rng_state_tracker
         self.num_attention_heads, self.layer_number = num_attention_heads, layer_number
         self.attention_type, self.attention_dropout = attention_type, attention_dropout
-        self.cp_group = self.cp_global_ranks = self.cp_stream = None
-        self.cp_comm_type = "p2p"
+        self.cp_group, self.cp_global_ranks, self.cp_stream = cp_group, cp_global_ranks, cp_stream
+        self.cp_comm_type = cp_comm_type
         self.rng_states_tracker = None
         dropout_in: Any = nullcontext
         if not sequence_parallel and get_rng_state_tracker is not None:
@@ -72,7 +77,35 @@ class DotProductAttention(TransformerEngineBaseModule):
     ) -> torch.Tensor:
         """Return the attention of this rank's heads."""
         self.begin_forward(query)
-        return self.unfused_attention(query, key, value)
+        mask = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool).triu(1)
+        if self.cp_group is not None:
+            places = [_places(rank, self.cp_group.size(), key.shape[0]) for rank in range(self.cp_group.size())]
+            key, value = (_Gather.apply(each, self.cp_group) for each in (key, value))
+            mask = torch.cat(places)[None, :] > places[self.cp_group.rank()][:, None]
+        return self.unfused_attention(query, key, value, mask)
+
+
+def _places(rank: int, ranks: int, length: int) -> torch.Tensor:
+    """Return which tokens of a sequence Megatron gives to a rank: a piece of its beginning and one of its end."""
+    piece = length // 2
+    return torch.cat([torch.arange(each * piece, (each + 1) * piece) for each in (rank, 2 * ranks - rank - 1)])
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenates the parts of all ranks of a group, and sums the gradients of each rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
 
 
 def _accept(module: torch.nn.Module, incompatible_keys: Any) -> None:
