@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -32,7 +33,7 @@ from checkpointless.inprocess.finalize import register_cleanup
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 3.0  # for each batch that a worker has read ahead or has under way
+_ANSWER_S = 5.0  # for what workers have read ahead or have under way
 _SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "drop_last", "_auto_collation", "in_order")
 
 
@@ -140,9 +141,8 @@ class _LastingIterator(_MultiProcessingDataLoaderIter):
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as where an iterator is made
         signal_handling._set_worker_pids(id(self), tuple(cast(int, worker.pid) for worker in self._workers))
         self._worker_pids_set = True
-        self._timeout = _ANSWER_S
-        self._reset(loader)
         self._timeout = loader.timeout
+        self._reset(loader)
         self.is_torn = False
 
 
@@ -233,6 +233,15 @@ def _iterate(reference: weakref.ref[DataLoader[Any]], told: Told) -> Any:
 def _goes_on(iterator: _LastingIterator, loader: DataLoader[Any]) -> bool:
     if iterator.is_torn or not are_alive(iterator):
         return False
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        end_workers(iterator)  # which frees who waits for one, in a queue or where it hands a tensor over
+
+    timer = threading.Timer(_ANSWER_S, end)
+    timer.daemon = True
+    timer.start()
     try:
         iterator.go_on(loader)
     except Exception as error:  # noqa: BLE001 - what a worker has sent may fail in any way where it is unpickled
@@ -241,4 +250,7 @@ def _goes_on(iterator: _LastingIterator, loader: DataLoader[Any]) -> bool:
     except BaseException:  # the next fault
         end_workers(iterator)
         raise
-    return True
+    finally:
+        timer.cancel()
+    timer.join()
+    return not is_late.is_set()
