@@ -167,11 +167,12 @@ class RecoverableStrategy(ParallelStrategy):
             The fit, which has yet to take hold of model and optimizer.
 
         Raises:
-            UnrecoverableError: the manager cannot keep the state of such a fit, or a callback does what no recovery
-                could go on with.
+            UnrecoverableError: the manager cannot keep the state of such a fit, a callback does what no recovery
+                could go on with, or another block of the job has trained.
         """
         call = self._call
         assert call is not None
+        call.blocks.begin_training()
         call.beat()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         reason = unfit(callbacks)

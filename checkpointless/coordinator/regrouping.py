@@ -112,8 +112,11 @@ class Regrouping:
         """Begin the next generation if all ranks are at the barrier, and no node is expected back."""
         if not self._roster.all_are(RankState.READY):
             return
-        if not self._job.rendezvous.is_open:
-            self._processes.ensure_store()  # a coordinator that took a job over has none for its next block
+        rendezvous = self._job.rendezvous
+        if not rendezvous.is_open or rendezvous.generation != self._job.coming:
+            # The next block of the same processes: the keys of the one before are in its store, and a coordinator
+            # that took the job over has none.
+            self._processes.ensure_store()
             return
         if self._roster.back_by_s:
             return

@@ -18,6 +18,7 @@ from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess.abort import CheckpointlessAbortManager
 from checkpointless.inprocess.abort.composition import communicators_first
 from checkpointless.inprocess.block.arguments import with_caller
+from checkpointless.inprocess.block.blocks import Blocks
 from checkpointless.inprocess.block.cleanup import BlockCleanup
 from checkpointless.inprocess.block.end import exit_code, forget_frames, is_return, is_victim
 from checkpointless.inprocess.block.entry_modes import EntryModes
@@ -161,6 +162,7 @@ class HPCallWrapper:
         checkpoint_manager: keeps the state across restarts (None until the strategy installs one).
         steps: where training stands: the step in progress, and the stages until the first one after a recovery.
         facts: what this rank's block recorded for later generations and for a successor of this process.
+        blocks: where this is among the blocks of the script.
         board: this rank's board (None under another launcher).
         restart_in_process: if False, this process is replaced after a fault instead of re-entering the block.
         faults: causes this generation's faults: the job's, or else a script's own (None: there are none).
@@ -175,6 +177,7 @@ class HPCallWrapper:
         self.faults: FaultInjector | None = None
         self.board = Board.from_environment()
         self.facts = Facts(self.board)
+        self.blocks = Blocks(self.facts)
         self.client: RankClient = wrapper.hp_api_factory()
         self._now = Generation(own_generation())
         self.steps = StepTracker(self._now, self.board)
@@ -250,12 +253,15 @@ class HPCallWrapper:
         """
         self.start_hp_fault_handling_thread()
         self.client.hello(self.generation)
+        if self.blocks.obstacle:
+            self.handle_fn_exception(UnrecoverableError(self.blocks.obstacle))
         self.initialize_barrier()
         while True:
             result, error = self.launch(fn, *args, **kwargs)
             if is_return(error):
                 notice = self._wait_until_all_are_done()
                 if notice is None:
+                    self.blocks.leave()
                     if self.checkpoint_manager is not None:
                         self.checkpoint_manager.end()
                     return result

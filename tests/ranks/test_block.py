@@ -31,6 +31,32 @@ def test_groups_are_destroyed_also_with_a_clean_up_of_ones_own(tmp_path: Path) -
     assert done(job) == ["generation 1, incarnation 0"] * 3, ended.err
 
 
+@pytest.mark.parametrize(("what", "generation"), [("evaluate", 1), ("raise", 2)])
+def test_another_block_may_follow_the_one_that_trains(tmp_path: Path, what: str, generation: int) -> None:
+    """Its groups meet in a store of their own: keys of the block before led a rank to sockets that were gone."""
+    for repetition in range(3):
+        (folder := tmp_path / str(repetition)).mkdir()
+        job = Job(folder, "two_blocks.py", what)
+        ended = job.end(END_S)
+        assert ended.code == 0, ended.err
+        assert done(job) == [f"generation {generation}, incarnation 0"] * 3, ended.err
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("train", "a block before this one has trained in this job"),
+        ("kill", "a process was lost behind a block that all ranks had left"),
+    ],
+)
+def test_what_another_block_cannot_be_recovered_from_is_said_in_one_line(
+    tmp_path: Path, what: str, reason: str
+) -> None:
+    ended = Job(tmp_path, "two_blocks.py", what).end(END_S)
+    assert ended.code == 1, ended.err
+    assert reason in ended.err
+
+
 @pytest.mark.parametrize(("how", "incarnation"), [("kill", 1), ("raise", 0)])
 def test_who_waits_for_a_rank_that_was_lost_while_a_group_was_made_is_not_replaced(
     tmp_path: Path, how: str, incarnation: int

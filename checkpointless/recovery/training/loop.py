@@ -87,11 +87,12 @@ class LoopTraining(TrainingTensors, ABC):
             schedulers: the learning-rate schedulers, which step with every update.
 
         Raises:
-            UnrecoverableError: a training has begun in this entry of the block before.
+            UnrecoverableError: a training has begun in this entry of the block before, or in another block.
         """
         if call.steps.loops:
             raise UnrecoverableError(_TWO_LOOPS.format(name=type(self).__name__))
         call.steps.loops += 1
+        call.blocks.begin_training()
         repeated_steps.begin_entry()
         self.step = 0
         self._schedulers = list(schedulers)

@@ -1,0 +1,50 @@
+"""The blocks that a rank's script runs one after the other: one of them may train, others may follow."""
+
+from __future__ import annotations
+
+from checkpointless.inprocess.exceptions import UnrecoverableError
+from checkpointless.inprocess.facts import Facts
+
+_LEFT, _TRAINED = "blocks_left", "trained_in_block"  # facts
+_SECOND_TRAINING = (
+    "a block before this one has trained in this job, whose steps are counted: train in one function that "
+    "HPWrapper() wraps (it may call several fits), or in a job for each"
+)
+_BEGUN_ANEW = (
+    "a process was lost behind a block that all ranks had left, and its successor would run that block again: do "
+    "all that is to be recovered in one function that HPWrapper() wraps"
+)
+_left = 0  # in this process
+
+
+class Blocks:
+    """Where a rank's script stands among its blocks, when one of them is entered.
+
+    Args:
+        facts: what outlives this process.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._number = _left
+
+    @property
+    def obstacle(self) -> str:
+        """Why this block cannot be entered: this process is a successor of one that has left it; "" if it can."""
+        return _BEGUN_ANEW if self._facts.get(_LEFT, 0) > self._number else ""
+
+    def begin_training(self) -> None:
+        """Note that this block trains; every entry of it does so anew.
+
+        Raises:
+            UnrecoverableError: another block has.
+        """
+        if self._facts.get(_TRAINED, self._number) != self._number:
+            raise UnrecoverableError(_SECOND_TRAINING)
+        self._facts.keep(_TRAINED, self._number)
+
+    def leave(self) -> None:
+        """Note that all ranks have left this block."""
+        global _left
+        _left = self._number + 1
+        self._facts.keep(_LEFT, _left)
