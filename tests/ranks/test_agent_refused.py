@@ -44,6 +44,7 @@ def test_a_first_fork_that_is_refused_for_a_moment_is_made(tmp_path: Path) -> No
     assert {(incarnation, is_final) for _, incarnation, is_final in refusals(job)} == {(0, False)}
 
 
+@pytest.mark.long  # it waits for half a minute; the units have a clock of their own
 def test_forks_that_stay_refused_end_the_start_in_a_line_and_the_job_at_once(tmp_path: Path) -> None:
     job = Job(tmp_path, "steps.py", env={"REFUSED_FORKS": "3-999999"}, **REFUSES)
     ended = job.end()

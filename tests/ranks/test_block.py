@@ -34,7 +34,7 @@ def test_groups_are_destroyed_also_with_a_clean_up_of_ones_own(tmp_path: Path) -
 @pytest.mark.parametrize(("what", "generation"), [("evaluate", 1), ("raise", 2)])
 def test_another_block_may_follow_the_one_that_trains(tmp_path: Path, what: str, generation: int) -> None:
     """Its groups meet in a store of their own: keys of the block before led a rank to sockets that were gone."""
-    for repetition in range(3):
+    for repetition in range(2):
         (folder := tmp_path / str(repetition)).mkdir()
         job = Job(folder, "two_blocks.py", what)
         ended = job.end(END_S)

@@ -54,7 +54,7 @@ def undisturbed(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -
     [
         pytest.param(DROPOUT, marks=pytest.mark.long),  # lora, below, has dropout and two tensor-parallel ranks
         pytest.param((*TP2, *DROPOUT), marks=pytest.mark.long),
-        (*GROUPED, *SMALL),
+        pytest.param((*GROUPED, *SMALL), marks=pytest.mark.long),
         (*TP2, *PARTS_OF_SEQUENCES, *SMALL),
         pytest.param((*BF16, *DROPOUT), marks=pytest.mark.long),
         pytest.param(OVERLAP, marks=pytest.mark.long),
