@@ -272,7 +272,13 @@ def in_last_backward(training: Training) -> None:
     pending = [each.grad_reduce_handle is not None for each in training.buckets]
     assert any(pending)
     assert not all(pending)
-    assert any(0 < len(each.params_with_grad) < len(each.params) for each in training.buckets)
+    assert any(0 < ready(each) < len(each.params) for each in training.buckets)
+
+
+def ready(group: Any) -> int:
+    """Return of how many parameters in a group of buckets the gradients are ready; Megatron-core 0.16 counts them."""
+    found: Any = getattr(group, "params_with_grad", None) or getattr(group, "per_param_grad_ready_counts", ())
+    return len(found)
 
 
 def in_forward(training: Training) -> None:
