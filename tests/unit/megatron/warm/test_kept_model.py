@@ -276,7 +276,7 @@ def in_last_backward(training: Training) -> None:
 
 
 def ready(group: Any) -> int:
-    """Return of how many parameters in a group of buckets the gradients are ready; Megatron-core 0.16 counts them."""
+    """Return how many parameters of a group have their gradients; Megatron-core 0.16 counts how often."""
     found: Any = getattr(group, "params_with_grad", None) or getattr(group, "per_param_grad_ready_counts", ())
     return len(found)
 
