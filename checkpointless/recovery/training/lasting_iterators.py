@@ -6,6 +6,7 @@ steps go on. One that is made inside of the loop knows the step. The others are 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import operator
@@ -13,7 +14,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from types import FrameType, FunctionType, GeneratorType, ModuleType
+from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -142,14 +143,18 @@ def _referred(iterator: Iterator[Any]) -> Iterator[object]:
             yield from list(own.values())
         elif isinstance(each, tuple):  # zip and map
             yield from each
+        elif isinstance(each, CellType):  # a variable of the function that has made a generator
+            with contextlib.suppress(ValueError):  # it is empty
+                yield each.cell_contents
         else:
             yield each
 
 
 def _follows_steps(iterator: Iterator[Any], depth: int = 0) -> bool:
     """Return whether an iterator is our generator of steps, or goes through it."""
-    if isinstance(iterator, GeneratorType) and str(iterator.gi_code.co_filename).startswith(_FOLDER):
-        return True
+    is_generator = isinstance(iterator, GeneratorType)
+    if is_generator and (iterator.gi_running or iterator.gi_code.co_filename.startswith(_FOLDER)):
+        return True  # what runs now asks for a step
     return depth < _DEEPEST and any(
         _follows_steps(each, depth + 1) for each in _referred(iterator) if _is_iterator(each)
     )

@@ -7,15 +7,17 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from checkpointless.inprocess import UnrecoverableError
-from checkpointless.recovery.training.lasting_iterators import LastingIterators
+from checkpointless.recovery.training.lasting_iterators import LastingIterators, _follows_steps, _iterators_in
+from checkpointless.recovery.training.loop import LoopTraining
 
 DATA = torch.arange(32.0)
 
@@ -25,6 +27,18 @@ def by_index() -> Iterator[torch.Tensor]:
     while True:
         yield DATA[at : at + 2]
         at += 2
+
+
+def by_index_of_a_function() -> Iterator[torch.Tensor]:
+    at = 0
+
+    def batches() -> Iterator[torch.Tensor]:
+        nonlocal at
+        while True:
+            at += 2
+            yield DATA[at : at + 2]
+
+    return batches()
 
 
 def over_epochs() -> Iterator[torch.Tensor]:
@@ -63,6 +77,7 @@ def drawn(stream: torch.Generator) -> int:
 
 MOVES: dict[str, Callable[[], Iterator[Any]]] = {
     "by-index": by_index,
+    "by-index-of-a-function": by_index_of_a_function,
     "over-epochs": over_epochs,
     "list": lambda: iter(DATA.split(2)),
     "cycle": lambda: itertools.cycle(DATA.split(2)),
@@ -139,6 +154,26 @@ def test_it_is_found_in_attributes_and_containers() -> None:
         train_in_list(by_index())
     with pytest.raises(UnrecoverableError, match=r"the iterator streams\['train'\] "):
         train_in_dict(by_index())
+
+
+def test_what_goes_through_the_steps_themselves_is_no_data() -> None:
+    """Such as a progress bar, and what it is made of."""
+    steps: Any = LoopTraining.steps(cast(Any, None), 9)
+
+    def counting() -> Iterator[int]:
+        count = 0
+        yield count
+        for step in steps:
+            count += 1
+            yield step
+
+    bar = counting()
+    next(bar)
+    for each in (steps, bar, zip(steps, DATA), enumerate(bar), iter(map(str, bar))):
+        assert _follows_steps(each)
+    assert not _follows_steps(by_index())
+    shown = tqdm(steps, disable=True)
+    assert [_follows_steps(each) for _, each in _iterators_in({"shown": shown})] == [True]
 
 
 def test_it_is_refused_in_the_third_step_and_not_if_nobody_takes_from_it() -> None:
