@@ -152,12 +152,16 @@ def _referred(iterator: Iterator[Any]) -> Iterator[object]:
 
 def _follows_steps(iterator: Iterator[Any], depth: int = 0) -> bool:
     """Return whether an iterator is our generator of steps, or goes through it."""
-    is_generator = isinstance(iterator, GeneratorType)
-    if is_generator and (iterator.gi_running or iterator.gi_code.co_filename.startswith(_FOLDER)):
-        return True  # what runs now asks for a step
+    if isinstance(iterator, GeneratorType) and _is_ours_or_running(iterator):
+        return True
     return depth < _DEEPEST and any(
         _follows_steps(each, depth + 1) for each in _referred(iterator) if _is_iterator(each)
     )
+
+
+def _is_ours_or_running(generator: GeneratorType[Any, Any, Any]) -> bool:
+    """Return whether a generator yields our steps, or runs now: then it asks for one."""
+    return generator.gi_running or generator.gi_code.co_filename.startswith(_FOLDER)
 
 
 def _place_of(value: object, depth: int = 0) -> object:
