@@ -365,6 +365,7 @@ class Swaps(Callback):
         with torch.no_grad():
             for parameter in pl_module.parameters():
                 parameter.mul_(2.0)
+        trainer.strategy.barrier()  # whoever is interrupted from here on has others
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         with torch.no_grad():
