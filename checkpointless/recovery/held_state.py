@@ -20,6 +20,7 @@ from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.state_tensors import split
 from checkpointless.transfer.tensor_entry import Key
 
+_FILLED = "this rank is filled by its replicas"
 _WRITTEN = (
     "{} was written to since the fault: what the block trains must be built in it, or returned by keep(), and "
     "nothing may be written to it before the recovery"
@@ -105,8 +106,20 @@ class HeldState:
             self._give_up_what_is_written()
         self.is_used = True
 
-    def outlive(self) -> None:
-        """Stay what is held over a further fault, before the recovery was complete."""
+    def outlive(self, memory_is_short: bool = False) -> None:
+        """Stay what is held over a further fault, before the recovery was complete.
+
+        Args:
+            memory_is_short: whether the fault is that memory did not suffice beside what is held. An update that is
+                still to be made is given up for it, because the old trainer takes as much memory as the new one,
+                and then the state.
+        """
+        if memory_is_short and self.live is not None:
+            logger.warning("memory does not suffice beside a trainer that has an update to make: %s", _FILLED)
+            self.let_trainer_go()
+        elif memory_is_short:
+            self.give_up(f"memory does not suffice beside it: {_FILLED}")
+            self.tensors.clear()
         if not self.commit.torn:
             if not self.is_used:
                 self._give_up_what_is_written()

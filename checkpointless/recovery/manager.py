@@ -229,11 +229,14 @@ class CheckpointManager(OwnStateKeeper):
         """
         self._hold(cast(LiveStrategy, trainer.strategy).live_state())
 
-    def hold(self) -> None:
+    def hold(self, memory_is_short: bool = False) -> None:
         """Hold the state of the generation that is over, after the block was left because of a fault.
 
         If that generation had not got its state back yet, what was held before stays. The state of a trainer is
         held through :meth:`save_checkpoint`.
+
+        Args:
+            memory_is_short: whether the fault is that memory did not suffice.
         """
         self._copies.leave()
         attached, self._attached = self._attached, None
@@ -243,7 +246,7 @@ class CheckpointManager(OwnStateKeeper):
         elif attached is not None:
             self._hold(attached)
         elif self._held is not None:
-            self._held.outlive()
+            self._held.outlive(memory_is_short)
         self.parameter_update_lock.forget()
         self.fit = self.offset = 0
 

@@ -139,6 +139,7 @@ class Communicator:
             self._busy -= 1
             if self._device.error is None:
                 self._device.finish(operation)
+            del call, operation, work  # else they hold their tensors while this thread waits
 
     def _connect(self) -> None:
         """Hear of the communicator at the store, and then meet its ranks without the store."""

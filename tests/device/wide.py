@@ -29,11 +29,13 @@ from checkpointless.callbacks import CheckpointlessCallback
 from checkpointless.demo.text import ByteTokenizer, TextDataModule
 from checkpointless.environment import own_generation, own_rank, own_run_dir
 from checkpointless.inprocess import HPWrapper
+from checkpointless.inprocess.parameter_update_lock import ParameterUpdateLock
 from checkpointless.strategies import CheckpointlessMegatronStrategy
 from tests.ranks.warm_checks import HookedModel
 
 SEQ_LENGTH, GLOBAL_BATCH = 16, 8
 LINGERS_AFTER = 2
+LATE_IN = 4
 
 
 class WritesMemory(Callback):
@@ -56,8 +58,7 @@ class WritesMemory(Callback):
         self._write("stepped", trainer)
         torch.cuda.reset_peak_memory_stats()
         if self._lingers and trainer.global_step == LINGERS_AFTER and own_generation() == 0:
-            for _ in range(600):  # until it is interrupted
-                time.sleep(0.05)
+            wait_for_an_interruption()
 
     def _write(self, what: str, trainer: Any) -> None:
         optimizer = trainer.strategy.optimizers[0].mcore_optimizer
@@ -75,6 +76,24 @@ class WritesMemory(Callback):
             file.write(json.dumps(line) + "\n")
 
 
+def wait_for_an_interruption() -> None:
+    """Wait until a fault is handled, or for half a minute."""
+    for _ in range(600):
+        time.sleep(0.05)
+
+
+def be_late() -> None:
+    """Wait between the vote on an update and the update, once."""
+    update = ParameterUpdateLock.update
+
+    def late(lock: ParameterUpdateLock, step: int) -> Any:
+        if step == LATE_IN and own_generation() == 0:
+            wait_for_an_interruption()
+        return update(lock, step)
+
+    ParameterUpdateLock.update = late  # type: ignore[method-assign, assignment]
+
+
 def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser()
@@ -83,6 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--lingers", type=int, help=f"the rank that waits after step {LINGERS_AFTER}; default: none"
     )
+    parser.add_argument("--late", type=int, help=f"the rank whose update {LATE_IN} is late; default: none")
     parser.add_argument(
         "--cold", action="store_true", help="ranks that live through a fault build their model anew"
     )
@@ -99,6 +119,8 @@ def main() -> None:
     """Train."""
     options = parse()
     played.memory.limit = options.bytes
+    if own_rank() == options.late:
+        be_late()
     train(options)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
+
+import torch
 
 from checkpointless.inprocess.exceptions import RankShouldRestart
 
@@ -42,6 +45,19 @@ def is_victim(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def make_room(error: BaseException) -> bool:
+    """Free what the block that ``error`` ended has built, if it got no more memory.
+
+    Returns:
+        Whether it got no more memory.
+    """
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return False
+    forget_frames(error)
+    gc.collect()
+    return True
 
 
 def forget_frames(error: BaseException | None) -> None:

@@ -46,6 +46,7 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
     "/multiprocessing/popen_spawn_posix.py": ("_launch",),
     "/multiprocessing/process.py": ("start",),
     "/multiprocessing/util.py": (),
+    "/weakref.py": ("__call__",),  # of what is called when an object ends, which nobody calls again
     "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
     "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
     "/checkpointless/local_checkpoint/part_file.py": ("_sync_folder",),

@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing.util import Finalize, close_fds  # type: ignore[attr-defined]
 from pathlib import Path
@@ -98,6 +99,20 @@ def test_a_destructor_ends_and_is_interrupted_afterwards() -> None:
 
     slow = [Slow()]
     leave_while(slow.clear)
+    assert ended
+
+
+def test_what_is_called_when_an_object_ends_is_called_to_its_end() -> None:
+    ended = []
+
+    def end() -> None:
+        for _ in range(40):
+            time.sleep(0.005)
+        ended.append(True)
+
+    owners = [Owner()]
+    weakref.finalize(owners[0], end)
+    leave_while(owners.clear)
     assert ended
 
 

@@ -144,3 +144,16 @@ def test_buffers_may_be_written_to() -> None:
     held.tensors["model", 0, "buffer"].add_(1)
     held.use()
     assert not held.commit.torn
+
+
+def test_an_update_gives_way_if_memory_is_short_and_then_the_state() -> None:
+    held = hold(MadeUpState(step=3), CommitState(3, ready=True, torn=False))
+    held.outlive()
+    assert held.live is not None
+    held.outlive(memory_is_short=True)
+    assert held.live is None
+    assert held.commit == CommitState(3, ready=False, torn=False)
+    assert held.tensors
+    held.outlive(memory_is_short=True)
+    assert held.commit.torn
+    assert not held.tensors
