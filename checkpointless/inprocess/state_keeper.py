@@ -11,14 +11,14 @@ class StateKeeper(Protocol):
     :class:`checkpointless.recovery.CheckpointManager` is one. The engine itself knows nothing about the state.
     """
 
-    def hold(self, memory_is_short: bool = False) -> None:
+    def hold(self, error: BaseException | None = None) -> None:
         """Take hold of the state that the block leaves behind.
 
         It runs in the main thread after the abort, before the frames of the block are cleared and before anything
         is cleaned up.
 
         Args:
-            memory_is_short: whether the block ended because it got no more memory; its frames are cleared then.
+            error: the exception that ended the block.
         """
 
     def end(self) -> None:

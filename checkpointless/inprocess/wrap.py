@@ -20,7 +20,7 @@ from checkpointless.inprocess.abort.composition import communicators_first
 from checkpointless.inprocess.block.arguments import with_caller
 from checkpointless.inprocess.block.blocks import Blocks
 from checkpointless.inprocess.block.cleanup import BlockCleanup
-from checkpointless.inprocess.block.end import exit_code, forget_frames, is_return, is_victim, make_room
+from checkpointless.inprocess.block.end import exit_code, forget_frames, is_return, is_victim
 from checkpointless.inprocess.block.entry_modes import EntryModes
 from checkpointless.inprocess.block.entry_streams import EntryStreams
 from checkpointless.inprocess.block.main_thread import MainThread
@@ -373,7 +373,7 @@ class HPCallWrapper:
             with bounded("the device's work", self.wrapper.abort_timeout.total_seconds(), self._replace):
                 wait_for_device()  # the state that is kept may be in its memory
             if self.checkpoint_manager is not None:
-                self.checkpoint_manager.hold(make_room(term_ex))
+                self.checkpoint_manager.hold(term_ex)
             forget_frames(term_ex)
             self._signal_handlers.restore()
             state = HPState.from_environment(self.generation, self.incident)

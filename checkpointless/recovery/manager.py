@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointless.inprocess import ParameterUpdateLock, active_call_wrapper
+from checkpointless.inprocess.block.end import make_room
 from checkpointless.inprocess.context import span, tell
 from checkpointless.inprocess.memory import peak_growth
 from checkpointless.inprocess.parameter_update_lock import CommitState
@@ -229,14 +230,14 @@ class CheckpointManager(OwnStateKeeper):
         """
         self._hold(cast(LiveStrategy, trainer.strategy).live_state())
 
-    def hold(self, memory_is_short: bool = False) -> None:
+    def hold(self, error: BaseException | None = None) -> None:
         """Hold the state of the generation that is over, after the block was left because of a fault.
 
         If that generation had not got its state back yet, what was held before stays. The state of a trainer is
         held through :meth:`save_checkpoint`.
 
         Args:
-            memory_is_short: whether the fault is that memory did not suffice.
+            error: the exception that ended the block.
         """
         self._copies.leave()
         attached, self._attached = self._attached, None
@@ -246,7 +247,7 @@ class CheckpointManager(OwnStateKeeper):
         elif attached is not None:
             self._hold(attached)
         elif self._held is not None:
-            self._held.outlive(memory_is_short)
+            self._held.outlive(make_room(error))
         self.parameter_update_lock.forget()
         self.fit = self.offset = 0
 

@@ -47,8 +47,10 @@ def is_victim(error: BaseException) -> bool:
     return False
 
 
-def make_room(error: BaseException) -> bool:
+def make_room(error: BaseException | None) -> bool:
     """Free what the block that ``error`` ended has built, if it got no more memory.
+
+    This is for a block whose training has not begun: what clears its frames also leaves its loops.
 
     Returns:
         Whether it got no more memory.
