@@ -47,6 +47,7 @@ class HeldState:
         built_upon: whether a model that is built uses some of the tensors: what fills that changes these.
         samples: a few elements of each tensor but buffers, as they were at the newest fault.
         is_used: whether a recovery has begun since, which may write to the tensors.
+        is_superseded: whether the ranks have decided that replicas fill this one.
     """
 
     commit: CommitState
@@ -60,6 +61,7 @@ class HeldState:
     built_upon: bool = False
     samples: Mapping[Key, bytes] = field(default_factory=dict)
     is_used: bool = False
+    is_superseded: bool = False
 
     def go_back_to(self, stage: Stage) -> dict[str, Any]:
         """Hold the state as it was at ``stage``, and drop all other moments.
@@ -111,13 +113,14 @@ class HeldState:
 
         Args:
             memory_is_short: whether the fault is that memory did not suffice beside what is held. An update that is
-                still to be made is given up for it, because the old trainer takes as much memory as the new one,
-                and then the state.
+                still to be made is given up for it, because the old trainer takes as much memory as the new one. If
+                replicas cannot fill the rank beside its state either, that is given up, too. Otherwise a state is
+                kept: it may be the only one.
         """
         if memory_is_short and self.live is not None:
             logger.warning("memory does not suffice beside a trainer that has an update to make: %s", _FILLED)
             self.let_trainer_go()
-        elif memory_is_short:
+        elif memory_is_short and self.is_superseded:
             self.give_up(f"memory does not suffice beside it: {_FILLED}")
             self.tensors.clear()
         if not self.commit.torn:

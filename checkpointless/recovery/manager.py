@@ -417,6 +417,7 @@ class CheckpointManager(OwnStateKeeper):
             if rank in decision.redo:
                 held.redo(target)
             held.let_trainer_go()
+            held.is_superseded = is_filled
             self._base_model.part_from(held)
         self.bytes_received += self._base_model.restore(live, decision, self.memory_budget_bytes)
         self.was_filled = is_filled

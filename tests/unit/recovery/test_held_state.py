@@ -146,14 +146,24 @@ def test_buffers_may_be_written_to() -> None:
     assert not held.commit.torn
 
 
-def test_an_update_gives_way_if_memory_is_short_and_then_the_state() -> None:
+def test_an_update_gives_way_if_memory_is_short_and_then_a_state_that_replicas_have() -> None:
     held = hold(MadeUpState(step=3), CommitState(3, ready=True, torn=False))
     held.outlive()
     assert held.live is not None
     held.outlive(memory_is_short=True)
     assert held.live is None
     assert held.commit == CommitState(3, ready=False, torn=False)
+    held.is_superseded = True
+    held.outlive()
     assert held.tensors
     held.outlive(memory_is_short=True)
     assert held.commit.torn
     assert not held.tensors
+
+
+def test_a_state_that_no_replica_fills_is_kept_if_memory_is_short() -> None:
+    """All ranks may be in the same place."""
+    held = hold(MadeUpState(step=3), CommitState(3, ready=False, torn=False))
+    held.outlive(memory_is_short=True)
+    assert not held.commit.torn
+    assert held.tensors
