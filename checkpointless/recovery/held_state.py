@@ -20,7 +20,6 @@ from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.state_tensors import split
 from checkpointless.transfer.tensor_entry import Key
 
-_FILLED = "this rank is filled by its replicas"
 _WRITTEN = (
     "{} was written to since the fault: what the block trains must be built in it, or returned by keep(), and "
     "nothing may be written to it before the recovery"
@@ -48,6 +47,7 @@ class HeldState:
         samples: a few elements of each tensor but buffers, as they were at the newest fault.
         is_used: whether a recovery has begun since, which may write to the tensors.
         is_superseded: whether the ranks have decided that replicas fill this one.
+        has_replicas: whether other ranks hold all that this one holds, if its update can still be applied.
     """
 
     commit: CommitState
@@ -62,6 +62,7 @@ class HeldState:
     samples: Mapping[Key, bytes] = field(default_factory=dict)
     is_used: bool = False
     is_superseded: bool = False
+    has_replicas: bool = False
 
     def go_back_to(self, stage: Stage) -> dict[str, Any]:
         """Hold the state as it was at ``stage``, and drop all other moments.
@@ -113,15 +114,15 @@ class HeldState:
 
         Args:
             memory_is_short: whether the fault is that memory did not suffice beside what is held. An update that is
-                still to be made is given up for it, because the old trainer takes as much memory as the new one. If
-                replicas cannot fill the rank beside its state either, that is given up, too. Otherwise a state is
-                kept: it may be the only one.
+                still to be made is given up for it if replicas have that update, because the old trainer takes as
+                much memory as the new one. If they cannot fill the rank beside its state either, that is given up,
+                too. What may exist only here is kept.
         """
-        if memory_is_short and self.live is not None:
-            logger.warning("memory does not suffice beside a trainer that has an update to make: %s", _FILLED)
+        if memory_is_short and self.live is not None and self.has_replicas:
+            logger.warning("memory does not suffice beside a trainer that has an update to make: it is given up")
             self.let_trainer_go()
         elif memory_is_short and self.is_superseded:
-            self.give_up(f"memory does not suffice beside it: {_FILLED}")
+            self.give_up("memory does not suffice beside it, and replicas fill this rank")
             self.tensors.clear()
         if not self.commit.torn:
             if not self.is_used:
@@ -170,6 +171,7 @@ class HeldState:
         held = cls(
             commit, _without_gradients(live), moments, digests, live if commit.ready else None, fit, offset, buffers
         )
+        held.has_replicas = held.live is not None and len(live.group()) > 1
         if not commit.torn:
             held.note()
         return held

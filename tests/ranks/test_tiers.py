@@ -108,7 +108,7 @@ def test_pipeline_stages(kept: Kept) -> None:
 def both_holders_at(step: int) -> tuple[str, str]:
     """Return faults that kill both holders of the shard of ranks 0 and 2, the second before it can give it.
 
-    When the first is killed, all ranks have the gradients of the step, and so what they waited for in the one before.
+    When the first is killed, all ranks have the gradients of the step, and so what they waited for before it.
     """
     return f"sigkill@before_optimizer:rank=0,step={step}", f"sigkill@recovery:rank=2,step={step - 1}"
 

@@ -22,7 +22,8 @@ class NeighborMemory(Tier):
         copies: how many other ranks keep a copy of each rank's state, at least 1.
         jump: how many ranks these are apart; 0: as many as a node has ranks, or 1 if there is only one node.
         overlap: copy while the next step is being made. A rank that dies before its copy has arrived costs one more
-            step. With False, training waits for the copies, and no finished step is lost.
+            step. With False, training waits for the copies, and no finished step is lost, unless a further rank
+            dies that was still waiting for its copy when the first died.
 
     Raises:
         ValueError: a number is out of range.

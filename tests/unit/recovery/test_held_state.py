@@ -167,3 +167,12 @@ def test_a_state_that_no_replica_fills_is_kept_if_memory_is_short() -> None:
     held.outlive(memory_is_short=True)
     assert not held.commit.torn
     assert held.tensors
+
+
+def test_an_update_that_no_other_rank_can_have_is_kept_if_memory_is_short() -> None:
+    live = MadeUpState(step=3)
+    live.all_holders = (0,)
+    held = hold(live, CommitState(3, ready=True, torn=False))
+    held.outlive(memory_is_short=True)
+    assert held.live is not None
+    assert held.commit.ready
