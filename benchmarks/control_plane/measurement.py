@@ -65,6 +65,14 @@ def report(
     about: dict[str, Any],
     path: Path | None,
 ) -> None:
+    """Print what was measured.
+
+    Args:
+        measurements: of all cases, sizes and repeats.
+        socket_us: what one message costs over a socket, in us.
+        about: the machine.
+        path: where it goes as JSON; None: nowhere.
+    """
     groups: dict[tuple[str, int], list[Measurement]] = defaultdict(list)
     for measurement in measurements:
         groups[measurement.case, measurement.ranks].append(measurement)

@@ -56,6 +56,7 @@ from checkpointless.wire.rank_state import RankState
 
 RANKS = (64, 1_024, 16_384)
 NPROC = 8
+STAYS_S = 3600.0  # longer than any rank has to leave its block
 HEARTBEAT_S = 60.0
 PROGRESS_PER_S = 4
 STEADY_S = 1.0  # of the job's time
@@ -241,11 +242,11 @@ class World:
             self._lose_node()
         elif case is Case.TAKEOVER:
             self._take_over()
-        self._hear_all()
-        self._obey_all()
-        while any(each.said for each in (*self.nodes, self.spare)):
-            self._hear_all()
-            self._obey_all()
+        self._settle()
+        if case is Case.HANGS:  # who hangs does not leave its block, and is killed when its time is up
+            with self._working():
+                self.coordinator.tick(time.monotonic() + STAYS_S)
+            self._settle()
         self._check(case, generation)
         if FaultNotice in self._last:
             self.measurement.told_s = self._last[FaultNotice] - began_s
@@ -254,6 +255,14 @@ class World:
         done, self.measurement = self.measurement, Measurement("", self.ranks)
         self._train()  # so that the incident is over, and the next one comes after some progress
         return done
+
+    def _settle(self) -> None:
+        """Have all that is said heard and answered."""
+        self._hear_all()
+        self._obey_all()
+        while any(each.said for each in (*self.nodes, self.spare)):
+            self._hear_all()
+            self._obey_all()
 
     def _start(self) -> None:
         for node in self._admit_all():
@@ -322,7 +331,7 @@ class World:
             coordinator.outcome,
             coordinator.generation - before,
             by_type.get("begin", 0),
-            by_type.get("interrupt", 0),
+            by_type.get("fault", 0),
         )
         if found != (None, int(not same), begins, interrupts):
             raise RuntimeError(f"{case.value}, {self.ranks} ranks: it came to {found}")
