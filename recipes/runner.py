@@ -13,16 +13,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.environment import own_world_size
 from checkpointless.megatron import cpu_platform
 from checkpointless.recipes.checks import PLAIN_STRATEGY, check_settings
 from checkpointless.recipes.layout import check_layout, layout_of
+from checkpointless.recipes.objects import ObjectError, make
 from checkpointless.recipes.requirements import Machine, check_requirements
-from checkpointless.recipes.settings import RecipeError, checkpointless_enabled, load, needs_gpu, require_complete
+from checkpointless.recipes.settings import (
+    RecipeError,
+    checkpointless_enabled,
+    load,
+    needs_gpu,
+    remember,
+    require_complete,
+)
 from checkpointless.recipes.tiers import check_tiers, tiers_of
 
 if TYPE_CHECKING:
@@ -82,11 +88,14 @@ def completed(config: DictConfig) -> DictConfig:
 
     Raises:
         RecipeError: the layout does not fit the ranks, or the recipe needs GPUs.
+        OmegaConfBaseException: a value cannot be resolved.
     """
     check_layout(config, layout_of(config, 1, own_world_size()))
     if needs_gpu(config) and not torch.cuda.is_available():
         raise RecipeError("this recipe needs GPUs, and there is none here")
-    return with_checkpointless(config) if checkpointless_enabled(config) else config
+    whole = with_checkpointless(config) if checkpointless_enabled(config) else config.copy()
+    OmegaConf.resolve(whole)
+    return whole
 
 
 def build(config: DictConfig) -> Job:
@@ -190,6 +199,21 @@ def train(config: DictConfig) -> "nl.Trainer":
     return block()
 
 
+def before_ranks(arguments: Sequence[str]) -> None:
+    """Do once what each rank would do first: the process that they are forked from calls this.
+
+    Args:
+        arguments: the recipe and the overrides, as for :func:`main`.
+
+    Raises:
+        RecipeError: the recipe cannot be used, which each rank will say.
+    """
+    from checkpointless.strategies.frameworks import entry_points
+
+    if checkpointless_enabled(remember(arguments[0], arguments[1:])):
+        entry_points.look_up()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train the recipe that is named first in `argv`, with the overrides that follow it.
 
@@ -215,18 +239,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(config: DictConfig, key: str, **objects: Any) -> Any:
-    """Instantiate one part of the recipe; return None if the recipe does not have it."""
-    node = OmegaConf.select(config, key)
-    if node is None:
-        return None
+    """Make one part of the recipe; return None if the recipe does not have it."""
     try:
-        return instantiate(node, _convert_="all", **objects)
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        reason = f"{key}: {str(cause).strip().splitlines()[0]}"
+        return make(config, key, **objects)
+    except ObjectError as error:
+        cause = error.__cause__
         if isinstance(cause, OSError) and not getattr(cause, "filename", None):
-            reason += " (NeMo downloads what a recipe leaves out, such as a tokenizer: name one that is here)"
-        raise RecipeError(reason) from error
+            advice = "NeMo downloads what a recipe leaves out, such as a tokenizer: name one that is here"
+            raise RecipeError(f"{error} ({advice})") from cause
+        raise
 
 
 def _set_with_io(target: Any, attribute: str, value: Any) -> None:

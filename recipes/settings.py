@@ -12,6 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 RECIPES = Path(__file__).parent
 
+#: Recipes that were read before this process was forked, by name and overrides.
+_remembered: dict[tuple[str, ...], DictConfig] = {}
+
 
 class RecipeError(ValueError):
     """Raised if a recipe or an override cannot be used; the message is one line that says what to do."""
@@ -33,13 +36,33 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     Raises:
         RecipeError: the file does not exist or is not a recipe, or an override has an unknown key or a wrong value.
     """
+    known = _remembered.pop((str(recipe), *overrides), None)
+    if known is not None:
+        return known
     config = _read(recipe)
     for override in overrides:
         _override(config, override)
     try:
         OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        raise RecipeError(f"{recipe}: {_first_line(error)}") from error
+        raise RecipeError(f"{recipe}: {first_line(error)}") from error
+    return config
+
+
+def remember(recipe: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
+    """Read a recipe for a process that is forked from this one: there, :func:`load` returns what was read here.
+
+    So a rank that takes a lost one's place trains what the others train, whatever has become of the file.
+
+    Args:
+        recipe: as for :func:`load`.
+        overrides: as for :func:`load`.
+
+    Raises:
+        RecipeError: as for :func:`load`.
+    """
+    config = load(recipe, overrides)
+    _remembered[(str(recipe), *overrides)] = config
     return config
 
 
@@ -103,7 +126,7 @@ def parameters(target: str) -> set[str]:
     try:
         called = get_object(target)
     except Exception as error:
-        raise RecipeError(f"_target_ {target} cannot be imported: {_first_line(error)}") from error
+        raise RecipeError(f"_target_ {target} cannot be imported: {first_line(error)}") from error
     names: set[str] = set()
     for function in called.__mro__ if inspect.isclass(called) else (called,):
         try:
@@ -132,9 +155,9 @@ def _read(recipe: str | Path) -> DictConfig:
         raise RecipeError(f"cannot read recipe {recipe}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
-        raise RecipeError(f"{recipe} is not YAML: {line}{error.problem or _first_line(error)}") from error
+        raise RecipeError(f"{recipe} is not YAML: {line}{error.problem or first_line(error)}") from error
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{recipe} is not YAML: {_first_line(error)}") from error
+        raise RecipeError(f"{recipe} is not YAML: {first_line(error)}") from error
     if not isinstance(config, DictConfig) or "trainer" not in config:
         raise RecipeError(f"{recipe} is not a recipe: it has no `trainer:`")
     return config
@@ -147,7 +170,7 @@ def _override(config: DictConfig, override: str) -> None:
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{key}: {text!r} is not a YAML value: {_first_line(error)}") from error
+        raise RecipeError(f"{key}: {text!r} is not a YAML value: {first_line(error)}") from error
     value = parsed["value"]
     parent = _parent(config, key)
     name = key.rsplit(".", 1)[-1]
@@ -205,6 +228,7 @@ def _suggestion(word: str, known: Iterable[str], prefix: Sequence[str] = ()) -> 
     return f"; did you mean {'.'.join([*prefix, matches[0]])}?" if matches else ""
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, or the name of its class."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

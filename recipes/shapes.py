@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from checkpointless.layout import Layout
 from checkpointless.recipes.layout import check_layout, layout_of
 from checkpointless.recipes.memory import Count, Stage
+from checkpointless.recipes.objects import ObjectError, make
 from checkpointless.recipes.runner import prepare_process
 from checkpointless.recipes.settings import RecipeError, load, parameters
 
@@ -59,12 +59,12 @@ def count(config: DictConfig, layout: Layout) -> list[Stage]:
         RecipeError: the model cannot be laid out in this way.
     """
     try:
-        strategy = instantiate(config.strategy, _convert_="all")
+        strategy = make(config, "strategy")
         return [_stage(config, layout, strategy, number) for number in range(layout.pipeline)]
+    except ObjectError as error:
+        raise NotCountedError(_one_line(error.__cause__ or error)) from error
     except RecipeError:
         raise
-    except InstantiationException as error:
-        raise NotCountedError(_one_line(error.__cause__ or error)) from error
     except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
         raise NotCountedError(_one_line(error)) from error
 
@@ -127,7 +127,7 @@ def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.
     from nemo.collections.llm.gpt.model.base import default_layer_spec, local_layer_spec
     from nemo.lightning._strategy_lib import set_model_parallel_attributes
 
-    model = instantiate(_without_kernels(config.model), _convert_="all", tokenizer=_tokenizer(config))
+    model = make(_without_kernels(config), "model", tokenizer=_tokenizer(config))
     check_layout(config, layout, model.config.num_layers, model.config.num_attention_heads)
     set_model_parallel_attributes(model, strategy.parallelism)
     settings = model.config
@@ -139,7 +139,7 @@ def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.
     with torch.device("meta"):
         model.module = settings.configure_model(model.tokenizer, vp_stage=chunk)
         if OmegaConf.select(config, "peft") is not None:
-            peft = instantiate(config.peft, _convert_="all")
+            peft = make(config, "peft")
             prepare_process()  # NeMo's LoRA needs the CPU platform as well, if that is asked for
             model.freeze()  # as NeMo's PEFT callback does when training begins
             model.walk(peft.transform)
@@ -147,14 +147,14 @@ def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.
     return built
 
 
-def _without_kernels(model: DictConfig) -> DictConfig:
-    """Return the model's configuration with the fused kernels switched off."""
-    target = OmegaConf.select(model, "config._target_")
+def _without_kernels(config: DictConfig) -> DictConfig:
+    """Return the recipe with the fused kernels of its model switched off."""
+    target = OmegaConf.select(config, "model.config._target_")
     if target is None:
-        return model
+        return config
     known = parameters(target)
-    plain = model.copy()
-    plain.config.update({kernel: False for kernel in _KERNELS if kernel in known})
+    plain = config.copy()
+    plain.model.config.update({kernel: False for kernel in _KERNELS if kernel in known})
     return plain
 
 
@@ -166,7 +166,7 @@ def _tokenizer(config: DictConfig) -> Any:
         raise NotCountedError(
             "the size of the vocabulary is the tokenizer's: give data.tokenizer, or model.config.vocab_size"
         )
-    return instantiate(config.data, _convert_="all").tokenizer
+    return make(config, "data").tokenizer
 
 
 def _class_defaults(config: DictConfig) -> set[str]:

@@ -25,6 +25,7 @@ _UNTRUE = (
 )
 
 _levels: dict[str, int] = {}  # the previous levels of the loggers that are quiet now
+_names: tuple[int, list[str]] = (0, [])  # of the families' loggers, when there were so many of all kinds
 
 
 def install() -> None:
@@ -36,9 +37,9 @@ def quiet() -> None:
     """Let only the frameworks' warnings and errors through until :func:`speak`; with ``--log-level debug``, all."""
     if asked_for_level() == logging.DEBUG:
         return
-    known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in FAMILIES]
-    for name in {*FAMILIES, *known}:
-        each = logging.getLogger(name)
+    for name in FAMILIES:
+        logging.getLogger(name)
+    for name, each in _of_families().items():
         if each.level < logging.WARNING and (each.level != logging.NOTSET or name in FAMILIES):
             _levels.setdefault(name, each.level)
             each.level = logging.WARNING
@@ -56,10 +57,19 @@ def speak() -> None:
     logging.getLogger().removeFilter(_is_ours)
 
 
+def _of_families() -> dict[str, logging.Logger]:
+    """Return the frameworks' loggers by name."""
+    global _names
+    every: dict[str, object] = logging.root.manager.loggerDict  # type: ignore[assignment]
+    if _names[0] != len(every):  # names are only ever added; there are 1,200 with NeMo
+        _names = len(every), [name for name in every if name.partition(".")[0] in FAMILIES]
+    return {name: each for name in _names[1] if isinstance(each := every[name], logging.Logger)}
+
+
 def _levels_have_changed() -> None:
-    """Have all loggers ask for their levels again, once: each ``setLevel`` would, and NeMo has 1,200 loggers."""
-    root = logging.getLogger()
-    root.setLevel(root.level)
+    """Have the frameworks' loggers ask for their levels again; ``setLevel`` would have all loggers do so."""
+    for each in _of_families().values():
+        each._cache.clear()  # type: ignore[attr-defined]
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

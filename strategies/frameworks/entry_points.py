@@ -14,6 +14,8 @@ from lightning.fabric.utilities import registry
 
 from checkpointless.patches import Patch, Patches
 
+_CALLBACKS = "lightning.pytorch.callbacks_factory"  # the group that each trainer asks for
+
 _patches = Patches()
 
 
@@ -21,6 +23,12 @@ def install() -> None:
     """Have Lightning's look-up done once for a process and its search path. Idempotent."""
     if not _patches.are_made:
         _patches.make([Patch(registry, "entry_points", _remembered, "it reads the metadata of all packages")])
+
+
+def look_up() -> None:
+    """Look the callbacks up now, so that no process that is forked from this one has to."""
+    install()
+    registry.entry_points(group=_CALLBACKS)
 
 
 def uninstall() -> None:

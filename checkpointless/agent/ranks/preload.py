@@ -91,6 +91,25 @@ def preload(names: tuple[str, ...], script: Script | None = None) -> list[str]:
     return failed
 
 
+def prepare(script: Script) -> None:
+    """Have a preloaded module that is run as the script do, once for all ranks, what each of them would do first.
+
+    It may define ``before_ranks``, a function of the script's arguments. If that fails, it is logged, and left to
+    the ranks.
+
+    Args:
+        script: what every rank runs.
+    """
+    module = sys.modules.get(script.target) if script.module else None
+    before_ranks = getattr(module, "before_ranks", None)
+    if before_ranks is None:
+        return
+    try:
+        before_ranks(script.args)
+    except Exception as error:  # noqa: BLE001 - other people's code, which the ranks run all the same
+        logger.warning("preparing %s failed: %s: %s", script.target, type(error).__name__, error)
+
+
 def _source(script: Script) -> Path | None:
     if not script.module:
         return Path(script.target).resolve()

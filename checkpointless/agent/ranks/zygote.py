@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from checkpointless.agent.ranks.platforms import install_platform
-from checkpointless.agent.ranks.preload import preload
+from checkpointless.agent.ranks.preload import preload, prepare
 from checkpointless.agent.ranks.rank_process import Script, die_with_parent, process_parser
 from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
 from checkpointless.agent.ranks.standbys.place import MAX_REQUEST_BYTES, Place, become_rank, wait_for_place
@@ -250,6 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failed = preload(tuple(name for name in options.preload.split(",") if name), options.script)
     if options.platform is not None:
         install_platform(options.platform)
+    prepare(options.script)
     gc.collect()
     gc.freeze()  # what is loaded now is never garbage: collections in the ranks need not scan it
     zygote = Zygote(connection, options.script, options.temp_folder)

@@ -6,7 +6,7 @@ import enum
 import functools
 import logging
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,17 @@ class _Walk:
         self._due: list[Any] = []
         self._forms: dict[type, _Form] = {}  # to ask for each object would take most of the time
         self.replaced = 0
+        self._visits: Mapping[_Form, Callable[[Any], None]] = {
+            _Form.LEAF: lambda each: None,
+            _Form.DICT: lambda each: self._items(each, list(each.items())),
+            _Form.LIST: lambda each: self._items(each, list(enumerate(each))),
+            _Form.TUPLE: self._each,
+            _Form.SET: self._each,
+            _Form.PARTIAL: self._partial,
+            _Form.METHOD: lambda each: self._each((each.__self__, each.__func__)),
+            _Form.FUNCTION: self._function,
+            _Form.OBJECT: self._attributes,
+        }
 
     def over(self, roots: Iterable[object]) -> None:
         """Walk from ``roots``."""
@@ -96,13 +107,14 @@ class _Walk:
             each = self._due.pop()
             if id(each) not in self._seen:
                 self._seen[id(each)] = each
-                self._visit(each)
+                self._visits[self._forms.get(type(each)) or self._form(type(each))](each)
 
     def _next(self, value: Any) -> Any:
         """Return what is to stand in the place of ``value``; what stays is visited later."""
-        form = self._form(value)
-        if form is _Form.LEAF:
-            return value
+        form = self._forms.get(type(value)) or self._form(type(value))
+        return value if form is _Form.LEAF else self._reference(value, form)
+
+    def _reference(self, value: Any, form: _Form) -> Any:
         if id(value) in self._successors:
             self.replaced += 1
             return self._successors[id(value)]
@@ -115,42 +127,30 @@ class _Walk:
             owner = self._next(value.__self__)
             if owner is not value.__self__:
                 return types.MethodType(value.__func__, owner)
-        self._due.append(value)
+        if id(value) not in self._seen and (form is not _Form.DICT or value):  # most dicts of modules are empty
+            self._due.append(value)
         return value
 
-    def _form(self, value: object) -> _Form:
-        kind = type(value)
-        found = self._forms.get(kind)
-        if found is None:
-            found = self._forms[kind] = _form(kind)
-        return found
+    def _form(self, kind: type) -> _Form:
+        return self._forms.setdefault(kind, _form(kind))
 
-    def _visit(self, each: Any) -> None:
-        match self._form(each):
-            case _Form.DICT:
-                self._items(each, list(each.items()))
-            case _Form.LIST:
-                self._items(each, list(enumerate(each)))
-            case _Form.TUPLE | _Form.SET:
-                for value in each:
-                    self._next(value)
-            case _Form.PARTIAL:
-                arguments, keywords = self._next(each.args), dict(each.keywords)
-                self._items(keywords, list(keywords.items()))
-                each.__setstate__((self._next(each.func), arguments, keywords, each.__dict__))
-            case _Form.METHOD:
-                self._next(each.__self__)
-                self._next(each.__func__)
-            case _Form.FUNCTION:
-                self._function(each)
-            case _Form.OBJECT:
-                self._attributes(each)
+    def _each(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self._next(value)
+
+    def _partial(self, each: Any) -> None:
+        arguments, keywords = self._next(each.args), dict(each.keywords)
+        self._items(keywords, list(keywords.items()))
+        each.__setstate__((self._next(each.func), arguments, keywords, each.__dict__))
 
     def _items(self, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        forms, leaf = self._forms, _Form.LEAF  # most values are plain: for these no function is called
         for key, value in items:
-            new = self._next(value)
-            if new is not value:
-                container[key] = new
+            form = forms.get(type(value)) or self._form(type(value))
+            if form is not leaf:
+                new = self._reference(value, form)
+                if new is not value:
+                    container[key] = new
 
     def _function(self, function: types.FunctionType) -> None:
         for cell in function.__closure__ or ():
@@ -171,17 +171,18 @@ class _Walk:
         values = getattr(each, "__dict__", None)
         if isinstance(values, dict) and values:
             self._items(values, list(values.items()))
-        for kind in type(each).__mro__:
-            for name in _slots(kind):
-                value = getattr(each, name, None)
-                new = self._next(value)
-                if new is not value:
-                    setattr(each, name, new)
+        for name in _slots(type(each)):
+            value = getattr(each, name, None)
+            new = self._next(value)
+            if new is not value:
+                setattr(each, name, new)
 
 
 @functools.cache
 def _slots(kind: type) -> tuple[str, ...]:
-    """Return the names of the slots that a class written in Python declares itself."""
-    names = kind.__dict__.get("__slots__", ())
-    names = (names,) if isinstance(names, str) else tuple(names)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__"))
+    """Return the names of the slots that a class, and those it inherits from, declare in Python."""
+    found: list[str] = []
+    for each in kind.__mro__:
+        names = each.__dict__.get("__slots__", ())
+        found += (names,) if isinstance(names, str) else names
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__") and not name.startswith("__"))

@@ -10,7 +10,7 @@ pytest.importorskip("hydra", reason="recipes need hydra-core")
 from omegaconf import OmegaConf
 
 from checkpointless.recipes import runner
-from checkpointless.recipes.settings import RECIPES, RecipeError, available, load, require_complete
+from checkpointless.recipes.settings import RECIPES, RecipeError, available, load, remember, require_complete
 
 
 def test_the_recipe_loads_and_overrides_apply() -> None:
@@ -137,3 +137,39 @@ def test_tiny_recipes_differ_in_what_they_say_they_differ_in() -> None:
         del moe["model"]["config"][key]
     moe["strategy"]["expert_model_parallel_size"] = 1
     assert moe == gpt
+
+
+def test_a_recipe_that_was_read_before_the_ranks_is_not_read_by_them(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("trainer: {max_steps: 1}\n")
+    read = remember(recipe, ["trainer.max_steps=2"])
+    recipe.write_text("trainer: {max_steps: 7}\n")  # while the job runs
+    assert load(recipe).trainer.max_steps == 7
+    assert load(recipe, ["trainer.max_steps=2"]) is read
+    assert load(recipe, ["trainer.max_steps=2"]) is not read
+
+
+@pytest.mark.nemo
+def test_what_ranks_would_look_up_is_looked_up_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric.utilities import registry
+
+    from checkpointless.strategies.frameworks import entry_points
+
+    asked: list[str] = []
+
+    def found(group: str) -> tuple[()]:
+        asked.append(group)
+        return ()
+
+    entry_points.uninstall()
+    monkeypatch.setattr(registry, "entry_points", found)
+    try:
+        runner.before_ranks(["tiny_gpt_cpu", "trainer.max_steps=3"])
+        registry._load_external_callbacks("lightning.pytorch.callbacks_factory")  # as each trainer does
+    finally:
+        entry_points.uninstall()
+    assert asked == ["lightning.pytorch.callbacks_factory"]
+    assert load("tiny_gpt_cpu", ["trainer.max_steps=3"]).trainer.max_steps == 3
+    runner.before_ranks(["tiny_gpt_cpu", "checkpointless.enabled=false"])
+    assert asked == ["lightning.pytorch.callbacks_factory"]
+    load("tiny_gpt_cpu", ["checkpointless.enabled=false"])

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from checkpointless.agent.ranks.platforms import install_platform
-from checkpointless.agent.ranks.preload import preload
+from checkpointless.agent.ranks.preload import preload, prepare
 from checkpointless.agent.ranks.rank_process import Script, die_with_parent, process_parser
 from checkpointless.agent.ranks.standbys.place import SPOILED, become_rank, say, wait_for_place
 from checkpointless.devices.cuda_sign import INIT_SIGN, cuda_sign
@@ -92,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             os._exit(0)
         if options.platform is not None:
             install_platform(options.platform)
+        prepare(options.script)
         gc.collect()
         gc.freeze()  # what is loaded now is never garbage: collections in the rank need not scan it
     become_rank(wait_for_place(connection), options.script, options.temp_folder)

@@ -3,10 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from checkpointless.agent.ranks.preload import preload, preloads_of
+from checkpointless.agent.ranks.preload import preload, preloads_of, prepare
 from checkpointless.agent.ranks.rank_process import Script
 
 
@@ -33,7 +34,7 @@ def test_a_first_optimizer_imports_nothing_more(tmp_path: Path) -> None:
     script.write_text("import torch")
     code = (
         "import sys\n"
-        "from checkpointless.agent.ranks.preload import preload, preloads_of\n"
+        "from checkpointless.agent.ranks.preload import preload, preloads_of, prepare\n"
         "from checkpointless.agent.ranks.rank_process import Script\n"
         f"script = Script({str(script)!r})\n"
         "assert preload(preloads_of(script), script) == []\n"
@@ -67,3 +68,28 @@ def test_what_cannot_be_preloaded_is_left_to_the_script() -> None:
 def test_a_script_goes_through_a_command_line() -> None:
     script = Script("a b.py", ("--x", "ü", ""), module=True)
     assert Script.from_json(script.to_json()) == script
+
+
+@pytest.fixture
+def preloaded(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return a module that is preloaded, and that a job runs as its script."""
+    module = ModuleType("made_up_runner")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_a_preloaded_script_does_once_what_every_rank_would_do(preloaded: ModuleType) -> None:
+    asked: list[tuple[str, ...]] = []
+    preloaded.before_ranks = asked.append  # type: ignore[attr-defined]
+    prepare(Script(preloaded.__name__, ("recipe", "a=1"), module=True))
+    prepare(Script(preloaded.__name__, ("no module",)))
+    assert asked == [("recipe", "a=1")]
+
+
+def test_what_cannot_be_done_before_the_ranks_is_left_to_them(
+    preloaded: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(Script(preloaded.__name__, module=True))  # it has nothing to prepare
+    preloaded.before_ranks = lambda arguments: arguments[0]  # type: ignore[attr-defined]
+    prepare(Script(preloaded.__name__, module=True))
+    assert "preparing made_up_runner failed: IndexError" in caplog.text
