@@ -63,9 +63,9 @@ def _settle(ddp: DistributedDataParallel) -> None:
             chain = _GivesNothing.apply(parameter, chain, id(parameter) in sparse)
     with _without_hooks(parameters):
         chain.backward()
-    reducer._rebuild_buckets()
     for parameter in parameters:
-        parameter.grad = None
+        parameter.grad = None  # it may be a part of the buckets, which are given up before there are new ones
+    reducer._rebuild_buckets()
 
 
 class _GivesNothing(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,3 +43,21 @@ def test_buckets_that_stay_as_they_are_are_not_made() -> None:
     settle_buckets([model])
     model(torch.ones(1, 4)).sum().backward()
     assert not model._get_ddp_logging_data().get("has_rebuilt_buckets")
+
+
+def test_there_is_never_memory_for_two_sets_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(4, 2), gradient_as_bucket_view=True)
+    model_reducer: Any = model.reducer
+    kept: list[bool] = []  # gradients, which are parts of the buckets that are given up
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model_reducer, name)
+
+        def _rebuild_buckets(self) -> bool:
+            kept.append(any(parameter.grad is not None for parameter in model.parameters()))
+            return bool(model_reducer._rebuild_buckets())
+
+    monkeypatch.setattr(model, "reducer", Watched())
+    settle_buckets([model])
+    assert kept == [False, False]  # asked whether there are any, and made
