@@ -206,11 +206,11 @@ def before_ranks(arguments: Sequence[str]) -> None:
         arguments: the recipe and the overrides, as for :func:`main`.
 
     Raises:
-        RecipeError: the recipe cannot be used, which each rank will say.
+        RecipeError: the recipe cannot be read, which each rank will say.
     """
     from checkpointless.strategies.frameworks import entry_points
 
-    if checkpointless_enabled(remember(arguments[0], arguments[1:])):
+    if checkpointless_enabled(remember(arguments[0])):
         entry_points.look_up()
 
 

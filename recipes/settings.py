@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 RECIPES = Path(__file__).parent
 
-#: Recipes that were read before this process was forked, by name and overrides.
-_remembered: dict[tuple[str, ...], DictConfig] = {}
+#: Recipes that were read before this process was forked, by name.
+_remembered: dict[str, DictConfig] = {}
 
 
 class RecipeError(ValueError):
@@ -36,10 +36,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     Raises:
         RecipeError: the file does not exist or is not a recipe, or an override has an unknown key or a wrong value.
     """
-    known = _remembered.pop((str(recipe), *overrides), None)
-    if known is not None:
-        return known
-    config = _read(recipe)
+    config = _remembered.pop(str(recipe), None) or _read(recipe)
     for override in overrides:
         _override(config, override)
     try:
@@ -49,20 +46,22 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     return config
 
 
-def remember(recipe: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """Read a recipe for a process that is forked from this one: there, :func:`load` returns what was read here.
+def remember(recipe: str | Path) -> DictConfig:
+    """Read a recipe for processes that are forked from this one: there, :func:`load` does not read it again.
 
-    So a rank that takes a lost one's place trains what the others train, whatever has become of the file.
+    So a rank that takes a lost one's place trains what the others train, whatever has become of the file. Nothing
+    is imported: what the user wrote belongs to the ranks.
 
     Args:
         recipe: as for :func:`load`.
-        overrides: as for :func:`load`.
+
+    Returns:
+        The recipe without overrides.
 
     Raises:
-        RecipeError: as for :func:`load`.
+        RecipeError: the file does not exist or is not a recipe.
     """
-    config = load(recipe, overrides)
-    _remembered[(str(recipe), *overrides)] = config
+    config = _remembered[str(recipe)] = _read(recipe)
     return config
 
 
