@@ -167,7 +167,8 @@ class _Faults:
         count = self._dice.choices((1, 2, 3), (4, 3, 2))[0]
         (group,) = self._dice.choices(list(_GROUPS), list(_GROUPS.values()))
         kind = self._dice.choice(group)
-        if kind in NODES and not self._plain and self._layout.world_size == 4 and not self._layout.sizes:
+        has_nodes = not self._plain and self._layout.world_size == 4 and not self._layout.sizes
+        if kind in NODES and has_nodes and self._last - self._first > 1:
             return self._node(kind)
         specs: list[str] = []
         # Faults are two steps apart: who was filled after one has committed a step before the next.
