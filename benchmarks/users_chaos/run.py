@@ -31,6 +31,7 @@ from common import ROOT, interruptible, machine, progress, search_path
 
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.demo.nursery import Ended, Nursery
+from checkpointless.demo.trainers.nemo import NeMo
 from checkpointless.faults.chaos import DEADLY, HANGING, NODES
 from checkpointless.faults.ledger import fired, not_fired
 from checkpointless.faults.spec import parse, parse_all
@@ -44,7 +45,6 @@ from tests.ranks.users.end import IN_ALL, Difference, compare_ends, read_ends
 from tests.ranks.users.processes import replaced_healthy
 
 SCRIPTS = ROOT / "tests" / "ranks" / "users"
-PRELOAD = ("nemo.lightning", "nemo.collections.llm", "checkpointless.demo.text", "checkpointless.strategies")
 LIMIT_S = 300.0
 HEARTBEAT_S, HANG_HEARTBEAT_S = 60.0, 12.0
 NODE_TIMEOUT_S, REGROUP_S = 3.0, 90.0
@@ -367,7 +367,7 @@ def main() -> int:
     progress(f"{len(cases)} cases of seed {args.seed}; faults will be caused on purpose; importing NeMo once")
     results: list[tuple[UsersCase, Result]] = []
     with interruptible():
-        calm = Calm(Nursery(PRELOAD), args.run_dir / "calm")
+        calm = Calm(Nursery(NeMo()), args.run_dir / "calm")
         for case in cases:
             result = known.get(case.number) if args.case is None else None
             if result is None or (args.again and result.outcome is Outcome.WRONG):
