@@ -5,6 +5,7 @@ Nothing is kept from one call of `train` to the next: with checkpointless on, ev
 same process after a fault.
 """
 
+import contextlib
 import copy
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from checkpointless.environment import own_world_size
 from checkpointless.megatron import cpu_platform
@@ -25,6 +27,7 @@ from checkpointless.recipes.settings import (
     RecipeError,
     checkpointless_enabled,
     load,
+    missing,
     needs_gpu,
     remember,
     require_complete,
@@ -210,7 +213,11 @@ def before_ranks(arguments: Sequence[str]) -> None:
     """
     from checkpointless.strategies.frameworks import entry_points
 
-    if checkpointless_enabled(remember(arguments[0])):
+    config = remember(arguments[0])
+    missing(config)
+    with contextlib.suppress(OmegaConfBaseException):  # a rank's own variables are not known here
+        OmegaConf.to_container(config.copy(), resolve=True)  # fills what OmegaConf remembers of classes and syntax
+    if checkpointless_enabled(config):
         entry_points.look_up()
 
 

@@ -18,15 +18,15 @@ from checkpointless.agent.ranks.rank_process import Script
 logger = logging.getLogger(__name__)
 
 _OWN_PACKAGE = "checkpointless"
-# What the first optimizer of a process imports: seconds, which a new rank would spend while all others wait for it.
-_FIRST_OPTIMIZER = "torch._dynamo"
+#: What the first optimizer of a process imports, and its first fault: time that all ranks would wait for.
+WITH_TORCH = ("torch._dynamo", "torch.distributed.tensor.debug")
 
 
 def preloads_of(script: Script) -> tuple[str, ...]:
     """Return the names that ``script`` imports, anywhere in the file, from installed distributions.
 
     The user's own modules are left out, because they belong to the run of the script. ``from a.b import c`` gives
-    ``a.b.c``, whether ``c`` is a module or not. With torch comes what a first optimizer imports.
+    ``a.b.c``, whether ``c`` is a module or not. With torch comes what a first optimizer and a first fault import.
 
     Returns:
         Sorted dotted names; empty if the source cannot be found or parsed (running it will say why).
@@ -51,7 +51,7 @@ def preloads_of(script: Script) -> tuple[str, ...]:
 def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
     """Return those of ``names`` that come from installed distributions.
 
-    With torch comes what a first optimizer imports.
+    With torch comes what a first optimizer and a first fault import.
 
     Args:
         names: dotted names.
@@ -63,7 +63,7 @@ def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
     wanted = set(names)
     roots = {root for root in {name.partition(".")[0] for name in wanted} if _is_installed(root, local)}
     if "torch" in roots:
-        wanted.add(_FIRST_OPTIMIZER)
+        wanted.update(WITH_TORCH)
     return tuple(sorted(name for name in wanted if name.partition(".")[0] in roots))
 
 

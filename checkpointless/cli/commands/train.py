@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
+from checkpointless.agent.ranks.preload import WITH_TORCH, installed
 from checkpointless.cli.command import Command
 from checkpointless.cli.cuda import has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
@@ -23,7 +24,7 @@ RECIPE_PRELOAD = (
     "checkpointless.strategies.CheckpointlessMegatronStrategy",
     "checkpointless.callbacks.CheckpointlessCallback",
     "checkpointless.recovery.CheckpointManager",
-    "torch._dynamo",  # which the first optimizer of a process imports
+    *WITH_TORCH,
     RECIPE_RUNNER,
 )
 
@@ -73,8 +74,6 @@ def train(options: argparse.Namespace) -> int:
 def preloads_of(config: DictConfig) -> tuple[str, ...]:
     """Return what is worth importing once, before ranks are forked: what a recipe names and is installed."""
     from omegaconf import OmegaConf
-
-    from checkpointless.agent.ranks.preload import installed
 
     found: set[str] = set()
     due: list[object] = [OmegaConf.to_container(config)]

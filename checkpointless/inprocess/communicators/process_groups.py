@@ -60,7 +60,6 @@ class ProcessGroups:
         self._sockets.install()
         for each in self._patchers:
             each.install()
-        _forget_meshes()  # what that imports, the first fault need not wait for
 
     def uninstall(self) -> None:
         """Restore torch's functions."""

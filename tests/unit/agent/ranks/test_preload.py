@@ -23,6 +23,7 @@ def test_installed_modules_are_preloaded_and_the_users_own_are_not(tmp_path: Pat
         "checkpointless.inprocess.HPWrapper",
         "lightning.pytorch.Trainer",
         "torch._dynamo",
+        "torch.distributed.tensor.debug",
         "torch.nn",
     )
 
