@@ -29,7 +29,8 @@ FAULTS = (
     "sigkill@optimizer:rank=0,step=4",
     "sigkill@between:rank=1,step=5",
 )
-FOUR_RANKS = frozenset({"train_hsdp", "train_lightning_hsdp", "train_megatron"})  # two replicas of two shards
+# Two replicas of two shards, or what the script itself says.
+FOUR_RANKS = frozenset({"train_hsdp", "train_lightning_hsdp", "train_megatron", "train_lightning"})
 # Megatron-core trains on GPUs only; --cpu has our platform installed by MegatronTraining.
 ON_CPU = "from checkpointless.megatron import cpu_platform\n\ncpu_platform.install()\n"
 

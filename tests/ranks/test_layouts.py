@@ -36,7 +36,8 @@ def _train(zygote: Zygote, ranks: int, overrides: list[str], times: int = 1) -> 
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=pytest.mark.long if name in ("tp2-dp2", "pp2-dp2") else ())  # one has both
+        # One has two replicas, stages and tensor-parallel ranks.
+        pytest.param(name, marks=pytest.mark.long if name in ("dp4", "tp2-dp2", "pp2-dp2") else ())
         for name in LAYOUTS
     ],
 )

@@ -21,8 +21,19 @@ PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after
 SCRIPT = str(SCRIPTS / "lightning_fit.py")
 Train = Callable[..., Job]
 
-# In each phase ranks die per commit, and raise in make test-long; test_ddp_in_every_phase has both.
+# In each phase ranks die per commit, and raise in make test-long; test_ddp_in_every_phase has both, and
+# test_crossed_mesh.py has exceptions of a mesh.
 KILLS = [pytest.param("exception", marks=pytest.mark.long), "sigkill"]
+# What goes together with recovery in the same way in every phase is shown in three of them per commit.
+KINDS = ["by-turns", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("exception", "sigkill"))]
+
+
+def in_phases(kind: str, *more: str) -> list[str]:
+    """Return faults on two ranks, of one kind in every phase, or of both by turns, and at each of ``more``."""
+    if kind == "by-turns":
+        faults = ["sigkill@forward:rank=1,step=4", "exception@optimizer:rank=0,step=8"]
+        return [*faults, "sigkill@after_optimizer:rank=1,step=12", *(f"sigkill@{place}" for place in more)]
+    return [*in_every_phase(kind, 2), *(f"{kind}@{place}" for place in more)]
 
 
 def in_every_phase(kind: str, ranks: int = 4) -> list[str]:
@@ -83,12 +94,12 @@ def test_ddp_in_every_phase(train: Train, kind: str) -> None:
     train("ddp", 18, *in_every_phase(kind), features="validation,warmup")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ddp_that_accumulates(train: Train, kind: str) -> None:
+    train("ddp", 16, *in_phases(kind), features="accumulate,fp16,overflow", ranks=2)
+
+
 @pytest.mark.parametrize("kind", KILLS)
-def test_ddp_that_accumulates_in_every_phase(train: Train, kind: str) -> None:
-    train("ddp", 16, *in_every_phase(kind, 2), features="accumulate,fp16,overflow", ranks=2)
-
-
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
 def test_hsdp_in_every_phase(train: Train, kind: str) -> None:
     job = train("hsdp", 16, *in_every_phase(kind), features="accumulate,bf16")
     if kind == "sigkill":  # the shard comes from the other row of the mesh
@@ -103,9 +114,9 @@ def test_tensor_parallelism_in_every_phase(train: Train, kind: str) -> None:
     train("hsdp-tp", 16, *in_every_phase(kind, 8), features="accumulate", ranks=8)
 
 
-@pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_learning_rate_that_is_changed_in_place(train: Train, kind: str) -> None:
-    train("ddp", 18, *in_every_phase(kind, 2), features="rate-in-tensor,validation", ranks=2)
+    train("ddp", 18, *in_phases(kind), features="rate-in-tensor,validation", ranks=2)
 
 
 @pytest.mark.parametrize("features", [pytest.param("stream", marks=pytest.mark.long), "stream,accumulate"])
@@ -115,26 +126,25 @@ def test_a_stream(train: Train, features: str) -> None:
     train("ddp", 7, *faults, features=features, ranks=2)
 
 
-@pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_averages_and_modes(train: Train, kind: str) -> None:
     """An average that the optimizer's hook updates, and dropout that is switched off from the second epoch on."""
-    faults = (*in_every_phase(kind, 2), f"{kind}@after_optimizer:rank=1,step=25")
-    train("ddp", 26, *faults, features="averaged,modes", ranks=2)
+    train("ddp", 26, *in_phases(kind, "after_optimizer:rank=1,step=25"), features="averaged,modes", ranks=2)
 
 
-@pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_settings_of_the_trainer_that_hooks_change(train: Train, kind: str) -> None:
     """How many batches a step has, the clipping, when to validate, log and end: changed in the middle of an epoch.
 
     The last step that is asked for at first is not made.
     """
-    train("ddp", 15, *in_every_phase(kind, 2), features="settings,validation", made=14, ranks=2)
+    train("ddp", 15, *in_phases(kind), features="settings,validation", made=14, ranks=2)
 
 
-@pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train, kind: str) -> None:
     """From 1 to 2 and 4, in epochs of eight batches, so that the last fault is in an epoch of two steps."""
-    train("ddp", 16, *in_every_phase(kind, 2), features="scheduled", ranks=2)
+    train("ddp", 16, *in_phases(kind, "backward:rank=0,step=16"), features="scheduled", ranks=2)
 
 
 @pytest.mark.parametrize("kind", KILLS)
@@ -234,11 +244,10 @@ def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, fe
         assert job.steps
 
 
-@pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_are_frozen_and_trained_again_by_hooks(train: Train, kind: str) -> None:
     """A hook does so at the beginning of an epoch, another after a validation; neither does it again later."""
-    faults = (*in_every_phase(kind, 2), f"{kind}@data:rank=1,step=17")
-    train("ddp", 22, *faults, features="freezes,validation", ranks=2)
+    train("ddp", 22, *in_phases(kind, "data:rank=1,step=17"), features="freezes,validation", ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_faults(disturb: Disturb) -> None:
             assert incident.target == 2 + 2 * index
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 def test_first_step(disturb: Disturb, kind: str) -> None:
     job = disturb(3, f"{kind}@forward:rank=3,step=1", args=DROPOUT)
     assert job.incidents[0].resumed_after == 0  # all ranks may have had their state by then, or not

@@ -42,7 +42,9 @@ def test_every_phase(disturb: Disturb, kind: str) -> None:
 @pytest.mark.parametrize(
     ("nproc", "args", "faults"),
     [
-        (4, (), ("exception@backward:rank=2,step=2", "sigkill@optimizer:rank=1,step=4")),
+        pytest.param(  # most other tests have this one
+            4, (), ("exception@backward:rank=2,step=2", "sigkill@optimizer:rank=1,step=4"), marks=pytest.mark.long
+        ),
         (4, (*PP2, *DROPOUT), ("sigkill@backward:rank=3,step=3",)),
         (4, EP2, ("sigkill@forward:rank=1,step=2", "exception@optimizer:rank=2,step=4")),
         pytest.param(  # each of the two by itself is tested above, and both together in test_megatron_loop.py

@@ -81,7 +81,7 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, 
 @pytest.mark.parametrize(
     ("run", "faults"),
     [
-        (OWN, ("node@backward:rank=2,step=3",)),
+        pytest.param(OWN, ("node@backward:rank=2,step=3",), marks=pytest.mark.long),
         pytest.param(OWN, ("node@backward:rank=3,step=7",), marks=pytest.mark.long),
         # Its replica of what the lost node had is in a process that has not committed anything itself.
         (OWN, ("sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4")),

@@ -53,7 +53,7 @@ def told(job: Job) -> list[Mapping[str, Any]]:
 @pytest.mark.parametrize(
     "args",
     [
-        (*SMALL, *DROPOUT),
+        pytest.param((*SMALL, *DROPOUT), marks=pytest.mark.long),  # bf16 has dropout on four replicas, too
         (*TP2, *SMALL, *DROPOUT),
         pytest.param((*PP2, *SMALL), marks=pytest.mark.long),  # vpp-overlap has stages, too
         (*EP2, *SMALL),

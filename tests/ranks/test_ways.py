@@ -62,11 +62,14 @@ def through_faults(
             "data.micro_batch_size=4",
             layers("parallel_layers"),  # built anew; test_warm_te.py has those of Megatron
         ),
-        (
-            "strategy.pipeline_model_parallel_size=2",
-            "strategy.virtual_pipeline_model_parallel_size=2",
-            "model.config.num_layers=4",
-            "data.micro_batch_size=1",
+        pytest.param(  # test_warm.py has one with overlap
+            (
+                "strategy.pipeline_model_parallel_size=2",
+                "strategy.virtual_pipeline_model_parallel_size=2",
+                "model.config.num_layers=4",
+                "data.micro_batch_size=1",
+            ),
+            marks=pytest.mark.long,
         ),
         pytest.param(
             (
@@ -97,6 +100,7 @@ def test_megatrons_options(disturb: Disturb, args: tuple[str, ...]) -> None:
     assert not builds_anew or all("layers.Norm keeps" in each["reason"] for each in told(job))
 
 
+@pytest.mark.long  # the next test has it, too
 def test_a_parameter_gather_that_overlaps_with_the_next_step(disturb: Disturb) -> None:
     through_faults(disturb, "strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
 
