@@ -178,7 +178,7 @@ def test_a_killed_zygote_takes_its_standbys_with_it(tmp_path: Path) -> None:
 @pytest.mark.nemo
 @pytest.mark.timeout(400)
 def test_every_step_is_that_of_an_undisturbed_run(disturb: Disturb) -> None:
-    faults = ("sigkill@backward:rank=1,step=12", "sigkill@optimizer:rank=0,step=20", "sigkill@data:rank=1,step=28")
-    job = disturb(2, 30, *faults, args=DROPOUT, warm_spares=2)
+    faults = ("sigkill@backward:rank=1,step=12", "sigkill@optimizer:rank=0,step=20", "sigkill@data:rank=3,step=28")
+    job = disturb(4, 30, *faults, args=DROPOUT, warm_spares=2)
     ends = [event for event in read_events(job.run_dir) if event.stage == "respawn" and event.edge == "end"]
-    assert [(event.rank, event.fields["standby"]) for event in ends] == [(1, True), (0, True), (1, True)]
+    assert [(event.rank, event.fields["standby"]) for event in ends] == [(1, True), (0, True), (3, True)]
