@@ -140,9 +140,10 @@ def _serve() -> None:
     runner.prepare_process()
     for module in (*sys.argv[1:], "checkpointless.agent.node_run"):
         importlib.import_module(module)
-    if "nemo" in sys.modules:
-        from tests.ranks import light_managers
+    from tests.ranks import light_managers, light_metadata
 
+    light_metadata.install()
+    if "nemo" in sys.modules:
         light_managers.install()
     torch.set_num_threads(1)
     gc.collect()

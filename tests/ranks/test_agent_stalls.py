@@ -70,7 +70,7 @@ def test_a_rank_that_stalls_alone_and_does_not_come_back_is_replaced(tmp_path: P
     ("where", "said"),
     [
         ("import", "rank 1 did not enter the block within 4 s after the first rank did"),
-        ("set-up", "rank 1 made no progress for 4 s"),
+        pytest.param("set-up", "rank 1 made no progress for 4 s", marks=pytest.mark.long),
         pytest.param("start", "rank 1 made no progress for 4 s", marks=pytest.mark.long),
         ("1", "rank 1 made no progress for 4 s at step 1"),
     ],

@@ -22,9 +22,8 @@ FOLDER = Path(checkpointless.demo.scripts.__file__).parent
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer", "between")
 INCIDENTS = 10
 SCRIPTED = [
-    pytest.param(name, marks=() if name == "ddp" else pytest.mark.long)  # the others have tests of their own
-    for name in TRAINERS
-    if name not in ("nemo", "bridge")
+    ("ddp", 5),  # the others have tests of their own
+    *(pytest.param(name, INCIDENTS, marks=pytest.mark.long) for name in TRAINERS if name not in ("nemo", "bridge")),
 ]
 
 
@@ -47,22 +46,25 @@ def residues(job: Job, rank: int) -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("trainer", SCRIPTED)
-def test_ten_incidents_leave_nothing_behind(nemo_zygote: Zygote, tmp_path: Path, trainer: str) -> None:
-    """Ranks 1 to 3 raise and die by turns, in every phase; rank 0 lives through it all."""
-    task = Task(nproc=4, steps=INCIDENTS * 4 + 2, dropout=0.1, workers=1)
+@pytest.mark.parametrize(("trainer", "incidents"), SCRIPTED)
+def test_many_incidents_leave_nothing_behind(
+    nemo_zygote: Zygote, tmp_path: Path, trainer: str, incidents: int
+) -> None:
+    """The other ranks raise and die by turns; rank 0 lives through it all."""
+    ranks = 4 if incidents == INCIDENTS else 2
+    task = Task(nproc=ranks, steps=incidents * 4 + 2, dropout=0.1, workers=1)
     faults = [
-        f"{'exception' if at % 3 else 'sigkill'}@{PHASES[at % 7]}:rank={1 + at % 3},step={4 * at + 2}"
-        for at in range(INCIDENTS)
+        f"{'exception' if at % 3 else 'sigkill'}@{PHASES[at % 7]}:rank={1 + at % (ranks - 1)},step={4 * at + 2}"
+        for at in range(incidents)
     ]
-    calm = train(nemo_zygote, tmp_path / "calm", trainer, 4, task)
-    job = train(nemo_zygote, tmp_path / "rough", trainer, 4, task, *faults)
+    calm = train(nemo_zygote, tmp_path / "calm", trainer, ranks, task)
+    job = train(nemo_zygote, tmp_path / "rough", trainer, ranks, task, *faults)
     verdict = compare(calm.steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == task.steps
-    assert len(job.incidents) == INCIDENTS
+    assert len(job.incidents) == incidents
     left = residues(job, 0)
-    assert len(left) == INCIDENTS
+    assert len(left) == incidents
     threads, descriptors, memory = zip(*left)
     assert threads[-1] <= threads[0], f"threads: {threads}"
     assert descriptors[-1] <= descriptors[0], f"descriptors: {descriptors}"

@@ -104,7 +104,10 @@ def test_a_reentry_in_which_all_is_built_anew_fits_into_a_fifth_more_memory(
     assert [incident.respawned for incident in job.incidents] == [()]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(10, marks=pytest.mark.long)])
+COUNTS = pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.long)])
+
+
+@COUNTS
 def test_survivors_need_no_more_memory_than_training(nemo_zygote: Zygote, tmp_path: Path, count: int) -> None:
     """The device has 4 % more than a step takes, in which nobody can build a model anew."""
     args = ("--bytes", str(int(13.7 * P)), "--steps", str(4 + 2 * count))
@@ -117,12 +120,13 @@ def test_survivors_need_no_more_memory_than_training(nemo_zygote: Zygote, tmp_pa
     assert "out of memory" in cold.story()
 
 
+@COUNTS
 def test_a_model_that_cannot_be_kept_is_built_in_the_memory_of_the_old_one(
-    nemo_zygote: Zygote, tmp_path: Path
+    nemo_zygote: Zygote, tmp_path: Path, count: int
 ) -> None:
     """The device has 4 % more than a step takes, and a callback changes the model."""
-    args = ("--bytes", str(int(13.7 * P)), "--steps", "12", "--hooked")
-    faults = [f"exception@{('forward', 'backward')[at % 2]}:rank={at % 4},step={3 + 2 * at}" for at in range(4)]
+    args = ("--bytes", str(int(13.7 * P)), "--steps", str(4 + 2 * count), "--hooked")
+    faults = [f"exception@{('forward', 'backward')[at % 2]}:rank={at % 4},step={3 + 2 * at}" for at in range(count)]
     job = wide(nemo_zygote, tmp_path / "run", *faults, args=args)
     assert job.code == 0, job.story()
     # A fault may find a rank between a vote and its update: see the next test for the incidents that follow.

@@ -29,18 +29,18 @@ def test_who_gets_sigterm_finishes_the_step_and_is_replaced(disturb: Disturb) ->
 
 
 def test_sigterm_in_the_last_step(disturb: Disturb) -> None:
-    job = disturb(4, 4, "sigterm@forward:rank=2,step=4", args=DROPOUT)
+    job = disturb(2, 4, "sigterm@forward:rank=1,step=4", args=DROPOUT)
     (incident,) = job.incidents
-    assert incident.respawned == (2,)
+    assert incident.respawned == (1,)
     assert incident.target == 4
 
 
 @pytest.mark.parametrize("phase", [pytest.param("init", marks=pytest.mark.long), "recovery"])
 def test_sigterm_before_lightning_listens_kills(disturb: Disturb, phase: str) -> None:
-    faults = ("exception@forward:rank=0,step=3", f"sigterm@{phase}:rank=2,step=2")
-    job = disturb(4, 4, *faults, args=DROPOUT)
+    faults = ("exception@forward:rank=0,step=3", f"sigterm@{phase}:rank=1,step=2")
+    job = disturb(2, 4, *faults, args=DROPOUT)
     assert job.incidents[-1].outcome is Outcome.RESUMED
-    assert "rank 2 killed by SIGTERM" in "\n".join(job.said)
+    assert "rank 1 killed by SIGTERM" in "\n".join(job.said)
 
 
 @pytest.mark.long
@@ -63,8 +63,8 @@ def test_memory_that_runs_out_is_recovered_from_in_place(disturb: Disturb) -> No
 
 
 def test_memory_that_runs_out_during_a_transfer(disturb: Disturb) -> None:
-    faults = ("sigkill@between:rank=0,step=2", "oom@transfer:rank=2,step=2")
-    job = disturb(4, 4, *faults, args=DROPOUT)
+    faults = ("sigkill@between:rank=0,step=2", "oom@transfer:rank=1,step=2")
+    job = disturb(2, 4, *faults, args=DROPOUT)
     assert job.incidents[-1].outcome is Outcome.RESUMED
     assert job.incidents[-1].target == 2
 
@@ -74,7 +74,7 @@ def test_memory_that_runs_out_during_a_transfer(disturb: Disturb) -> None:
     [("raise", "Caught InjectedFault in DataLoader worker process"), ("kill", "is killed by signal: Killed")],
 )
 def test_a_worker_of_the_data_loader_fails(disturb: Disturb, how: str, says: str) -> None:
-    job = disturb(4, 5, f"dataloader@data:rank=1,step=3,how={how}", args=(*NOISY, *DROPOUT))
+    job = disturb(2, 5, f"dataloader@data:rank=1,step=3,how={how}", args=(*NOISY, *DROPOUT))
     (incident,) = job.incidents
     assert incident.outcome is Outcome.RESUMED
     assert incident.culprit == 1
@@ -102,21 +102,21 @@ def test_a_job_without_workers_in_which_one_was_to_fail_ends_with_the_reason(
     nemo_zygote: Zygote, tmp_path: Path
 ) -> None:
     args = ("trainer.max_steps=4",)
-    job = run_job(nemo_zygote, tmp_path / "run", 4, args=args, faults=("dataloader@data:rank=1,step=2",))
+    job = run_job(nemo_zygote, tmp_path / "run", 2, args=args, faults=("dataloader@data:rank=1,step=2",))
     assert job.code == 1
     assert "no workers (num_workers=0)" in job.said[-1]
     assert fired(job.run_dir) == {}, "it did not happen"
 
 
 def test_nobody_is_interrupted_for_being_slow(disturb: Disturb) -> None:
-    faults = ("slow@forward:rank=2,step=2,seconds=1.5", "slow@optimizer:rank=2,step=3,seconds=1.5")
-    job = disturb(4, 4, *faults, args=(*TP2, *DROPOUT), heartbeat_timeout_s=4.0)
+    faults = ("slow@forward:rank=1,step=2,seconds=1.5", "slow@optimizer:rank=1,step=3,seconds=1.5")
+    job = disturb(2, 4, *faults, args=DROPOUT, heartbeat_timeout_s=4.0)
     assert job.incidents == []
 
 
 def test_slowness_during_a_recovery_prolongs_it(disturb: Disturb) -> None:
     faults = ("sigkill@forward:rank=0,step=3", "slow@recovery:rank=1,step=2,seconds=1.5")
-    job = disturb(4, 4, *faults, args=DROPOUT)
+    job = disturb(2, 4, *faults, args=DROPOUT)
     (incident,) = job.incidents
     assert incident.outcome is Outcome.RESUMED
     assert incident.headline_s is not None

@@ -36,7 +36,8 @@ def _train(zygote: Zygote, ranks: int, overrides: list[str], times: int = 1) -> 
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=pytest.mark.long if name in ("tp2-dp2", "pp2-dp2") else ())  # one has both
+        # One has two replicas, stages and tensor-parallel ranks.
+        pytest.param(name, marks=pytest.mark.long if name in ("dp4", "tp2-dp2", "pp2-dp2") else ())
         for name in LAYOUTS
     ],
 )
@@ -89,7 +90,7 @@ def test_dropout_matters(nemo_zygote: Zygote) -> None:
     assert without[0]["rng"] == without[0]["rng_at_start"]
 
 
-@pytest.mark.parametrize("layout", ["tp2-dp2", "ep2-dp4"])
+@pytest.mark.parametrize("layout", ["tp2-dp2", pytest.param("ep2-dp4", marks=pytest.mark.long)])
 def test_recomputed_activations_change_nothing(nemo_zygote: Zygote, layout: str) -> None:
     ranks, overrides = LAYOUTS[layout]
     (plain,) = _train(nemo_zygote, ranks, [*overrides, *DROPOUT])

@@ -85,7 +85,7 @@ def moved(job: Job, rank: int) -> list[tuple[int, int]]:
 
 
 def test_it_trains(undisturbed: Callable[..., Steps]) -> None:
-    steps = undisturbed(("trainer.max_steps=8",))
+    steps = undisturbed(("trainer.max_steps=5",))
     losses = [float.fromhex(record.loss) for record in steps[0]]
     assert losses[-1] < losses[0]
 
@@ -101,7 +101,7 @@ def test_faults(disturb: Disturb) -> None:
             assert incident.target == 2 + 2 * index
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 def test_first_step(disturb: Disturb, kind: str) -> None:
     job = disturb(3, f"{kind}@forward:rank=3,step=1", args=DROPOUT)
     assert job.incidents[0].resumed_after == 0  # all ranks may have had their state by then, or not
@@ -126,7 +126,7 @@ def test_a_new_process_is_given_the_base_model_once(disturb: Disturb) -> None:
 
 
 def test_the_base_model_is_kept_when_the_rest_of_a_recovery_fails(disturb: Disturb) -> None:
-    job = disturb(4, "sigkill@between:rank=1,step=2", "exception@transfer:rank=3,step=2")
+    job = disturb(5, "sigkill@between:rank=1,step=2", "exception@transfer:rank=3,step=2")
     assert len(job.incidents) == 2
     assert job.incidents[-1].target == 2
     base = [
@@ -178,11 +178,11 @@ def test_pretrained_weights_are_read_at_the_first_start_only(
     disturb: Disturb, undisturbed: Callable[..., Steps], pretrained: Path
 ) -> None:
     args = (resume(pretrained),)
-    job = disturb(4, "sigkill@forward:rank=1,step=2", "exception@between:rank=0,step=3", args=args)
+    job = disturb(7, "sigkill@forward:rank=1,step=2", "exception@between:rank=0,step=3", args=args)
     for rank in range(4):
         assert job.log(rank).count("Doing selective restore") == 1
     started = float.fromhex(job.steps[0][0].loss)
-    assert started < float.fromhex(undisturbed(("trainer.max_steps=8",))[0][0].loss)
+    assert started < float.fromhex(undisturbed(("trainer.max_steps=5",))[0][0].loss)
 
 
 def test_both_holders_gone_falls_back_to_base_and_adapter_checkpoints(

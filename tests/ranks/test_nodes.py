@@ -56,6 +56,7 @@ def hosts() -> Iterator[Network | None]:
         yield made
 
 
+@pytest.mark.long  # with faults they do, below
 def test_two_nodes_train_as_one_does(disturb_nodes: Run) -> None:
     assert disturb_nodes().incidents == []
 
@@ -80,6 +81,7 @@ def test_a_whole_node_killed_with_a_spare(disturb_nodes: Run, phase: str) -> Non
     assert incident.rung is Rung.NODE
 
 
+@pytest.mark.long  # test_agent_nodes.py has a lost node that comes back
 def test_a_whole_node_killed_and_replaced_five_seconds_later(disturb_nodes: Run) -> None:
     job = disturb_nodes("node@before_optimizer:rank=3,step=3", late=8.0, lost=(1,))
     (incident,) = job.incidents
@@ -87,6 +89,7 @@ def test_a_whole_node_killed_and_replaced_five_seconds_later(disturb_nodes: Run)
     assert any("waiting up to" in line for line in job.said)
 
 
+@pytest.mark.long  # test_agent_nodes.py has a hang on another node
 @pytest.mark.parametrize("kind", ["sigstop"])
 def test_a_hang_on_another_node_is_found_and_replaced(disturb_nodes: Run, kind: str) -> None:
     job = disturb_nodes(f"{kind}@backward:rank=2,step=4", heartbeat_timeout_s=4.0)
@@ -129,6 +132,7 @@ def test_nodes_with_a_network_between_them(disturb_nodes: Run, hosts: Network | 
     assert [incident.respawned for incident in job.incidents] == [(2,), (0, 1)]
 
 
+@pytest.mark.long  # test_agent_nodes.py has a coordinator that is gone while ranks train, and the next one
 def test_a_coordinator_killed_and_started_again_while_the_ranks_train(
     disturb_nodes: Run, hosts: Network | None
 ) -> None:

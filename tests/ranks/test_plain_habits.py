@@ -19,6 +19,22 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 STEPS = 16
 #: Where all that a step changes is done again, or is a part of the update.
 PHASES = ("data", "forward", "backward", "before_optimizer", "optimizer", "after_optimizer")
+# The variants with only one of the kinds go the same ways; test_plain_ddp.py has both in each phase.
+KINDS = pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(("exception", "sigkill"), id="by-turns"),
+        *(pytest.param((kind,), id=kind, marks=pytest.mark.long) for kind in ("exception", "sigkill")),
+    ],
+)
+
+
+def by_turns(kinds: Sequence[str], phases: Sequence[str], first: int) -> list[str]:
+    """Return a fault for each phase, in every second step, of each kind and on each rank in turn."""
+    return [
+        f"{kinds[at % len(kinds)]}@{phase}:rank={at // len(kinds) % 2},step={2 * at + first}"
+        for at, phase in enumerate(phases)
+    ]
 
 
 Calm = Callable[[str], Job]
@@ -53,13 +69,14 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
     return job
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@KINDS
 @pytest.mark.parametrize("habit", ["averages", "modes", "extra-state", "validates", "plateaus", "grows", "doubles"])
-def test_it_is_as_without_the_fault(nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kind: str) -> None:
+def test_it_is_as_without_the_fault(
+    nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kinds: tuple[str, ...]
+) -> None:
     """A validation behind an update draws from the streams, and a fault in a later step takes nothing back."""
     phases = PHASES[:4] if habit == "validates" else PHASES  # what follows an update is not done again
-    faults = [f"{kind}@{phase}:rank={at % 2},step={2 * at + 2}" for at, phase in enumerate(phases)]
-    job = _equal(nemo_zygote, calm, tmp_path, habit, faults, STEPS)
+    job = _equal(nemo_zygote, calm, tmp_path, habit, by_turns(kinds, phases, 2), STEPS)
     said = "\n".join(job.log(rank) for rank in range(2))
     assert ("Do it at the beginning of a step" in said) == (habit == "validates"), said
     assert "is made again after the fault and" not in said, said
@@ -106,13 +123,13 @@ def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, h
     assert all(len(lines) <= most for lines in recorded), "nothing was trained behind that"
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@KINDS
 @pytest.mark.parametrize("habit", ["epochs", "warms-up", "stops"])
 def test_how_a_loop_goes_through_its_steps(
-    nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kind: str
+    nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kinds: tuple[str, ...]
 ) -> None:
     """Several calls of ``steps()``, a backward pass before the first, and the step that one rank makes the last."""
-    faults = [f"{kind}@{phase}:rank={at % 2},step={2 * at + 4}" for at, phase in enumerate(PHASES)]
+    faults = by_turns(kinds, PHASES, 4)
     _equal(nemo_zygote, calm, tmp_path, habit, faults, STEPS - 2 if habit == "stops" else STEPS)
 
 

@@ -61,7 +61,7 @@ def transfers(job: Job, rank: int) -> list[dict[str, object]]:
 
 
 def test_a_fill_says_what_came_from_where(disturb: Disturb) -> None:
-    job = disturb(6, 3, "sigkill@forward:rank=1,step=2", args=(*THREE_HOLDERS, *SMALL_BUCKETS))
+    job = disturb(6, 4, "sigkill@forward:rank=1,step=2", args=(*THREE_HOLDERS, *SMALL_BUCKETS))
     (fill,) = transfers(job, 1)
     assert fill["sources"] == [3, 5]
     assert isinstance(fill["bytes"], int)
@@ -144,7 +144,7 @@ def test_a_victim_that_waits_in_a_transfer_is_not_taken_for_the_culprit(disturb:
 
 def test_a_second_fault_after_the_gradients_were_let_go(disturb: Disturb) -> None:
     faults = ("sigkill@before_optimizer:rank=1,step=3", "exception@transfer:rank=3,step=2")
-    job = disturb(4, 5, *faults, args=SMALL_BUCKETS)
+    job = disturb(4, 4, *faults, args=SMALL_BUCKETS)
     assert job.incidents[-1].target == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks.jobs import run_job
 from tests.ranks.nemo_zygote import Zygote
-from tests.ranks.test_lightning import SCRIPT, Train, in_every_phase
+from tests.ranks.test_lightning import KINDS, SCRIPT, Train, in_phases
 from tests.ranks.test_lightning import train as train  # the fixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
@@ -22,36 +22,39 @@ KILLS = ["sigkill", pytest.param("exception", marks=pytest.mark.long)]
 def at_the_edges(kind: str) -> list[str]:
     """Return faults in the first step, and where epochs begin and end."""
     return [
-        f"{kind}@{place}" for place in ("forward:rank=1,step=1", "between:rank=2,step=8", "data:rank=0,step=17")
+        f"{kind}@{place}" for place in ("forward:rank=1,step=1", "between:rank=0,step=8", "data:rank=0,step=17")
     ]
 
 
 @pytest.mark.parametrize(
     ("features", "kind"),
     [
-        ("weighted", "sigkill"),
-        ("positioned,weighted", "exception"),
-        pytest.param("weighted", "exception", marks=pytest.mark.long),
-        pytest.param("positioned,weighted", "sigkill", marks=pytest.mark.long),
+        ("weighted", "by-turns"),
+        ("positioned,weighted", "by-turns"),
+        *(
+            pytest.param(features, kind, marks=pytest.mark.long)
+            for features in ("weighted", "positioned,weighted")
+            for kind in ("exception", "sigkill")
+        ),
     ],
 )
 def test_a_generator_of_ones_own_draws_the_order(train: Train, features: str, kind: str) -> None:
     """It is made anew with its seed after a fault, in the third epoch too. Lightning divides the sampler."""
-    train("ddp", STEPS, *in_every_phase(kind), features=features)
+    train("ddp", STEPS, *in_phases(kind, "between:rank=0,step=17"), features=features, ranks=2)
 
 
 @pytest.mark.parametrize("kind", KILLS)
 def test_where_an_epoch_begins_and_ends(train: Train, kind: str) -> None:
-    train("ddp", STEPS, *at_the_edges(kind), features="positioned,weighted")
+    train("ddp", STEPS, *at_the_edges(kind), features="positioned,weighted", ranks=2)
 
 
 @pytest.mark.parametrize("kind", ["exception", pytest.param("sigkill", marks=pytest.mark.long)])
 def test_after_a_fault_in_the_first_step_each_epoch_has_an_order_of_its_own(train: Train, kind: str) -> None:
-    train("ddp", STEPS, f"{kind}@forward:rank=1,step=1", features="positioned,weighted")
+    train("ddp", STEPS, f"{kind}@forward:rank=1,step=1", features="positioned,weighted", ranks=2)
 
 
 @with_torchdata
-@pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "features",
     [
@@ -64,7 +67,7 @@ def test_after_a_fault_in_the_first_step_each_epoch_has_an_order_of_its_own(trai
     ],
 )
 def test_torchdata(train: Train, features: str, kind: str) -> None:
-    train("ddp", STEPS, *in_every_phase(kind), features=features)
+    train("ddp", STEPS, *in_phases(kind, "between:rank=0,step=17"), features=features, ranks=2)
 
 
 @with_torchdata
@@ -77,10 +80,10 @@ def test_torchdata_where_an_epoch_begins_and_ends(
     features: str,
     kind: str,
 ) -> None:
-    train("ddp", STEPS, *at_the_edges(kind), features=features)
+    train("ddp", STEPS, *at_the_edges(kind), features=features, ranks=2)
 
 
-@pytest.mark.parametrize("kind", KILLS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "features",
     [
@@ -96,7 +99,7 @@ def test_torchdata_where_an_epoch_begins_and_ends(
 )
 def test_samplers_and_datasets_that_draw_or_count_for_themselves(train: Train, features: str, kind: str) -> None:
     """Orders of one's own, in the third epoch too, with what a script that is entered again makes anew."""
-    train("ddp", STEPS, *in_every_phase(kind), features=features)
+    train("ddp", STEPS, *in_phases(kind, "between:rank=0,step=17"), features=features, ranks=2)
 
 
 @pytest.mark.parametrize("kind", KILLS)
@@ -104,7 +107,7 @@ def test_samplers_and_datasets_that_draw_or_count_for_themselves(train: Train, f
     "features", ["own-batches", pytest.param("own-batches,own-draws", marks=pytest.mark.long), "shuffled"]
 )
 def test_where_an_epoch_of_ones_own_order_begins_and_ends(train: Train, features: str, kind: str) -> None:
-    train("ddp", STEPS, *at_the_edges(kind), features=features)
+    train("ddp", STEPS, *at_the_edges(kind), features=features, ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_both_holders_of_a_shard_are_lost(
 def test_a_damaged_copy_is_taken_from_its_copy_on_another_rank(kept: Kept, tmp_path: Path) -> None:
     settings = f"path: {tmp_path / 'copies'}, every: 3, parts: [0], holders: [0]"
     wanted = tiers(**{"tests.ranks.tier_defects.DamagedDirectory": settings})
-    job = kept.run(wanted, 9, *both_holders_at(9), args=DROPOUT)
+    job = kept.run(wanted, 10, *both_holders_at(9), args=DROPOUT)
     assert job.incidents[-1].resumed_after == 6
     assert "taken for missing" in job.log(0), "nobody was told"
 
@@ -152,7 +152,7 @@ def test_the_first_two_tiers_are_damaged(kept: Kept, tmp_path: Path) -> None:
             "shared_directory": f"path: {tmp_path / 'shared'}, every: 3",
         }
     )
-    job = kept.run(wanted, 8, *both_holders_at(6), args=DROPOUT)
+    job = kept.run(wanted, 10, *both_holders_at(6), args=DROPOUT)
     assert job.incidents[-1].resumed_after == 3
     assert sources(job, 2) == {rank: ("shared directory", rank) for rank in range(4)}
     assert not [*(tmp_path / "local").iterdir(), *(tmp_path / "shared").iterdir()], "the job has ended well"

@@ -17,7 +17,7 @@ from tests.ranks.users.cases import (
     BATCHNORM,
     CALLED_AGAIN,
     CASES,
-    EMA,
+    KEEPERS,
     LARGE,
     LATE,
     LONG,
@@ -27,11 +27,11 @@ from tests.ranks.users.cases import (
     OWN,
     OWN_BUFFERS,
     OWN_GENERATOR,
-    PLATEAU,
     RANDPERM,
     SHORT_LONG,
     SLOW,
     STARTS,
+    STOPS,
     VALIDATES,
     Case,
 )
@@ -81,7 +81,7 @@ def test_buffers_that_are_too_large_to_be_kept_are_no_peers_to_give(calm: Calm, 
 @pytest.mark.parametrize(
     ("run", "faults"),
     [
-        (OWN, ("node@backward:rank=2,step=3",)),
+        pytest.param(OWN, ("node@backward:rank=2,step=3",), marks=pytest.mark.long),
         pytest.param(OWN, ("node@backward:rank=3,step=7",), marks=pytest.mark.long),
         # Its replica of what the lost node had is in a process that has not committed anything itself.
         (OWN, ("sigkill@forward:rank=0,step=4", "node@before_optimizer:rank=2,step=4")),
@@ -126,14 +126,22 @@ def test_what_was_a_lost_nodes_own_is_kept_by_another(
     equal(run, undisturbed, job, IN_ALL)
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
 @pytest.mark.parametrize(
-    ("run", "where"),
+    ("run", "where", "how"),
     [
-        pytest.param(SHORT_LONG, "setup 1", id="set-up-of-a-longer-fit", marks=pytest.mark.long),
-        pytest.param(LONG_SHORT, "setup 1", id="set-up-of-a-shorter-fit"),
-        pytest.param(VALIDATES, "validate 0", id="validation-after-the-first"),
-        pytest.param(VALIDATES, "validate 1", id="after-the-second", marks=pytest.mark.long),
+        pytest.param(LONG_SHORT, "setup 1", "kill", id="set-up-of-a-shorter-fit-kill"),
+        pytest.param(VALIDATES, "validate 0", "raise", id="validation-after-the-first-raise"),
+        *(
+            pytest.param(*row, id=name, marks=pytest.mark.long)
+            for *row, name in (
+                (LONG_SHORT, "setup 1", "raise", "set-up-of-a-shorter-fit-raise"),
+                (SHORT_LONG, "setup 1", "raise", "set-up-of-a-longer-fit-raise"),
+                (SHORT_LONG, "setup 1", "kill", "set-up-of-a-longer-fit-kill"),
+                (VALIDATES, "validate 0", "kill", "validation-after-the-first-kill"),
+                (VALIDATES, "validate 1", "raise", "after-the-second-raise"),
+                (VALIDATES, "validate 1", "kill", "after-the-second-kill"),
+            )
+        ),
     ],
 )
 def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where: str, how: str) -> None:
@@ -154,10 +162,10 @@ def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where
             marks=pytest.mark.long,
         ),
         ("buffers_are_a_peers", OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=4",)),
-        pytest.param("callbacks_are_a_step_ahead", EMA, LATE, marks=pytest.mark.long),
+        pytest.param("callbacks_are_a_step_ahead", KEEPERS, LATE, marks=pytest.mark.long),
         pytest.param(
             "validations_are_repeated",
-            PLATEAU,
+            STOPS,
             ("exception@before_optimizer:rank=1,step=5",),
             marks=pytest.mark.long,
         ),

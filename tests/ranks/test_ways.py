@@ -22,7 +22,7 @@ from tests.ranks.test_warm import told
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(420)]
 
 STEPS = 6
-FAULTS = ("exception@backward:rank=2,step=3", "sigkill@optimizer:rank=1,step=5")
+FAULTS = ("exception@backward:rank=0,step=3", "sigkill@optimizer:rank=1,step=5")
 WAYS = "tests.ranks.users_ways"
 SMALL = ("model.config.num_layers=2", *DROPOUT)
 BATCH = "seq_length: 64, micro_batch_size: 2, global_batch_size: 16"
@@ -37,9 +37,11 @@ def layers(name: str) -> str:
     return f"model.config.transformer_layer_spec={get}{WAYS}.layers.{name}}}"
 
 
-def through_faults(disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULTS, limit_s: float = 140.0) -> Job:
-    """Train on four ranks, through the faults, to the same bits; every fault is recovered from once."""
-    job = disturb(4, STEPS, *faults, args=(*SMALL, *args), limit_s=limit_s)
+def through_faults(
+    disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULTS, limit_s: float = 140.0, nproc: int = 4
+) -> Job:
+    """Train through the faults, to the same bits; every fault is recovered from once."""
+    job = disturb(nproc, STEPS, *faults, args=(*SMALL, *args), limit_s=limit_s)
     assert [incident.outcome for incident in job.incidents] == [Outcome.RESUMED] * len(faults)
     specs = [parse(fault) for fault in faults]
     killed = [(spec.rank,) if spec.kind is FaultKind.SIGKILL else () for spec in specs]
@@ -60,11 +62,14 @@ def through_faults(disturb: Disturb, *args: str, faults: tuple[str, ...] = FAULT
             "data.micro_batch_size=4",
             layers("parallel_layers"),  # built anew; test_warm_te.py has those of Megatron
         ),
-        (
-            "strategy.pipeline_model_parallel_size=2",
-            "strategy.virtual_pipeline_model_parallel_size=2",
-            "model.config.num_layers=4",
-            "data.micro_batch_size=1",
+        pytest.param(  # test_warm.py has one with overlap
+            (
+                "strategy.pipeline_model_parallel_size=2",
+                "strategy.virtual_pipeline_model_parallel_size=2",
+                "model.config.num_layers=4",
+                "data.micro_batch_size=1",
+            ),
+            marks=pytest.mark.long,
         ),
         pytest.param(
             (
@@ -95,6 +100,7 @@ def test_megatrons_options(disturb: Disturb, args: tuple[str, ...]) -> None:
     assert not builds_anew or all("layers.Norm keeps" in each["reason"] for each in told(job))
 
 
+@pytest.mark.long  # the next test has it, too
 def test_a_parameter_gather_that_overlaps_with_the_next_step(disturb: Disturb) -> None:
     through_faults(disturb, "strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
 
@@ -103,7 +109,7 @@ def test_a_step_that_only_some_ranks_have_recorded_before_a_fault(disturb: Distu
     """What is recorded is gathered by all ranks: also by those that have recorded the step already."""
     slow = f"callbacks.slow={{_target_: {WAYS}.slow_state.SlowToRecord, rank: 1, step: 2, seconds: 3}}"
     gathers = ("strategy.ddp.overlap_grad_reduce=true", "strategy.ddp.overlap_param_gather=true")
-    through_faults(disturb, slow, *gathers, faults=("exception@forward:rank=2,step=3",))
+    through_faults(disturb, slow, *gathers, faults=("exception@forward:rank=0,step=3",), nproc=2)
 
 
 # --- FP8 ---------------------------------------------------------------------------------------------------------
@@ -117,7 +123,7 @@ FP8 = (
 @pytest.mark.parametrize("layout", [(), pytest.param(TP2, marks=pytest.mark.long)], ids=["dp4", "tp2"])
 def test_scales_that_follow_from_earlier_steps(disturb: Disturb, layout: tuple[str, ...]) -> None:
     validates = ("trainer.val_check_interval=2", "trainer.limit_val_batches=1")
-    faults = ("sigkill@backward:rank=0,step=2", *FAULTS)
+    faults = ("sigkill@backward:rank=0,step=2", "exception@backward:rank=2,step=3", FAULTS[1])
     job = through_faults(disturb, *FP8, *layout, *validates, faults=faults)
     assert not any(each["kept"] for each in told(job)), "scales belong to a step"
 
@@ -199,15 +205,15 @@ def written(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_nemos_pretraining_data_with_validation_between_steps(disturb: Disturb, written: Path) -> None:
     kind = f"_target_: nemo.collections.llm.PreTrainingDataModule, paths: {written}/english, {HERE}, {BYTES}"
     args = (data(f"{kind}, index_mapping_dir: {written}/mapping"), "trainer.val_check_interval=2")
-    last = f"sigkill@after_optimizer:rank=3,step={STEPS}"
-    job = disturb(4, STEPS, *FAULTS, last, args=(*SMALL, *args, "trainer.limit_val_batches=1"), limit_s=140)
+    last = f"sigkill@after_optimizer:rank=0,step={STEPS}"
+    job = disturb(2, STEPS, *FAULTS, last, args=(*SMALL, *args, "trainer.limit_val_batches=1"), limit_s=140)
     assert [incident.target for incident in job.incidents] == [2, 5, STEPS]
 
 
 def test_nemos_fine_tuning_data(disturb: Disturb, written: Path) -> None:
     """Whole batches are dealt out, padded to the longest of their samples."""
     root = f"dataset_root: {written}/conversations"
-    through_faults(disturb, data(f"_target_: {WAYS}.data.Conversations, {root}, {HERE}"))
+    through_faults(disturb, data(f"_target_: {WAYS}.data.Conversations, {root}, {HERE}"), nproc=2)
 
 
 @pytest.mark.long
@@ -221,22 +227,22 @@ def test_a_cyclic_sampler_within_one_pass(disturb: Disturb) -> None:
 
 
 def test_a_cyclic_sampler_through_an_uneven_end_of_a_pass(disturb: Disturb) -> None:
-    through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 56"))
+    through_faults(disturb, data(f"_target_: {WAYS}.data.CyclicText, num_train_samples: 56"), nproc=2)
 
 
 def test_a_batch_size_that_is_ramped_up(disturb: Disturb) -> None:
     """NeMo ends the loop when the size has changed, here after five steps."""
     ramp = "seq_length: 64, micro_batch_size: 2, global_batch_size: 32, rampup_batch_size: [8, 8, 64]"
-    disturb(4, 5, "exception@backward:rank=2,step=3", args=(*SMALL, data(MOCK, ramp), "trainer.max_steps=8"))
+    disturb(2, 5, "exception@backward:rank=1,step=3", args=(*SMALL, data(MOCK, ramp), "trainer.max_steps=8"))
 
 
 def test_an_iterable_dataset_that_says_where_it_stands(disturb: Disturb) -> None:
-    through_faults(disturb, data(f"_target_: {WAYS}.data.IterableText"))
+    through_faults(disturb, data(f"_target_: {WAYS}.data.IterableText"), nproc=2)
 
 
 def test_a_fault_after_the_last_step_on_data_that_just_suffices(disturb: Disturb) -> None:
     just = MOCK.replace("2000", str(STEPS * 16))
-    through_faults(disturb, data(just), faults=(f"sigkill@after_optimizer:rank=1,step={STEPS}",))
+    through_faults(disturb, data(just), faults=(f"sigkill@after_optimizer:rank=1,step={STEPS}",), nproc=2)
 
 
 # --- callbacks and loggers ----------------------------------------------------------------------------------------
@@ -271,6 +277,7 @@ def test_callbacks_and_a_logger_that_users_take(disturb: Disturb, tmp_path: Path
             memory=f"{NEMO}.MemoryMonitor",
             frozen=f"{NEMO}.layer_freezer.LayerFreezer, schedule: {{decoder.layers.0: [1, 3]}}",
         ),
+        nproc=2,
     )
 
 

@@ -22,7 +22,7 @@ class Run:
         steps: optimizer steps, of each fit.
         layout: further words for the script.
         script: which.
-        nproc: how many ranks.
+        nproc: how many ranks; four where it matters that a rank has others than its replica.
         resumed: begin at the checkpoint of NeMo's that a job has written after so many steps.
     """
 
@@ -30,7 +30,7 @@ class Run:
     steps: int | tuple[int, ...] = 6
     layout: tuple[str, ...] = ()
     script: str = "train.py"
-    nproc: int = 4
+    nproc: int = 2
     resumed: int = 0
 
     def words(self, checkpoint: Path | None) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class Calm:
         """Return the checkpoint that ``run`` begins at, if any."""
         if not run.resumed:
             return None
-        before = Run(f"{run.features},modelckpt", run.resumed + 2, run.layout)
+        before = Run(f"{run.features},modelckpt", run.resumed + 2, run.layout, nproc=run.nproc)
         # At the end of a training the optimizer is not saved.
         (found,) = (self.job(before).run_dir / "nemo").glob(f"**/checkpoints/users-step={run.resumed - 1}")
         return found
