@@ -132,7 +132,6 @@ def test_nodes_with_a_network_between_them(disturb_nodes: Run, hosts: Network | 
     assert [incident.respawned for incident in job.incidents] == [(2,), (0, 1)]
 
 
-@pytest.mark.long  # test_agent_nodes.py has a coordinator that is gone while ranks train, and the next one
 def test_a_coordinator_killed_and_started_again_while_the_ranks_train(
     disturb_nodes: Run, hosts: Network | None
 ) -> None:
