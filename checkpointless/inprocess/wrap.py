@@ -21,6 +21,7 @@ from checkpointless.inprocess.block.arguments import with_caller
 from checkpointless.inprocess.block.blocks import Blocks
 from checkpointless.inprocess.block.cleanup import BlockCleanup
 from checkpointless.inprocess.block.end import exit_code, forget_frames, is_return, is_victim
+from checkpointless.inprocess.block.entry_hooks import EntryHooks
 from checkpointless.inprocess.block.entry_modes import EntryModes
 from checkpointless.inprocess.block.entry_streams import EntryStreams
 from checkpointless.inprocess.block.main_thread import MainThread
@@ -197,7 +198,7 @@ class HPCallWrapper:
             self._departure.fault_at_s = float(told)
         self._cleanup = BlockCleanup(self._now, wrapper, self._replace)
         self._signal_handlers = SignalHandlers()
-        self._entry: tuple[EntryStreams, EntryModes] | None = None
+        self._entry: tuple[EntryStreams, EntryModes, EntryHooks] | None = None
         worker_sockets.share_folder()
         process_groups.install()
         _active = self
@@ -308,7 +309,7 @@ class HPCallWrapper:
         result: _Result | None = None
         error: BaseException | None = None
         if self._entry is None:
-            self._entry = EntryStreams.capture(), EntryModes.capture()
+            self._entry = EntryStreams.capture(), EntryModes.capture(), EntryHooks.capture()
         else:
             for each in self._entry:
                 each.restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.rank_groups import Group
 from checkpointless.transfer.tensor_entry import Key
 
+_training = operator.attrgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
 _DERIVED = (torch.bfloat16, torch.float16, torch.uint8)  # the last are the bytes of parameters in FP8
 
 
@@ -39,6 +42,9 @@ class MegatronTensors(TrainingTensors):
         super().__init__(chunks, [getattr(each, "optimizer", None) for each in self.optimizers])
         self._groups = ParamGroups(self._torch_optimizers)
         self._has_buffers = has_buffers(chunks)
+        self._all_modules = [each for chunk in chunks for each in chunk.modules()]
+        self._all_parameters = [each for chunk in chunks for each in chunk.parameters()]
+        self._resumed: Mapping[str, Any] = {}  # what belonged to the modules at the moment that was resumed at
 
     @override
     def group(self) -> Group:
@@ -155,13 +161,33 @@ class MegatronTensors(TrainingTensors):
         ]
 
     def take_modules(self) -> dict[str, Any]:
-        """Return nothing: Megatron's buffers and optimizers are made for the parameters that are trained then."""
-        return {}
+        """Return which modules train, and which parameters are trained: hooks may change both at any time."""
+        trained = list(map(_requires_grad, self._all_parameters))
+        return {"modes": list(map(_training, self._all_modules)), "trained": trained}
+
+    def _put_modules(self) -> None:
+        """Put back what :meth:`take_modules` returned, if it is of as many modules and parameters."""
+        modes, trained = self._resumed.get("modes", ()), self._resumed.get("trained", ())
+        if len(modes) == len(self._all_modules):
+            for module, mode in zip(self._all_modules, modes):
+                module.training = mode
+        if len(trained) == len(self._all_parameters):
+            for parameter, is_trained in zip(self._all_parameters, trained):
+                if parameter.requires_grad != is_trained:
+                    parameter.requires_grad_(is_trained)
+
+    @override
+    def put_buffers(self, copies: Mapping[Key, torch.Tensor]) -> None:
+        """Give the modules' buffers the values of ``copies``, and put back what hooks have changed of modules."""
+        super().put_buffers(copies)
+        self._put_modules()
 
     @override
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Load what :meth:`groups`, :meth:`plain_state` and :meth:`scalers` returned."""
+        """Load what :meth:`groups`, :meth:`plain_state`, :meth:`scalers` and :meth:`take_modules` returned."""
         super().load_objects(objects)
+        self._resumed = {name: objects[name] for name in ("modes", "trained") if name in objects}
+        self._put_modules()
         for optimizer, scaler in zip(self.optimizers, objects["scalers"]):
             if scaler is not None:
                 optimizer.grad_scaler.load_state_dict(scaler)

@@ -173,7 +173,7 @@ class MegatronTraining(LoopTraining, MegatronTensors):
 
     @override
     def more_objects(self) -> Mapping[str, Any]:
-        """Return the states of the loss scalers.
+        """Return the states of the loss scalers, which modules train, and which parameters are trained.
 
         Raises:
             UnrecoverableError: an optimizer has other parameters than at the beginning.
@@ -181,7 +181,7 @@ class MegatronTraining(LoopTraining, MegatronTensors):
         reason = grown(self._torch_optimizers, self._sizes)
         if reason:
             raise UnrecoverableError(reason)
-        return {"scalers": self.scalers()}
+        return {"scalers": self.scalers(), **self.take_modules()}
 
     @override
     def changed(self) -> str:

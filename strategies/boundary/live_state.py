@@ -207,6 +207,16 @@ class TrainerLiveState:
             committed()  # otherwise each step would hold all those before it
         return committed
 
+    def require_unchanged(self) -> None:
+        """Look, when the gradients of a step are final, whether something else than updates changes parameters.
+
+        Raises:
+            UnrecoverableError: it does: a fault behind that would find ranks whose state is that of no step.
+        """
+        reason = self.changed()
+        if reason:
+            raise UnrecoverableError(reason)
+
     def changed(self) -> str:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
         grown = getattr(self._tensors, "grown", None)
@@ -218,8 +228,8 @@ class TrainerLiveState:
             return ""
         return (
             f"parameters were changed beside the update since step {step} ({stage.name.lower()}), for example by "
-            "a hook that exchanges or clamps weights; let the optimizer's register_step_post_hook do it, or keep "
-            "such weights as buffers"
+            "a hook that exchanges or clamps weights, or in the forward pass of an Embedding with max_norm; let "
+            "the optimizer's register_step_post_hook do it, or keep such weights as buffers"
         )
 
     def _is_as_it_was(self, step: int, stage: Stage) -> bool:

@@ -10,10 +10,13 @@ import lightning.pytorch as pl
 from checkpointless.inprocess import HPCallWrapper
 from checkpointless.recovery import CheckpointManager
 from checkpointless.recovery.moment import Stage
+from checkpointless.recovery.own.agreement import require_equal_replicas
 from checkpointless.strategies.boundary.epoch_metrics import Accumulated, own_part
 from checkpointless.strategies.boundary.live_state import TrainerLiveState
 from checkpointless.strategies.boundary.steps import Guard, Steps
 from checkpointless.strategies.data.position import DataPosition
+
+_LOOKED_AT = (2, 3)  # the steps in which is looked at what those before them have left; a first rate may be 0
 
 
 class StepKeeper:
@@ -44,6 +47,7 @@ class StepKeeper:
         self._manager = manager
         self.steps = steps
         self.live = TrainerLiveState(trainer, steps.tensors, position)
+        self._computed = 0  # steps, of this fit in this generation
         steps.guard(
             Guard(
                 lock=call.parameter_update_lock,
@@ -86,6 +90,10 @@ class StepKeeper:
 
     def _gradients_are_final(self, step: int) -> None:
         call, manager = self._call, self._manager
+        self._computed += 1
+        if manager is not None and call.generation == 0 and self._computed in _LOOKED_AT:
+            self.live.require_unchanged()
+            require_equal_replicas(self.live, step - 1)
         if call.faults is not None:
             call.enter_phase("before_optimizer", step)
         if manager is not None:

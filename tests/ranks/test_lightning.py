@@ -244,6 +244,22 @@ def test_what_cannot_be_exact_is_refused(nemo_zygote: Zygote, tmp_path: Path, fe
         assert job.steps
 
 
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("bounds", "parameters were changed beside the update since step 1"),
+        ("parts", "after step 1 it has other values on rank 1 than on rank 0"),
+    ],
+)
+def test_what_the_second_step_shows_is_refused(nemo_zygote: Zygote, tmp_path: Path, word: str, reason: str) -> None:
+    """A forward pass that changes weights, and ranks that no longer hold the same."""
+    script = str(SCRIPTS / "lightning_beside.py")
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=script, args=(word,))
+    assert job.code == 1
+    assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))])
+    assert {len(steps) for steps in job.steps.values()} == {1}, "nothing was trained behind that"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_that_are_frozen_and_trained_again_by_hooks(train: Train, kind: str) -> None:
     """A hook does so at the beginning of an epoch, another after a validation; neither does it again later."""

@@ -70,7 +70,9 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
 
 
 @KINDS
-@pytest.mark.parametrize("habit", ["averages", "modes", "extra-state", "validates", "plateaus", "grows", "doubles"])
+@pytest.mark.parametrize(
+    "habit", ["averages", "modes", "extra-state", "validates", "plateaus", "grows", "doubles", "hooks-all"]
+)
 def test_it_is_as_without_the_fault(
     nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kinds: tuple[str, ...]
 ) -> None:
@@ -111,6 +113,11 @@ def test_it_is_as_without_the_fault(
             "follows-behind",
             "no optimizer updates the parameter 0.weight, and it is changed between update() and the next step",
         ),
+        ("bounds", "the parameter module.1.rows.weight is changed in a step before its update()"),
+        ("clamps", "the parameter module.0.weight is changed between update() and the next step"),
+        ("clamps-data", "the parameter module.0.weight is changed between update() and the next step"),
+        ("decays", "weight_decay of param groups was changed between update() of step 1 and the next step"),
+        ("forgets", "momentum_buffer of the parameter module.0.weight is changed between update() and the next"),
     ],
 )
 def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, habit: str, reason: str) -> None:
@@ -118,8 +125,9 @@ def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, h
     assert job.code == 1, job.story()
     assert reason in "\n".join([*job.said, *(job.log(rank) for rank in range(2))]), job.story()
     recorded = [path.read_text().splitlines() for path in (job.run_dir / "steps").glob("rank-*.jsonl")]
-    counts = {"local": 1, "late-plateau": 1, "two-updates": 1, "goes-on": 1, "reads-on": 2}
-    most = {**counts, "follows-data": 2, "follows-behind": 1}.get(habit, 0)
+    counts = dict.fromkeys(("local", "late-plateau", "two-updates", "goes-on", "follows-behind", "bounds"), 1)
+    counts |= dict.fromkeys(("clamps", "clamps-data", "decays", "forgets"), 1)
+    most = {**counts, "reads-on": 2, "follows-data": 2}.get(habit, 0)
     assert all(len(lines) <= most for lines in recorded), "nothing was trained behind that"
 
 

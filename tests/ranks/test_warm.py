@@ -137,6 +137,15 @@ def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb, bf1
     assert all(reused) == bf16, "in fp32 there are no main parameters"
 
 
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_what_a_hook_changes_of_modules_in_the_middle_belongs_to_the_state(disturb: Disturb, kind: str) -> None:
+    """Which modules train, and which parameters are trained: neither a survivor nor a new process would know."""
+    changes = "callbacks.changes={_target_: tests.ranks.warm_checks.ChangesInTheMiddle}"
+    faults = (f"{kind}@backward:rank=2,step=7", f"{kind}@optimizer:rank=1,step=8")
+    job = disturb(4, 9, *faults, args=(*DROPOUT, changes))
+    assert any("is not as it was built" in each.get("reason", "") for each in told(job)), told(job)
+
+
 def test_a_model_that_is_built_in_old_memory_through_faults(disturb: Disturb) -> None:
     """A kill within an update, and a second fault before the model is built, and before it is restored."""
     faults = (

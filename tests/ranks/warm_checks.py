@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from lightning.pytorch.callbacks import Callback, LambdaCallback
@@ -65,6 +66,17 @@ class HookedModel(Callback):
         """Add the hook."""
         layer = next(each for each in pl_module.modules() if type(each).__name__ == "MLP")
         layer.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
+
+
+class ChangesInTheMiddle(Callback):
+    """Lets a dropout act no more, and freezes parameters, in one step; nothing does so again later."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+        """Do so at the beginning of the fifth step."""
+        if trainer.global_step == 4:
+            dropout = next(each for each in pl_module.modules() if isinstance(each, torch.nn.Dropout) and each.p)
+            dropout.eval()
+            next(each for name, each in pl_module.named_parameters() if name.endswith("bias")).requires_grad_(False)
 
 
 class FirstWeights(Callback):

@@ -171,7 +171,8 @@ class _Walk:
         values = getattr(each, "__dict__", None)
         if isinstance(values, dict) and values:
             self._items(values, list(values.items()))
-        for name in _slots(type(each)):
+        kind: type = type(each)
+        for name in _slots(kind):
             value = getattr(each, name, None)
             new = self._next(value)
             if new is not value:

@@ -21,6 +21,7 @@ from checkpointless.inprocess.communicators.launch_bound import LaunchBound
 from checkpointless.megatron.fp8_parameters import fp8_parameters
 from checkpointless.megatron.update import sub_optimizers
 from checkpointless.megatron.warm import transformer_engine
+from checkpointless.megatron.warm.accumulation import hooks_of_accumulation
 from checkpointless.megatron.warm.bindings import rebind
 from checkpointless.megatron.warm.known_classes import blueprint_of, unknown_class
 from checkpointless.recovery.rng import RngStates
@@ -91,6 +92,7 @@ class KeptModel:
         self.streams = streams
         self._built = blueprint_of(self.chunks)
         self._marks = _marks(optimizer)
+        self._accumulation = self._hooks_of_accumulation()
         self._ties = [_ties_embeddings(chunk) for chunk in self.chunks]  # while it is built
         self._modes = [(module, module.training) for chunk in self.chunks for module in chunk.modules()]
         self._trackers = [get_cuda_rng_tracker()]  # of random streams
@@ -120,7 +122,12 @@ class KeptModel:
                 return obstacle
         if _marks(self.optimizer) != self._marks:
             return "the optimizer has other hooks or functions than when it was built"
+        if self._hooks_of_accumulation() != self._accumulation:
+            return "other hooks hang where gradients are added up than when the model was built"
         return self._built.difference(self.chunks)
+
+    def _hooks_of_accumulation(self) -> list[tuple[int, int]]:
+        return hooks_of_accumulation(each for chunk in self.chunks for each in chunk.parameters())
 
     @property
     def builds_together(self) -> bool:

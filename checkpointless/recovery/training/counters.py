@@ -1,17 +1,22 @@
-"""What steps change and no recovery brings back: numbers in attributes, parameters that no optimizer updates."""
+"""What steps change and no recovery brings back: numbers in attributes, parameters that no optimizer updates.
+
+And what updates own, if something else changes it.
+"""
 
 from __future__ import annotations
 
 import numbers
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from checkpointless.recovery.training.param_groups import version_of
+from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.serialization.samples import samples
 from checkpointless.transfer.sharded_tensors import is_sharded
+from checkpointless.transfer.tensor_entry import Key
 
 _DEEPEST = 4  # containers within containers
 _SMALL = 1024  # elements of a tensor, or of a container, that is looked at
@@ -45,6 +50,31 @@ class Followers:
     def _now(self) -> list[tuple[str, int, bytes]]:
         taken = samples(dict(enumerate(each for _, each in self._parameters)))
         return [(name, version_of(each), taken.get(at, b"")) for at, (name, each) in enumerate(self._parameters)]
+
+
+class Owned:
+    """What updates own: the parameters that they change, and the optimizers' state. All bytes of it are compared.
+
+    Args:
+        tensors: returns it, by key.
+    """
+
+    def __init__(self, tensors: Callable[[], Mapping[Key, torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self._checksums = MemoryChecksumManager()
+        self._noted: dict[Key, int] = {}
+
+    def note(self) -> None:
+        """Note it as it is now."""
+        self._noted = self._now()
+
+    def changed(self) -> Key | None:
+        """Return the key of a tensor that has other bytes than when it was noted; None: there is none."""
+        now = self._now()
+        return next((key for key, digest in now.items() if self._noted.get(key, digest) != digest), None)
+
+    def _now(self) -> dict[Key, int]:
+        return self._checksums.digest_each({key: each.detach() for key, each in self._tensors().items()})
 
 
 class Counters:

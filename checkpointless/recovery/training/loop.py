@@ -299,7 +299,7 @@ class LoopTraining(TrainingTensors, ABC):
         if not self._versions or self._versions == self._parameter_versions():
             return ""
         return (
-            f"parameters were changed between update() of step {self.step} and the next step; what changes them "
+            f"parameters were changed between update() of step {self.step} and the next update; what changes them "
             "has to be a part of the update (the optimizer's register_step_post_hook)"
         )
 

@@ -103,10 +103,19 @@ def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
     return any(True for module in modules for _ in module.named_buffers())
 
 
-def learning_rates(optimizers: Iterable[Any]) -> list[float]:
-    """Return the learning rate of each param group that has one as a number; one that is a tensor is no number."""
-    rates = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
-    return [rate for rate in rates if isinstance(rate, int | float)]
+def plain_values(optimizers: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the values of each param group, learning rates among them, that cannot change in place; no tensors."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [{name: value for name, value in group.items() if is_fixed(value)} for group in groups]
+
+
+def changed_value(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
+    """Return the name of a value of param groups, as :func:`plain_values` returns them, that differs; "": none."""
+    for then, group in zip(before, now):
+        for name in then.keys() & group.keys():
+            if then[name] != group[name]:
+                return name
+    return ""
 
 
 def without_scheduler(optimizers: Iterable[Any], schedulers: Iterable[Any]) -> str | None:

@@ -11,31 +11,37 @@ from typing_extensions import override
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
 from checkpointless.recovery.guard import guarded_update
 from checkpointless.recovery.running import BuildAnewError, give_up_held, running_block
-from checkpointless.recovery.training.counters import Followers
+from checkpointless.recovery.training.counters import Followers, Owned
 from checkpointless.recovery.training.interrupted import InterruptedUpdate
 from checkpointless.recovery.training.kept import KeptParts, begin_with_kept
 from checkpointless.recovery.training.loop import LoopTraining
 from checkpointless.recovery.training.param_groups import (
-    learning_rates,
+    changed_value,
+    plain_values,
     plateaus,
     without_plateau,
     without_scheduler,
 )
 from checkpointless.recovery.training.torch_tensors import TorchTensors
+from checkpointless.transfer.module_tensors import PARAMETER
 from checkpointless.transfer.tensor_entry import Key, TensorEntry
 
 _LATE = (
     "requires_grad of parameters was changed between update() of step {} and the next step, which is not made "
     "again after a fault: change it in a step, before its update()"
 )
-_LATE_RATES = (
-    "learning rates were changed between update() of step {} and the next step, which is not made again after a "
-    "fault: schedulers in PlainTraining(schedulers=[...]) step with every update, and anything else changes rates "
-    "in a step, before its update()"
+_LATE_VALUES = (
+    "{} changed between update() of step {} and the next step, which is not made again after a fault: schedulers "
+    "in PlainTraining(schedulers=[...]) step with every update, and anything else changes rates and other values "
+    "of param groups in a step, before its update()"
 )
 _FOLLOWS = (
     "no optimizer updates the parameter {}, and it is changed {}: after a fault it would be changed once more, or "
     "not at all. Change it within the update (the optimizer's register_step_post_hook), or make it a buffer"
+)
+_CHANGES = (
+    "{} is changed {}, by the loop or in the forward pass (an Embedding with max_norm, for example): it would be "
+    "that of no step when a fault comes. Change it within the update (the optimizer's register_step_post_hook)"
 )
 _LEFT_OUT = (
     "a learning-rate scheduler of {} is not known here, and would begin anew after a fault: give it to "
@@ -103,13 +109,14 @@ class PlainTraining(LoopTraining, TorchTensors):
             raise ValueError("PlainTraining(modules=[...], optimizers=[...]): give the modules and the optimizers")
         TorchTensors.__init__(self, modules, optimizers, is_known=call.high_water > 0, group=group)
         self._trained_by_update: list[bool] = []
-        self._rates_by_update: list[float] = []
+        self._values_by_update: list[dict[str, Any]] = []
         self._plateaus_by_update: list[int] = []
         self._kept: KeptParts | None = None
         self._aside: list[InterruptedUpdate] = []
         updated = {id(each) for each in self.updated_parameters()}
         named = [each for of_module in self._named.values() for each in of_module]
         self._followers = Followers((name, each) for name, each in named if id(each) not in updated)
+        self._owned = Owned(self.shard)
         self._placed: set[Key] = set()  # of what a recovery has put in its place
         self.begin(call, schedulers)
 
@@ -119,7 +126,7 @@ class PlainTraining(LoopTraining, TorchTensors):
         Args:
             loss: the loss of the step, which is kept with the step if steps are recorded.
         """
-        self._refuse_followers("in a step before its update()")
+        self._refuse_changes("in a step before its update()")
         self._compute(loss)
         guarded_update(
             self._call.steps.making,
@@ -243,30 +250,45 @@ class PlainTraining(LoopTraining, TorchTensors):
                 update.
         """
         modules = self.take_modules()
-        trained, rates = modules["trained"], learning_rates(self.optimizers)
+        trained, values = modules["trained"], plain_values(self.optimizers)
         is_behind_update = 0 < self.step == self._ready_step
         if is_behind_update and trained != self._trained_by_update:
             raise UnrecoverableError(_LATE.format(self.step))
-        if is_behind_update and rates != self._rates_by_update:
-            raise UnrecoverableError(_LATE_RATES.format(self.step))
+        changed = changed_value(self._values_by_update, values) if is_behind_update else ""
+        if changed:
+            what = "learning rates were" if changed == "lr" else f"{changed} of param groups was"
+            raise UnrecoverableError(_LATE_VALUES.format(what, self.step))
         counts = [each.last_epoch for each in plateaus(self._schedulers)]
         if is_behind_update and counts != self._plateaus_by_update:
             raise UnrecoverableError(_LATE_PLATEAU.format(self.step))
-        self._trained_by_update, self._rates_by_update, self._plateaus_by_update = trained, rates, counts
+        self._trained_by_update, self._values_by_update, self._plateaus_by_update = trained, values, counts
         if is_behind_update:
-            self._refuse_followers("between update() and the next step")
+            self._refuse_changes("between update() and the next step")
         if self._is_young():
             self._followers.note()
+            self._owned.note()
         return modules
 
     def _is_young(self) -> bool:
-        return self._call.high_water - self._done < _WATCHED
+        return max(self.step, self._call.high_water) - self._done < _WATCHED
 
-    def _refuse_followers(self, when: str) -> None:
-        """Refuse, in the first steps of a job, parameters that are changed outside of updates."""
-        changed = self._followers.changed() if self._is_young() else ""
-        if changed:
-            raise UnrecoverableError(_FOLLOWS.format(changed, when))
+    def _refuse_changes(self, when: str) -> None:
+        """Refuse, in the first steps of a job, what is changed outside of updates."""
+        if not self._is_young():
+            return
+        follower = self._followers.changed()
+        if follower:
+            raise UnrecoverableError(_FOLLOWS.format(follower, when))
+        key = self._owned.changed() if self.step > self._done else None  # the first step may give first values
+        if key is not None:
+            raise UnrecoverableError(_CHANGES.format(self._title_of(key), when))
+
+    def _title_of(self, key: Key) -> str:
+        """Return what a tensor of the shard is, for people."""
+        names = {id(each): name for of_module in self._named.values() for name, each in of_module}
+        name = next((names.get(id(each), "") for at, _, each in self._parameters() if at == key[:-1]), "")
+        parameter = f"the parameter {name or '.'.join(map(str, key[:-1]))}"
+        return parameter if key[-1] == PARAMETER else f"{key[-1]} of {parameter}"
 
     @override
     def _parameter_versions(self) -> list[int]:

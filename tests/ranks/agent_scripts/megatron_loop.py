@@ -1,7 +1,8 @@
 """Train a GPT in a loop of one's own with Megatron's DDP and optimizer: ``STEPS KEY=VALUE...``.
 
 ``tp``, ``pp``, ``ep``, ``instances``, ``bf16``, ``distributed``, ``fp16``: each a number; ``overlap=1`` overlaps
-reduction and gather; ``adds`` is the step in which an optimizer is given one parameter more.
+reduction and gather; ``adds`` is the step in which an optimizer is given one parameter more, ``stills`` the one in
+which the loop calls ``eval()`` once and for all.
 """
 
 import os
@@ -149,6 +150,8 @@ def main(caller: HPCallWrapper) -> None:
         if ASKED.get("adds") == step:
             inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
             inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+        if ASKED.get("stills") == step:
+            chunks[0].eval()
         caller.enter_phase("data", step)
         generator = torch.Generator().manual_seed(1000 * step + data_rank)
         batches = [torch.randint(VOCABULARY, (MICRO, LENGTH), generator=generator) for _ in range(2)]

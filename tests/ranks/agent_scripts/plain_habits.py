@@ -1,6 +1,7 @@
 """Train in DDP, in a loop with one habit that users have: ``STEPS HABIT``."""
 
 import copy
+import functools
 import os
 import sys
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
@@ -103,6 +105,17 @@ class Positions(torch.nn.Module):
         return x * self.cached[: len(x), None]
 
 
+class Bounded(torch.nn.Module):
+    """Has weights whose norms are bounded in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(8, WIDTH, max_norm=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rows(torch.arange(len(x)) % 8)
+
+
 class Fading(torch.nn.Module):
     """Counts its calls in an attribute."""
 
@@ -128,8 +141,9 @@ OPTIMIZERS: dict[str, Any] = {
     "saves": Saving,
     "warms": Warming,
     "schedules": scheduled,
+    "forgets": functools.partial(torch.optim.SGD, momentum=0.9),
 }
-LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading, "grows": Positions}
+LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading, "grows": Positions, "bounds": Bounded}
 OUTSIDE: dict[str, torch.nn.Sequential] = {}  # what is not built once more when the block is entered again
 EPOCH = 3  # steps
 
@@ -162,6 +176,21 @@ def follow(when: str, teacher: torch.nn.Module, inner: torch.nn.Module) -> None:
     if f"{when}-data" == HABIT:
         for mine, theirs in zip(teacher.parameters(), inner.parameters()):
             mine.data = mine.data * 0.9 + theirs.data * 0.1
+
+
+def change_behind_update(
+    teacher: torch.nn.Module, inner: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Change behind an update what belongs to it, if that is the habit."""
+    follow("follows-behind", teacher, inner)
+    weights = [parameter.data if HABIT == "clamps-data" else parameter for parameter in inner.parameters()]
+    with torch.no_grad():
+        for each in weights if HABIT in ("clamps", "clamps-data") else ():
+            each.clamp_(-0.2, 0.2)
+    if HABIT == "decays":
+        optimizer.param_groups[0]["weight_decay"] += 0.01
+    for state in optimizer.state.values() if HABIT == "forgets" else ():
+        state["momentum_buffer"].mul_(0.5)
 
 
 def ends_of_calls() -> list[int]:
@@ -199,6 +228,8 @@ def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
     between = LAYERS.get(HABIT, torch.nn.Identity)()
     layers = (torch.nn.Linear(WIDTH, WIDTH), between, torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH))
     inner = torch.nn.Sequential(*layers)
+    if HABIT == "hooks-all":
+        register_module_forward_hook(lambda module, _, y: y * 0.9 if isinstance(module, torch.nn.Dropout) else y)
     if HABIT == "outside":
         inner = OUTSIDE.setdefault("inner", inner)
     if HABIT == "local":
@@ -251,7 +282,7 @@ def main(caller: HPCallWrapper) -> None:
         training.update(loss.item())
         if HABIT == "late-plateau" and plateau is not None:
             plateau.step(1.0)
-        follow("follows-behind", teacher, inner)
+        change_behind_update(teacher, inner, optimizer)
         if HABIT == "two-updates":
             training.update(loss.item())
 

@@ -94,6 +94,56 @@ def test_rates_that_are_changed_behind_the_update_are_refused(train: Callable[..
     training.more_objects()
 
 
+def _taken_behind_the_first_update(training: PlainTraining) -> torch.nn.Parameter:
+    """Return a parameter of a training whose first update is applied, and whose state was taken within it."""
+    training._done, training._ready_step = 0, 1
+    training.apply_held_update()
+    training.step = 1
+    return next(iter(training.modules[0].parameters()))
+
+
+def test_other_weights_that_are_put_back_behind_the_update_are_no_change(
+    train: Callable[..., PlainTraining],
+) -> None:
+    training = train(1)
+    weight = _taken_behind_the_first_update(training)
+    raw = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(0.5)
+        weight.copy_(raw)
+    training.more_objects()
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_weights_that_are_changed_beside_an_update_are_refused(
+    train: Callable[..., PlainTraining], is_counted: bool
+) -> None:
+    """A parameter of which one element is changed, as where the norms of rows are bounded."""
+    training = train(1)
+    weight = _taken_behind_the_first_update(training)
+    with torch.no_grad():
+        (weight if is_counted else weight.data)[1, 1] = 7.0
+    with pytest.raises(UnrecoverableError, match=r"parameter weight is changed between update\(\)"):
+        training.more_objects()
+    training._ready_step = 2  # the next step has begun with these
+    training.more_objects()
+    training._refuse_changes("in a step before its update()")
+    with torch.no_grad():
+        (weight if is_counted else weight.data)[1, 1] = 8.0
+    with pytest.raises(UnrecoverableError, match=r"parameter weight is changed in a step before"):
+        training._refuse_changes("in a step before its update()")
+
+
+def test_nothing_is_compared_behind_the_first_steps(train: Callable[..., PlainTraining]) -> None:
+    training = train(1)
+    weight = _taken_behind_the_first_update(training)
+    training.step = training._ready_step = 3
+    with torch.no_grad():
+        weight.mul_(0.5)
+    training.more_objects()
+    training._refuse_changes("in a step before its update()")
+
+
 def test_a_scheduler_that_is_not_given_is_noticed() -> None:
     def optimizer() -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
