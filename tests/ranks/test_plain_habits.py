@@ -71,7 +71,8 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
 
 @KINDS
 @pytest.mark.parametrize(
-    "habit", ["averages", "modes", "extra-state", "validates", "plateaus", "grows", "doubles", "hooks-all"]
+    "habit",
+    ["averages", "modes", "extra-state", "validates", "exchanges", "plateaus", "grows", "doubles", "hooks-all"],
 )
 def test_it_is_as_without_the_fault(
     nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kinds: tuple[str, ...]
@@ -82,6 +83,7 @@ def test_it_is_as_without_the_fault(
     said = "\n".join(job.log(rank) for rank in range(2))
     assert ("Do it at the beginning of a step" in said) == (habit == "validates"), said
     assert "is made again after the fault and" not in said, said
+    assert "parameters were written to" not in said, said
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,16 @@ from __future__ import annotations
 import numbers
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recovery.training.param_groups import version_of
 from checkpointless.serialization.checksum import MemoryChecksumManager
 from checkpointless.serialization.samples import samples
+from checkpointless.serialization.tensor_memory import local_part
 from checkpointless.transfer.sharded_tensors import is_sharded
 from checkpointless.transfer.tensor_entry import Key
 
@@ -75,6 +78,30 @@ class Owned:
 
     def _now(self) -> dict[Key, int]:
         return self._checksums.digest_each({key: each.detach() for key, each in self._tensors().items()})
+
+
+@contextmanager
+def put_back(weights: Callable[[], Iterable[torch.Tensor]], when_back: Callable[[], None]) -> Iterator[None]:
+    """Require that parameters are at the end, also on the way of an exception, what they were at the beginning.
+
+    Args:
+        weights: returns the parameters, each time in the same order.
+        when_back: is called when they are.
+
+    Raises:
+        UnrecoverableError: the context is left in the usual way, and they are not.
+    """
+    owned = Owned(lambda: {("weight", index): local_part(each) for index, each in enumerate(weights())})
+    owned.note()
+    is_back = False
+    try:
+        yield
+    finally:
+        is_back = owned.changed() is None
+        if is_back:
+            when_back()
+    if not is_back:
+        raise UnrecoverableError("other weights stay behind other_weights(): what exchanges them puts them back")
 
 
 class Counters:

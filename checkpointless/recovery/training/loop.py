@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
 from checkpointless.recovery.own.agreement import require_equal_replicas
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import manager_of
+from checkpointless.recovery.training.counters import put_back
 from checkpointless.recovery.training.loop_exits import LoopExits, is_left_by_choice
 from checkpointless.recovery.training.param_groups import version_of
 from checkpointless.recovery.training.repeated_steps import repeated_steps
@@ -47,6 +49,10 @@ _TWO_LOOPS = (
 _TWO_UPDATES = (
     "update() was called twice in step {}: a step has one update. Make two steps of it, in each of which the other "
     "optimizer's gradients are None"
+)
+_EXCHANGED = (
+    "parameters were written to in step %d before its update(), as for a validation with other weights: a fault in "
+    "such a step is the end of the job, unless they are exchanged in `with training.other_weights():`"
 )
 _COMPARED = (1, 2)  # the steps after which replicas are compared; a first learning rate of 0 leaves them equal
 _warned: set[str] = set()  # once in a process
@@ -160,7 +166,7 @@ class LoopTraining(TrainingTensors, ABC):
             taken = self._taken(self.step)
             self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
             self._moments = {self.step: taken}
-            self._versions = self._parameter_versions()
+            self._note_versions()
             self._keep_streams_again()
             if number > 0 and is_first:
                 true_on_all(True)  # what was drawn since the call before is kept on all ranks before any goes on
@@ -193,6 +199,19 @@ class LoopTraining(TrainingTensors, ABC):
         if self.step >= self._call.steps.making:
             raise RuntimeError("stop() is called in a step, before its update()")
         self._exits.ends = True
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Allow other weights in the place of the trained ones meanwhile, such as averaged ones for a validation.
+
+        All bytes of the parameters are compared with those before, which takes as long as reading them twice. A
+        fault in this context costs nothing, either, if what exchanges weights puts them back in a ``finally``.
+
+        Raises:
+            UnrecoverableError: the context is left with other weights than it was entered with.
+        """
+        with put_back(self._weights, self._note_versions):
+            yield
 
     def _leave(self, number: int) -> None:
         """Note where the loop leaves :meth:`steps`, unless an error is on its way through it."""
@@ -236,6 +255,10 @@ class LoopTraining(TrainingTensors, ABC):
     def _ready(self, step: int) -> None:
         if step <= self.step:
             raise UnrecoverableError(_TWO_UPDATES.format(step))
+        if _EXCHANGED not in _warned and self._are_written():
+            _warned.add(_EXCHANGED)
+            if dist.get_rank() == 0:
+                logger.warning(_EXCHANGED, step)
         self._call.enter_phase("before_optimizer", step)
         self._ready_buffers = self.copy_buffers()
         self.mark_buffers()
@@ -296,7 +319,7 @@ class LoopTraining(TrainingTensors, ABC):
 
     def changed(self) -> str:
         """Return why the tensors are not those of the newest moment; "" if nothing is known of it."""
-        if not self._versions or self._versions == self._parameter_versions():
+        if not self._are_written():
             return ""
         return (
             f"parameters were changed between update() of step {self.step} and the next update; what changes them "
@@ -362,11 +385,18 @@ class LoopTraining(TrainingTensors, ABC):
         self._moments = {self._ready_step: taken}
         if written:  # those that were kept before the update are not those after it
             self._manager.keep_buffers(self._ready_step, Stage.COMMITTED, taken.buffers)
-        self._versions = self._parameter_versions()
+        self._note_versions()
 
-    def _parameter_versions(self) -> list[int]:
-        """Return how often each parameter that is updated was written to, as torch counts it."""
-        return list(map(version_of, self.updated_parameters()))
+    def _note_versions(self) -> None:
+        """Note how often each parameter was written to, as torch counts it."""
+        self._versions = list(map(version_of, self._weights()))
+
+    def _are_written(self) -> bool:
+        return bool(self._versions) and self._versions != list(map(version_of, self._weights()))
+
+    def _weights(self) -> Iterable[torch.Tensor]:
+        """Return the parameters that nothing but an update may change."""
+        return self.updated_parameters()
 
     @abstractmethod
     def updated_parameters(self) -> Sequence[torch.Tensor]:

@@ -291,9 +291,9 @@ class PlainTraining(LoopTraining, TorchTensors):
         return parameter if key[-1] == PARAMETER else f"{key[-1]} of {parameter}"
 
     @override
-    def _parameter_versions(self) -> list[int]:
-        """Return how often each parameter was written to, those that no optimizer updates among them."""
-        return self.versions()
+    def _weights(self) -> Iterable[torch.Tensor]:
+        """Return all parameters, those that no optimizer updates among them."""
+        return self.weights()
 
     @override
     def arrange(self) -> None:

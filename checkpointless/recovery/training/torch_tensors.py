@@ -337,11 +337,15 @@ class TorchTensors(TrainingTensors):
 
     def versions(self) -> list[int]:
         """Return how often each parameter was written to, as torch counts it; frozen ones come last."""
+        return list(map(version_of, self.weights()))
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """Return all parameters; those that no optimizer updates come last."""
         trained = self.updated_parameters()
         if trained is not self._frozen[0]:
             known = {id(parameter) for parameter in trained}
             self._frozen = trained, [each for each in self._all if id(each) not in known]
-        return list(map(version_of, itertools.chain(*self._frozen)))
+        return itertools.chain(*self._frozen)
 
     def updated_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that the optimizers update; the same list as long as they have the same."""

@@ -213,6 +213,22 @@ def enter_step(caller: HPCallWrapper, step: int) -> None:
     torch.set_default_dtype(torch.float32)
 
 
+def validate_others(
+    caller: HPCallWrapper, training: PlainTraining, inner: torch.nn.Module, data: torch.Tensor, step: int
+) -> None:
+    """Validate with other weights; a fault may come meanwhile."""
+    with training.other_weights(), torch.no_grad():
+        kept = [parameter.clone() for parameter in inner.parameters()]
+        try:
+            for parameter in inner.parameters():
+                parameter.mul_(0.5)
+            caller.enter_phase("data", step)
+            inner(data)
+        finally:
+            for parameter, weights in zip(inner.parameters(), kept):
+                parameter.copy_(weights)
+
+
 def validate(inner: torch.nn.Module, data: torch.Tensor) -> None:
     draws: Any = DataLoader(data, batch_size=32, shuffle=True)  # type: ignore[arg-type]
     with torch.no_grad():
@@ -269,7 +285,10 @@ def main(caller: HPCallWrapper) -> None:
         follow("follows", teacher, inner)
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
-        enter_step(caller, step)
+        if HABIT == "exchanges":
+            validate_others(caller, training, inner, data, step)
+        else:
+            enter_step(caller, step)
         if HABIT == "plateaus" and plateau is not None and step % 2 == 0:
             plateau.step(1.0)
         x = rows.take(step)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointless.recovery.training.counters import Counters
+from checkpointless.inprocess import UnrecoverableError
+from checkpointless.recovery.training.counters import Counters, put_back
 
 
 class Own(torch.optim.SGD):
@@ -72,3 +73,26 @@ def test_modules_that_say_what_is_theirs_and_torchs_own_are_left_alone() -> None
     assert counters.counted() == ("", "")
     calls.calls = 1
     assert counters.counted() == ("", "0.calls")
+
+
+def test_weights_that_are_put_back_are_so_to_the_bit_also_on_the_way_of_a_fault() -> None:
+    weights = [torch.ones(3), torch.zeros(2)]
+    back: list[str] = []
+    with put_back(lambda: weights, lambda: back.append("left")):
+        weights[0].mul_(2)
+        weights[0].div_(2)
+    with pytest.raises(RuntimeError, match="a fault"), put_back(lambda: weights, lambda: back.append("raised")):
+        weights[1].add_(0)
+        raise RuntimeError("a fault")
+    assert back == ["left", "raised"]
+
+
+def test_weights_that_stay_exchanged_are_refused_and_a_fault_is_told_first() -> None:
+    weights = [torch.ones(3)]
+    back: list[str] = []
+    with pytest.raises(UnrecoverableError, match="other weights stay"), put_back(lambda: weights, back.clear):
+        weights[0][1] = -0.0
+    with pytest.raises(RuntimeError, match="a fault"), put_back(lambda: weights, lambda: back.append("raised")):
+        weights[0][1] = 0.0
+        raise RuntimeError("a fault")
+    assert not back
