@@ -29,7 +29,7 @@ BRIDGE_STAMP := .venv-bridge/.installed
 
 # In one call: callbacks/, strategies/ and recipes/ are installed as subpackages of checkpointless, and mypy, which
 # knows only paths, must not be asked about the same file under two names.
-TYPED := checkpointless callbacks strategies recipes tests
+TYPED := checkpointless callbacks strategies recipes tests benchmarks
 FAST := tests/unit -m "not nemo and not ranks and not gpu and not long and not slow"
 
 .DEFAULT_GOAL := help

@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import Job, interruptible, machine, progress, wait_for
+from benchmarks.common import Job, interruptible, machine, progress, wait_for
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 SKIPPED, RANKS, TIMEOUT_S = 10, 2, 280.0

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-from train_bridge import configuration
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from checkpointless import HPWrapper
 from checkpointless.bridge import pretrain
 from checkpointless.bridge.training import BridgeTraining
+from examples.train_bridge import configuration
 
 # isort: split
 from megatron.bridge.training.callbacks import Callback

@@ -18,11 +18,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from common import interruptible, machine, progress, spread
 
+from benchmarks.common import interruptible, machine, progress, spread
 from checkpointless.serialization.checksum import MemoryChecksumManager, digest_bytes
 from checkpointless.serialization.device_digest import digest_on_device
 from checkpointless.serialization.state_tree import tensor_bytes

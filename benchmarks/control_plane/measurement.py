@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import spread
+from benchmarks.common import spread
 
 LIMIT_S = 1.0
 

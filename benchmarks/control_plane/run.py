@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import interruptible, machine, progress, spread
-from measurement import Case, Measurement, report
-
+from benchmarks.common import interruptible, machine, progress, spread
+from benchmarks.control_plane.measurement import Case, Measurement, report
 from checkpointless.coordinator import coordinator as measured
 from checkpointless.coordinator.coordinator import Coordinator
 from checkpointless.coordinator.hangs.policy import Heartbeat
@@ -40,6 +39,7 @@ from checkpointless.wire.node_messages import (
     FaultNotice,
     Joined,
     Kill,
+    NodeMessage,
     OpenStore,
     Progress,
     RankEnded,
@@ -155,7 +155,7 @@ class World:
             heard.heard_bytes += len(data)
             with self._working():
                 for line in node.lines.feed(data):
-                    message = FROM_NODE.decode(line)
+                    message = cast(NodeMessage, FROM_NODE.decode(line))  # it knows no others
                     heard.count(message)
                     self.coordinator.hear(node.place, message)
 

@@ -9,17 +9,16 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import interruptible, machine, progress, spread
-
-from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide
+from benchmarks.common import interruptible, machine, progress, spread
+from checkpointless.recovery.decide import Decision, RankReport, Verdict, decide, reports_of
 
 RANKS = (1_000, 10_000, 100_000)
 GROUPS = (2, 8, 1_000)
@@ -64,8 +63,8 @@ class Timing:
     decide_cpu_s: float
 
 
-def reports_of(case: Case, ranks: int, group: int) -> list[dict[str, Any]]:
-    """What the ranks report, where the replicas of a shard lie as far apart as they can.
+def answers_of(case: Case, ranks: int, group: int) -> list[dict[str, Any]]:
+    """What the ranks tell each other, where the replicas of a shard lie as far apart as they can.
 
     Args:
         case: what happened.
@@ -73,27 +72,23 @@ def reports_of(case: Case, ranks: int, group: int) -> list[dict[str, Any]]:
         group: replicas of each shard.
     """
     shards = ranks // group
-    made = [
-        asdict(RankReport(rank, STEP, False, False, tuple(range(rank % shards, ranks, shards))))
-        for rank in range(ranks)
-    ]
+    groups = [tuple(range(shard, ranks, shards)) for shard in range(shards)]
+    made = [RankReport(rank, STEP, False, False, (groups[rank % shards],)) for rank in range(ranks)]
     if case in (Case.EQUAL, Case.ODD):
-        for each in made:
-            each["digest"] = f"{each['rank'] % shards:032x}"
+        made = [replace(each, digests=(f"{each.rank % shards:032x}",)) for each in made]
     if case in (Case.ONE_DEAD, Case.EQUAL):
-        made[0].update(committed=None, digest=None)
+        made[0] = replace(made[0], committed=None, digests=())
     if case is Case.PERCENT_DEAD:
-        for each in made[: ranks // 100]:
-            each["committed"] = None
+        made[: ranks // 100] = [replace(each, committed=None) for each in made[: ranks // 100]]
     if case is Case.APART:
-        for each in made:
-            each.update({"ready": True} if each["rank"] % 2 else {"committed": STEP + 1})
+        made[::2] = [replace(each, committed=STEP + 1) for each in made[::2]]
+        made[1::2] = [replace(each, ready=True) for each in made[1::2]]
     if case is Case.ODD:
-        made[0]["digest"] = "f" * 32
+        made[0] = replace(made[0], digests=("f" * 32,))
     if case in (Case.LOST, Case.SPLIT):
-        for each in made[shards - 1 :: shards]:
-            each["committed"] = None if case is Case.LOST else STEP - 1
-    return made
+        left = None if case is Case.LOST else STEP - 1
+        made[shards - 1 :: shards] = [replace(each, committed=left) for each in made[shards - 1 :: shards]]
+    return [{"report": each.to_json(), "keeps": []} for each in made]
 
 
 def check(decision: Decision, case: Case, ranks: int, group: int) -> None:
@@ -118,7 +113,7 @@ def measure(text: str, case: Case, ranks: int, group: int) -> Timing:
     """Read the reports as a recovery does, and decide."""
     gc.collect()
     began_s = time.perf_counter()
-    reports = [RankReport(**{**each, "group": tuple(each["group"])}) for each in json.loads(text)]
+    reports = reports_of(json.loads(text), 0)
     read_s, read_cpu_s = time.perf_counter(), time.thread_time()
     decision = decide(reports, STEP + (case is Case.APART))
     decided_s, decided_cpu_s = time.perf_counter(), time.thread_time()
@@ -166,7 +161,7 @@ def main() -> None:
         for group, case in product(args.group, Case):
             if group > 100 and case not in OF_LARGE_GROUPS:
                 continue
-            texts = {ranks: json.dumps(reports_of(case, ranks, group)) for ranks, size in sizes if size == group}
+            texts = {ranks: json.dumps(answers_of(case, ranks, group)) for ranks, size in sizes if size == group}
             for _, (ranks, text) in product(range(args.repeats), texts.items()):
                 timings.append(measure(text, case, ranks, group))
             progress(f"groups of {group}, {case.value}: {', '.join(f'{ranks:,}' for ranks in texts)} ranks")

@@ -16,10 +16,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import ROOT, interruptible, machine, progress, search_path, shown
-
+from benchmarks.common import ROOT, interruptible, machine, progress, search_path, shown
 from checkpointless.environment import TOKEN_ENV
 from checkpointless.report.incidents import Outcome, summarize
 from checkpointless.telemetry.event_names import EventName

@@ -196,7 +196,8 @@ def transfer(mib: int, times: int, device: str) -> list[dict[str, Any]]:
         else:
             dist.recv(raw, 1)
 
-    filled, sent = [], []
+    filled: list[float] = []
+    sent: list[float] = []
     for _ in range(times):
         for work, taken in ((fill, filled), (send, sent)):
             dist.barrier()

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import Job, interruptible, machine, progress, search_path, wait_for
-from hook_timer import PART_OF, SEPARATOR, Part
-
+from benchmarks.common import Job, interruptible, machine, progress, search_path, wait_for
+from benchmarks.hooks.hook_timer import PART_OF, SEPARATOR, Part
 from checkpointless.cli.commands.train import RECIPE_PRELOAD, RECIPE_RUNNER
 
 HERE = Path(__file__).resolve().parent

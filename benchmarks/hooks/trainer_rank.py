@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from trainer_timer import TrainerTimer
 
+from benchmarks.hooks.trainer_timer import TrainerTimer
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 RANKS = 4
 
@@ -21,7 +18,8 @@ def plain(call: HPCallWrapper, directory: str, steps: int, hsdp: bool) -> None:
     """Train with DDP, or with FSDP2 on a mesh with replicas."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-    from train_ddp import WIDTH, build_model
+
+    from examples.train_ddp import WIDTH, build_model
 
     dist.init_process_group("gloo")
     torch.manual_seed(1)

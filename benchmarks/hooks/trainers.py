@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import Job, interruptible, machine, progress, search_path, wait_for
-from trainer_timer import REST, STREAMS, VOTE, WAITS
+from benchmarks.common import Job, interruptible, machine, progress, search_path, wait_for
+from benchmarks.hooks.trainer_timer import REST, STREAMS, VOTE, WAITS
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4

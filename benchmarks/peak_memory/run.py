@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import ROOT, Job, interruptible, machine, parser, progress, search_path, wait_for
+from benchmarks.common import ROOT, Job, interruptible, machine, parser, progress, search_path, wait_for
 
 SCRIPT = ROOT / "tests" / "device" / "wide.py"
 NPROC, LIMIT_S, HEARTBEAT_S = 4, 300.0, 60

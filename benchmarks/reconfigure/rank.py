@@ -99,8 +99,14 @@ class Reconfigured:
         self._rank, self._ranks = rank, ranks
         self._store = dist.TCPStore(HOST, port, ranks, False, timeout=LIMIT)
         store = dist.PrefixStore("job", self._store)
-        options = {"rank": rank, "world_size": ranks, "timeout": LIMIT, "enable_reconfigure": True}
-        dist.init_process_group("gloo", store=store, **options)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            timeout=LIMIT,
+            enable_reconfigure=True,  # type: ignore[call-arg]  # since torch 2.14
+        )
 
     def free(self, told: Round, is_out: threading.Event) -> None:
         self._reconfigure(told)
@@ -112,9 +118,12 @@ class Reconfigured:
 
     def _reconfigure(self, told: Round) -> None:
         at = f"handles/{told.number}"
-        self._store.set(f"{at}/{self._rank}", dist._get_reconfigure_handle())
+        self._store.set(f"{at}/{self._rank}", dist._get_reconfigure_handle())  # type: ignore[attr-defined]  # since torch 2.14
         handles = [self._store.get(f"{at}/{rank}").decode() for rank in range(self._ranks)]
-        dist._reconfigure(uuid=told.number, handles=handles, timeout=LIMIT).wait()
+        work = dist._reconfigure(  # type: ignore[attr-defined]  # since torch 2.14
+            uuid=told.number, handles=handles, timeout=LIMIT
+        )
+        work.wait()
 
 
 WAYS: dict[str, Callable[[int, int, int], Way]] = {"anew": Anew, "reconfigured": Reconfigured}

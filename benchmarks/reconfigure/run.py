@@ -17,12 +17,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
-from common import interruptible, machine, progress
-from rank import WAYS, Round, Timing, serve
 
+from benchmarks.common import interruptible, machine, progress
+from benchmarks.reconfigure.rank import WAYS, Round, Timing, serve
 from checkpointless.agent.generation_store import GenerationStore
 
 ANSWER_S = 90.0

@@ -16,9 +16,9 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import (
+from benchmarks.common import (
     Job,
     Mark,
     interruptible,

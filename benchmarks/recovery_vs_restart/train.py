@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import Marks
+from benchmarks.common import Marks
 
 RECIPE = "tiny_gpt_cpu"
 
@@ -50,7 +50,7 @@ def fit(side: str, config: Any, directory: Path, marks: Marks, faults: list[str]
     job = runner.build(config)
     cpu_platform.install()  # now that NeMo is imported: what it needs to load a checkpoint
 
-    from watch import callbacks
+    from benchmarks.recovery_vs_restart.watch import callbacks
 
     if side == "checkpoint":
         from nemo.lightning.callback_group import CallbackGroup

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from common import Marks
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from benchmarks.common import Marks
 from checkpointless.callbacks import HPFaultInjectionCallback
 from checkpointless.faults.inject import FaultInjector
 from checkpointless.faults.ledger import FaultLedger

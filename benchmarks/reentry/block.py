@@ -10,7 +10,8 @@ from enum import Enum
 
 import torch
 import torch.distributed as dist
-from common import Marks
+
+from benchmarks.common import Marks
 
 VICTIM = 2
 _SETTLE_S = 2.0  # what every rank needs to be in its collective, or asleep

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from checkpointless.inprocess import HPCallWrapper, HPWrapper
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from block import Fault, Peers, block
-from common import Marks
+from benchmarks.common import Marks
+from benchmarks.reentry.block import Fault, Peers, block
 
 
 @HPWrapper()

@@ -11,10 +11,10 @@ from pathlib import Path
 import nvidia_resiliency_ext.inprocess as inprocess
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from block import Fault, Peers, block
-from common import Marks
+from benchmarks.common import Marks
+from benchmarks.reentry.block import Fault, Peers, block
 
 STORE_PORT_ENV = "BENCHMARK_STORE_PORT"
 COLLECTIVE_TIMEOUT_ENV = "BENCHMARK_COLLECTIVE_TIMEOUT_S"

@@ -14,10 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from block import VICTIM, Fault, Peers
-from common import (
+from benchmarks.common import (
     TARGETS,
     Job,
     install_beside,
@@ -31,6 +30,7 @@ from common import (
     spread,
     wait_for,
 )
+from benchmarks.reentry.block import VICTIM, Fault, Peers
 
 HERE = Path(__file__).resolve().parent
 NPROC = 4

@@ -22,10 +22,9 @@ from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import ROOT, interruptible, machine, progress, search_path
-
+from benchmarks.common import ROOT, interruptible, machine, progress, search_path
 from checkpointless.faults.ledger import fired
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.telemetry.event_names import EventName

@@ -21,11 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import ROOT, interruptible, machine, progress, search_path
-from run import IN_PROCESS, KINDS, NPROC, SURVIVOR, Sampler, table
-
+from benchmarks.common import ROOT, interruptible, machine, progress, search_path
+from benchmarks.soak.run import IN_PROCESS, KINDS, NPROC, SURVIVOR, Sampler, table
 from checkpointless.faults.ledger import fired
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.report.verify import compare
@@ -116,7 +114,7 @@ def run(plan: Plan, run_dir: Path, temporary: Path, pace_s: float) -> Sampler:
             stdout=file,
             stderr=file,
         )
-    sampler = Sampler(agent.pid, temporary)
+    sampler = Sampler(agent, temporary)
     sampler.start()
     told_s = time.monotonic()
     try:
@@ -155,7 +153,8 @@ def growth(values: Sequence[float]) -> float:
 def replaced(run_dir: Path) -> Counter[int]:
     """How often each rank got a new process."""
     events = read_events(run_dir)
-    return Counter(event.rank for event in events if event.stage == EventName.RESPAWN and event.edge == "begin")
+    begun = (event for event in events if event.stage == EventName.RESPAWN and event.edge == "begin")
+    return Counter(event.rank for event in begun if event.rank is not None)
 
 
 def show(plan: Plan, run_dir: Path, calm_dir: Path, sampler: Sampler, incidents: list[IncidentSummary]) -> bool:

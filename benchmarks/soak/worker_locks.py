@@ -10,9 +10,11 @@ import contextlib
 import random
 import threading
 import time
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 LOCK_S = 0.5  # a living process has it for microseconds
 
@@ -30,6 +32,7 @@ class Numbers(Dataset[int]):
 def dies_with_the_lock(after_s: float) -> bool:
     """Kill a worker that works, and see whether the lock of the event that ends it can still be had."""
     batches = iter(DataLoader(Numbers(), batch_size=None, num_workers=1))
+    assert isinstance(batches, _MultiProcessingDataLoaderIter)  # because of the worker
     signal_handling._remove_worker_pids(id(batches))  # torch would raise here when it dies
     batches._worker_pids_set = False
     done = threading.Event()
@@ -45,7 +48,8 @@ def dies_with_the_lock(after_s: float) -> bool:
     worker.terminate()
     done.set()
     worker.join()
-    condition = batches._workers_done_event._cond
+    event: Any = batches._workers_done_event  # its lock is in no interface
+    condition = event._cond
     lost = not condition.acquire(True, LOCK_S)
     condition.release()
     return lost

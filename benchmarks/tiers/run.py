@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import Job, interruptible, machine, progress, search_path, wait_for
-
+from benchmarks.common import Job, interruptible, machine, progress, search_path, wait_for
 from checkpointless.cli.commands.train import RECIPE_PRELOAD, RECIPE_RUNNER
 
 HERE = Path(__file__).resolve().parent

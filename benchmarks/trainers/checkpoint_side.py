@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from model import RANKS, Training
 from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.trainers.model import RANKS, Training
 
 
 def main() -> None:

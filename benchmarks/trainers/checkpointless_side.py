@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from model import RANKS, Training
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.trainers.model import RANKS, Training
 from checkpointless import HPWrapper, PlainTraining
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import (
+from benchmarks.common import (
     TARGETS,
     Job,
     Mark,
@@ -36,7 +36,7 @@ from common import (
     spread,
     wait_for,
 )
-from model import FAULT_STEP, RANKS
+from benchmarks.trainers.model import FAULT_STEP, RANKS
 
 HERE = Path(__file__).resolve().parent
 # In 0.2.0 the ranks that live die of the fault as well, by an assertion in its DistributedDataParallel. The nightly

@@ -12,9 +12,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from model import RANKS, Training
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.checkpointing.pg_transport import PGTransport
+
+from benchmarks.trainers.model import RANKS, Training
 
 MIN_REPLICAS_ENV = "BENCHMARK_MIN_REPLICAS"
 EXAMPLE_ENV = "BENCHMARK_AS_IN_THE_EXAMPLE"

@@ -27,7 +27,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, world = dist.get_rank(), dist.get_world_size()
-    tensors = {
+    tensors: dict[tuple[str | int, ...], torch.Tensor] = {
         ("model", index): torch.full((nbytes // 4,), float(index))
         for index, nbytes in enumerate([settings["small_bytes"]] * settings["small"] + [settings["large_bytes"]])
     }

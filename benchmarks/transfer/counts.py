@@ -19,15 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from common import ROOT, machine, progress
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-sys.path.insert(0, str(ROOT))
-
+from benchmarks.common import ROOT, machine, progress
 from checkpointless.serialization.device_digest import CHUNK_LANES, torch_digest
 from checkpointless.serialization.fused_digest import BLOCK_LANES, launch
 from tests.unit.serialization import played_triton

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import ROOT, TARGETS, install_beside, machine, progress, search_path, spread
+from benchmarks.common import ROOT, TARGETS, install_beside, machine, progress, search_path, spread
 
 HERE = Path(__file__).resolve().parent
 TORCHFT_VERSION = "0.2.0"

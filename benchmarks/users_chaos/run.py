@@ -25,10 +25,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import ROOT, interruptible, machine, progress, search_path
-
+from benchmarks.common import ROOT, interruptible, machine, progress, search_path
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.demo.nursery import Ended, Nursery
 from checkpointless.demo.trainers.nemo import NeMo

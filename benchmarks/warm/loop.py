@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from common import Marks
-from memory import forget_peak, peak_bytes
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining, keep
+
+if TYPE_CHECKING:
+    from benchmarks.common import Marks
+    from benchmarks.warm.memory import forget_peak, peak_bytes
+else:  # the ranks may be another checkout's: of this one, only these two folders are on their path
+    from common import Marks
+    from memory import forget_peak, peak_bytes
 
 DIRECTORY, STEPS, IS_WARM = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "warm"
 WIDTH, LAYERS, BATCH = 2560, 8, 4

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common import Marks
 from lightning.pytorch import Callback
-from memory import forget_peak, peak_bytes
+
+if TYPE_CHECKING:
+    from benchmarks.common import Marks
+    from benchmarks.warm.memory import forget_peak, peak_bytes
+else:  # the ranks may be another checkout's: of this one, only these two folders are on their path
+    from common import Marks
+    from memory import forget_peak, peak_bytes
 
 
 class RankClock(Callback):

@@ -15,10 +15,9 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import Job, Mark, interruptible, machine, parser, progress, read_marks, shown, wait_for
-
+from benchmarks.common import Job, Mark, interruptible, machine, parser, progress, read_marks, shown, wait_for
 from checkpointless.report.incidents import summarize
 from checkpointless.telemetry.events import read_events
 

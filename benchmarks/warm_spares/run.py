@@ -16,10 +16,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import Job, Mark, interruptible, machine, parser, progress, read_marks, shown, wait_for
-
+from benchmarks.common import (
+    Job,
+    Mark,
+    interruptible,
+    machine,
+    parser,
+    progress,
+    read_marks,
+    search_path,
+    shown,
+    wait_for,
+)
 from checkpointless.cli.commands.train import preloads_of
 from checkpointless.recipes.settings import load
 from checkpointless.report.incidents import summarize
@@ -102,8 +112,7 @@ def _command(mode: str, warm_spares: int, directory: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(HERE), str(HERE.parent)])
-    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    return {"PYTHONPATH": search_path(HERE), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def _steps(directory: Path) -> list[Mark]:

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Marks
 from lightning.pytorch import Callback
+
+from benchmarks.common import Marks
 
 _NAP_S = 0.01
 
