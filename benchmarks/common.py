@@ -145,12 +145,16 @@ def install_beside(target: Path, *packages: str) -> None:
     Args:
         target: a directory; nothing is done if it is there.
         packages: for ``pip``.
+
+    Raises:
+        SystemExit: they cannot be installed.
     """
     if target.is_dir():
         return
     progress(f"installing {packages[0]} into {target}")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-    subprocess.run([*pip, *packages], check=True)
+    if subprocess.run([*pip, *packages], check=False).returncode != 0:
+        raise SystemExit(f"{packages[0]} could not be installed into {target}")
 
 
 def search_path(*before: Path) -> str:

@@ -129,9 +129,10 @@ def main() -> None:
     options.add_argument("--fault", choices=[each.value for each in Fault], help="only this fault")
     options.add_argument("--peers", choices=[each.value for each in Peers], help="only with peers like this")
     args = options.parse_args()
-    install_beside(NVRX_TARGET, *NVRX_PACKAGES)
     about = machine(["torch", "checkpointless"])
-    about["versions"]["nvidia-resiliency-ext"] = NVRX_VERSION
+    if args.side != OURS:
+        install_beside(NVRX_TARGET, *NVRX_PACKAGES)
+        about["versions"]["nvidia-resiliency-ext"] = NVRX_VERSION
     cases = [
         (fault, peers)
         for fault, peers in product(Fault, Peers)

@@ -70,8 +70,13 @@ class TorchftSetting:
 
     @property
     def binaries(self) -> Path:
-        """Where the commands of its environment are."""
-        return TARGETS / self.package.replace("==", "-") / "bin"
+        """Where the commands of its environment are, which is not the folder that `../transfer` has torchft in."""
+        return TARGETS / f"{self.package.replace('==', '-')}-with-torch" / "bin"
+
+    @property
+    def lighthouse_command(self) -> Path:
+        """Its lighthouse, by which the replica groups find each other."""
+        return self.binaries / "torchft_lighthouse"
 
 
 _QUICK = "--quorum_tick_ms 10 --join_timeout_ms 10000 --heartbeat_timeout_ms 1000"
@@ -114,15 +119,21 @@ class Outcome:
 
 
 def make_environment(setting: TorchftSetting) -> None:
-    """Put a torchft, with this environment's torch, into an environment of its own, unless it is there."""
+    """Put a torchft, with this environment's torch, into an environment of its own, unless it is there.
+
+    Raises:
+        SystemExit: it cannot be installed.
+    """
     folder = setting.binaries.parent
-    if folder.is_dir():
+    if setting.lighthouse_command.exists():  # an attempt that was cut short leaves the folder without it
         return
     progress(f"installing {setting.package} into {folder}")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pinned = f"torch=={torch.__version__.partition('+')[0]}"  # any other torch might be one with gigabytes of CUDA
     pip = [str(setting.binaries / "python"), "-m", "pip", "install", "--quiet", pinned]
-    subprocess.run([*pip, setting.package, "numpy", "psutil"], check=True)
+    if subprocess.run([*pip, setting.package, "numpy", "psutil"], check=False).returncode != 0:
+        others = f"--side {OURS} --side {CHECKPOINT}"
+        raise SystemExit(f"{setting.package} could not be installed into {folder}; without torchft: {others}")
 
 
 def job(side: str, fault: str, directory: Path, lighthouse_port: int) -> Job:
@@ -176,7 +187,7 @@ def measure(side: str, fault: str, directory: Path) -> Outcome:
     with ExitStack() as stack:
         if side in TORCHFT_SETTINGS:
             setting = TORCHFT_SETTINGS[side]
-            lighthouse = [str(setting.binaries / "torchft_lighthouse"), "--bind", f"[::]:{port}"]
+            lighthouse = [str(setting.lighthouse_command), "--bind", f"[::]:{port}"]
             lighthouse += ["--min_replicas", str(setting.min_replicas), *setting.lighthouse.split()]
             stack.enter_context(Job([lighthouse], [{}], log))
         running = stack.enter_context(job(side, fault, directory, port))
@@ -221,16 +232,18 @@ def main() -> None:
     options = parser((__doc__ or "").partition(":")[0])
     options.add_argument("--side", choices=SIDES, action="append", help="only this side; may be repeated")
     args = options.parse_args()
-    for setting in TORCHFT_SETTINGS.values():
+    sides = args.side or SIDES
+    settings = [setting for side, setting in TORCHFT_SETTINGS.items() if side in sides]
+    for setting in settings:
         make_environment(setting)
     about = machine(["torch", "checkpointless"])
-    about["versions"] |= dict(package.split("==") for package in (RELEASE, NIGHTLY))
+    about["versions"] |= dict(setting.package.split("==") for setting in settings)
     outcomes: list[Outcome] = []
     # Twice undisturbed: what differs between these two cannot be held against a recovery.
     kinds = [NONE, *FAULTS * args.repeats, NONE]
     with interruptible(), ExitStack() as stack:
         base = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainers-")))
-        for (number, fault), side in product(enumerate(kinds), args.side or SIDES):
+        for (number, fault), side in product(enumerate(kinds), sides):
             directory = (base / f"{number}-{fault}-{side}").resolve()
             shutil.rmtree(directory, ignore_errors=True)
             outcome = measure(side, fault, directory)
