@@ -7,10 +7,12 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,6 +139,29 @@ class Job:
                     yield process
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
+
+
+@contextmanager
+def folder_of_runs(keep: Path | None, prefix: str) -> Iterator[Path]:
+    """Where the runs' logs and events go, which an error of a benchmark names.
+
+    Args:
+        keep: the folder. None: one that is gone after the ``with`` block, unless the block raises an error.
+        prefix: of the name of such a folder.
+    """
+    folder = (keep or Path(tempfile.mkdtemp(prefix=prefix))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except Exception:
+        progress(f"what was written until now is in {folder}")
+        raise
+    except BaseException:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if keep is None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def install_beside(target: Path, *packages: str) -> None:

@@ -6,12 +6,11 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import Job, interruptible, machine, progress, wait_for
+from benchmarks.common import Job, folder_of_runs, interruptible, machine, progress, wait_for
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 SKIPPED, RANKS, TIMEOUT_S = 10, 2, 280.0
@@ -42,10 +41,10 @@ def main() -> None:
     options.add_argument("--json", type=Path, metavar="FILE", help="where the results go (default: only shown)")
     args = options.parse_args()
     results: dict[str, dict[str, float]] = {}
-    with interruptible(), tempfile.TemporaryDirectory(prefix="bridge-") as folder:
+    with interruptible(), folder_of_runs(None, "bridge-") as folder:
         for how in ("without", "with"):
             progress(f"{how}: {args.steps} steps")
-            made = measure(Path(folder), args.steps, how)
+            made = measure(folder, args.steps, how)
             names = sorted({name for step in made for name in step})
             results[how] = {name: statistics.median(step.get(name, 0.0) for step in made) for name in names}
             if how == "with":

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from train_bridge import configuration
 
 from checkpointless import HPWrapper
 from checkpointless.bridge import pretrain
 from checkpointless.bridge.training import BridgeTraining
-from examples.train_bridge import configuration
 
 # isort: split
 from megatron.bridge.training.callbacks import Callback

@@ -8,7 +8,6 @@ import os
 import shutil
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import Job, interruptible, machine, progress, search_path, wait_for
+from benchmarks.common import Job, folder_of_runs, interruptible, machine, progress, search_path, wait_for
 from benchmarks.hooks.hook_timer import PART_OF, SEPARATOR, Part
 from checkpointless.cli.commands.train import RECIPE_PRELOAD, RECIPE_RUNNER
 
@@ -133,7 +132,7 @@ def main() -> None:
     about = machine(["torch", "lightning", "nemo_toolkit", "megatron-core", "checkpointless"])
     outcomes: list[Outcome] = []
     with interruptible(), ExitStack() as stack:
-        base = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hooks-")))
+        base = stack.enter_context(folder_of_runs(args.keep, "hooks-"))
         for number, case in enumerate(args.case or CASES):
             directory = (base / str(number)).resolve()
             shutil.rmtree(directory, ignore_errors=True)

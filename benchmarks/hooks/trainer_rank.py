@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from benchmarks.hooks.trainer_timer import TrainerTimer
 from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
 RANKS = 4
 
 
@@ -18,8 +21,7 @@ def plain(call: HPCallWrapper, directory: str, steps: int, hsdp: bool) -> None:
     """Train with DDP, or with FSDP2 on a mesh with replicas."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
-
-    from examples.train_ddp import WIDTH, build_model
+    from train_ddp import WIDTH, build_model
 
     dist.init_process_group("gloo")
     torch.manual_seed(1)

@@ -8,7 +8,6 @@ import os
 import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import Job, interruptible, machine, progress, search_path, wait_for
+from benchmarks.common import Job, folder_of_runs, interruptible, machine, progress, search_path, wait_for
 from benchmarks.hooks.trainer_timer import REST, STREAMS, VOTE, WAITS
 
 HERE = Path(__file__).resolve().parent
@@ -96,7 +95,7 @@ def main() -> None:
     about = machine(["torch", "lightning", "megatron-core", "checkpointless"])
     entries: list[dict[str, Any]] = []
     with interruptible(), ExitStack() as stack:
-        base = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hooks-")))
+        base = stack.enter_context(folder_of_runs(args.keep, "hooks-"))
         for case in args.case or CASES:
             directory = (base / case).resolve()
             shutil.rmtree(directory, ignore_errors=True)

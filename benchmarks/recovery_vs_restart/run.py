@@ -8,7 +8,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import (
     Job,
     Mark,
+    folder_of_runs,
     interruptible,
     machine,
     parser,
@@ -119,7 +119,7 @@ def main() -> None:
     about = machine(["torch", "lightning", "nemo_toolkit", "megatron-core", "checkpointless"])
     outcomes: list[Outcome] = []
     with interruptible(), ExitStack() as stack:
-        base = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery-")))
+        base = stack.enter_context(folder_of_runs(args.keep, "recovery-"))
         for repeat, fault, side in product(range(args.repeats), FAULTS, SIDES):
             if args.side not in (None, side) or args.fault not in (None, fault):
                 continue

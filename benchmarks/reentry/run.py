@@ -6,7 +6,6 @@ import json
 import shutil
 import socket
 import sys
-import tempfile
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import (
     TARGETS,
     Job,
+    folder_of_runs,
     install_beside,
     interruptible,
     machine,
@@ -141,7 +141,7 @@ def main() -> None:
     outcomes: list[Outcome] = []
     hopeless: set[tuple[str, str, str]] = set()
     with interruptible(), ExitStack() as stack:
-        base = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="reentry-")))
+        base = stack.enter_context(folder_of_runs(args.keep, "reentry-"))
         for repeat, (fault, peers), side in product(range(args.repeats), cases, SIDES):
             if args.side not in (None, side) or (side == NVRX_IMPATIENT and peers is not Peers.BLOCKED):
                 continue

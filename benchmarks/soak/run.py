@@ -11,7 +11,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -24,7 +23,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import ROOT, interruptible, machine, progress, search_path
+from benchmarks.common import ROOT, folder_of_runs, interruptible, machine, progress, search_path
 from checkpointless.faults.ledger import fired
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
 from checkpointless.telemetry.event_names import EventName
@@ -255,10 +254,10 @@ def main() -> None:
     options.add_argument("--run-dir", type=Path, metavar="D", help="keep the job's events and logs there")
     args = options.parse_args()
     about: dict[str, Any] = machine(["checkpointless", "torch", "nemo_toolkit", "megatron-core"])
-    with interruptible(), tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        run_dir = args.run_dir or Path(folder) / "run"
+    with interruptible(), folder_of_runs(None, "soak-") as folder:
+        run_dir = args.run_dir or folder / "run"
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(folder) / "tmp"
+        temporary = folder / "tmp"
         temporary.mkdir()
         incidents, samples = soak(args.incidents, run_dir, temporary)
         print(f"temporary files that the job left: {[str(path) for path in temporary.rglob('*')]}")

@@ -12,7 +12,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import ROOT, interruptible, machine, progress, search_path
+from benchmarks.common import ROOT, folder_of_runs, interruptible, machine, progress, search_path
 from benchmarks.soak.run import IN_PROCESS, KINDS, NPROC, SURVIVOR, Sampler, table
 from checkpointless.faults.ledger import fired
 from checkpointless.report.incidents import IncidentSummary, Outcome, summarize
@@ -209,9 +208,9 @@ def main() -> int:
     except ValueError as error:
         options.error(str(error))
     about = machine(["checkpointless", "torch", "nemo_toolkit", "megatron-core"])
-    with interruptible(), tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        directory = (args.run_dir or Path(folder)).resolve()
-        temporary = [Path(folder) / name for name in ("calm", "run")]
+    with interruptible(), folder_of_runs(None, "soak-") as folder:
+        directory = (args.run_dir or folder).resolve()
+        temporary = [folder / name for name in ("calm", "run")]
         for each in temporary:
             each.mkdir()
         progress(f"{plan.steps} steps with {len(plan.faults)} faults, and beside them the same without faults")

@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import Job, interruptible, machine, progress, search_path, wait_for
+from benchmarks.common import Job, folder_of_runs, interruptible, machine, progress, search_path, wait_for
 from checkpointless.cli.commands.train import RECIPE_PRELOAD, RECIPE_RUNNER
 
 HERE = Path(__file__).resolve().parent
@@ -94,7 +93,7 @@ def main() -> None:
     about = machine(["torch", "lightning", "nemo_toolkit", "megatron-core", "checkpointless"])
     outcomes: dict[str, list[Outcome]] = defaultdict(list)
     with interruptible(), ExitStack() as stack:
-        base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiers-")))
+        base = stack.enter_context(folder_of_runs(None, "tiers-"))
         for turn in range(args.rounds):
             for number, case in enumerate(CASES):
                 progress(f"round {turn + 1} of {args.rounds}: {case}")

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from benchmarks.common import (
     TARGETS,
     Job,
     Mark,
+    folder_of_runs,
     interruptible,
     machine,
     parser,
@@ -242,7 +242,7 @@ def main() -> None:
     # Twice undisturbed: what differs between these two cannot be held against a recovery.
     kinds = [NONE, *FAULTS * args.repeats, NONE]
     with interruptible(), ExitStack() as stack:
-        base = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainers-")))
+        base = stack.enter_context(folder_of_runs(args.keep, "trainers-"))
         for (number, fault), side in product(enumerate(kinds), sides):
             directory = (base / f"{number}-{fault}-{side}").resolve()
             shutil.rmtree(directory, ignore_errors=True)

@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -17,7 +16,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import Job, Mark, interruptible, machine, parser, progress, read_marks, shown, wait_for
+from benchmarks.common import (
+    Job,
+    Mark,
+    folder_of_runs,
+    interruptible,
+    machine,
+    parser,
+    progress,
+    read_marks,
+    shown,
+    wait_for,
+)
 from checkpointless.report.incidents import summarize
 from checkpointless.telemetry.events import read_events
 
@@ -209,12 +219,7 @@ def main() -> None:
     about = machine(["torch", "lightning", "nemo_toolkit", "megatron-core", "checkpointless"])
     found: dict[tuple[str, str, str], list[Outcome]] = defaultdict(list)
     with interruptible(), ExitStack() as stack:
-        base = (
-            args.keep.resolve()
-            if args.keep
-            else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-")))
-        )
-        base.mkdir(parents=True, exist_ok=True)
+        base = stack.enter_context(folder_of_runs(args.keep, "warm-"))
         os.chdir(base)  # Python imports what lies in the current directory first
         for turn, (case, python, overrides, ranks) in product(range(args.repeats), cases(args)):
             progress(f"{turn + 1} of {args.repeats}: {', '.join(case)}")

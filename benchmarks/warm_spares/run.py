@@ -8,7 +8,6 @@ import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import (
     Job,
     Mark,
+    folder_of_runs,
     interruptible,
     machine,
     parser,
@@ -152,9 +152,7 @@ def main() -> None:
     about = machine(["torch", "lightning", "nemo_toolkit", "megatron-core", "checkpointless"])
     found: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
     with interruptible(), ExitStack() as stack:
-        base = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-spares-")))
-        base = base.resolve()
-        base.mkdir(parents=True, exist_ok=True)
+        base = stack.enter_context(folder_of_runs(args.keep, "warm-spares-"))
         os.chdir(base)  # Python imports what lies in the current directory first
         for turn in range(args.repeats):
             for mode in args.modes:

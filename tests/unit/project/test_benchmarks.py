@@ -1,9 +1,11 @@
-"""What benchmarks compare with lies beside them, each in a folder of its own, or is said to be missing."""
+"""Benchmarks: where their runs lie, and what they compare with, or that it cannot be had."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,25 @@ from benchmarks import common
 from benchmarks.reentry.run import NVRX_TARGET
 from benchmarks.trainers.run import TORCHFT_SETTINGS, make_environment
 from benchmarks.transfer.run import TORCHFT_TARGET
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the job failed"), KeyboardInterrupt(), None])
+def test_runs_of_a_benchmark_that_fails_are_left_where_its_error_says(
+    error: BaseException | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(type(error)) if error else nullcontext(), common.folder_of_runs(None, "test-") as folder:
+        (folder / "output.log").touch()
+        if error is not None:
+            raise error
+    assert folder.exists() is isinstance(error, RuntimeError)
+    assert (str(folder) in capsys.readouterr().out) is isinstance(error, RuntimeError)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_runs_that_are_to_be_kept_are_kept(tmp_path: Path) -> None:
+    with common.folder_of_runs(tmp_path / "a" / "b", "test-") as folder:
+        (folder / "output.log").touch()
+    assert (tmp_path / "a" / "b" / "output.log").exists()
 
 
 def test_no_folder_is_anothers() -> None:
