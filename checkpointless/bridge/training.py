@@ -236,15 +236,15 @@ class BridgeTraining(MegatronTraining):
         """Take the state that the update leaves, before Bridge goes on. It is called inside the lock."""
         step = self._ready_step
         self._reached = {(step, Stage.COMMITTED): self._moment(step)}
-        self._versions = self._parameter_versions()
+        self._note_versions()
 
     def _take(self, stage: Stage, own: Mapping[str, Any]) -> None:
         """Take the state of a moment; the streams first, so that a rank that has a moment also has its streams."""
-        moment, versions = self._moment(self.step), self._parameter_versions()
+        moment = self._moment(self.step)
         self._manager.keep_buffers(self.step, stage, moment.buffers)
         self._manager.store_rng_states(self.step, stage=stage, own=own)
         kept = {key: each for key, each in self._reached.items() if key[0] == self.step}
-        self._versions = versions
+        self._note_versions()
         self._reached = {**kept, (self.step, stage): moment}
 
     def _largest(self) -> dict[str, Any]:
