@@ -21,7 +21,7 @@ class ObjectError(RecipeError):
     """Raised if an object cannot be made; the message is one line, the cause what its target raised."""
 
 
-def make(config: DictConfig, key: str, **objects: Any) -> Any:
+def make(config: DictConfig, key: str, **objects: object) -> object:
     """Make what a part of a recipe describes.
 
     Args:
@@ -42,7 +42,7 @@ def make(config: DictConfig, key: str, **objects: Any) -> Any:
     return _made(OmegaConf.to_container(part, resolve=True, throw_on_missing=True), key, True, objects)
 
 
-def _made(node: Any, where: str, recursive: bool, objects: dict[str, Any]) -> Any:
+def _made(node: Any, where: str, recursive: bool, objects: dict[str, object]) -> Any:
     if isinstance(node, list):
         return [_made(each, f"{where}[{index}]", recursive, {}) for index, each in enumerate(node)]
     if not isinstance(node, dict):

@@ -59,7 +59,7 @@ def count(config: DictConfig, layout: Layout) -> list[Stage]:
         RecipeError: the model cannot be laid out in this way.
     """
     try:
-        strategy = make(config, "strategy")
+        strategy: Any = make(config, "strategy")
         return [_stage(config, layout, strategy, number) for number in range(layout.pipeline)]
     except ObjectError as error:
         raise NotCountedError(_one_line(error.__cause__ or error)) from error
@@ -127,7 +127,7 @@ def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.
     from nemo.collections.llm.gpt.model.base import default_layer_spec, local_layer_spec
     from nemo.lightning._strategy_lib import set_model_parallel_attributes
 
-    model = make(_without_kernels(config), "model", tokenizer=_tokenizer(config))
+    model: Any = make(_without_kernels(config), "model", tokenizer=_tokenizer(config))
     check_layout(config, layout, model.config.num_layers, model.config.num_attention_heads)
     set_model_parallel_attributes(model, strategy.parallelism)
     settings = model.config
@@ -139,7 +139,7 @@ def _build(config: DictConfig, layout: Layout, strategy: Any, chunk: int) -> nn.
     with torch.device("meta"):
         model.module = settings.configure_model(model.tokenizer, vp_stage=chunk)
         if OmegaConf.select(config, "peft") is not None:
-            peft = make(config, "peft")
+            peft: Any = make(config, "peft")
             prepare_process()  # NeMo's LoRA needs the CPU platform as well, if that is asked for
             model.freeze()  # as NeMo's PEFT callback does when training begins
             model.walk(peft.transform)
@@ -166,7 +166,8 @@ def _tokenizer(config: DictConfig) -> Any:
         raise NotCountedError(
             "the size of the vocabulary is the tokenizer's: give data.tokenizer, or model.config.vocab_size"
         )
-    return make(config, "data").tokenizer
+    data: Any = make(config, "data")
+    return data.tokenizer
 
 
 def _class_defaults(config: DictConfig) -> set[str]:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _OWN_PACKAGE = "checkpointless"
 #: What the first optimizer of a process imports, and its first fault: time that all ranks would wait for.
-WITH_TORCH = ("torch._dynamo", "torch.distributed.tensor.debug")
+_WITH_TORCH = ("torch._dynamo", "torch.distributed.tensor.debug")
 
 
 def preloads_of(script: Script) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def installed(names: Iterable[str], local: Path) -> tuple[str, ...]:
     wanted = set(names)
     roots = {root for root in {name.partition(".")[0] for name in wanted} if _is_installed(root, local)}
     if "torch" in roots:
-        wanted.update(WITH_TORCH)
+        wanted.update(_WITH_TORCH)
     return tuple(sorted(name for name in wanted if name.partition(".")[0] in roots))
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
-from checkpointless.agent.ranks.preload import WITH_TORCH, installed
 from checkpointless.cli.command import Command
 from checkpointless.cli.cuda import has_cuda
 from checkpointless.cli.job import Program, add_job_options, launch_job
@@ -24,7 +23,8 @@ RECIPE_PRELOAD = (
     "checkpointless.strategies.CheckpointlessMegatronStrategy",
     "checkpointless.callbacks.CheckpointlessCallback",
     "checkpointless.recovery.CheckpointManager",
-    *WITH_TORCH,
+    "torch._dynamo",  # which the first optimizer of a process imports
+    "torch.distributed.tensor.debug",  # and its first fault
     RECIPE_RUNNER,
 )
 
@@ -74,6 +74,8 @@ def train(options: argparse.Namespace) -> int:
 def preloads_of(config: DictConfig) -> tuple[str, ...]:
     """Return what is worth importing once, before ranks are forked: what a recipe names and is installed."""
     from omegaconf import OmegaConf
+
+    from checkpointless.agent.ranks.preload import installed
 
     found: set[str] = set()
     due: list[object] = [OmegaConf.to_container(config)]

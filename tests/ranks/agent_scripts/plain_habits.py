@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -200,11 +201,13 @@ def ends_of_calls() -> list[int]:
     return [STEPS] * (4 if HABIT == "breaks" else 1)
 
 
-def enter_step(caller: HPCallWrapper, step: int) -> None:
+def enter_step(caller: HPCallWrapper, step: int, validate_others: Callable[[], None]) -> None:
     """Enter the first phase of a step, behind a validation only when all ranks are in the step.
 
     One may still be leaving the barrier of the validation, whose draws a fault would take from it.
     """
+    if HABIT == "exchanges":
+        return validate_others()
     if HABIT == "validates":
         dist.barrier()
     if HABIT == "doubles":
@@ -285,10 +288,7 @@ def main(caller: HPCallWrapper) -> None:
         follow("follows", teacher, inner)
         if HABIT == "modes" and step == 3:
             inner.eval()  # it stays so
-        if HABIT == "exchanges":
-            validate_others(caller, training, inner, data, step)
-        else:
-            enter_step(caller, step)
+        enter_step(caller, step, functools.partial(validate_others, caller, training, inner, data, step))
         if HABIT == "plateaus" and plateau is not None and step % 2 == 0:
             plateau.step(1.0)
         x = rows.take(step)
