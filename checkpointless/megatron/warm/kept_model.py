@@ -122,9 +122,10 @@ class KeptModel:
                 return obstacle
         if _marks(self.optimizer) != self._marks:
             return "the optimizer has other hooks or functions than when it was built"
-        if self._hooks_of_accumulation() != self._accumulation:
+        difference = self._built.difference(self.chunks)
+        if difference is None and self._hooks_of_accumulation() != self._accumulation:
             return "other hooks hang where gradients are added up than when the model was built"
-        return self._built.difference(self.chunks)
+        return difference
 
     def _hooks_of_accumulation(self) -> list[tuple[int, int]]:
         return hooks_of_accumulation(each for chunk in self.chunks for each in chunk.parameters())
