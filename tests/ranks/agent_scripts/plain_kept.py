@@ -109,6 +109,7 @@ def main(caller: HPCallWrapper) -> None:
     assert "initial_lr" not in optimizer.param_groups[0]
     assert inner.training
     assert inner.last.weight.requires_grad
+    dist.barrier()  # all have what was kept for them when one meets its fault
     caller.enter_phase("init", caller.high_water)
     is_overwritten = "overwrites" in WORDS and (dist.get_rank() == 1 or "scratch" in WORDS)
     if "writes" in WORDS or (is_overwritten and caller.generation == 1):
