@@ -210,7 +210,8 @@ class LoopTraining(TrainingTensors, ABC):
         Raises:
             UnrecoverableError: the context is left with other weights than it was entered with.
         """
-        with put_back(self._weights, self._note_versions):
+        was_written = not self._versions or self._are_written()  # before the context, which says nothing of that
+        with put_back(self._weights, (lambda: None) if was_written else self._note_versions):
             yield
 
     def _leave(self, number: int) -> None:

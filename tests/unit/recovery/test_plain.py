@@ -180,3 +180,19 @@ def test_what_is_missing_is_said() -> None:
         PlainTraining(call, optimizers=[optimizer])
     with pytest.raises(ValueError, match="give the modules and the optimizers"):
         PlainTraining(call, [module])
+
+
+def test_other_weights_say_nothing_of_what_was_written_before_them(train: Callable[..., PlainTraining]) -> None:
+    training = train(0)
+    (weight, *_) = training.updated_parameters()
+    training._note_versions()
+    with torch.no_grad(), training.other_weights():
+        weight.mul_(2)
+        weight.div_(2)
+    assert not training.changed()
+    with torch.no_grad():
+        weight.clamp_(max=0.0)
+        with training.other_weights():
+            weight.mul_(2)
+            weight.div_(2)
+    assert "parameters were changed" in training.changed()
