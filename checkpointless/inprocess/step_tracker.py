@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from typing import Any
 
 from checkpointless.inprocess.communicators.process_groups import process_groups
@@ -28,6 +29,7 @@ class StepTracker:
         loss: loss of the optimizer step in progress, once it is known and if it is recorded (else None).
         since_entry: number of optimizer steps committed since the block was last entered.
         loops: how many trainings of loops of one's own have begun since then.
+        when_it_begins: is called before the first step after each entry.
     """
 
     def __init__(self, generation: Generation, board: Board | None) -> None:
@@ -35,6 +37,7 @@ class StepTracker:
         self.loss: float | None = None
         self.since_entry = 0
         self.loops = 0
+        self.when_it_begins: Callable[[], None] = lambda: None
         self._generation = generation
         self._board = board
         self._open_stage: tuple[EventName, float] | None = None  # its name, and when it began
@@ -67,6 +70,8 @@ class StepTracker:
         """Report that optimizer step ``step`` begins."""
         self.making = step
         self.loss = None
+        if self.since_entry == 0:
+            self.when_it_begins()
         if self._board is not None:
             self._board.begin_step(step)
         if self._open_stage is not None:

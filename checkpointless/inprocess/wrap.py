@@ -310,6 +310,7 @@ class HPCallWrapper:
         error: BaseException | None = None
         if self._entry is None:
             self._entry = EntryStreams.capture(), EntryModes.capture(), EntryHooks.capture()
+            self.steps.when_it_begins = self._entry[2].settle
         else:
             for each in self._entry:
                 each.restore()
