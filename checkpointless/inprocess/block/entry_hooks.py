@@ -2,7 +2,7 @@
 
 Torch keeps them beside modules and optimizers (``register_module_forward_hook``, for example), so that they outlive
 those of an entry. A block that registers one would have it once more after each fault in the processes that live
-on, and once in a new one. What is registered once in a process, as by an import, is not registered again, and stays.
+on, and once in a new one. What is registered once in a process, as by an import, stays.
 """
 
 from __future__ import annotations
