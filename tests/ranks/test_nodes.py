@@ -171,7 +171,10 @@ def test_a_node_cut_off_for_longer_than_the_limit_and_coming_back(
     "faults",
     [
         ("store@backward:rank=2,step=3",),
-        ("partition@forward:rank=3,step=3,seconds=8", "slow@between:rank=0,step=3,seconds=6"),
+        pytest.param(  # a network between nodes is cut above
+            ("partition@forward:rank=3,step=3,seconds=8", "slow@between:rank=0,step=3,seconds=6"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["store", "partition"],
 )

@@ -46,7 +46,9 @@ def test_every_phase(disturb: Disturb, kind: str) -> None:
             4, (), ("exception@backward:rank=2,step=2", "sigkill@optimizer:rank=1,step=4"), marks=pytest.mark.long
         ),
         (4, (*PP2, *DROPOUT), ("sigkill@backward:rank=3,step=3",)),
-        (4, EP2, ("sigkill@forward:rank=1,step=2", "exception@optimizer:rank=2,step=4")),
+        pytest.param(  # test_warm.py has one
+            4, EP2, ("sigkill@forward:rank=1,step=2", "exception@optimizer:rank=2,step=4"), marks=pytest.mark.long
+        ),
         pytest.param(  # each of the two by itself is tested above, and both together in test_megatron_loop.py
             8,
             (*TP2, *PP2, *DROPOUT),
@@ -77,13 +79,13 @@ def test_a_hanging_rank_is_replaced_and_its_victims_are_not(disturb: Disturb) ->
     ]
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 def test_first_step(disturb: Disturb, kind: str) -> None:
     job = disturb(4, 4, f"{kind}@forward:rank=3,step=1")
     assert job.incidents[0].resumed_after == 0  # this holds whether or not all ranks had their state by then
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+@pytest.mark.parametrize("kind", [pytest.param("exception", marks=pytest.mark.long), "sigkill"])
 @pytest.mark.parametrize(
     "phases", [("init", "recovery"), pytest.param(("recovery",), marks=pytest.mark.long)], ids=["both", "recovery"]
 )

@@ -52,6 +52,7 @@ def through_faults(
 # --- Megatron's options -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long  # per commit test_warm_te.py has the first of them, test_warm.py the second with overlap
 @pytest.mark.parametrize(
     "args",
     [
@@ -62,29 +63,20 @@ def through_faults(
             "data.micro_batch_size=4",
             layers("parallel_layers"),  # built anew; test_warm_te.py has those of Megatron
         ),
-        pytest.param(  # test_warm.py has one with overlap
-            (
-                "strategy.pipeline_model_parallel_size=2",
-                "strategy.virtual_pipeline_model_parallel_size=2",
-                "model.config.num_layers=4",
-                "data.micro_batch_size=1",
-            ),
-            marks=pytest.mark.long,
+        (
+            "strategy.pipeline_model_parallel_size=2",
+            "strategy.virtual_pipeline_model_parallel_size=2",
+            "model.config.num_layers=4",
+            "data.micro_batch_size=1",
         ),
-        pytest.param(
-            (
-                *EP2,
-                "model.config.moe_grouped_gemm=true",
-                "model.config.moe_token_dispatcher_type=alltoall",
-                layers("grouped_layers"),
-                f"callbacks.drop={{_target_: {NEMO}.moe_token_drop.MegatronTokenDropCallback}}",
-            ),
-            marks=pytest.mark.long,
+        (
+            *EP2,
+            "model.config.moe_grouped_gemm=true",
+            "model.config.moe_token_dispatcher_type=alltoall",
+            layers("grouped_layers"),
+            f"callbacks.drop={{_target_: {NEMO}.moe_token_drop.MegatronTokenDropCallback}}",
         ),
-        pytest.param(
-            ("strategy.ddp.overlap_grad_reduce=true", "data.micro_batch_size=1", "data.global_batch_size=32"),
-            marks=pytest.mark.long,
-        ),
+        ("strategy.ddp.overlap_grad_reduce=true", "data.micro_batch_size=1", "data.global_batch_size=32"),
     ],
     ids=[
         "sequence-and-context-parallel",
