@@ -13,7 +13,7 @@ from checkpointless.agent.rank_program import rank_environment
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+    for name in ("OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_FR_BUFFER_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -42,7 +42,29 @@ def test_one_rank_that_is_asked_for_nothing_gets_nothing_more(run_dir: Path) -> 
 def test_what_was_asked_for_reaches_the_ranks(run_dir: Path) -> None:
     found = environment(run_dir, cpu=True, faults=("sigkill@forward:rank=0,step=1",), record_steps=True)
     assert json.loads(found.pop("CHECKPOINTLESS_FAULTS")) == ["sigkill@forward:rank=0,step=1"]
-    assert found == {"CHECKPOINTLESS_CPU": "1", "CHECKPOINTLESS_RECORD_STEPS": "1"}
+    assert found == {
+        "CHECKPOINTLESS_CPU": "1",
+        "CHECKPOINTLESS_RECORD_STEPS": "1",
+        "TORCH_FR_BUFFER_SIZE": "0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_set"),
+    [
+        ("CHECKPOINTLESS_FLIGHT_RECORDS", "active", False),
+        ("CHECKPOINTLESS_FLIGHT_RECORDS", "none", True),
+        ("TORCH_FR_BUFFER_SIZE", "500", False),
+    ],
+)
+def test_collectives_on_cpus_are_recorded_by_torch_if_somebody_wants_them(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_set: bool
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert ("TORCH_FR_BUFFER_SIZE" in environment(run_dir, cpu=True)) == is_set
+    monkeypatch.delenv(name)
+    expected = {"CHECKPOINTLESS_CPU": "1", name: value, **({"TORCH_FR_BUFFER_SIZE": "0"} if is_set else {})}
+    assert environment(run_dir, cpu=True, extra_env={name: value}) == expected
 
 
 def test_several_ranks_share_the_cores_unless_the_user_said_how(
