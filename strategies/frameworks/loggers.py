@@ -50,8 +50,10 @@ def forget_rows(trainer: pl.Trainer, first: int, kept: Sequence[int] | None = No
 
     Args:
         trainer: the trainer of rank 0.
-        first: the step from which on rows are dropped.
-        kept: how many rows of each logger are kept, as :func:`rows_of` returned it; None: those before ``first``.
+        first: the step from which on rows are dropped, as Lightning counts rows (``_batches_that_stepped``).
+        kept: how many rows of each logger are kept, as :func:`rows_of` returned it; None: those before ``first``, and
+            before ``trainer.global_step`` where a logged value of the name ``step`` counts rows, as NeMo's does. The
+            two differ by one if the training was begun from a checkpoint that was saved within an epoch.
     """
     loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)]
     for index, each in enumerate(loggers):
@@ -61,8 +63,13 @@ def forget_rows(trainer: pl.Trainer, first: int, kept: Sequence[int] | None = No
             if kept is not None and index < len(kept):
                 rows = rows[: kept[index]]
             else:
-                rows = [row for row in rows if float(row["step"] or 0) < first]
+                rows = [row for row in rows if _is_before(row["step"], first, trainer.global_step)]
             _write(path, rows)
+
+
+def _is_before(step: str, first: int, global_step: int) -> bool:
+    """Return whether a row is kept; a ``step`` that was logged is a float, Lightning's own an integer."""
+    return float(step or 0) < (global_step if "." in step else first)
 
 
 def _keep_rows(each: CSVLogger) -> None:
