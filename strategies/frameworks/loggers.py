@@ -51,9 +51,9 @@ def forget_rows(trainer: pl.Trainer, first: int, kept: Sequence[int] | None = No
     Args:
         trainer: the trainer of rank 0.
         first: the step from which on rows are dropped, as Lightning counts rows (``_batches_that_stepped``).
-        kept: how many rows of each logger are kept, as :func:`rows_of` returned it; None: those before ``first``, and
-            before ``trainer.global_step`` where a logged value of the name ``step`` counts rows, as NeMo's does. The
-            two differ by one if the training was begun from a checkpoint that was saved within an epoch.
+        kept: how many rows of each logger are kept, as :func:`rows_of` returned it; None: those before ``first``,
+            and before ``trainer.global_step`` where a logged value of the name ``step`` counts rows, as NeMo's
+            does. The two differ by one if the training was begun from a checkpoint that was saved within an epoch.
     """
     loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)]
     for index, each in enumerate(loggers):
