@@ -214,9 +214,12 @@ def before_ranks(arguments: Sequence[str]) -> None:
     from checkpointless.strategies.frameworks import entry_points
 
     config = remember(arguments[0])
-    missing(config)
-    with contextlib.suppress(OmegaConfBaseException):  # a rank's own variables are not known here
-        OmegaConf.to_container(config.copy(), resolve=True)  # fills what OmegaConf remembers of classes and syntax
+    # Both fill what OmegaConf remembers of classes and syntax. Neither the values that are given behind the recipe
+    # nor a rank's own variables are known here.
+    with contextlib.suppress(OmegaConfBaseException):
+        missing(config)
+    with contextlib.suppress(OmegaConfBaseException):
+        OmegaConf.to_container(config.copy(), resolve=True)
     if checkpointless_enabled(config):
         entry_points.look_up()
 
