@@ -114,7 +114,8 @@ def _objects(config: DictConfig) -> Job:
     """Make the objects that a completed recipe describes."""
     data = _make(config, "data")
     model = _make(config, "model", tokenizer=data.tokenizer)
-    callbacks = [_make(config, f"callbacks.{name}") for name in config.get("callbacks") or ()]
+    made = [_make(config, f"callbacks.{name}") for name in config.get("callbacks") or ()]
+    callbacks = [each for each in made if each is not None]  # null takes one out
     trainer = _make(config, "trainer", strategy=_make(config, "strategy"), callbacks=callbacks)
     peft = _make(config, "peft")
     if peft is not None:
