@@ -163,7 +163,7 @@ class Strangers:
     def _strangers(self, frame: FrameType | None) -> Iterator[tuple[str, object]]:
         """Yield generators of random numbers, and what has tensors of its own, with their names."""
         parts = [*self._weights(), *(each for module in self._modules() for each in module.parameters())]
-        buffers = (each for module in self._modules() for each in module.buffers())
+        buffers = (each for module in self._modules() for _, each in module.named_buffers())
         self._known = {id(each) for each in [*parts, *buffers]}
         shapes = sorted(tuple(each.shape) for each in {id(each): each for each in parts}.values())
         for variables in variables_of_loop(frame):
@@ -179,7 +179,7 @@ class Strangers:
         """Return the tensors of a module, a list or a dict that are none of the training's."""
         found: list[Any] = []
         if isinstance(value, torch.nn.Module):
-            found = [*value.parameters(), *value.buffers()]
+            found = [*value.parameters(), *(each for _, each in value.named_buffers())]
         elif isinstance(value, dict | list | tuple):
             found = list(value.values() if isinstance(value, dict) else value)
         if not all(isinstance(each, torch.Tensor) for each in found):
