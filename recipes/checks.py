@@ -30,6 +30,7 @@ def check_settings(config: DictConfig, layout: Layout) -> None:
         RecipeError: the recipe cannot be trained; the message is one line that says what to set.
     """
     _check_steps(config)
+    _check_callbacks(config)
     _check_model(config, layout)
     if checkpointless_enabled(config):
         _check_checkpointless(config)
@@ -45,6 +46,17 @@ def _check_steps(config: DictConfig) -> None:
             f"trainer.max_steps={steps} trains nothing: it must be at least 1 (or -1 with trainer.max_epochs or "
             "trainer.max_time)"
         )
+
+
+def _check_callbacks(config: DictConfig) -> None:
+    callbacks = _value(config, "callbacks")
+    if callbacks is None:
+        return
+    if not isinstance(callbacks, DictConfig):
+        raise RecipeError("callbacks has a name for each callback: write `callbacks: {NAME: {_target_: ...}}`")
+    for name in callbacks:
+        if not isinstance(name, str) or any(each in name for each in ".[]"):
+            raise RecipeError(f"callbacks: {name!r} cannot be a name: take a word without dots and brackets")
 
 
 def _check_model(config: DictConfig, layout: Layout) -> None:

@@ -114,7 +114,8 @@ def _objects(config: DictConfig) -> Job:
     """Make the objects that a completed recipe describes."""
     data = _make(config, "data")
     model = _make(config, "model", tokenizer=data.tokenizer)
-    callbacks = [_make(config, f"callbacks.{name}") for name in config.get("callbacks") or ()]
+    made = [_make(config, f"callbacks.{name}") for name in config.get("callbacks") or ()]
+    callbacks = [each for each in made if each is not None]  # null takes one out
     trainer = _make(config, "trainer", strategy=_make(config, "strategy"), callbacks=callbacks)
     peft = _make(config, "peft")
     if peft is not None:
@@ -214,9 +215,12 @@ def before_ranks(arguments: Sequence[str]) -> None:
     from checkpointless.strategies.frameworks import entry_points
 
     config = remember(arguments[0])
-    missing(config)
-    with contextlib.suppress(OmegaConfBaseException):  # a rank's own variables are not known here
-        OmegaConf.to_container(config.copy(), resolve=True)  # fills what OmegaConf remembers of classes and syntax
+    # Both fill what OmegaConf remembers of classes and syntax. Neither the values that are given behind the recipe
+    # nor a rank's own variables are known here.
+    with contextlib.suppress(OmegaConfBaseException):
+        missing(config)
+    with contextlib.suppress(OmegaConfBaseException):
+        OmegaConf.to_container(config.copy(), resolve=True)
     if checkpointless_enabled(config):
         entry_points.look_up()
 

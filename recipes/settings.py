@@ -228,6 +228,8 @@ def _suggestion(word: str, known: Iterable[str], prefix: Sequence[str] = ()) -> 
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says, or the name of its class."""
+    """Return the first line of what an exception says, or the name of its class; a bare key with that name."""
+    if type(error) is KeyError:
+        return f"KeyError: {error}"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,12 @@ def tell(name: EventName, **fields: Any) -> None:
     call = active_call_wrapper()
     generation = call.generation if call is not None else own_generation()
     event_log().emit(name, "point", generation=generation, incident=call.incident if call else None, **fields)
+
+
+def putting_back() -> AbstractContextManager[None]:
+    """Return a context in which a fault lets ``finally`` clauses run to their ends."""
+    call = active_call_wrapper()
+    return call._main.putting_back() if call is not None else nullcontext()
 
 
 def aside(transfer: Callable[[], _Result]) -> _Result:

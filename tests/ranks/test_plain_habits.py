@@ -72,7 +72,18 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
 @KINDS
 @pytest.mark.parametrize(
     "habit",
-    ["averages", "modes", "extra-state", "validates", "exchanges", "plateaus", "grows", "doubles", "hooks-all"],
+    [
+        "averages",
+        "modes",
+        "extra-state",
+        "validates",
+        "exchanges",
+        "exchanges-slowly",
+        "plateaus",
+        "grows",
+        "doubles",
+        "hooks-all",
+    ],
 )
 def test_it_is_as_without_the_fault(
     nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kinds: tuple[str, ...]
@@ -84,6 +95,7 @@ def test_it_is_as_without_the_fault(
     assert ("Do it at the beginning of a step" in said) == (habit == "validates"), said
     assert "is made again after the fault and" not in said, said
     assert "parameters were written to" not in said, said
+    assert "the training is not told of it" not in said, said
 
 
 @pytest.mark.parametrize(
@@ -120,6 +132,8 @@ def test_it_is_as_without_the_fault(
         ("clamps-data", "the parameter module.0.weight is changed between update() and the next step"),
         ("decays", "weight_decay of param groups was changed between update() of step 1 and the next step"),
         ("forgets", "momentum_buffer of the parameter module.0.weight is changed between update() and the next"),
+        ("resets", "the parameter module.0.weight is changed between two calls of steps()"),
+        ("forgets-all", "momentum_buffer of the parameter module.0.weight is changed between two calls of steps()"),
     ],
 )
 def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, habit: str, reason: str) -> None:
@@ -129,17 +143,21 @@ def test_it_is_refused_in_the_first_steps(nemo_zygote: Zygote, tmp_path: Path, h
     recorded = [path.read_text().splitlines() for path in (job.run_dir / "steps").glob("rank-*.jsonl")]
     counts = dict.fromkeys(("local", "late-plateau", "two-updates", "goes-on", "follows-behind", "bounds"), 1)
     counts |= dict.fromkeys(("clamps", "clamps-data", "decays", "forgets"), 1)
+    counts |= dict.fromkeys(("resets", "forgets-all"), 3)
     most = {**counts, "reads-on": 2, "follows-data": 2}.get(habit, 0)
     assert all(len(lines) <= most for lines in recorded), "nothing was trained behind that"
 
 
 @KINDS
-@pytest.mark.parametrize("habit", ["epochs", "warms-up", "stops"])
+@pytest.mark.parametrize("habit", ["epochs", "epochs-change", "warms-up", "stops"])
 def test_how_a_loop_goes_through_its_steps(
     nemo_zygote: Zygote, calm: Calm, tmp_path: Path, habit: str, kinds: tuple[str, ...]
 ) -> None:
-    """Several calls of ``steps()``, a backward pass before the first, and the step that one rank makes the last."""
-    faults = by_turns(kinds, PHASES, 4)
+    """Several calls of ``steps()``, a backward pass before the first, and the step that one rank makes the last.
+
+    Between calls something may draw, and move buffers: a function that is entered again goes through that again.
+    """
+    faults = [*by_turns(kinds, PHASES, 4), f"{kinds[0]}@after_optimizer:rank=1,step=9"]
     _equal(nemo_zygote, calm, tmp_path, habit, faults, STEPS - 2 if habit == "stops" else STEPS)
 
 
@@ -168,6 +186,12 @@ def test_a_loader_that_begins_anew_after_a_fault_is_noticed(
     assert job.code == 0, job.story()
     said = "step 5 is made again after the fault and takes another batch from its DataLoader than before"
     assert all(said in job.log(rank) for rank in range(2)), job.story()
+
+
+def test_an_average_that_the_training_is_not_told_of_is_warned_of(nemo_zygote: Zygote, tmp_path: Path) -> None:
+    job = _train(nemo_zygote, tmp_path / "run", "averages-beside")
+    assert job.code == 0, job.story()
+    assert "beside changes from step to step, and the training is not told of it" in job.log(0), job.story()
 
 
 def test_a_count_in_a_module_is_warned_of(nemo_zygote: Zygote, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
@@ -50,6 +51,7 @@ _OWNERLESS: dict[str, tuple[str, ...]] = {
     "/torch/multiprocessing/reductions.py": ("rebuild_storage_fd",),
     "/torch/utils/data/dataloader.py": ("_shutdown_workers",),
     "/checkpointless/local_checkpoint/part_file.py": ("_sync_folder",),
+    "/checkpointless/recovery/training/counters.py": ("put_back",),  # which looks whether weights are put back
 }
 
 
@@ -79,6 +81,8 @@ class MainThread:
         self._waited_s = 0.0
         self._spared_at_most_s = _CLEANING_S
         self._hearing = False
+        self._putting_back = 0  # contexts of that name that the thread is in
+        self._handled: BaseException | None = None  # the exception that was handled when it entered the first
         self._left = threading.Event()
         self._left.set()
         self._signal = _unused_signal()
@@ -95,11 +99,27 @@ class MainThread:
             RankShouldRestart: the block was interrupted.
         """
         self._entered += 1
+        self._putting_back = 0
         self._left.clear()
         try:
             return _the_block(block)
         finally:
             self._left.set()
+
+    @contextmanager
+    def putting_back(self) -> Iterator[None]:
+        """Let ``finally`` clauses in the context run to their ends where an exception is on its way through them.
+
+        That may be an interruption, or the error of a collective whose peer is lost. Then no (further) interruption
+        is raised before half of the time has passed in which the thread has to leave the block.
+        """
+        if self._putting_back == 0:
+            self._handled = sys.exc_info()[1]
+        self._putting_back += 1
+        try:
+            yield
+        finally:
+            self._putting_back -= 1
 
     def interrupt(self, waited_s: float = 0.0) -> None:
         """Raise :class:`RankShouldRestart` in the block, if the thread is still in it.
@@ -126,7 +146,10 @@ class MainThread:
             self._hearing = True
             if self._to_leave != self._entered or not _is_in_block(frame):
                 return
-            if self._waited_s >= _spared_s(frame, self._spared_at_most_s):
+            spared_s = _spared_s(frame, self._spared_at_most_s)
+            if self._putting_back and sys.exc_info()[1] not in (None, self._handled):
+                spared_s = max(spared_s, self._spared_at_most_s)
+            if self._waited_s >= spared_s:
                 raise RankShouldRestart
         finally:
             self._hearing = False

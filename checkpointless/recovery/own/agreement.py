@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.serialization.checksum import MemoryChecksumManager
@@ -12,6 +13,7 @@ from checkpointless.transfer.exchange import all_gather_json
 from checkpointless.transfer.rank_groups import CompactGroups, Group, all_groups, compact, names
 from checkpointless.transfer.state_tensors import StateTensors, groups_of, split
 from checkpointless.transfer.tensor_entry import Key
+from checkpointless.transfer.wire import wire_device
 
 
 def require_agreement(live: StateTensors, own: Collection[Key]) -> None:
@@ -72,6 +74,25 @@ def require_equal_replicas(live: StateTensors, step: int) -> None:
         "filled from another: reduce gradients over these ranks before update(), or say which ranks hold the same "
         "(group=)",
     )
+
+
+def require_same_step(done: int) -> None:
+    """Refuse a job whose ranks begin at different steps. Collective.
+
+    Args:
+        done: how many steps were made before the job, as this rank was told.
+
+    Raises:
+        UnrecoverableError: another rank was told another number.
+    """
+    most = torch.tensor([done, -done], device=wire_device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    newest, oldest = int(most[0]), -int(most[1])
+    if newest != oldest:
+        raise UnrecoverableError(
+            f"some ranks begin behind step {oldest}, others behind step {newest}: load the same checkpoint on "
+            "every rank, and give the same done= to steps()"
+        )
 
 
 def _require_the_same(

@@ -86,15 +86,25 @@ class LastingIterators:
 
 def _iterators_of(frame: FrameType | None) -> Iterator[tuple[str, Iterator[Any]]]:
     """Yield what the code that runs a loop refers to by its variables and by the attributes of its objects."""
+    for variables in variables_of_loop(frame):
+        yield from _iterators_in(variables)
+
+
+def variables_of_loop(frame: FrameType | None) -> Iterator[Mapping[str, object]]:
+    """Yield the variables of the code that runs a loop: those of its functions, and the global ones of its modules.
+
+    Args:
+        frame: the frame that asks for a step, or one inside of it.
+    """
     modules: set[str] = set()
     for each in _frames_of_loop(frame):
         variables = each.f_locals
-        yield from _iterators_in(dict(variables))
+        yield dict(variables)
         if each.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(variables, dict):
             variables.clear()  # Python 3.12 and older keep this copy, and what it refers to, until the frame ends
         if (name := each.f_globals.get("__name__", "")) not in modules:
             modules.add(name)
-            yield from _iterators_in(each.f_globals)
+            yield each.f_globals
 
 
 def _frames_of_loop(frame: FrameType | None) -> Iterator[FrameType]:
@@ -119,7 +129,7 @@ def _iterators_in(variables: Mapping[str, object]) -> Iterator[tuple[str, Iterat
             yield from ((f"{name}[{key!r}]", each) for key, each in list(value.items()) if _is_iterator(each))
         elif isinstance(value, list | tuple):
             yield from ((f"{name}[{at}]", each) for at, each in enumerate(value) if _is_iterator(each))
-        elif _is_of_user(value):
+        elif is_of_user(value):
             attributes = list(vars(value).items())
             yield from ((f"{name}.{key}", each) for key, each in attributes if _is_iterator(each))
 
@@ -128,7 +138,7 @@ def _is_iterator(value: object) -> TypeIs[Iterator[Any]]:
     return hasattr(type(value), "__next__")
 
 
-def _is_of_user(value: object) -> bool:
+def is_of_user(value: object) -> bool:
     """Return whether a value is an object with attributes of its own, of none of the libraries' classes."""
     if isinstance(value, ModuleType | FunctionType | type) or not hasattr(value, "__dict__"):
         return False

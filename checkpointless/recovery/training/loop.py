@@ -15,24 +15,25 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.inprocess.context import putting_back
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.manager import CheckpointManager
 from checkpointless.recovery.moment import UPDATED_BUFFERS, Moment, Stage
-from checkpointless.recovery.own.agreement import require_equal_replicas
+from checkpointless.recovery.own.agreement import require_equal_replicas, require_same_step
 from checkpointless.recovery.rng import RngStates
 from checkpointless.recovery.running import manager_of
-from checkpointless.recovery.training.counters import put_back
+from checkpointless.recovery.training.counters import Owned, Strangers, put_back
 from checkpointless.recovery.training.loop_exits import LoopExits, is_left_by_choice
 from checkpointless.recovery.training.param_groups import version_of
 from checkpointless.recovery.training.repeated_steps import repeated_steps
 from checkpointless.serialization import state_tree
 from checkpointless.serialization.checksum import digest_buffers, digest_parameters
+from checkpointless.serialization.samples import samples
 from checkpointless.telemetry.steps import StepExtras, StepLog
 from checkpointless.transfer.exchange import true_on_all
 from checkpointless.transfer.module_tensors import TrainingTensors
 from checkpointless.transfer.state_tensors import groups_of
 from checkpointless.transfer.tensor_entry import Key
-from checkpointless.transfer.wire import wire_device
 
 _DRAWN_BETWEEN = (
     "the loop draws random numbers between update() of step %d and the next step: a fault that finds a rank in "
@@ -106,7 +107,8 @@ class LoopTraining(TrainingTensors, ABC):
         self._ready_step = 0
         self._exits = LoopExits()
         self._done = 0  # before the job; a block that is entered again may have loaded another checkpoint
-        self._is_resuming = False  # until the first step that is made behind a recovery
+        self._left = Owned(self._trained, samples)  # as a call of steps() leaves it
+        self._strangers = Strangers(lambda: self.modules, self._weights)
         self._moments: dict[int, _Taken] = {}  # by step
         self._versions: list[int] = []  # of the parameters, when the newest of these was taken
         self._updated_buffers: set[Key] = set()  # those that the update itself writes to
@@ -150,19 +152,22 @@ class LoopTraining(TrainingTensors, ABC):
         if number == 0:
             self._restore(done)
         else:
+            self._left.require_unchanged(self._title_of)
             self._manager.attach(self, self.step)  # the copies of the call before are finished
+            if number == self._exits.resumed_in:  # what stands behind the calls before was done again
+                self._manager.restore_streams()
+                self.put_buffers(self._moments[self.step].buffers)
+        self._left.forget()
         if not self._exits.was_left(number, self.step):
             with repeated_steps.listening():
                 yield from self._remaining(last, number)
         self._manager.finish_copies()
+        self._left.note()
 
     def _remaining(self, last: int, number: int) -> Iterable[int]:
         """Yield the steps to make in a call of :meth:`steps`, of which ``number`` precede it."""
         is_first = True
         while self.step < last and not self._exits.ends:
-            if self._is_resuming and number > 0:
-                self._manager.restore_streams()  # epochs that are over may have drawn once more behind their steps
-            self._is_resuming = False
             taken = self._taken(self.step)
             self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
             self._moments = {self.step: taken}
@@ -177,6 +182,7 @@ class LoopTraining(TrainingTensors, ABC):
                 self._manager.make_copies(self.step)  # with what the loop has done since the update
             self._call.begin_step(self.step + 1)
             repeated_steps.iterators.look(sys._getframe())
+            self._strangers.look(sys._getframe())
             try:
                 yield self.step + 1
             except GeneratorExit:
@@ -211,7 +217,8 @@ class LoopTraining(TrainingTensors, ABC):
             UnrecoverableError: the context is left with other weights than it was entered with.
         """
         was_written = not self._versions or self._are_written()  # before the context, which says nothing of that
-        with put_back(self._weights, (lambda: None) if was_written else self._note_versions):
+        when_back = (lambda: None) if was_written else self._note_versions
+        with putting_back(), put_back(self._weights, when_back):
             yield
 
     def _leave(self, number: int) -> None:
@@ -219,6 +226,7 @@ class LoopTraining(TrainingTensors, ABC):
         if self.step < self._call.steps.making or not is_left_by_choice(sys._getframe(2)):
             return
         self._exits.leave(number, self.step)
+        self._left.note()
         taken, exits = self._moments[self.step], self._exits.take()
         self._moments = {self.step: _Taken(lambda: {**taken.make(), "exits": exits}, taken.buffers)}
         if dist.get_rank() == 0:
@@ -244,19 +252,20 @@ class LoopTraining(TrainingTensors, ABC):
 
     def _keep_streams_again(self) -> None:
         """Keep the streams as the loop leaves them to the next step: in a validation it may have drawn some."""
-        known = self._manager.rng_of(self.step)
-        if known is not None and not RngStates.capture().same_streams(known):
-            self._manager.store_rng_states(self.step)
-            if _DRAWN_BETWEEN not in _warned:
-                _warned.add(_DRAWN_BETWEEN)
-                logger.warning(_DRAWN_BETWEEN, self.step)
+        known, own = self._manager.rng_of(self.step), self._exits.own()
+        has_drawn = known is not None and not RngStates.capture().same_streams(known)
+        if known is not None and (has_drawn or known.own != own):  # buffers may have changed since the call before
+            self._manager.store_rng_states(self.step, known.loss, own=own)
+        if has_drawn and _DRAWN_BETWEEN not in _warned:
+            _warned.add(_DRAWN_BETWEEN)
+            logger.warning(_DRAWN_BETWEEN, self.step)
         if self.step > 0:
             self._manager.replicate_rng_states(self.step)
 
     def _ready(self, step: int) -> None:
         if step <= self.step:
             raise UnrecoverableError(_TWO_UPDATES.format(step))
-        if _EXCHANGED not in _warned and self._are_written():
+        if _EXCHANGED not in _warned and self.step > self._done and self._are_written():
             _warned.add(_EXCHANGED)
             if dist.get_rank() == 0:
                 logger.warning(_EXCHANGED, step)
@@ -265,7 +274,7 @@ class LoopTraining(TrainingTensors, ABC):
         self.mark_buffers()
         self._ready_step = step
         self._manager.keep_buffers(step, Stage.COMMITTED, self._ready_buffers)
-        self._manager.store_rng_states(step, loss=self._call.steps.loss)
+        self._manager.store_rng_states(step, self._call.steps.loss, own=self._exits.own())
         self._manager.replicate_rng_states(step)
         self._call.parameter_update_lock.mark_ready(step)
 
@@ -288,17 +297,17 @@ class LoopTraining(TrainingTensors, ABC):
             if self._log is not None and states is not None and (self._log.last_step() or 0) < self.step:
                 self._record(states.loss)  # committed, but the fault came before it was recorded
             if objects is not None:
-                self._is_resuming = True
                 self._exits.put(objects.get("exits", {}))
                 self._exits.agree(self.step)
+                self._exits.resume(states.own if states is not None else None)
                 objects["exits"] = self._exits.take()
         if objects is None:
-            _require_same(done)
+            require_same_step(done)
             self.settle()
             manager.begin_buffers(self)
         if call.generation == 0:
             manager.keep_buffers(done, Stage.COMMITTED, self.copy_buffers())
-            manager.store_rng_states(done)
+            manager.store_rng_states(done, own=self._exits.own())
         manager.restore_streams()
         manager.attach(self, self.step)
         call.steps.begin_data()
@@ -399,6 +408,15 @@ class LoopTraining(TrainingTensors, ABC):
         """Return the parameters that nothing but an update may change."""
         return self.updated_parameters()
 
+    def _trained(self) -> dict[Key, torch.Tensor]:
+        """Return what nothing but an update may change: parameters and the optimizers' state, by key."""
+        buffers = {key for key, _ in self._buffers.present()}
+        return {key: tensor for key, tensor in self.tensors().items() if key not in buffers}
+
+    def _title_of(self, key: Key) -> str:
+        """Return what a tensor of the state is, for people."""
+        return f"the parameter {key[-1]}" if key[0] == "model" else ".".join(map(str, key))
+
     @abstractmethod
     def updated_parameters(self) -> Sequence[torch.Tensor]:
         """Return the parameters that are updated on this rank."""
@@ -430,15 +448,3 @@ class LoopTraining(TrainingTensors, ABC):
     @abstractmethod
     def derive(self) -> None:
         """Derive what follows from the shards, once all shards of the job are at one step. Collective."""
-
-
-def _require_same(done: int) -> None:
-    """Refuse a job whose ranks begin at different steps. Collective."""
-    most = torch.tensor([done, -done], device=wire_device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    newest, oldest = int(most[0]), -int(most[1])
-    if newest != oldest:
-        raise UnrecoverableError(
-            f"some ranks begin behind step {oldest}, others behind step {newest}: load the same checkpoint on "
-            "every rank, and give the same done= to steps()"
-        )

@@ -24,10 +24,12 @@ class LoopExits:
 
     Attributes:
         ends: whether the newest step is the last one, as ``stop()`` said.
+        resumed_in: the call in which this rank's streams and buffers were kept that it resumed with; None: none.
     """
 
     def __init__(self) -> None:
         self.ends = False
+        self.resumed_in: int | None = None
         self._left: dict[int, int] = {}  # by call: the step behind whose update it was left
         self._calls = 0
 
@@ -44,6 +46,18 @@ class LoopExits:
     def leave(self, call: int, step: int) -> None:
         """Note that a call was left behind the update of ``step``."""
         self._left[call] = step
+
+    def own(self) -> dict[str, int]:
+        """Return what is kept with the streams and buffers of a rank: the number of the newest call."""
+        return {"call": self._calls - 1}
+
+    def resume(self, own: Mapping[str, Any] | None) -> None:
+        """Note in which call that was kept which this rank resumes with.
+
+        Args:
+            own: what :meth:`own` returned then; None: it is lost.
+        """
+        self.resumed_in = int((own or {}).get("call", 0))
 
     def was_left(self, call: int, step: int) -> bool:
         """Return whether a call was left before, at ``step`` or earlier."""

@@ -283,8 +283,11 @@ class PlainTraining(LoopTraining, TorchTensors):
         if key is not None:
             raise UnrecoverableError(_CHANGES.format(self._title_of(key), when))
 
+    @override
     def _title_of(self, key: Key) -> str:
-        """Return what a tensor of the shard is, for people."""
+        """Return what a tensor of the state is, for people."""
+        if key[0] == "model":
+            return super()._title_of(key)
         names = {id(each): name for of_module in self._named.values() for name, each in of_module}
         name = next((names.get(id(each), "") for at, _, each in self._parameters() if at == key[:-1]), "")
         parameter = f"the parameter {name or '.'.join(map(str, key[:-1]))}"

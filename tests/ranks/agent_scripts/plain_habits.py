@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -143,8 +144,16 @@ OPTIMIZERS: dict[str, Any] = {
     "warms": Warming,
     "schedules": scheduled,
     "forgets": functools.partial(torch.optim.SGD, momentum=0.9),
+    "forgets-all": functools.partial(torch.optim.SGD, momentum=0.9),
 }
-LAYERS = {"extra-state": Louder, "late-buffer": Late, "fades": Fading, "grows": Positions, "bounds": Bounded}
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "extra-state": Louder,
+    "late-buffer": Late,
+    "fades": Fading,
+    "grows": Positions,
+    "bounds": Bounded,
+    "epochs-change": functools.partial(torch.nn.BatchNorm1d, WIDTH),
+}
 OUTSIDE: dict[str, torch.nn.Sequential] = {}  # what is not built once more when the block is entered again
 EPOCH = 3  # steps
 
@@ -196,7 +205,7 @@ def change_behind_update(
 
 def ends_of_calls() -> list[int]:
     """Return up to which step each call of ``steps()`` goes."""
-    if HABIT == "epochs":
+    if HABIT in ("epochs", "epochs-change", "resets", "forgets-all"):
         return [*range(EPOCH, STEPS, EPOCH), STEPS]
     return [STEPS] * (4 if HABIT == "breaks" else 1)
 
@@ -206,7 +215,7 @@ def enter_step(caller: HPCallWrapper, step: int, validate_others: Callable[[], N
 
     One may still be leaving the barrier of the validation, whose draws a fault would take from it.
     """
-    if HABIT == "exchanges":
+    if HABIT.startswith("exchanges"):
         return validate_others()
     if HABIT == "validates":
         dist.barrier()
@@ -227,8 +236,12 @@ def validate_others(
                 parameter.mul_(0.5)
             caller.enter_phase("data", step)
             inner(data)
+            if HABIT == "exchanges-slowly":
+                dist.barrier()  # no rank puts them back behind the validation when another meets its fault in it
         finally:
             for parameter, weights in zip(inner.parameters(), kept):
+                for _ in range(10 if HABIT == "exchanges-slowly" else 0):
+                    time.sleep(0.01)  # as copies of a large model from the host's memory
                 parameter.copy_(weights)
 
 
@@ -240,6 +253,16 @@ def validate(inner: torch.nn.Module, data: torch.Tensor) -> None:
             inner(batch)
         inner.train()
     dist.barrier()  # no rank is still in its validation when the next step meets its fault
+
+
+def change_between(inner: torch.nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> None:
+    """Change between two calls of ``steps()`` what belongs to the state, if that is the habit."""
+    if HABIT == "resets":
+        inner[0].reset_parameters()  # type: ignore[index, operator]
+    if HABIT == "forgets-all":
+        optimizer.state.clear()
+    if HABIT == "epochs-change":
+        inner(data[torch.randint(ROWS, (8,))])  # draws, and moves what the normalization has seen
 
 
 def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -271,7 +294,7 @@ def main(caller: HPCallWrapper) -> None:
         average = AveragedModel(inner)
         modules.append(average)
         optimizer.register_step_post_hook(lambda *_: average.update_parameters(inner))
-    teacher = copy.deepcopy(inner).requires_grad_(False)
+    teacher, beside = copy.deepcopy(inner).requires_grad_(False), AveragedModel(inner)
     if HABIT.startswith("follows"):
         modules.append(teacher)
     torch.manual_seed(100 + dist.get_rank())
@@ -302,6 +325,8 @@ def main(caller: HPCallWrapper) -> None:
         if HABIT == "late-plateau" and plateau is not None:
             plateau.step(1.0)
         change_behind_update(teacher, inner, optimizer)
+        if HABIT == "averages-beside":
+            beside.update_parameters(inner)
         if HABIT == "two-updates":
             training.update(loss.item())
 
@@ -314,6 +339,7 @@ def main(caller: HPCallWrapper) -> None:
                 validate(inner, data)
             if HABIT == "breaks" and step % 5 == 0:
                 break
+        change_between(inner, optimizer, data)
         if HABIT in ("breaks", "epochs"):
             dist.barrier()  # no rank is still in its update
             caller.enter_phase("between", 100 + training.step)

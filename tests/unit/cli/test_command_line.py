@@ -397,6 +397,8 @@ def _nemo(capsys: pytest.CaptureFixture[str]) -> None:
         (["tiny_gpt_cpu", "strategy.num_distributed_optimizer_instances=3"], "cannot hold 3 optimizer"),
         (["tiny_gpt_cpu", "strategy.tensor_model_parallel_size=3"], "models of 3 ranks"),
         (["tiny_gpt_cpu", "trainer.max_steps=0"], "trainer.max_steps=0 trains nothing"),
+        (["tiny_gpt_cpu", "callbacks={a.b: {_target_: builtins.object}}"], "callbacks: 'a.b' cannot be a name"),
+        (["tiny_gpt_cpu", "callbacks={1: {_target_: builtins.object}}"], "callbacks: 1 cannot be a name"),
         (["tiny_gpt_cpu", "trainer.max_steps=-1"], "trainer.max_steps=-1 trains nothing"),
         (["tiny_gpt_cpu", "--fault", "sigkill:rank=4,step=1"], "rank 4 is not one of the 4"),
         (["tiny_gpt_cpu", "checkpointless.memory_budget_bytes=0"], "at least 1"),

@@ -325,3 +325,58 @@ def test_what_is_spared_is_where_it_is_said_to_be(file: str) -> None:
     tree = ast.parse(source.read_text())
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert set(main_thread._OWNERLESS[file]) <= defined
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["interrupted", "a peer is lost"])
+def test_what_is_put_back_on_the_way_of_a_fault_is_put_back_as_a_whole(is_lost: bool) -> None:
+    """Interruptions come every 50 ms; a peer that is lost ends a collective before the first of them."""
+    back: list[int] = []
+    with a_call() as call:
+
+        def block() -> None:
+            with call._main.putting_back():
+                try:
+                    if is_lost:
+                        raise ConnectionError("a peer is lost")
+                    while True:
+                        time.sleep(0.001)
+                finally:
+                    for each in range(300):
+                        time.sleep(0.001)
+                        back.append(each)
+
+        def interrupt() -> None:
+            time.sleep(0.05)
+            assert call._main.interrupt_until_left(10.0, lambda: None)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        _, error = call.launch(block)
+        thread.join()
+    assert len(back) == 300
+    assert isinstance(error, ConnectionError if is_lost else RankShouldRestart)
+
+
+def test_what_does_not_end_is_interrupted_where_something_is_put_back_too() -> None:
+    with a_call() as call:
+
+        def block() -> None:
+            with call._main.putting_back():
+                try:
+                    raise ConnectionError("a peer is lost")
+                finally:
+                    while True:
+                        time.sleep(0.001)
+
+        ended: list[bool] = []
+
+        def interrupt() -> None:
+            time.sleep(0.05)
+            ended.append(call._main.interrupt_until_left(1.0, lambda: None))
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        _, error = call.launch(block)
+        thread.join()
+    assert ended == [True]
+    assert isinstance(error, RankShouldRestart)

@@ -7,7 +7,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from checkpointless.inprocess import UnrecoverableError
 from checkpointless.recipes import runner
-from checkpointless.recipes.settings import RecipeError
+from checkpointless.recipes.checks import check_settings
+from checkpointless.recipes.layout import layout_of
+from checkpointless.recipes.objects import make
+from checkpointless.recipes.settings import RecipeError, load
 
 pytestmark = pytest.mark.nemo
 
@@ -42,3 +45,29 @@ def test_what_has_nothing_to_do_with_the_network_says_nothing_of_it(recipe: Dict
     with pytest.raises(RecipeError, match="model: invalid literal") as raised:
         runner._make(recipe, "model")
     assert "downloads" not in str(raised.value)
+
+
+def test_a_callback_that_is_null_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("tiny_gpt_cpu", ["callbacks.one={_target_: builtins.dict, x: 1}", "callbacks.two=null"])
+    monkeypatch.setattr(runner, "_make", lambda config, key, **given: given or _object_of(config, key))
+    assert runner._objects(config).trainer["callbacks"] == [{"x": 1}]  # type: ignore[index]
+
+
+def _object_of(config: DictConfig, key: str) -> object:
+    """Make callbacks alone: the rest needs NeMo's model."""
+    if key.startswith("callbacks"):
+        return make(config, key)
+    return OmegaConf.create({"tokenizer": 1}) if key == "data" else None
+
+
+def test_a_list_of_callbacks_is_refused_in_a_line() -> None:
+    config = load("tiny_gpt_cpu")
+    config.callbacks = [{"_target_": "builtins.object"}]
+    with pytest.raises(RecipeError, match="callbacks has a name for each callback"):
+        check_settings(config, layout_of(config, 1, 1))
+
+
+def test_a_bare_key_is_said_to_be_an_error(recipe: DictConfig) -> None:
+    recipe.model = {"_target_": "operator.getitem", "_args_": [{}, "size"]}
+    with pytest.raises(RecipeError, match="model: KeyError: 'size'"):
+        runner._make(recipe, "model")

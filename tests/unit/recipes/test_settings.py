@@ -149,6 +149,17 @@ def test_a_recipe_that_was_read_before_the_ranks_is_not_read_by_them(tmp_path: P
 
 
 @pytest.mark.nemo
+def test_values_that_only_the_ranks_know_keep_nothing_from_being_prepared(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "trainer: {max_steps: 1, devices: '${oc.env:A_RANKS_OWN}'}\ndata: {size: '???'}\nsize: '${data.size}'\n"
+    )
+    runner.before_ranks([str(recipe), "data.size=4", "trainer.devices=2"])
+    recipe.unlink()
+    assert load(str(recipe), ["data.size=4", "trainer.devices=2"]).size == 4
+
+
+@pytest.mark.nemo
 def test_what_ranks_would_look_up_is_looked_up_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.fabric.utilities import registry
 

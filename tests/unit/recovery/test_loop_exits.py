@@ -77,6 +77,8 @@ def test_what_is_noted_is_put_back_by_the_number_of_the_call() -> None:
     later = LoopExits()
     later.put(exits.take())
     assert later.ends
+    later.resume(exits.own())
+    assert later.resumed_in == 1
     assert later.was_left(0, 6)
     assert not later.was_left(1, 6), "its step is still to be made"
     assert not later.was_left(2, 9)
