@@ -15,11 +15,12 @@ def samples(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, bytes]:
     """Return the bytes of a few elements of each of ``tensors``, by key; there is one copy to the host per device.
 
     Args:
-        tensors: plain tensors of any shapes, dtypes and devices. One without storage on a device is left out.
+        tensors: plain tensors of any shapes, dtypes and devices. One without storage on a device, or one that is
+            quantized, is left out.
     """
     by_device: dict[torch.device, list[tuple[Any, torch.Tensor]]] = defaultdict(list)
     for key, tensor in tensors.items():
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized) and tensor.numel():
             by_device[tensor.device].append((key, _sample(tensor.detach())))
     found: dict[Any, bytes] = {}
     for taken in by_device.values():

@@ -45,6 +45,7 @@ _DRAWN = (
     "the loop draws random numbers from %s, which was made before the first step: after a fault it begins anew. "
     "Draw from the streams of torch, NumPy or Python themselves, or seed it in each step with the step's number"
 )
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others, as lazy or quantized ones, may have no bytes of their own
 _KEEPS_ITS_OWN = ("get_extra_state", "state_dict")
 _warned: set[str] = set()  # once in a process
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class Strangers:
             found = [*value.parameters(), *(each for _, each in value.named_buffers())]
         elif isinstance(value, dict | list | tuple):
             found = list(value.values() if isinstance(value, dict) else value)
-        if not all(isinstance(each, torch.Tensor) for each in found):
+        if not all(type(each) in _PLAIN or is_sharded(each) for each in found):
             return []
         return [each for each in found if id(each) not in self._known]
 

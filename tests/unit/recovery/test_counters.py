@@ -32,6 +32,14 @@ class Own(torch.optim.SGD):
         self.cache: Any = None
 
 
+class Quantized(torch.nn.Module):
+    """A module whose bytes are not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+
+
 def _first() -> Own:
     return Own([torch.nn.Parameter(torch.zeros(2))])
 
@@ -158,6 +166,8 @@ def _loop(make: Callable[[torch.nn.Module], Any], change: Callable[[Any, torch.n
         (lambda model: [each.clone() for each in model.parameters()], lambda *_: None, ""),
         (lambda model: list(model.parameters()), lambda *_: None, ""),
         (lambda _: torch.Generator(), lambda it, _, step: torch.rand(1, generator=it.manual_seed(step)), ""),
+        (lambda _: torch.nn.LazyLinear(2), lambda *_: None, ""),
+        (lambda _: Quantized(), lambda *_: None, ""),
         (lambda _: torch.default_generator, lambda it, *_: torch.rand(1), ""),
         (lambda _: [torch.zeros(7)], lambda it, *_: it[0].add_(1), ""),
         (lambda _: {"count": 0}, lambda it, _, step: it.update(count=step), ""),
