@@ -282,6 +282,13 @@ def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
     return inner, model
 
 
+def averaged_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> AveragedModel:
+    average = AveragedModel(model)
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+    return average
+
+
+
 @HPWrapper()
 def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
@@ -291,9 +298,7 @@ def main(caller: HPCallWrapper) -> None:
     modules: list[torch.nn.Module] = [model]
     optimizer = OPTIMIZERS.get(HABIT, torch.optim.SGD)(model.parameters(), lr=0.05)
     if HABIT == "averages":
-        average = AveragedModel(inner)
-        modules.append(average)
-        optimizer.register_step_post_hook(lambda *_: average.update_parameters(inner))
+        modules.append(averaged_by(optimizer, inner))
     teacher, beside = copy.deepcopy(inner).requires_grad_(False), AveragedModel(inner)
     if HABIT.startswith("follows"):
         modules.append(teacher)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.nemo
 
 def facts_of(folder: Path, facts: Facts, rank: int = 0) -> tuple[LoggerFacts, CSVLogger]:
     made = CSVLogger(str(folder), flush_logs_every_n_steps=1)
-    trainer: Any = SimpleNamespace(loggers=[made], is_global_zero=rank == 0)
+    trainer: Any = SimpleNamespace(loggers=[made], is_global_zero=rank == 0, global_step=4)
     return LoggerFacts(trainer, facts), made
 
 
