@@ -288,7 +288,6 @@ def averaged_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Ave
     return average
 
 
-
 @HPWrapper()
 def main(caller: HPCallWrapper) -> None:
     dist.init_process_group("gloo")
