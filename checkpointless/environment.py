@@ -57,6 +57,7 @@ TORCH_NCCL_USE_COMM_NONBLOCKING_ENV = "TORCH_NCCL_USE_COMM_NONBLOCKING"  # "1": 
 NCCL_NVLS_ENABLE_ENV = "NCCL_NVLS_ENABLE"  # "0": no multicast over NVLink
 TORCH_NCCL_BLOCKING_WAIT_ENV = "TORCH_NCCL_BLOCKING_WAIT"  # "1": the host waits for every collective
 TORCH_FR_BUFFER_SIZE_ENV = "TORCH_FR_BUFFER_SIZE"  # how many collectives torch keeps records of
+TORCH_NCCL_TRACE_BUFFER_SIZE_ENV = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # the older name of that
 TORCH_DISTRIBUTED_DEBUG_ENV = "TORCH_DISTRIBUTED_DEBUG"  # "DETAIL": every group is wrapped in another
 
 # Read by Python: where temporary files are.

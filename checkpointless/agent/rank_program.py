@@ -23,6 +23,7 @@ from checkpointless.environment import (
     RECORD_STEPS_ENV,
     RUN_DIR_ENV,
     TORCH_FR_BUFFER_SIZE_ENV,
+    TORCH_NCCL_TRACE_BUFFER_SIZE_ENV,
     YES,
 )
 
@@ -98,7 +99,8 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
     env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
     env |= import_environment(config.nproc_per_node, config.cpu)
     asked = {**os.environ, **config.extra_env}
-    if config.cpu and TORCH_FR_BUFFER_SIZE_ENV not in asked and asked.get(FLIGHT_RECORDS_ENV, "none") == "none":
+    is_sized = TORCH_FR_BUFFER_SIZE_ENV in asked or TORCH_NCCL_TRACE_BUFFER_SIZE_ENV in asked
+    if config.cpu and not is_sized and asked.get(FLIGHT_RECORDS_ENV, "none") == "none":
         # Records of gloo's collectives lie between the tensors of a step, in the same heap: what is freed stays in
         # pieces, and a model of 56 million parameters took 2.1 GB on a rank in the place of 1.3.
         env[TORCH_FR_BUFFER_SIZE_ENV] = "0"

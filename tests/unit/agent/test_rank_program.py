@@ -10,10 +10,12 @@ import pytest
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.rank_program import rank_environment
 
+OLDER, ASKED = "TORCH_NCCL_TRACE_BUFFER_SIZE", "CHECKPOINTLESS_FLIGHT_RECORDS"
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_FR_BUFFER_SIZE"):
+    for name in ("OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_FR_BUFFER_SIZE", OLDER, ASKED):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -52,9 +54,10 @@ def test_what_was_asked_for_reaches_the_ranks(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "is_set"),
     [
-        ("CHECKPOINTLESS_FLIGHT_RECORDS", "active", False),
-        ("CHECKPOINTLESS_FLIGHT_RECORDS", "none", True),
+        (ASKED, "active", False),
+        (ASKED, "none", True),
         ("TORCH_FR_BUFFER_SIZE", "500", False),
+        (OLDER, "500", False),
     ],
 )
 def test_collectives_on_cpus_are_recorded_by_torch_if_somebody_wants_them(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointless.environment import FLIGHT_RECORDS_ENV, RUN_DIR_ENV
+from checkpointless.environment import FLIGHT_RECORDS_ENV, RUN_DIR_ENV, TORCH_FR_BUFFER_SIZE_ENV
 from checkpointless.inprocess.communicators import flight_recorder
 from checkpointless.inprocess.communicators.flight_recorder import FLIGHT_DIR, keep_records
 from checkpointless.telemetry.scribe import scribe
@@ -123,3 +126,17 @@ def test_without_threads_nothing_is_kept(
         keep_records(0, 0)
     assert "torch's flight recorder is not read: can't start new thread" in caplog.text
     assert kept(run_dir) == {}
+
+
+@pytest.mark.parametrize(("size", "entries"), [("0", 0), ("5", 2)])
+def test_the_variable_of_the_agent_is_what_torch_reads(size: str, entries: int) -> None:
+    """With a size of 0, a rank on CPUs records nothing that would lie between its tensors."""
+    code = (
+        "import json, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "for _ in range(2): dist.all_reduce(torch.ones(3))\n"
+        "print(len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get('entries', ())))\n"
+    )
+    env = {**os.environ, TORCH_FR_BUFFER_SIZE_ENV: size}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (said.returncode, said.stdout.split()) == (0, [str(entries)]), said.stderr
