@@ -76,8 +76,7 @@ class _Taken:
 class LoopTraining(TrainingTensors, ABC):
     """What loops of one's own have in common. A subclass knows the optimizer.
 
-    It is a :class:`~checkpointless.recovery.live_state.LiveState`. A subclass makes its tensors first, then calls
-    :meth:`begin`.
+    It is a :class:`~checkpointless.recovery.live_state.LiveState`, and makes its tensors before :meth:`begin`.
 
     Attributes:
         step: the newest committed step.
@@ -166,16 +165,13 @@ class LoopTraining(TrainingTensors, ABC):
 
     def _remaining(self, last: int, number: int) -> Iterable[int]:
         """Yield the steps to make in a call of :meth:`steps`, of which ``number`` precede it."""
-        is_first = True
+        begun_at = self.step
         while self.step < last and not self._exits.ends:
-            taken = self._taken(self.step)
-            self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
-            self._moments = {self.step: taken}
-            self._note_versions()
-            self._keep_streams_again()
-            if number > 0 and is_first:
+            self._keep_again()
+            if self.step > 0:
+                self._manager.replicate_rng_states(self.step)
+            if number > 0 and self.step == begun_at:
                 true_on_all(True)  # what was drawn since the call before is kept on all ranks before any goes on
-            is_first = False
             if self.step - self._done in _COMPARED and self._call.high_water < self.step:
                 require_equal_replicas(self, self.step)
             if self._manager.tiers_are_kept:
@@ -217,8 +213,7 @@ class LoopTraining(TrainingTensors, ABC):
             UnrecoverableError: the context is left with other weights than it was entered with.
         """
         was_written = not self._versions or self._are_written()  # before the context, which says nothing of that
-        when_back = (lambda: None) if was_written else self._note_versions
-        with putting_back(), put_back(self._weights, when_back):
+        with putting_back(), put_back(self._weights, (lambda: None) if was_written else self._note_versions):
             yield
 
     def _leave(self, number: int) -> None:
@@ -250,8 +245,15 @@ class LoopTraining(TrainingTensors, ABC):
             self._call.leave_if_over()  # what aborted collectives have left is not recorded
             self._log.record(self.step, loss, params, extras)
 
-    def _keep_streams_again(self) -> None:
-        """Keep the streams as the loop leaves them to the next step: in a validation it may have drawn some."""
+    def _keep_again(self) -> None:
+        """Keep state, buffers and streams as the loop leaves them to the next step: it may have drawn some.
+
+        No interruption comes here: it would leave buffers of one call of :meth:`steps` with streams of another.
+        """
+        taken = self._taken(self.step)
+        self._manager.keep_buffers(self.step, Stage.COMMITTED, taken.buffers)
+        self._moments = {self.step: taken}
+        self._note_versions()
         known, own = self._manager.rng_of(self.step), self._exits.own()
         has_drawn = known is not None and not RngStates.capture().same_streams(known)
         if known is not None and (has_drawn or known.own != own):  # buffers may have changed since the call before
@@ -259,8 +261,6 @@ class LoopTraining(TrainingTensors, ABC):
         if has_drawn and _DRAWN_BETWEEN not in _warned:
             _warned.add(_DRAWN_BETWEEN)
             logger.warning(_DRAWN_BETWEEN, self.step)
-        if self.step > 0:
-            self._manager.replicate_rng_states(self.step)
 
     def _ready(self, step: int) -> None:
         if step <= self.step:

@@ -282,6 +282,21 @@ def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
     return inner, model
 
 
+def keep_slowly(training: PlainTraining) -> None:
+    """Let a fault find a rank between its buffers and its streams, which belong together, if that is the habit."""
+    if HABIT != "epochs-change":
+        return
+    manager: Any = training._manager
+    store = manager.store_rng_states
+
+    def store_late(*args: Any, **more: Any) -> None:
+        for _ in range(15):
+            time.sleep(0.01)
+        store(*args, **more)
+
+    manager.store_rng_states = store_late
+
+
 def averaged_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> AveragedModel:
     average = AveragedModel(model)
     optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
@@ -307,6 +322,7 @@ def main(caller: HPCallWrapper) -> None:
     plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=1) if "plateau" in HABIT else None
     known = [] if plateau is None or HABIT == "hidden-plateau" else [plateau]
     training = PlainTraining(caller, modules, [optimizer], schedulers=known)
+    keep_slowly(training)
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
     rows = Rows(data)
