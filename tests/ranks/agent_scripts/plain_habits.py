@@ -282,10 +282,10 @@ def build_model() -> tuple[torch.nn.Module, torch.nn.Module]:
     return inner, model
 
 
-def keep_slowly(training: PlainTraining) -> None:
+def kept_slowly(training: PlainTraining) -> PlainTraining:
     """Let a fault find a rank between its buffers and its streams, which belong together, if that is the habit."""
     if HABIT != "epochs-change":
-        return
+        return training
     manager: Any = training._manager
     store = manager.store_rng_states
 
@@ -295,6 +295,7 @@ def keep_slowly(training: PlainTraining) -> None:
         store(*args, **more)
 
     manager.store_rng_states = store_late
+    return training
 
 
 def averaged_by(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> AveragedModel:
@@ -321,8 +322,7 @@ def main(caller: HPCallWrapper) -> None:
         model(data[:8]).sum().backward()
     plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=1) if "plateau" in HABIT else None
     known = [] if plateau is None or HABIT == "hidden-plateau" else [plateau]
-    training = PlainTraining(caller, modules, [optimizer], schedulers=known)
-    keep_slowly(training)
+    training = kept_slowly(PlainTraining(caller, modules, [optimizer], schedulers=known))
     if HABIT == "two-trainings":
         PlainTraining(caller, modules, [optimizer])
     rows = Rows(data)
