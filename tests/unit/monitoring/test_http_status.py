@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http import HTTPStatus
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from checkpointless.monitoring import http_status
 from checkpointless.monitoring.http_status import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpStatus
 from checkpointless.monitoring.pages import Page, Pages
 from checkpointless.monitoring.snapshot import JobRank, JobStatus, Snapshot
+from tests.descriptors import descriptors
 from tests.unit.monitoring.http_exchange import NONE, SNAPSHOT, answer, pages_of
 
 # ---- requests
@@ -69,15 +69,15 @@ def test_no_request_is_too_strange(garbage: bytes, begin: bytes) -> None:
 @contextmanager
 def serving() -> Iterator[tuple[str, int]]:
     """Yield the address of a server, and check that nothing of it is left afterwards."""
-    threads, descriptors = threading.active_count(), psutil.Process().num_fds()
+    threads, opened = set(threading.enumerate()), descriptors()  # those of earlier tests may end meanwhile
     watch, said = Watch(0), list[str]()
     with HttpStatus("127.0.0.1", 0, watch) as http:
         http.open(said.append)
         watch.snapshot = SNAPSHOT
         port = int(said[0].split("127.0.0.1:")[1].split()[0])
         yield "127.0.0.1", port
-    assert threading.active_count() == threads
-    assert psutil.Process().num_fds() == descriptors
+    assert set(threading.enumerate()) <= threads
+    assert descriptors() <= opened
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
@@ -152,10 +152,10 @@ def test_of_all_clients_one_at_a_time_is_worked_for(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_a_flood_has_no_more_threads_than_connections() -> None:
     with serving() as where:
-        before = threading.active_count()
+        before = set(threading.enumerate())
         flood = [socket.create_connection(where, timeout=20) for _ in range(4 * MAX_CONNECTIONS)]
         assert b"high_water" in ask(where)  # this came last, so all others were accepted
-        assert threading.active_count() - before <= MAX_CONNECTIONS
+        assert len(set(threading.enumerate()) - before) <= MAX_CONNECTIONS
         assert sum(is_open(client) for client in flood) <= MAX_CONNECTIONS
         for client in flood:
             client.close()
@@ -173,7 +173,7 @@ def is_open(client: socket.socket) -> bool:
 
 
 def test_closing_does_not_wait_for_clients() -> None:
-    said, before = list[str](), threading.active_count()
+    said, before = list[str](), set(threading.enumerate())
     http = HttpStatus("127.0.0.1", 0, Watch(0))
     http.open(said.append)
     where = ("127.0.0.1", int(said[0].split("127.0.0.1:")[1].split()[0]))
@@ -184,7 +184,7 @@ def test_closing_does_not_wait_for_clients() -> None:
     began_s = time.monotonic()
     http.close()
     assert time.monotonic() - began_s < http_status.REQUEST_TIMEOUT_S - 1
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     for client in crowd:
         assert not is_open(client)
         client.close()
