@@ -58,6 +58,7 @@ NCCL_NVLS_ENABLE_ENV = "NCCL_NVLS_ENABLE"  # "0": no multicast over NVLink
 TORCH_NCCL_BLOCKING_WAIT_ENV = "TORCH_NCCL_BLOCKING_WAIT"  # "1": the host waits for every collective
 TORCH_FR_BUFFER_SIZE_ENV = "TORCH_FR_BUFFER_SIZE"  # how many collectives torch keeps records of
 TORCH_NCCL_TRACE_BUFFER_SIZE_ENV = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # the older name of that
+TORCH_GLOO_LAZY_INIT_ENV = "TORCH_GLOO_LAZY_INIT"  # "1": gloo connects two ranks at the first message
 TORCH_DISTRIBUTED_DEBUG_ENV = "TORCH_DISTRIBUTED_DEBUG"  # "DETAIL": every group is wrapped in another
 
 # Read by Python: where temporary files are.

@@ -7,8 +7,11 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -146,3 +149,42 @@ def test_a_helper_that_nobody_refers_to_ends() -> None:
 def test_a_copy_of_the_class_is_the_class(connect: InterruptibleConnect) -> None:
     connect.install()
     assert copy.copy(c10d.ProcessGroupGloo).__name__ == "ProcessGroupGloo"
+
+
+@pytest.mark.parametrize("asked", ["1", "true", "Yes"])
+def test_two_ranks_are_connected_when_their_group_has_been_made(
+    connect: InterruptibleConnect, asked: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What gloo connects at the first message cannot be cut."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", asked)
+    connect.install()
+    store, before, limit = dist.HashStore(), established(), timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as ranks:
+        made = list(ranks.map(lambda rank: c10d.ProcessGroupGloo(store, rank, 2, timeout=limit), (0, 1)))
+    assert len(established() - before) == 2
+    assert f"TORCH_GLOO_LAZY_INIT={asked} is not used" in caplog.text
+    caplog.clear()
+    made.append(c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=limit))
+    assert caplog.text == "", "it is said once"
+
+
+@pytest.mark.parametrize("asked", [None, "0"])
+def test_nothing_is_said_of_groups_that_connect_at_once(
+    connect: InterruptibleConnect,
+    asked: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", asked)
+    connect.install()
+    c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=c10d.default_pg_timeout)
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == asked
+    assert caplog.text == ""
+
+
+def established() -> set[tuple[Any, ...]]:
+    """Return both ends of each of this process's connections."""
+    found = psutil.Process().net_connections("tcp")
+    return {(each.laddr, each.raddr) for each in found if each.status == psutil.CONN_ESTABLISHED}
