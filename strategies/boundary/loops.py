@@ -122,6 +122,9 @@ class ResumableEpochLoop(_TrainingEpochLoop):
             validates_only = self.restarting and self._should_check_val_fx(data_fetcher)
             super().advance(data_fetcher)
             if validates_only:  # from a Lightning checkpoint that was written before its validation
+                # Lightning would begin it behind the batches of the validation before, which the checkpoint counts.
+                # With NeMo the data may then end within a step, and the stages of a pipeline wait for each other.
+                self.val_loop.restarting = False
                 return
         if not self._should_accumulate() and self._should_check_val_fx(data_fetcher):
             self.observer.reached(Stage.ENDED)

@@ -56,6 +56,7 @@ BACKGROUND = Run("modelckpt,async-save", 7)
 STOPS = Run("earlystop,plateau", 10)
 RESUMED = Run("own-data,csv", 8, resumed=4)
 RESUMED_DEMO = Run("", 8, resumed=4)
+RESUMED_STAGES = Run("validation", 8, ("--pipeline-parallel", "2"), nproc=4, resumed=4)
 SHORT_LONG, LONG_SHORT = Run("", (3, 6)), Run("", (6, 3))
 SHUFFLED_BY_WORKERS = Run("epochs,cyclic,workers", 8)
 EPOCHS_BY_WORKERS = Run("epochs,uneven,workers", 8)
@@ -206,6 +207,7 @@ CASES = (
     ),
     Case("resumed, hit in the first step", RESUMED_DEMO, ("exception@after_optimizer:rank=1,step=5",)),
     Case("resumed, killed in the first step", RESUMED_DEMO, ("sigkill@after_optimizer:rank=1,step=5",)),
+    Case("resumed before a validation", RESUMED_STAGES, ("exception@forward:rank=1,step=5",)),
     # 11: the second fit
     Case(
         "in the second fit",
@@ -338,6 +340,7 @@ LONG = frozenset(
         "torch's order",
         "metrics of the epoch, a fault right after a sigkill",
         "metrics of the epoch, exceptions",
+        "resumed before a validation",
         "resumed, hit in the first step",
         "resumed, killed in the first step",
         "the last one in the background, sigterm",

@@ -222,7 +222,7 @@ class _Faults:
 
     def _node(self, kind: FaultKind) -> tuple[tuple[str, ...], int, int]:
         """Return faults that lose the second of two nodes."""
-        step = self._dice.randrange(self._first + 1, self._last)
+        step = self._dice.choice([step for step in range(self._first + 1, self._last) if step != self._missing])
         faults = [_spec(kind, self._dice.choice(_BEFORE_UPDATE), 2 + self._dice.randrange(2), step)]
         if kind is FaultKind.PARTITION:
             faults[0] += f",seconds={_PARTITION_S}"

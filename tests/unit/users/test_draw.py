@@ -11,12 +11,15 @@ SEEDS = st.integers(0, 10**6)
 
 
 @given(SEEDS, st.integers(0, 300))
+@example(7, 132)  # it loses a node in the second of two fits
 @example(5, 97)  # it resumes late and stops early: there is no step in which a node can be lost
 def test_every_fault_can_happen(seed: int, number: int) -> None:
     case = draw(seed, number)
     assert case.faults
     assert set(case.features) <= {*FEATURES, *PLAIN_FEATURES}
     parse_all(list(case.faults), case.layout.world_size, max(case.steps))
+    if len(case.steps) > 1:  # the state that a second fit begins with has a number of its own
+        assert case.steps[0] + 1 not in {parse(spec).step for spec in case.faults if parse(spec).kind in NODES}
     kinds = {parse(spec).kind.value for spec in case.faults}
     assert "dataloader" not in kinds or "workers" in case.features
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.boundary.loops import Resumption, make_resumable
@@ -32,7 +34,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> Loops:
     return fit_loop, fit_loop.epoch_loop, guessed
 
 
-def nothing(*_: Callable[[], None]) -> None: ...
+def nothing(*_: object) -> None: ...
 
 
 def test_a_start_is_lightnings_own(loops: Loops) -> None:
@@ -54,3 +56,46 @@ def test_where_it_resumes_is_known(loops: Loops, begins_epoch: bool) -> None:
     assert fit_loop.epoch_progress.current.ready == fit_loop.epoch_progress.current.completed
     assert epoch_loop._restart_stage == "restarted_on_last"
     assert fit_loop._resuming_from_checkpoint is not begins_epoch
+
+
+class Watches(pl.Callback):
+    """Is also the observer of the loops.
+
+    Attributes:
+        validated: the step of each validation, and how many of its batches Lightning has counted.
+    """
+
+    def __init__(self) -> None:
+        self.validated: list[tuple[int, int]] = []
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        counted = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+        self.validated.append((trainer.global_step, counted))
+
+    reached = before_fetch = epoch_begins = data_is_set_up = nothing
+
+
+def test_a_validation_that_a_checkpoint_precedes_has_all_batches(tmp_path: Path) -> None:
+    """Stock Lightning begins behind those of the one before, and NeMo's stages would wait for each other."""
+
+    def fit(folder: str, checkpoint: Path | None = None) -> list[tuple[int, int]]:
+        watches = Watches()
+        saves = ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            logger=False,
+            max_steps=6,
+            val_check_interval=2,
+            check_val_every_n_epoch=None,
+            limit_val_batches=3,
+            num_sanity_val_steps=0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[watches, saves],
+        )
+        make_resumable(trainer, watches)
+        trainer.fit(BoringModel(), ckpt_path=checkpoint)
+        return watches.validated
+
+    assert fit("first") == [(2, 3), (4, 3), (6, 3)]
+    assert fit("second", tmp_path / "first" / "step=4.ckpt") == [(4, 3), (6, 3)]
