@@ -23,6 +23,7 @@ from typing_extensions import override
 from checkpointless.callbacks.step_recorder import loss_of
 from checkpointless.inprocess.communicators import launch_bound
 from checkpointless.megatron import cleanup as megatron_cleanup
+from checkpointless.megatron import cpu_platform
 from checkpointless.recovery.running import BuildAnewError, manager_of
 from checkpointless.strategies.block.phases import PhasedIterator, announce_gradient_sync
 from checkpointless.strategies.block.warm_start import WarmStart
@@ -112,6 +113,8 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     @override
     def setup_environment(self) -> None:
         """Set up the process groups, and make new loggers continue where the old ones were."""
+        if cpu_platform.requested():
+            cpu_platform.install()  # it was installed before the script imported NeMo, which needs more of it
         super().setup_environment()
         self._keep_datasets()
         call = self._call
