@@ -59,6 +59,8 @@ TORCH_NCCL_BLOCKING_WAIT_ENV = "TORCH_NCCL_BLOCKING_WAIT"  # "1": the host waits
 TORCH_FR_BUFFER_SIZE_ENV = "TORCH_FR_BUFFER_SIZE"  # how many collectives torch keeps records of
 TORCH_NCCL_TRACE_BUFFER_SIZE_ENV = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # the older name of that
 TORCH_GLOO_LAZY_INIT_ENV = "TORCH_GLOO_LAZY_INIT"  # "1": gloo connects two ranks at the first message
+TORCH_SHOW_CPP_STACKTRACES_ENV = "TORCH_SHOW_CPP_STACKTRACES"  # "1": errors of C++ say where they were raised
+TORCH_DISABLE_ADDR2LINE_ENV = "TORCH_DISABLE_ADDR2LINE"  # "1": without the lines, which helper processes find
 TORCH_DISTRIBUTED_DEBUG_ENV = "TORCH_DISTRIBUTED_DEBUG"  # "DETAIL": every group is wrapped in another
 
 # Read by Python: where temporary files are.

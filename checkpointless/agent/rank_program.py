@@ -22,8 +22,10 @@ from checkpointless.environment import (
     PYTORCH_NVML_BASED_CUDA_CHECK_ENV,
     RECORD_STEPS_ENV,
     RUN_DIR_ENV,
+    TORCH_DISABLE_ADDR2LINE_ENV,
     TORCH_FR_BUFFER_SIZE_ENV,
     TORCH_NCCL_TRACE_BUFFER_SIZE_ENV,
+    TORCH_SHOW_CPP_STACKTRACES_ENV,
     YES,
 )
 
@@ -104,6 +106,10 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
         # Records of gloo's collectives lie between the tensors of a step, in the same heap: what is freed stays in
         # pieces, and a model of 56 million parameters took 2.1 GB on a rank in the place of 1.3.
         env[TORCH_FR_BUFFER_SIZE_ENV] = "0"
+    if asked.get(TORCH_SHOW_CPP_STACKTRACES_ENV) and TORCH_DISABLE_ADDR2LINE_ENV not in asked:
+        # Processes that are forked share the pipes of the zygote's addr2line: one reads the answer that another
+        # one waits for, forever and with Python's lock held.
+        env[TORCH_DISABLE_ADDR2LINE_ENV] = YES
     if config.faults:
         env[FAULTS_ENV] = json.dumps(list(config.faults))
     if not config.is_alone:

@@ -119,9 +119,11 @@ class ResumableEpochLoop(_TrainingEpochLoop):
             except StopIteration as error:  # which would end the epoch
                 raise RuntimeError("the data of a step that is made again is missing") from error
         else:
-            validates_only = self.restarting and self._should_check_val_fx(data_fetcher)
+            may_only_validate = self.restarting and self._should_check_val_fx(data_fetcher)
+            begun = self.batch_progress.total.ready
             super().advance(data_fetcher)
-            if validates_only:  # from a Lightning checkpoint that was written before its validation
+            # From a checkpoint that was written before its validation; since 2.6 Lightning may make a step instead.
+            if may_only_validate and self.batch_progress.total.ready == begun:
                 # Lightning would begin it behind the batches of the validation before, which the checkpoint counts.
                 # With NeMo the data may then end within a step, and the stages of a pipeline wait for each other.
                 self.val_loop.restarting = False

@@ -11,11 +11,20 @@ from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.rank_program import rank_environment
 
 OLDER, ASKED = "TORCH_NCCL_TRACE_BUFFER_SIZE", "CHECKPOINTLESS_FLIGHT_RECORDS"
+TRACES, NO_LINES = "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DISABLE_ADDR2LINE"
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_FR_BUFFER_SIZE", OLDER, ASKED):
+    for name in (
+        "OMP_NUM_THREADS",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "TORCH_FR_BUFFER_SIZE",
+        OLDER,
+        ASKED,
+        TRACES,
+        NO_LINES,
+    ):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -68,6 +77,16 @@ def test_collectives_on_cpus_are_recorded_by_torch_if_somebody_wants_them(
     monkeypatch.delenv(name)
     expected = {"CHECKPOINTLESS_CPU": "1", name: value, **({"TORCH_FR_BUFFER_SIZE": "0"} if is_set else {})}
     assert environment(run_dir, cpu=True, extra_env={name: value}) == expected
+
+
+def test_no_rank_looks_up_source_lines_in_processes_that_others_use_too(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork of the zygote has the pipes of the zygote's addr2line."""
+    monkeypatch.setenv(TRACES, "1")
+    assert environment(run_dir) == {NO_LINES: "1"}
+    monkeypatch.setenv(NO_LINES, "0")
+    assert environment(run_dir) == {}
 
 
 def test_several_ranks_share_the_cores_unless_the_user_said_how(

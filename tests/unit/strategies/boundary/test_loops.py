@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loops import _TrainingEpochLoop
 
 from checkpointless.recovery.moment import Stage
 from checkpointless.strategies.boundary.loops import Resumption, make_resumable
@@ -99,3 +101,22 @@ def test_a_validation_that_a_checkpoint_precedes_has_all_batches(tmp_path: Path)
 
     assert fit("first") == [(2, 3), (4, 3), (6, 3)]
     assert fit("second", tmp_path / "first" / "step=4.ckpt") == [(4, 3), (6, 3)]
+
+
+def test_a_step_that_lightning_makes_instead_of_a_validation_is_ended(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning 2.6 makes no validation that precedes the first step of a fit from a checkpoint."""
+    _, epoch_loop, _ = loops
+    ended: list[Stage] = []
+
+    def trains(loop: Any, data_fetcher: object) -> None:
+        loop.batch_progress.increment_ready()
+
+    monkeypatch.setattr(_TrainingEpochLoop, "advance", trains)
+    for name, said in (("_should_check_val_fx", True), ("_should_accumulate", False)):
+        monkeypatch.setattr(epoch_loop, name, lambda *_, said=said: said)
+    epoch_loop.observer = SimpleNamespace(reached=ended.append)
+    epoch_loop.restarting = True
+    epoch_loop.advance(None)
+    assert ended == [Stage.ENDED]
