@@ -31,7 +31,7 @@ class _Harm:
 # Besides those of SETTINGS, which are harmful with any value but one.
 _HARMFUL: Mapping[str, _Harm] = {
     TORCH_DISTRIBUTED_DEBUG_ENV: _Harm(
-        ("detail",), "torch wraps every group in one that is never aborted, and compares every collective first"
+        ("detail",), "taken for INFO: torch would compare how often all ranks have used a group, also after a fill"
     ),
     TORCH_NCCL_BLOCKING_WAIT_ENV: _Harm(
         ("1", "y", "yes", "t", "true"), "the host waits for every collective, and launches nothing meanwhile"

@@ -15,8 +15,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 STEPS = 7
 
 
-def train(zygote: Zygote, run_dir: Path, *faults: str) -> Job:
-    return run_job(zygote, run_dir, 3, script=str(SCRIPTS / "plain_adamw.py"), args=(str(STEPS),), faults=faults)
+def train(zygote: Zygote, run_dir: Path, *faults: str, more: tuple[str, ...] = ()) -> Job:
+    script = str(SCRIPTS / "plain_adamw.py")
+    return run_job(zygote, run_dir, 3, script=script, args=(str(STEPS), *more), faults=faults)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,17 @@ def test_a_plain_adamw_is_protected(nemo_zygote: Zygote, tmp_path: Path, undistu
     verdict = compare(undisturbed.steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"
     assert verdict.steps == STEPS
+
+
+def test_a_filled_rank_has_used_its_groups_more_often_than_others(
+    nemo_zygote: Zygote, tmp_path: Path, undisturbed: Job
+) -> None:
+    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares that before each collective."""
+    fault = "sigkill@before_optimizer:rank=2,step=4"
+    job = train(nemo_zygote, tmp_path / "run", fault, more=("detail",))
+    assert job.code == 0, job.story()
+    assert fired(job.run_dir) == {fault: 1}
+    assert compare(undisturbed.steps, job.steps).equal
 
 
 def test_ranks_that_hold_different_parts_of_the_model_are_filled_from_their_own_replicas(

@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from checkpointless.inprocess.communicators import nccl_settings
 from checkpointless.inprocess.communicators.captured_graphs import CapturedGraphs
+from checkpointless.inprocess.communicators.debug_level import DebugLevel
 from checkpointless.inprocess.communicators.eager_init import EagerInit
 from checkpointless.inprocess.communicators.gloo_connect import InterruptibleConnect
 from checkpointless.inprocess.communicators.gloo_sockets import GlooSockets
@@ -49,6 +50,7 @@ class ProcessGroups:
             InterruptibleWait(),
             InterruptibleStore(),
             EagerInit(),
+            DebugLevel(),
             self._graphs,
             self.messages,
             self._shared,

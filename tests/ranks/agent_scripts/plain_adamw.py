@@ -19,6 +19,9 @@ from checkpointless import HPCallWrapper, HPWrapper, PlainTraining
 from checkpointless.megatron import cleanup
 from checkpointless.recovery import CheckpointManager, NeighborMemory
 
+if sys.argv[-1] == "detail":
+    sys.argv.pop()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as torch does itself, where it is imported with the variable
 STEPS, VOCABULARY, LENGTH = int(sys.argv[1]), 64, 16
 TENSOR_PARALLEL = int(sys.argv[2]) if len(sys.argv) > 2 else 1
 TIERS = [NeighborMemory(overlap=sys.argv[3] == "true")] if len(sys.argv) > 3 else []
