@@ -37,7 +37,7 @@ def _train(zygote: Zygote, ranks: int, overrides: list[str], times: int = 1) -> 
     "layout",
     [
         # One has two replicas, stages and tensor-parallel ranks.
-        pytest.param(name, marks=pytest.mark.long if name in ("dp4", "tp2-dp2", "pp2-dp2") else ())
+        pytest.param(name, marks=pytest.mark.long if name in ("dp4", "tp2-dp2", "pp2-dp2", "ep2-dp4") else ())
         for name in LAYOUTS
     ],
 )

@@ -99,6 +99,7 @@ def test_ddp_that_accumulates(train: Train, kind: str) -> None:
     train("ddp", 16, *in_phases(kind), features="accumulate,fp16,overflow", ranks=2)
 
 
+@pytest.mark.long  # test_plain_fsdp2.py has the same without Lightning
 @pytest.mark.parametrize("kind", KILLS)
 def test_hsdp_in_every_phase(train: Train, kind: str) -> None:
     job = train("hsdp", 16, *in_every_phase(kind), features="accumulate,bf16")

@@ -78,7 +78,7 @@ def _equal(zygote: Zygote, calm: Calm, folder: Path, habit: str, faults: Sequenc
         "extra-state",
         "validates",
         "exchanges",
-        "exchanges-slowly",
+        pytest.param("exchanges-slowly", marks=pytest.mark.long),
         "plateaus",
         "grows",
         "doubles",

@@ -333,6 +333,7 @@ LONG = frozenset(
         "checkpoints in the background, exceptions",
         "checkpoints, exceptions",
         "early stop and plateau, exception",
+        "expert bias, before the update",
         "loss scale, before the update",  # test_ways.py has faults behind the loss scaler
         "in the second fit",
         "in the first fit",
