@@ -1,8 +1,8 @@
 """Lower torch's debug level where it would make ranks fail that were not used alike.
 
 With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch wraps each group, and compares before each collective how many
-operations every rank has begun in it (torch's ``ProcessGroupWrapper.cpp``). Messages between two ranks count. A rank
-that is filled, and the one that fills it, exchange some that no other rank takes part in.
+operations every rank has begun in it (torch's ``ProcessGroupWrapper.cpp``). Messages between two ranks count, too.
+A rank that is filled, and the one that fills it, exchange some that no other rank takes part in.
 """
 
 from __future__ import annotations
