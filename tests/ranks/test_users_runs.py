@@ -201,6 +201,7 @@ def test_a_fault_outside_of_training(calm: Calm, tmp_path: Path, run: Run, where
 def test_a_defect_is_seen(calm: Calm, tmp_path: Path, defect: str, run: Run, faults: tuple[str, ...]) -> None:
     undisturbed = calm.job(run)
     job = calm.make(run, tmp_path / "run", *faults, extra_env={DEFECT_ENV: defect})
+    assert len(job.incidents) == 1, job.story()  # the defect itself was installed without one
     with pytest.raises(AssertionError, match=r"difference|not equal|differs"):
         equal(run, undisturbed, job, IN_ALL)
 

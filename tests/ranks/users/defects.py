@@ -74,7 +74,7 @@ def accumulated_metrics_begin_anew() -> None:
     from checkpointless.strategies.boundary import kinds, restoration
 
     others = tuple(kind for kind in kinds.KINDS if kind.name != kinds.ACCUMULATED)
-    none_put = kinds.Kind(kinds.ACCUMULATED, kinds.take_accumulated, lambda trainer, state: None)
+    none_put = kinds.Kind(kinds.ACCUMULATED, lambda trainer, state: None)
     kinds.KINDS = (*others, none_put)  # type: ignore[misc, assignment]
     restoration.put_accumulated = lambda trainer, kept: None
 
