@@ -56,6 +56,7 @@ PYTORCH_NVML_BASED_CUDA_CHECK_ENV = "PYTORCH_NVML_BASED_CUDA_CHECK"  # "1": torc
 TORCH_NCCL_USE_COMM_NONBLOCKING_ENV = "TORCH_NCCL_USE_COMM_NONBLOCKING"  # "1": making one can be aborted
 NCCL_NVLS_ENABLE_ENV = "NCCL_NVLS_ENABLE"  # "0": no multicast over NVLink
 TORCH_NCCL_BLOCKING_WAIT_ENV = "TORCH_NCCL_BLOCKING_WAIT"  # "1": the host waits for every collective
+TORCH_YES = ("1", "y", "yes", "t", "true")  # what torch takes for yes, in any case
 TORCH_FR_BUFFER_SIZE_ENV = "TORCH_FR_BUFFER_SIZE"  # how many collectives torch keeps records of
 TORCH_NCCL_TRACE_BUFFER_SIZE_ENV = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # the older name of that
 TORCH_GLOO_LAZY_INIT_ENV = "TORCH_GLOO_LAZY_INIT"  # "1": gloo connects two ranks at the first message

@@ -113,7 +113,7 @@ class CheckpointlessMegatronStrategy(RecoverableStrategy, MegatronStrategy):
     @override
     def setup_environment(self) -> None:
         """Set up the process groups, and make new loggers continue where the old ones were."""
-        if cpu_platform.requested():
+        if cpu_platform.installed():
             cpu_platform.install()  # it was installed before the script imported NeMo, which needs more of it
         super().setup_environment()
         self._keep_datasets()

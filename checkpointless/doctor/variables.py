@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkpointless.doctor.findings import Family, Finding, Severity
-from checkpointless.environment import TORCH_DISTRIBUTED_DEBUG_ENV, TORCH_NCCL_BLOCKING_WAIT_ENV
+from checkpointless.environment import TORCH_DISTRIBUTED_DEBUG_ENV, TORCH_NCCL_BLOCKING_WAIT_ENV, TORCH_YES
 from checkpointless.nccl import SETTINGS, is_torchruns
 
 _PREFIXES = ("TORCH_NCCL_", "NCCL_")
@@ -31,10 +31,11 @@ class _Harm:
 # Besides those of SETTINGS, which are harmful with any value but one.
 _HARMFUL: Mapping[str, _Harm] = {
     TORCH_DISTRIBUTED_DEBUG_ENV: _Harm(
-        ("detail",), "taken for INFO: torch would compare how often all ranks have used a group, also after a fill"
+        ("detail",),
+        "taken for INFO: torch would compare how often all ranks have used a group, and only some do for a fill",
     ),
     TORCH_NCCL_BLOCKING_WAIT_ENV: _Harm(
-        ("1", "y", "yes", "t", "true"), "the host waits for every collective, and launches nothing meanwhile"
+        TORCH_YES, "the host waits for every collective, and launches nothing meanwhile"
     ),
 }
 

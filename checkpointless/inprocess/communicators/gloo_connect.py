@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from checkpointless.environment import TORCH_GLOO_LAZY_INIT_ENV
+from checkpointless.environment import TORCH_GLOO_LAZY_INIT_ENV, TORCH_YES
 from checkpointless.inprocess.communicators.helper_thread import SpareHelper
 from checkpointless.inprocess.communicators.shared_backends import SharedBackends
 from checkpointless.patches import Patch, Patches
@@ -28,7 +28,6 @@ from checkpointless.patches import Patch, Patches
 logger = logging.getLogger(__name__)
 
 _BACKEND = "ProcessGroupGloo"  # its constructor connects; torch makes every group's backend by this name
-_YES = ("1", "T", "TRUE", "Y", "YES")  # what torch takes for it, in capitals
 
 
 class InterruptibleConnect:
@@ -89,7 +88,7 @@ class _Backend:
 def _connect_at_once() -> None:
     """Have gloo connect all ranks of a group when it is made, as torch does by default."""
     asked = os.environ.get(TORCH_GLOO_LAZY_INIT_ENV, "")
-    if asked.upper() in _YES:
+    if asked.lower() in TORCH_YES:
         logger.warning(
             "%s=%s is not used: connections that gloo makes within a step cannot be cut at a fault",
             TORCH_GLOO_LAZY_INIT_ENV,

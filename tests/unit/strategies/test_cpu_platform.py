@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from checkpointless.environment import CPU_ENV
 from checkpointless.megatron import cpu_platform
 
 pytestmark = pytest.mark.nemo
@@ -27,7 +26,6 @@ def test_a_script_that_imports_nemo_itself_loads_checkpoints(monkeypatch: pytest
     try:
         with pytest.raises(AssertionError):
             sys.modules[CHECKPOINT_IO]._fix_tensors_device(checkpoint)
-        monkeypatch.setenv(CPU_ENV, "1")
         monkeypatch.setattr(strategies.MegatronStrategy, "setup_environment", lambda self: None)
         CheckpointlessMegatronStrategy().setup_environment()
         assert sys.modules[CHECKPOINT_IO]._fix_tensors_device(checkpoint) is checkpoint
