@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from checkpointless.monitoring.bounded_connection import BoundedConnection, RequestTooLargeError
 from checkpointless.monitoring.pages import TEXT, Page, Pages, Watched
@@ -53,6 +55,9 @@ class StatusHandler(BaseHTTPRequestHandler):
             return False
         if self.command not in ("GET", "HEAD"):
             self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
+            return False
+        if not self.server.answers_to(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return False
         return True
 
@@ -99,9 +104,10 @@ class StatusServer(ThreadingHTTPServer):
     """The standard library's server with limits on connections; :class:`HttpStatus` has its loop.
 
     Args:
-        where: host and port to bind to.
-        family: the host's address family.
+        where: address and port to bind to.
+        family: the address's family.
         pages: what is served.
+        name: the name that the address was given by.
 
     Raises:
         OSError: the address cannot be bound to.
@@ -109,14 +115,27 @@ class StatusServer(ThreadingHTTPServer):
 
     request_queue_size = 128
 
-    def __init__(self, where: tuple[str, int], family: socket.AddressFamily, pages: Pages) -> None:
+    def __init__(self, where: tuple[str, int], family: socket.AddressFamily, pages: Pages, name: str = "") -> None:
         self.address_family = family
+        self._names = {name.lower(), "localhost"} if ip_address(where[0]).is_loopback else None
         self.pages = pages
         self._turn = threading.Lock()
         self._clients: list[tuple[BoundedConnection, threading.Thread]] = []  # oldest first
         self._closing = threading.Event()
         super().__init__(where, StatusHandler)
         self.socket.settimeout(_POLL_S)  # how long to wait for a client, and for one that has gone meanwhile
+
+    def answers_to(self, host: str) -> bool:
+        """Return whether a request with this ``Host`` is meant for this server.
+
+        A page of any site can have its own name point to 127.0.0.1, and its visitor's browser then reads what is
+        served there. So a server on loopback answers to no name that it does not know; a number is no site's name.
+        """
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return self._names is None or name in ("", *self._names) or bool(ip_address(name))
+        except ValueError:
+            return False
 
     def serve(self) -> None:
         """Accept connections until :meth:`close`."""
@@ -227,7 +246,7 @@ class HttpStatus:
         host, port = self._where
         try:
             family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._server = StatusServer((str(where[0]), int(where[1])), family, self._pages)
+            self._server = StatusServer((str(where[0]), int(where[1])), family, self._pages, host)
         except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a host name
             number = getattr(error, "errno", None) or 0
             reason = os.strerror(number) if number > 0 else str(error)

@@ -56,7 +56,7 @@ def answer(head: bytes, pages: Pages) -> bytes:
         client.settimeout(20)
         client.sendall(head)
         with turn:
-            StatusHandler(connection, ("", 0), cast(Any, SimpleNamespace(pages=pages)))
+            StatusHandler(connection, ("", 0), cast(Any, SimpleNamespace(pages=pages, answers_to=bool)))
         connection.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: client.recv(65536), b""))
 

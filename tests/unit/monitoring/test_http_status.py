@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from checkpointless.agent.watch import Watch
 from checkpointless.monitoring import http_status
-from checkpointless.monitoring.http_status import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpStatus
+from checkpointless.monitoring.http_status import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpStatus, StatusServer
 from checkpointless.monitoring.pages import Page, Pages
 from checkpointless.monitoring.snapshot import JobRank, JobStatus, Snapshot
 from tests.descriptors import descriptors
@@ -82,10 +82,33 @@ def serving() -> Iterator[tuple[str, int]]:
         socket.create_connection(("127.0.0.1", port))
 
 
-def ask(where: tuple[str, int], path: str = "/status") -> bytes:
+def ask(where: tuple[str, int], path: str = "/status", headers: str = "") -> bytes:
     with socket.create_connection(where, timeout=10) as client:
-        client.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+        client.sendall(f"GET {path} HTTP/1.0\r\n{headers}\r\n".encode())
         return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:9400", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.1:9400", 200),
+        ("[::1]:9400", 200),
+        ("10.1.2.3", 200),
+        ("rebound.example:9400", 421),
+        ("localhost.rebound.example", 421),
+        ("[", 421),
+    ],
+)
+def test_a_server_on_loopback_answers_to_no_sites_name(host: str, status: int) -> None:
+    with serving() as where:
+        assert ask(where, headers=f"Host: {host}\r\n").startswith(f"HTTP/1.0 {status} ".encode())
+
+
+def test_a_server_that_others_reach_may_have_any_name() -> None:
+    with StatusServer(("0.0.0.0", 0), socket.AF_INET, pages_of(SNAPSHOT)) as server:
+        assert server.answers_to("job.namespace.svc:9400")
 
 
 def test_who_is_slow_keeps_nobody_waiting_and_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
