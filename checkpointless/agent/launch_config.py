@@ -42,6 +42,7 @@ class LaunchConfig:
         fork_here: whether to fork the ranks' zygote from this process, which has imported what they need, instead
             of starting an interpreter; only in a process with one thread and no CUDA context.
         stream_logs: whether to copy the ranks' output to stdout as it comes.
+        local_ranks_filter: the ranks of the node, from 0, whose output is copied (None: all).
         extra_env: additional environment variables of the ranks.
         nnodes: how many nodes train.
         node_rank: this node's number, from 0; the number of a spare is ``nnodes`` or more.
@@ -75,6 +76,7 @@ class LaunchConfig:
     faults: tuple[str, ...] = ()
     record_steps: bool = False
     stream_logs: bool = True
+    local_ranks_filter: tuple[int, ...] | None = None
     fork_here: bool = False
     extra_env: Mapping[str, str] = field(default_factory=dict)
     nnodes: int = 1
@@ -103,6 +105,12 @@ class LaunchConfig:
         return endpoint_of(self.rdzv_endpoint)
 
     @property
+    def shown_ranks(self) -> list[int]:
+        """The ranks of this node whose output is copied to stdout."""
+        first, chosen = self.node_rank * self.nproc_per_node, self.local_ranks_filter
+        return [rank for rank in self.own_ranks if self.stream_logs and (chosen is None or rank - first in chosen)]
+
+    @property
     def own_ranks(self) -> range:
         """The ranks that this node runs from the beginning; a spare runs none."""
         first = self.node_rank * self.nproc_per_node
@@ -121,6 +129,8 @@ class LaunchConfig:
             raise ValueError(
                 f"warm spares must be from 0 to {ranks}, one per rank of the node, not {self.warm_spares}"
             )
+        if any(rank >= self.nproc_per_node for rank in self.local_ranks_filter or ()):
+            raise ValueError(f"the local ranks to show must be from 0 to {self.nproc_per_node - 1}")
         if not self.is_alone:
             self._check_meeting()
         for name in ("heartbeat_timeout_s", "regroup_timeout_s", "node_timeout_s", "join_timeout_s"):

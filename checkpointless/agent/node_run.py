@@ -132,8 +132,9 @@ class NodeRun:
 
     def _serve(self, agent: NodeAgent, link: Link) -> int:
         config, events = self._config, self._events
-        shown = config.own_ranks if config.stream_logs else range(0)
-        copies = LogCopies({rank: self._logs.of_rank(rank) for rank in shown}, sys.stdout, self._errands)
+        copies = LogCopies(
+            {rank: self._logs.of_rank(rank) for rank in config.shown_ranks}, sys.stdout, self._errands
+        )
         nproc, nnodes = config.nproc_per_node, config.nnodes
         events.emit(EventName.JOB, "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
         try:

@@ -30,7 +30,7 @@ def add_demo_chaos_options(parser: argparse.ArgumentParser) -> None:
     add("--chaos-case", type=count, metavar="I", help="run only that one of the N")
 
 
-def add_job_chaos_options(parser: argparse.ArgumentParser) -> None:
+def add_job_chaos_options(parser: argparse._ActionsContainer) -> None:
     """Add the chaos options of ``run`` and ``train``."""
     add = parser.add_argument
     add("--chaos", type=positive, metavar="N", help="cause N drawn faults, one after the other")

@@ -7,6 +7,7 @@ that ``--help`` and wrong options are answered at once.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 import warnings
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from checkpointless.cli.commands import coordinator, demo, doctor, faults, report, run, train, verify
-from checkpointless.cli.output import PROG, report_error, say
+from checkpointless.cli.output import PROG, out, report_error, say
 from checkpointless.cli.values import UsageError
 
 COMMANDS = tuple(module.COMMAND for module in (run, train, coordinator, demo, verify, report, faults, doctor))
@@ -44,6 +45,45 @@ class _Parser(argparse.ArgumentParser):
         report_error(f"{message} (see `{self.prog} --help`)")
         sys.exit(USAGE_EXIT_CODE)
 
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Report words that no option takes, with the option that the first of them is close to."""
+        import difflib
+
+        known = [name for action in self._actions for name in action.option_strings]
+        close = difflib.get_close_matches(words[0].partition("=")[0], known, n=1, cutoff=0.8)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help that shows one spelling of the options that torchrun has in two."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "_" not in name]
+        return super()._format_action_invocation(shown)
+
+
+class _Version(argparse.Action):
+    """Prints the versions that a report of a defect needs, without an import of torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        import platform
+
+        ours, torch = installed_version(PROG), installed_version("torch")
+        out(f"{PROG} {ours} (torch {torch}, Python {platform.python_version()})")
+        parser.exit()
+
+
+def installed_version(distribution: str) -> str:
+    """Return the version of an installed distribution; "not installed" if it is not."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -61,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command in _WITH_OVERRIDES and len(overrides) == len(extra):
         options.overrides += overrides  # argparse takes only those before the first option
     elif extra:
-        parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        options.parser.refuse(extra)
     command: Callable[[argparse.Namespace], int] = options.command
     warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)  # torch imports it
     try:
@@ -82,9 +122,10 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROG,
         description="Training jobs that survive faults in memory: no checkpoint is read and no step is repeated.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of this, torch and Python")
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         added = parsers.add_parser(
@@ -92,9 +133,9 @@ def _parser() -> argparse.ArgumentParser:
             help=command.what,
             description=command.what[0].upper() + command.what[1:] + ".",
             epilog=command.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
-        added.set_defaults(command=command.act)
+        added.set_defaults(command=command.act, parser=added)
         command.add_options(added)
     return parser

@@ -14,11 +14,12 @@ _REGROUP_HELP = "seconds within which all ranks must meet again (default: 120)"
 
 def add_coordination_options(parser: argparse.ArgumentParser) -> None:
     """Add the limits of a job and where health and metrics are served."""
-    add = parser.add_argument
+    add = parser.add_argument_group("limits").add_argument
     add("--max-incidents", type=count, metavar="K", help="give up after so many incidents (default: no limit)")
     add("--heartbeat-timeout", type=seconds, metavar="S", help=_HEARTBEAT_HELP)
     add("--node-timeout", type=seconds, metavar="S", help=_NODE_HELP)
     add("--regroup-timeout", type=seconds, metavar="S", help=_REGROUP_HELP)
+    add = parser.add_argument_group("monitoring").add_argument
     add("--http-port", type=port, metavar="P", help="serve health and metrics over HTTP (0: on any free port)")
     add("--http-host", metavar="H", help="address to serve them on (default: 127.0.0.1, this machine only)")
 

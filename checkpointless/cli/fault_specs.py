@@ -17,7 +17,7 @@ _FAULT_HELP = (
 )
 
 
-def add_fault_option(parser: argparse.ArgumentParser) -> None:
+def add_fault_option(parser: argparse._ActionsContainer) -> None:
     """Add ``--fault``, which may be given more than once."""
     parser.add_argument("--fault", dest="faults", action="append", default=[], metavar="SPEC", help=_FAULT_HELP)
 

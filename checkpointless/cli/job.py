@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpointless.cli.chaos import add_job_chaos_options, draw_into, judge_chaos
 from checkpointless.cli.coordination import add_coordination_options, coordination_settings
 from checkpointless.cli.fault_specs import add_fault_option, fault_specs
 from checkpointless.cli.output import say, say_worst
 from checkpointless.cli.run_directory import new_run_dir
-from checkpointless.cli.values import UsageError, count, positive
+from checkpointless.cli.values import UsageError, both, count, nodes, ranks
 from checkpointless.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
 from checkpointless.telemetry.wording import plural
 
@@ -55,43 +55,44 @@ class Program:
     preload: tuple[str, ...] | None
 
 
-def add_job_options(parser: argparse.ArgumentParser, ranks: str = "1") -> None:
+def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -> None:
     """Add the options of a job.
 
     Args:
         parser: parser of the command.
-        ranks: default number of ranks, as ``--help`` shows it.
+        default_ranks: default number of ranks, as ``--help`` shows it.
     """
     add = parser.add_argument
-    add(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        type=positive,
-        default=1,
-        metavar="N",
-        help=f"ranks (default: {ranks})",
+    help_text = (
+        f"ranks: a number, or gpu, cpu, auto for as many as there are GPUs or CPUs (default: {default_ranks})"
     )
-    add("--nnodes", type=positive, default=1, metavar="M", help="nodes of the job (default: 1)")
-    add("--node-rank", "--node_rank", type=count, default=0, metavar="I", help="this node's number, from 0")
-    add("--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="H[:P]", help=_ENDPOINT_HELP)
-    add("--spares", type=count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
-    add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
-    add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
+    add(*both("--nproc-per-node"), type=ranks, default=1, metavar="N", help=help_text)
     add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
-    add_coordination_options(parser)
+    add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
-    add("--record-steps", action="store_true", help=_RECORD_HELP)
-    add_fault_option(parser)
-    add_job_chaos_options(parser)
+    add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
+    add = parser.add_argument_group("several nodes").add_argument
+    add("--nnodes", type=nodes, default=1, metavar="M", help="nodes of the job (default: 1)")
+    add(*both("--node-rank"), type=count, default=0, metavar="I", help="this node's number, from 0")
+    add(*both("--rdzv-endpoint"), default="", metavar="H[:P]", help=_ENDPOINT_HELP)
+    add("--spares", type=count, default=0, metavar="S", help="nodes M, M+1, ... that wait to replace a lost one")
+    add_coordination_options(parser)
+    tests = parser.add_argument_group("faults on purpose, and what they are compared by")
+    tests.add_argument("--record-steps", action="store_true", help=_RECORD_HELP)
+    add_fault_option(tests)
+    add_job_chaos_options(tests)
 
 
-def launch_job(options: argparse.Namespace, program: Program, steps: int | None) -> int:
+def launch_job(
+    options: argparse.Namespace, program: Program, steps: int | None, more: Mapping[str, Any] | None = None
+) -> int:
     """Run this node's part of a job to its end.
 
     Args:
         options: options of ``run`` or ``train``; drawn faults are added to them.
         program: what every rank runs.
         steps: number of optimizer steps of the job; None if not known.
+        more: more keyword arguments of ``LaunchConfig``.
 
     Returns:
         The exit status of the job; 1 if it ended well, but not every fault that was asked for happened.
@@ -106,7 +107,7 @@ def launch_job(options: argparse.Namespace, program: Program, steps: int | None)
     world_size = options.nproc_per_node * options.nnodes
     expected = draw_into(options, world_size, steps)
     specs = fault_specs(options.faults, world_size, steps, options.nnodes, options.cpu)
-    config = _configured(options, program)
+    config = _configured(options, program, more or {})
     run_dir = config.run_dir
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -138,7 +139,7 @@ def _why_not(text: str, is_script: bool) -> str:
     return f"{why} (a loop of your own reaches {name} only if it says so: caller.enter_phase({name!r}, step))"
 
 
-def _configured(options: argparse.Namespace, program: Program) -> LaunchConfig:
+def _configured(options: argparse.Namespace, program: Program, more: Mapping[str, Any]) -> LaunchConfig:
     from checkpointless.agent.launch import LaunchConfig
     from checkpointless.wire.handshake import TOKEN_ENV
 
@@ -165,6 +166,7 @@ def _configured(options: argparse.Namespace, program: Program) -> LaunchConfig:
             module=program.module,
             preload=program.preload,
             **settings,
+            **more,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

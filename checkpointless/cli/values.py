@@ -3,10 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 
 class UsageError(Exception):
     """Raised if what was asked for cannot be done; the message is one line that says what to do instead."""
+
+
+def both(flag: str) -> tuple[str, ...]:
+    """Return an option in torchrun's two spellings: with dashes, and with underscores."""
+    return tuple(dict.fromkeys((flag, f"--{flag.removeprefix('--').replace('-', '_')}")))
+
+
+def ranks(text: str) -> int:
+    """Return the number of ranks of a node, as torchrun reads it: ``gpu``, ``cpu``, ``auto`` or a number."""
+    from checkpointless.cli.cuda import count_cuda
+
+    cpus = len(os.sched_getaffinity(0))
+    if text == "gpu":
+        found = count_cuda()
+        if not found:
+            raise argparse.ArgumentTypeError("this machine has no GPU that CUDA shows: give a number, or cpu")
+        return found
+    if text in ("cpu", "auto"):
+        return (count_cuda() if text == "auto" else 0) or cpus
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number of at least 1 nor gpu, cpu or auto")
+    return positive(text)
+
+
+def nodes(text: str) -> int:
+    """Return the number of nodes; torchrun's ``MIN:MAX`` is one, too, if both are the same."""
+    least, colon, most = text.partition(":")
+    if not colon:
+        return positive(text)
+    if positive(least) != positive(most):
+        raise argparse.ArgumentTypeError(
+            f"{text}: the number of nodes is fixed here: --nnodes {most}, or --nnodes {least} with --spares for "
+            "nodes that wait to replace a lost one"
+        )
+    return positive(most)
+
+
+def local_ranks(text: str) -> tuple[int, ...]:
+    return tuple(count(each.strip()) for each in text.split(","))
 
 
 def positive(text: str) -> int:

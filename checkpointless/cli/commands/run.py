@@ -10,6 +10,7 @@ from pathlib import Path
 from checkpointless.cli.command import Command
 from checkpointless.cli.job import Program, add_job_options, launch_job
 from checkpointless.cli.output import out
+from checkpointless.cli.torchrun import add_torchrun_options, settle_torchrun_options
 from checkpointless.cli.values import UsageError, modules
 
 _EPILOG = """\
@@ -28,8 +29,9 @@ keep their state; that needs `@HPWrapper()` on the script's main function.
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
-    add_job_options(parser)
+    parser.usage = "%(prog)s [OPTIONS] SCRIPT [ITS ARGUMENTS]"
     add = parser.add_argument
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
     add(
         "--preload",
         type=modules,
@@ -43,7 +45,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="show what would be started, and what the script says of how many ranks hold each part of its state; "
         "start nothing",
     )
-    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with `python -m`")
+    add_job_options(parser)
+    add_torchrun_options(parser)
     add("script", metavar="SCRIPT", help="the training script")
     add("script_args", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
 
@@ -54,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: it cannot be run as asked.
     """
+    settings = settle_torchrun_options(options)
     if options.dry_run:
         return dry_run(options)
     beside = Path.cwd() if options.module else Path(options.script).resolve().parent
@@ -65,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         module=options.module,
         preload=options.preload,
     )
-    return launch_job(options, program, None)
+    return launch_job(options, program, None, settings)
 
 
 def dry_run(options: argparse.Namespace) -> int:

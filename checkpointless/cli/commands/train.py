@@ -39,7 +39,8 @@ examples:
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``train``."""
-    add_job_options(parser, ranks="the recipe's")
+    parser.usage = "%(prog)s [OPTIONS] RECIPE [KEY=VALUE ...]"
+    add_job_options(parser, default_ranks="the recipe's")
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -1,0 +1,197 @@
+"""Test torchrun's options and variables: what works, what is accepted with one line, and what is refused in one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from checkpointless.agent import launch as launch_module
+from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.cli import cuda, main
+from checkpointless.cli.commands import run
+from checkpointless.cli.torchrun import _ACCEPTED, _REFUSED
+
+OTHERS = {"--log-dir", "--max-restarts", "--shutdown-timeout"}
+VALUES = {"--rdzv-backend": "c10d", "--numa-binding": "node"}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchConfig]:
+    """Return what would have been launched, from a working directory that holds only ``train.py``."""
+    configs: list[LaunchConfig] = []
+
+    def record(config: LaunchConfig, *_more: Any) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(launch_module, "launch", record)
+    monkeypatch.setenv("CHECKPOINTLESS_TOKEN", "x" * 32)
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return configs
+
+
+def start(words: str) -> int:
+    os.environ["CHECKPOINTLESS_TOKEN"] = "x" * 32  # a job takes it away; the fixture puts back what was there
+    try:
+        return main(["run", *words.split(), "train.py"])
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else -1
+
+
+def torchruns() -> dict[str, argparse.Action]:
+    """Return torchrun's options by their spelling with dashes."""
+    found = {}
+    for action in get_args_parser()._actions:
+        for name in action.option_strings:
+            if name.startswith("--") and "_" not in name and name != "--help":
+                found[name] = action
+    return found
+
+
+def test_every_option_of_torchrun_is_known_in_each_spelling() -> None:
+    parser = argparse.ArgumentParser()
+    run.add_run_options(parser)
+    ours = {name for action in parser._actions for name in action.option_strings}
+    theirs = {name for flag, action in torchruns().items() if flag not in OTHERS for name in action.option_strings}
+    assert len(theirs) > 40
+    assert theirs <= ours
+
+
+def test_what_is_accepted_or_refused_is_an_option_of_torchrun() -> None:
+    assert {*_ACCEPTED, *_REFUSED} <= torchruns().keys()
+
+
+@pytest.mark.parametrize("flag", _ACCEPTED)
+def test_what_has_no_meaning_is_accepted_with_one_line(
+    flag: str, launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = "" if torchruns()[flag].nargs == 0 else VALUES.get(flag, "1")
+    assert start(f"{flag} {value}") == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "has no meaning here: " in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"checkpointless: {flag} ")
+    assert len(launched) == 1
+
+
+def test_a_launch_line_of_torchruns_documentation_starts(launched: list[LaunchConfig]) -> None:
+    assert start("--standalone --nnodes=1 --nproc-per-node=2") == 0
+    assert start("--nnodes=1:1 --nproc_per_node=2 --rdzv_id=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:0") == 0
+    assert start("--nnodes=2 --node-rank=1 --nproc-per-node=2 --master-addr=node0 --master-port=1234") == 0
+    assert start("--nnodes=2 --node_rank=1 --nproc_per_node=2 --master_addr=node0") == 0
+    assert [config.nproc_per_node for config in launched] == [2] * 4
+    assert [config.nnodes for config in launched] == [1, 1, 2, 2]
+    assert [config.endpoint for config in launched[2:]] == [("node0", 1234), ("node0", 29400)]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--no-python", "give a Python script, or -m MODULE"),
+        ("--virtual-local-rank", "LOCAL_RANK"),
+        ("--rdzv-backend etcd", "--rdzv-backend etcd is not there"),
+        ("--nnodes 1:4", "--nnodes 4, or --nnodes 1 with --spares"),
+        ("--nnodes 4:2", "the number of nodes is fixed here"),
+        ("--nnodes 1:x", "'x' is not a whole number"),
+        ("--standalone --nnodes 2", "--standalone is for one node"),
+        ("--standalone --spares 1", "--standalone is for one node"),
+        ("--nnodes 2 --master-port 1234", "needs --master-addr"),
+        ("--master-port 65536", "not a port"),
+        ("--rdzv-conf timeout", "'timeout' is not KEY=VALUE"),
+        ("--rdzv-conf join_timeout=0", "above 0"),
+        ("--nproc-per-node gpu", "this machine has no GPU"),
+        ("--nproc-per-node xpu", "neither a whole number of at least 1 nor gpu, cpu or auto"),
+        ("--nproc-per-node 2 --local-ranks-filter 2", "from 0 to 1"),
+        ("--local-ranks-filter a", "'a' is not a whole number"),
+        ("--nproc-per-nod 2", "did you mean --nproc-per-node? (see `checkpointless run --help`)"),
+    ],
+)
+def test_what_contradicts_is_refused_in_one_line(
+    words: str,
+    says: str,
+    launched: list[LaunchConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cuda, "count_cuda", lambda: 0)
+    assert start(words) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("checkpointless: error: ")
+    assert says in last
+    assert not launched
+
+
+@pytest.mark.parametrize(("gpus", "words"), [(4, "gpu auto"), (0, "auto cpu")])
+def test_ranks_are_as_many_as_there_are_devices(
+    gpus: int, words: str, launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "count_cuda", lambda: gpus)
+    for word in words.split():
+        assert start(f"--nproc-per-node {word}") == 0
+    assert {config.nproc_per_node for config in launched} == {gpus or len(os.sched_getaffinity(0))}
+
+
+def test_no_driver_means_no_gpu_and_no_import_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_DRIVERS", ("/nowhere",))
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import would raise
+    assert cuda.count_cuda() == 0
+
+
+def test_only_the_chosen_local_ranks_are_shown(launched: list[LaunchConfig]) -> None:
+    assert start("--nproc-per-node 4 --local-ranks-filter 0,2") == 0
+    assert start("--nproc-per-node 4 --nnodes 2 --node-rank 1 --local-ranks-filter 3 --rdzv-endpoint a") == 0
+    assert start("--nproc-per-node 2") == 0
+    assert [config.shown_ranks for config in launched] == [[0, 2], [7], [0, 1]]
+
+
+def test_the_time_to_join_is_taken_from_the_rendezvous(
+    launched: list[LaunchConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("--rdzv-conf timeout=5,join_timeout=77") == 0
+    assert launched[0].join_timeout_s == 77.0
+    assert "--rdzv-conf timeout has no meaning here" in capsys.readouterr().err
+
+
+def test_variables_stand_for_options_which_win(
+    launched: list[LaunchConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"NNODES": "2:2", "NPROC_PER_NODE": "3", "NODE_RANK": "1", "RDZV_ENDPOINT": "a:5"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    assert start("--nproc-per-node 2") == 0
+    (config,) = launched
+    assert (config.nnodes, config.nproc_per_node, config.node_rank, config.endpoint) == (2, 2, 1, ("a", 5))
+    said = capsys.readouterr().err
+    assert "from the environment: " in said
+    assert "PET_NNODES=2:2" in said
+    assert "PET_NPROC_PER_NODE" not in said
+
+
+@pytest.mark.parametrize(("name", "value"), [("NNODES", "x"), ("NPROC_PER_NODE", "0"), ("STANDALONE", "yes")])
+def test_a_wrong_variable_is_named_and_matters_to_run_alone(
+    name: str,
+    value: str,
+    launched: list[LaunchConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(f"PET_{name}", value)
+    assert start("") == 2
+    assert f"error: PET_{name}={value}: " in capsys.readouterr().err
+    assert not launched
+    assert main(["faults"]) == 0
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert re.fullmatch(r"checkpointless \d\S* \(torch \d\S*, Python 3\.\d+\.\d+\)\n", capsys.readouterr().out)
