@@ -43,14 +43,15 @@ demo: $(STAMP) ## train a small GPT on 4 CPU ranks, once undisturbed and once wi
 	$(BIN)/checkpointless demo --nproc 4 --steps 10 \
 		--fault exception@backward:rank=2,step=4 --fault sigkill@optimizer:rank=1,step=7
 
-test: $(STAMP) ## run all tests, two files at a time (20 to 23 minutes on 2 cores)
+test: $(STAMP) ## run all tests, two files at a time (under 20 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-fast: $(STAMP) ## run the tests that need no NeMo, start no ranks and are quick (under a minute on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST)
 
-test-long: $(STAMP) ## run what takes longer: long tests, and users' runs through drawn faults (hours)
+test-long: $(STAMP) ## run what takes longer: long tests, many more drawn inputs, users' runs through drawn faults (hours)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long
+	$(BIN)/python -m pytest -n 2 -m "hypothesis and not long" --hypothesis-profile nightly --timeout 7200 tests/unit
 	$(BIN)/python benchmarks/users_chaos/run.py --cases 200 --seed 1 --run-dir build/users-chaos
 
 test-bridge: $(BRIDGE_STAMP) ## run the tests with Megatron-Bridge, in .venv-bridge (3 minutes; made once, 3 GB)

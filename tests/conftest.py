@@ -16,6 +16,8 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:The pynvml package is deprecated
 # How long an example takes says more of the machine, and of what else runs there, than of the code.
 settings.register_profile("no-time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no-time")
+# make test-long loads it with --hypothesis-profile; it draws this many times as much (tests/drawn.py).
+settings.register_profile("nightly", settings.get_profile("no-time"), max_examples=20 * 100)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

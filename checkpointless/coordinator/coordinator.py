@@ -261,7 +261,7 @@ class Coordinator:
             rank.committed, rank.making = message.committed, message.making
             self._job.high_water = max(self._job.high_water, message.committed)
         if isinstance(message, RankReady):
-            if message.incarnation == rank.incarnation:
+            if message.incarnation == rank.incarnation and self._processes.was_asked_for(rank):
                 self._regrouping.ready(rank)
         elif isinstance(message, RankEnded):
             if message.incarnation == rank.incarnation and rank.state is not RankState.GONE:  # else it is known

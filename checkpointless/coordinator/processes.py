@@ -19,8 +19,8 @@ class Processes:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # Ranks that wait for a store, with their incarnations, and whether they are started on a bad device.
-        self._to_start: list[tuple[Rank, int, bool]] = []
+        # Ranks that wait for a store, by number: incarnation, and whether it is started on a bad device.
+        self._to_start: dict[int, tuple[int, bool]] = {}
 
     def start_missing(self) -> None:
         """Have every rank that has no process started."""
@@ -45,10 +45,16 @@ class Processes:
 
     def store_opened(self) -> None:
         """Start the ranks that have waited for the store."""
-        waiting, self._to_start = self._to_start, []
-        for rank, incarnation, anyway in waiting:
+        waiting, self._to_start = self._to_start, {}
+        for number, (incarnation, anyway) in waiting.items():
+            rank = self._job.roster.ranks[number]
             if rank.state is RankState.STARTING and rank.incarnation == incarnation:
                 self._start(rank, anyway)
+
+    def was_asked_for(self, rank: Rank) -> bool:
+        """Return whether the rank's node was told to start the rank's newest process, so that it can exist."""
+        incarnation, _ = self._to_start.get(rank.number, (None, False))
+        return incarnation != rank.incarnation
 
     def spawn(self, rank: Rank) -> None:
         """Have the next process of ``rank`` started, as soon as there is a store for it."""
@@ -58,7 +64,7 @@ class Processes:
         if self._job.rendezvous.is_open:
             self._start(rank)
         else:
-            self._to_start.append((rank, rank.incarnation, False))
+            self._to_start[rank.number] = rank.incarnation, False
 
     def start_anyway(self, rank: Rank) -> None:
         """Have the process that was asked for last started although the rank's device is bad."""
@@ -67,7 +73,7 @@ class Processes:
         if self._job.rendezvous.is_open:
             self._start(rank, anyway=True)
         else:
-            self._to_start.append((rank, rank.incarnation, True))
+            self._to_start[rank.number] = rank.incarnation, True
 
     def kill(self, ranks: Iterable[Rank], beat: int = -1) -> None:
         """Have the processes of ``ranks`` killed.

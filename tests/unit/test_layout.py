@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from checkpointless.layout import Layout, LayoutError
+from tests.drawn import examples
 from tests.unit.megatron_groups import megatron
 
 
@@ -59,7 +60,7 @@ def test_a_rank_finds_its_replicas_where_the_layout_says(sharded: bool, monkeypa
 
 
 @pytest.mark.nemo
-@settings(max_examples=60)
+@examples(60)
 @given(layout=layouts())
 def test_any_layout_is_laid_out_as_megatron_does(layout: Layout) -> None:
     with pytest.MonkeyPatch.context() as patch, megatron(layout, patch) as groups:
@@ -69,7 +70,7 @@ def test_any_layout_is_laid_out_as_megatron_does(layout: Layout) -> None:
     assert dense == sorted(layout.groups(layout._dense_sizes(), ("cp", "dp")))
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(layout=layouts())
 def test_every_rank_is_in_one_replica_group(layout: Layout) -> None:
     try:
@@ -97,7 +98,7 @@ def test_only_experts_have_fewer_holders_without_the_distributed_optimizer() -> 
     assert sorted(map(len, alone)) == [1] * 8 + [8]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(layout=layouts())
 def test_lost_with_a_node_means_what_it_says(layout: Layout) -> None:
     lost, groups = set(layout.lost_with_a_node()), layout.replica_groups()
@@ -138,7 +139,7 @@ def test_what_cannot_work_is_one_line(change: dict[str, Any], message: str) -> N
         replace(layout, **change).check(layers=6, heads=12)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(layout=layouts())
 def test_the_replicas_of_a_rank_are_its_group(layout: Layout) -> None:
     groups = layout.replica_groups()
@@ -147,7 +148,7 @@ def test_the_replicas_of_a_rank_are_its_group(layout: Layout) -> None:
         assert rank in layout.replicas(rank)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(layout=layouts(), replicas=st.integers(2, 4))
 def test_the_nodes_for_replicas_are_the_fewest(layout: Layout, replicas: int) -> None:
     def can_hold(nodes: int) -> bool:

@@ -69,7 +69,7 @@ class Adoption:
         elif isinstance(message, RankEnded):
             self._ends.append(message)
             self._roster.move(rank, RankState.GONE)
-        else:
+        elif rank.state is not RankState.GONE:  # else no process of it was asked for yet
             self._roster.move(rank, RankState.READY if isinstance(message, RankReady) else RankState.DONE)
 
     @property

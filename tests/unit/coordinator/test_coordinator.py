@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from checkpointless.coordinator.roster import Node
@@ -28,6 +28,7 @@ from checkpointless.wire.node_messages import (
     SilentRank,
     Spawn,
 )
+from tests.drawn import examples
 from tests.unit.messaged_job import HEARTBEAT_S, NPROC, Job, go_env
 
 
@@ -108,6 +109,18 @@ def test_a_rank_that_is_replaced_before_it_entered_begins_with_the_others() -> N
     job.ends(3, forgiven=True)
     job.ready(3)
     assert [begin.generation for _, begin in job.take(Begin)] == [0, 0]
+
+
+def test_a_rank_that_is_ready_before_all_nodes_have_joined_has_no_process() -> None:
+    job = Job()
+    job.join(0)
+    job.tell(0, RankReady(0, 0, 1000, -1, 0))
+    job.join(1)
+    assert [spawn.rank for _, spawn in job.take(Spawn)] == list(job.ranks)
+    job.ready(1, 2, 3)
+    assert job.take(Begin) == []
+    job.ready(0)
+    assert len(job.take(Begin)) == 2
 
 
 # ---- the end
@@ -327,9 +340,13 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
     return Answered(number, rank, more, "a stack")
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.booleans(), st.lists(EVENTS, max_size=60))
 @example(True, [("all done", 0), ("lost", 0), ("admitted", 0), ("all ready", 2)])
+@example(  # rank 0 is ready before its node was told to start the process, which waits for a store
+    False,
+    [("all ready", 0), ("stores open", False), ("ended", 0, 0, 0, False), ("all ready", 0), ("stores open", True)],
+)
 def test_no_order_of_messages_makes_it_raise_or_begin_without_every_rank(begun: bool, events: list[Any]) -> None:
     observer = Observer()
     for index in (0, 1):

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.recovery.decide import RankReport, Verdict, decide, reports_of
+from tests.drawn import examples
 
 
 def report(rank: int, committed: int | None, group: Sequence[int], **more: Any) -> RankReport:
@@ -67,7 +68,7 @@ def reachable_by_anybody(reports: list[RankReport]) -> set[int]:
     return found
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(worlds(), st.integers(-1, 4))
 def test_agrees_with_brute_force(reports: list[RankReport], high_water: int) -> None:
     decision = decide(reports, high_water)

@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from checkpointless.report.incidents import by_incident
 from checkpointless.report.page import render
@@ -12,6 +12,7 @@ from checkpointless.report.page.pictures import rank_lanes, tile_bars
 from checkpointless.report.summary import PHASES, build_report
 from checkpointless.telemetry.event_names import STAGES
 from checkpointless.telemetry.events import Event
+from tests.drawn import examples
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import HOSTILE, LOGS
 
@@ -159,7 +160,7 @@ def test_every_stage_has_a_colour() -> None:
     assert sorted(coloured) == sorted([*STAGES, "respawn"])
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(LOGS)
 def test_any_log_has_a_page(events: list[Event]) -> None:
     check(page_of(events))

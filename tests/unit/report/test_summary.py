@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from checkpointless.report.incidents import Outcome
 from checkpointless.report.summary import RunState, as_json, build_report
@@ -13,6 +13,7 @@ from checkpointless.telemetry.events import (
     Event,
 )
 from checkpointless.telemetry.rungs import Rung
+from tests.drawn import examples
 from tests.unit.made_up_run import MadeUpRun, S
 from tests.unit.report.reports import LOGS, report_of, simple_run
 
@@ -38,7 +39,7 @@ def test_what_no_event_says_is_unknown() -> None:
     assert (report.spent.startup_s, report.spent.recovery_s, report.spent.ettr) == (2.0, 1.0, None)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(LOGS)
 def test_any_log_has_a_report(events: list[Event]) -> None:
     document = json.loads(as_json(build_report("x", events)))

@@ -5,11 +5,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from checkpointless.report.summary import build_report
 from checkpointless.report.trace import write_trace
 from checkpointless.telemetry.events import Event
+from tests.drawn import examples
 from tests.unit.made_up_run import MadeUpRun
 from tests.unit.report.reports import LOGS
 
@@ -126,7 +127,7 @@ def test_a_thousand_ranks() -> None:
     assert len(text) < 10_000_000
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(LOGS)
 def test_any_log_makes_a_trace_that_follows_the_rules(events: list[Event]) -> None:
     check(trace_of(events))

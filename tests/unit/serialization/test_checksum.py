@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from checkpointless.serialization import device_digest
@@ -19,6 +19,7 @@ from checkpointless.serialization.checksum import (
 )
 from checkpointless.serialization.device_digest import digest_on_device
 from checkpointless.serialization.state_tree import tensor_bytes
+from tests.drawn import examples
 
 Digest = Callable[[torch.Tensor], int]
 
@@ -70,7 +71,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
 
 @each_digest
 @given(st.binary(min_size=1, max_size=200), st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_any_flipped_bit_changes_it(digest: Digest, data: bytes, choice: st.DataObject) -> None:
     bit = choice.draw(st.integers(0, 8 * len(data) - 1))
     damaged = bytearray(data)
@@ -91,7 +92,7 @@ def test_every_single_bit_of_several_chunks_counts(digest: Digest) -> None:
 
 @each_digest
 @given(st.lists(lanes, min_size=2, max_size=12), st.randoms(use_true_random=False))
-@settings(max_examples=200)
+@examples(200)
 def test_another_order_of_lanes_changes_it(digest: Digest, values: list[int], random: st.DrawFn) -> None:
     shuffled = list(values)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -119,7 +120,7 @@ def test_an_exchange_of_whole_chunks_changes_it(digest: Digest) -> None:
 
 @each_digest
 @given(st.binary(max_size=100), st.integers(1, 70))
-@settings(max_examples=200)
+@examples(200)
 def test_zeros_at_either_end_change_it(digest: Digest, data: bytes, zeros: int) -> None:
     whole = digest(flat(data))
     assert digest(flat(data + bytes(zeros))) != whole
@@ -159,7 +160,7 @@ def test_the_same_bits_flipped_in_two_lanes_change_it(digest: Digest, mask: int)
 
 @each_digest
 @given(st.integers(0, 2**32), st.integers(0, 63), st.sets(st.integers(0, 15), min_size=1))
-@settings(max_examples=200)
+@examples(200)
 def test_one_bit_flipped_in_several_lanes_changes_it(digest: Digest, seed: int, bit: int, where: set[int]) -> None:
     tensor = filled((16,), torch.int64, seed)
     damaged = tensor.clone()
@@ -192,7 +193,7 @@ def test_a_tensor_with_gaps_has_the_digest_of_its_contiguous_copy(digest: Digest
 
 @each_digest
 @given(st.binary(max_size=100), st.integers(0, 17))
-@settings(max_examples=100)
+@examples(100)
 def test_it_does_not_depend_on_where_the_bytes_lie(digest: Digest, data: bytes, before: int) -> None:
     assert digest(flat(bytes(before) + data)[before:]) == digest(flat(data))
 
@@ -206,7 +207,7 @@ def test_nor_on_where_the_storage_begins(digest: Digest, offset: int, skipped: i
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6))
-@settings(max_examples=200)
+@examples(200)
 def test_parts_have_the_digest_of_the_whole(pieces: list[bytes]) -> None:
     assert digest_parts(flat(piece) for piece in pieces) == digest_bytes(flat(b"".join(pieces)))
 

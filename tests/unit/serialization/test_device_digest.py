@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.serialization import device_digest, fused_digest
 from checkpointless.serialization.device_digest import digest_tensor, torch_digest, unsigned
 from checkpointless.serialization.fused_digest import BLOCK_LANES, FusedDigest, launch
+from tests.drawn import examples
 from tests.unit.serialization.played_triton import KERNEL, played_kernel
 
 ROOT = Path(__file__).parents[3]
@@ -112,7 +113,7 @@ def test_triton_s_interpreter_agrees() -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 6), (4, 4), (8, 8), (16, 32)]))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_blocks_do_not_matter_but_chunks_do_not_change_what_it_is(data: bytes, sizes: tuple[int, int]) -> None:
     block, chunk = sizes
     flat = torch.tensor(list(data), dtype=torch.uint8)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.transfer import window as window_module
 from checkpointless.transfer.buckets import IN_FLIGHT
 from checkpointless.transfer.window import Parcel, Window
 from checkpointless.transfer.wire import Message
+from tests.drawn import examples
 
 BUFFERS = 64
 Planned = tuple[int, tuple[int, ...], int]  # the bucket, the ranks at the other end, and how many bytes are staged
@@ -107,7 +108,7 @@ def complete(ranks: dict[int, list[list[tuple[int, int]]]]) -> bool:
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 60))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_groups_never_wait_for_each_other_in_a_circle(
     data: st.DataObject, holders: int, filled: int, buckets: int
 ) -> None:
@@ -146,7 +147,7 @@ def test_the_simulation_finds_a_circle() -> None:
 
 
 @given(st.lists(st.integers(0, 100), max_size=60))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_buffers_stay_within_the_budget_unless_one_alone_is_larger(staged: list[int]) -> None:
     rank = Rank()
     rank.run([(index, (1,), each) for index, each in enumerate(staged)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.coordinator.hangs.policy import (
@@ -20,6 +20,7 @@ from checkpointless.coordinator.hangs.policy import (
     stalled,
 )
 from checkpointless.posix.process_state import ProcessState
+from tests.drawn import examples
 
 CEILING_S = 600.0
 RANKS = range(8)
@@ -79,7 +80,7 @@ SILENT = st.dictionaries(st.sampled_from(RANKS), EVIDENCE, min_size=1)
 STEADY = st.none() | st.integers(0, STEADY_LOOKS)
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(SILENT, st.sampled_from([1, 2, 4, 8]), STEADY)
 def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
     silent: dict[int, Evidence], nproc: int, steady: int | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.coordinator.job import Phase
@@ -25,6 +25,7 @@ from checkpointless.wire.node_messages import (
     Standing,
 )
 from checkpointless.wire.rank_state import RankState
+from tests.drawn import examples
 from tests.unit.coordinator.nodes.standings import back, goes_searching
 from tests.unit.messaged_job import REGROUP_S, Job
 
@@ -298,7 +299,7 @@ def test_a_rank_that_is_ready_while_a_node_is_missing_ends_no_job() -> None:
 LIVING = [state for state in RankState if state is not RankState.FINISHED]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.lists(st.sampled_from(LIVING), min_size=2, max_size=2),
     st.booleans(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.coordinator.job import Phase
@@ -18,6 +18,7 @@ from checkpointless.wire.node_messages import (
     Spawn,
 )
 from checkpointless.wire.rank_state import RankState
+from tests.drawn import examples
 from tests.unit.coordinator.nodes.standings import standing
 from tests.unit.messaged_job import NPROC, REGROUP_S, Job, trouble
 
@@ -126,7 +127,7 @@ def test_a_job_that_had_not_begun_begins() -> None:
 STATE = st.sampled_from([state for state in RankState if state is not RankState.FINISHED])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.lists(STATE, min_size=4, max_size=4), st.tuples(st.integers(0, 3), st.integers(0, 3)), st.booleans())
 def test_whatever_the_ranks_did_they_are_left_alone_or_regrouped(
     states: list[RankState], generations: tuple[int, int], held: bool

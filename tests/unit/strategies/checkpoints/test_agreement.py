@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("nemo.lightning", reason="needs NeMo")
 
 from checkpointless.strategies.checkpoints.agreement import Agreement
+from tests.drawn import examples
 
 pytestmark = pytest.mark.nemo
 
@@ -80,7 +81,7 @@ WORDS = st.builds(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(everyone=st.lists(WORDS, min_size=1, max_size=3), in_background=st.booleans())
 def test_no_save_is_both_lost_and_going_on(everyone: list[dict[str, Any]], in_background: bool) -> None:
     agreed = Agreement.of(everyone, in_background)

@@ -1,0 +1,16 @@
+"""How many inputs a test draws: few per commit, many more with ``--hypothesis-profile nightly``."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+_EACH = 100  # what hypothesis draws by default
+
+
+def examples(count: int) -> settings:
+    """Return settings with ``count`` examples, or as many times more as the loaded profile draws more than usual.
+
+    Args:
+        count: how many are drawn per commit.
+    """
+    return settings(max_examples=count * settings().max_examples // _EACH)
