@@ -7,6 +7,7 @@ streams, and buffers of its modules), so that a respawned rank gets its own back
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -83,9 +84,13 @@ class Board:
 
     @classmethod
     def create(cls, rank: int) -> Board:
-        """Create an empty board; its descriptor is close-on-exec."""
-        fd = os.memfd_create(f"checkpointless-board-{rank}", os.MFD_CLOEXEC)
+        """Create an empty board; its descriptor is close-on-exec.
+
+        Its size is sealed: to read what a rank had cut off would kill the agent (SIGBUS).
+        """
+        fd = os.memfd_create(f"checkpointless-board-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, cls.SIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0, -1)
         os.pwrite(fd, header, 0)
         board = cls(fd)

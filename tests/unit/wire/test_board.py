@@ -124,3 +124,10 @@ def test_cleared_snapshots_are_gone(board: Board) -> None:
     assert board.snapshot(9, series=1) == b""
     board.clear_snapshots()
     assert board.snapshot(9, series=1) is None
+
+
+@pytest.mark.parametrize("size", [0, 4096, Board.SIZE + 4096])
+def test_nobody_can_cut_a_board_or_let_it_grow(board: Board, size: int) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(board.fd, size)
+    assert os.fstat(board.fd).st_size == Board.SIZE
