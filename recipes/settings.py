@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 RECIPES = Path(__file__).parent
+_MOST_VALUES, _MOST_CHARACTERS = 20_000, 200_000  # ours have fewer than 300 and 10,000
 
 #: Recipes that were read before this process was forked, by name.
 _remembered: dict[str, DictConfig] = {}
@@ -144,18 +146,21 @@ def _read(recipe: str | Path) -> DictConfig:
     if not path.suffix and not path.exists():
         path = RECIPES / f"{recipe}.yaml"
     try:
-        config = OmegaConf.load(path)
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+        _check_size(text)
+        config = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         hint = (
             _suggestion(path.stem, available()) or f"; recipes that come with the package: {', '.join(available())}"
         )
         raise RecipeError(f"no recipe {recipe}{hint}") from None
     except OSError as error:
-        raise RecipeError(f"cannot read recipe {recipe}: {error.strerror}") from error
+        raise RecipeError(f"cannot read recipe {recipe}: {error.strerror or error}") from error
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
         raise RecipeError(f"{recipe} is not YAML: {line}{error.problem or first_line(error)}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, RecursionError) as error:
         raise RecipeError(f"{recipe} is not YAML: {first_line(error)}") from error
     if not isinstance(config, DictConfig) or "trainer" not in config:
         raise RecipeError(f"{recipe} is not a recipe: it has no `trainer:`")
@@ -167,9 +172,10 @@ def _override(config: DictConfig, override: str) -> None:
     if not equals or not key or not all(key.split(".")):
         raise RecipeError(f"{override!r} is not an override: write key=value, for example trainer.max_steps=10")
     try:
+        _check_size(text)
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{key}: {text!r} is not a YAML value: {first_line(error)}") from error
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise RecipeError(f"{key}: {text[:80]!r} is not a YAML value: {first_line(error)}") from error
     value = parsed["value"]
     parent = _parent(config, key)
     name = key.rsplit(".", 1)[-1]
@@ -181,6 +187,30 @@ def _override(config: DictConfig, override: str) -> None:
     elif key != "callbacks." + name:
         _check_name(parent, key, name)
     OmegaConf.update(config, key, value, merge=isinstance(value, dict) and "_target_" not in value)
+
+
+def _check_size(text: str) -> None:
+    """Raise if a YAML text stands for too much: a few lines of aliases of aliases are billions of values.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, or stands for too much.
+        RecursionError: it is nested too deep.
+    """
+    counts: dict[int, int] = {}
+
+    def count(node: Any) -> int:
+        if id(node) not in counts:
+            counts[id(node)] = _MOST_VALUES  # what it counts for within itself
+            inside = () if isinstance(node, yaml.ScalarNode) else node.value
+            pairs = inside if isinstance(node, yaml.MappingNode) else zip(inside)
+            counts[id(node)] = 1 + sum(count(each) for pair in pairs for each in pair)
+        return counts[id(node)]
+
+    if len(text) > _MOST_CHARACTERS:
+        raise yaml.YAMLError(f"it has more than {_MOST_CHARACTERS} characters")
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is not None and count(root) > _MOST_VALUES:
+        raise yaml.YAMLError(f"it stands for more than {_MOST_VALUES} values: use fewer aliases (*name)")
 
 
 def _parent(config: DictConfig, key: str) -> DictConfig:
