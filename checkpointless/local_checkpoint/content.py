@@ -91,7 +91,7 @@ def _with_tensors(value: Tree, tensors: tuple[torch.Tensor, ...]) -> Tree:
         return value
     if value[-1:] == ("tuple",):
         return tuple(_with_tensors(item, tensors) for item in value[:-1])
-    if len(value) != 2 or value[1] != "tensor" or not 0 <= value[0] < len(tensors):
+    if len(value) != 2 or value[1] != "tensor" or type(value[0]) is not int or not 0 <= value[0] < len(tensors):
         raise ValueError("the structure of a state refers to a missing tensor")
     return tensors[value[0]]
 

@@ -19,8 +19,9 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
+import msgspec
 import torch
 import xxhash
 
@@ -140,6 +141,16 @@ def read_part(path: Path) -> Content:
         return Content(opened.structure, tuple(_tensors(file, opened, path)), opened.form)
 
 
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    """The header, as it is written; each tensor is its dtype and shape."""
+
+    id: str
+    world_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    form: str
+    structure: bytes
+    tensors: list[tuple[str, list[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]]]]
+
+
 @dataclass(frozen=True)
 class _Opened:
     """The sealed header and digests of a part file that is positioned at its first tensor."""
@@ -147,20 +158,15 @@ class _Opened:
     world_size: int
     form: str
     structure: bytes
-    entries: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    entries: tuple[tuple[torch.dtype, list[int]], ...]
+    nbytes: int  # of all tensors
     digests: tuple[int, ...]
 
 
 def _write(file: BinaryIO, part: PartId, world_size: int, content: Content) -> None:
-    header = state_tree.dumps(
-        {
-            "id": str(part),
-            "world_size": world_size,
-            "form": content.form,
-            "structure": content.structure,
-            "tensors": [[dtype_name(tensor.dtype), list(tensor.shape)] for tensor in content.tensors],
-        }
-    )
+    shapes = [(dtype_name(tensor.dtype), list(tensor.shape)) for tensor in content.tensors]
+    fields = _Header(str(part), world_size, content.form, content.structure, shapes)
+    header = state_tree.dumps(msgspec.structs.asdict(fields))
     preface = _MAGIC + _NUMBER.pack(len(header)) + header
     file.write(preface)
     digests = b"".join(_NUMBER.pack(_write_tensor(file, tensor)) for tensor in content.tensors)
@@ -208,7 +214,7 @@ def _open_part(file: BinaryIO, path: Path) -> _Opened:
         raise PartFileError(f"{path} is truncated or damaged: its seal is broken")
     file.seek(begin + length)
     opened = _parse(preface[begin:], digests, path)
-    if body != sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in opened.entries):
+    if body != opened.nbytes:
         raise PartFileError(f"{path} is damaged: its tensors take other than {body} bytes")
     return opened
 
@@ -216,11 +222,11 @@ def _open_part(file: BinaryIO, path: Path) -> _Opened:
 def _parse(header: bytes, digests: bytes, path: Path) -> _Opened:
     """Parse a sealed header, and check it against the file's name and its digests."""
     try:
-        fields = state_tree.loads(header)
-        part, form, structure = PartId.parse(fields["id"]), str(fields["form"]), fields["structure"]
-        entries = tuple((dtype_of(dtype), tuple(shape)) for dtype, shape in fields["tensors"])
-        world_size = int(fields["world_size"])
-    except (ValueError, KeyError, TypeError) as error:
+        fields = msgspec.convert(state_tree.loads(header), _Header, builtin_types=(bytes,))
+        part = PartId.parse(fields.id)
+        entries = tuple((dtype_of(dtype), shape) for dtype, shape in fields.tensors)
+        nbytes = sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for dtype, shape in entries)
+    except (ValueError, RuntimeError, msgspec.ValidationError) as error:  # RuntimeError: no such shape
         raise PartFileError(f"{path} has a header that cannot be read: {error}") from error
     name = PartName.parse(path.name)
     if name is None or name.id != part:
@@ -228,7 +234,7 @@ def _parse(header: bytes, digests: bytes, path: Path) -> _Opened:
     values = tuple(value for (value,) in _NUMBER.iter_unpack(digests))
     if len(values) != len(entries):
         raise PartFileError(f"{path} has {len(entries)} tensors and {len(values)} digests")
-    return _Opened(world_size, form, structure, entries, values)
+    return _Opened(fields.world_size, fields.form, fields.structure, entries, nbytes, values)
 
 
 def _tensors(file: BinaryIO, opened: _Opened, path: Path) -> Iterator[torch.Tensor]:

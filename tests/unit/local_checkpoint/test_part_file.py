@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from checkpointless.local_checkpoint.part_file import (
     write_part,
 )
 from checkpointless.local_checkpoint.part_id import PartId, SaveId
+from checkpointless.serialization import state_tree
 from tests.ranks.local_checkpoint_ranks import bits
 
 PART = PartId(SaveId(5, "0123456789abcdef00000000"), 3)
@@ -98,6 +100,40 @@ def test_a_file_under_the_name_of_another_part_is_refused(tmp_path: Path, good: 
     path.write_bytes(good)
     with pytest.raises(PartFileError, match=r"part 3 of iteration 5 .* and not what its name says"):
         part_world_size(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tensors", [["float32", shape]])
+        for shape in (
+            [1.5],
+            ["3"],
+            [2**64],
+            [-1, -10],
+            [2**62],
+            [2**32, 2**32],
+            [2**62, 2**62, 0],
+            [1] * 100,
+            [True],
+            3,
+        )
+    ]
+    + [("tensors", value) for value in ([["float32"]], [["nonsense", []]], [[["a"], []]], 5, {"a": 1})]
+    + [("world_size", value) for value in (float("inf"), 4.0, "4", -1, 2**70, None)]
+    + [("structure", "text"), ("structure", 7), ("form", 7), ("id", 7), ("id", "x"), ("more", 1)],
+)
+def test_a_sealed_header_of_any_other_shape_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    header = {"id": str(PART), "world_size": 4, "form": "", "structure": b"", "tensors": []} | {field: value}
+    packed = state_tree.dumps(header)
+    digests = bytes(8 * len(value)) if field == "tensors" and isinstance(value, list) else b""
+    preface = b"CKPTPRT1" + len(packed).to_bytes(8, "little") + packed
+    seal = (len(digests) // 8).to_bytes(8, "little") + xxhash.xxh3_64(preface + digests).digest()[::-1]
+    path = tmp_path / NAME.file
+    path.write_bytes(preface + digests + seal)
+    for read in (part_world_size, verify_part, read_part):
+        with pytest.raises(PartFileError, match=re.escape(NAME.file)):
+            read(path)
 
 
 def test_the_header_is_where_it_is_said_to_be(good: bytes) -> None:
