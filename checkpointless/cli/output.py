@@ -19,6 +19,7 @@ STDOUT = Path("-")  # as the name of a file that a command writes
 def say(line: str) -> None:
     """Print a line about a job to standard error, besides what its ranks print."""
     shown = "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in line)
+    shown = shown.replace("\n", "\n  ")  # what others said cannot begin a line of ours
     sys.stderr.write(f"{PROG}: {shown}\n")
     sys.stderr.flush()
 

@@ -161,7 +161,7 @@ class Coordinator:
             case StoreOpened():
                 self._on_store(node, message)
             case JobOver():
-                self.end(message.code, message.reason)
+                self.end(message.code & 0xFF or FAILED, message.reason)
             case Searching():
                 node.searching = self.phase is not Phase.JOINING
             case Leaving() if node is self.host:  # and this coordinator ends with it

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from checkpointless.inprocess.exceptions import line_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -28,7 +30,7 @@ class Compose:
             try:
                 instance(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - collected, and raised below
-                logger.error("%s failed: %s: %s", _name(instance), type(error).__name__, error)
+                logger.error("%s failed: %s", _name(instance), line_of(error))
                 first = first or error
         if first is not None:
             raise first

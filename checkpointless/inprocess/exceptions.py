@@ -1,6 +1,12 @@
-"""Exceptions that end a run of the re-executable code block."""
+"""Exceptions that end a run of the re-executable code block, and what any exception says of itself."""
 
 from __future__ import annotations
+
+import traceback
+
+from checkpointless.telemetry.wording import printable
+
+_NAME_CHARACTERS = 200
 
 
 class RankShouldRestart(BaseException):
@@ -20,3 +26,29 @@ class InternalError(RuntimeError):
 
 class UnrecoverableError(RuntimeError):
     """No rung of recovery is left, so the job must end with this message."""
+
+
+def name_of(error: BaseException) -> str:
+    """Return the name of an exception's type in one line; a type may have any name."""
+    return printable(type(error).__name__, _NAME_CHARACTERS)
+
+
+def text_of(error: BaseException) -> str:
+    """Return what an exception says; if that fails, which is foreign code's to decide, return why."""
+    try:
+        return str(error)
+    except Exception as another:  # noqa: BLE001 - whatever a script's __str__ raises
+        return f"<its __str__ raised {name_of(another)}>"
+
+
+def line_of(error: BaseException) -> str:
+    """Return an exception's type and what it says."""
+    return f"{name_of(error)}: {text_of(error)}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return an exception's traceback with those of its causes; without them if they cannot be written."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001 - whatever a script's exception raises when it is asked for its notes and parts
+        return "".join([*traceback.format_tb(error.__traceback__), line_of(error)])

@@ -7,6 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from checkpointless.inprocess.exceptions import line_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -41,4 +43,4 @@ class FaultThread:
                 self._handle(generation)
             except Exception as error:
                 logger.exception("the fault of generation %d could not be handled", generation)
-                self._failed(f"{type(error).__name__}: {error}")
+                self._failed(line_of(error))

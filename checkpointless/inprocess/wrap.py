@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -15,12 +14,13 @@ from checkpointless.client import AgentLostError, FaultNotice, HPAgentK8sAPIFact
 from checkpointless.environment import FAULT_AT_ENV, RANK_ENV, own_generation, own_rank
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
+from checkpointless.inprocess import exceptions
 from checkpointless.inprocess.abort import CheckpointlessAbortManager
 from checkpointless.inprocess.abort.composition import communicators_first
 from checkpointless.inprocess.block.arguments import with_caller
 from checkpointless.inprocess.block.blocks import Blocks
 from checkpointless.inprocess.block.cleanup import BlockCleanup
-from checkpointless.inprocess.block.end import exit_code, forget_frames, is_return, is_victim
+from checkpointless.inprocess.block.end import forget_frames, is_return, is_victim
 from checkpointless.inprocess.block.entry_hooks import EntryHooks
 from checkpointless.inprocess.block.entry_modes import EntryModes
 from checkpointless.inprocess.block.entry_streams import EntryStreams
@@ -31,11 +31,7 @@ from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.inprocess.deadline import bounded, time_limit
 from checkpointless.inprocess.departure import Departure
-from checkpointless.inprocess.exceptions import (
-    InternalError,
-    RankShouldRestart,
-    UnrecoverableError,
-)
+from checkpointless.inprocess.exceptions import InternalError, RankShouldRestart, UnrecoverableError
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
 from checkpointless.inprocess.generation import Generation
@@ -49,6 +45,7 @@ from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback
 from checkpointless.wire.board import Board
+from checkpointless.wire.causes import exit_code
 
 logger = logging.getLogger(__name__)
 
@@ -338,17 +335,17 @@ class HPCallWrapper:
             SystemExit: the job cannot continue.
         """
         if isinstance(call_ex, (UnrecoverableError, FaultSpecError)):  # a fault test that cannot run proves nothing
-            self.client.give_up(self.generation, str(call_ex))
+            self.client.give_up(self.generation, exceptions.text_of(call_ex))
             raise SystemExit(GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
         self._departure.note_fault()
-        text = "".join(traceback.format_exception(call_ex))
+        text = exceptions.traceback_of(call_ex)
         keep_traceback(self.generation, own_rank(), text)
         self.client.report_fault(
             self.generation,
-            error=type(call_ex).__name__,
-            message=str(call_ex),
+            error=exceptions.name_of(call_ex),
+            message=exceptions.text_of(call_ex),
             traceback=text,
             step=self.steps.making,
             victim=is_victim(call_ex),
@@ -382,7 +379,7 @@ class HPCallWrapper:
             self._cleanup.run(state, term_ex)
         except (Exception, RankShouldRestart) as error:
             logger.exception("rank %s cannot restart in this process", os.environ.get(RANK_ENV))
-            self._replace(f"{type(error).__name__}: {error}")
+            self._replace(exceptions.line_of(error))
 
     def shutdown(self) -> None:
         """Stop listening for faults; the process has left the block and does not enter it again."""

@@ -68,6 +68,17 @@ def exit_cause(rank: int, code: int, step: int, when: str = "") -> Cause:
     return Cause(CauseKind.LOSS, rank, "exit", f"exited with code {code}{when}", step)
 
 
+def exit_code(leaving: SystemExit) -> int:
+    """Return the exit code of a process that a script ends by ``sys.exit``: 0 only for nothing and 0, 1 for a text.
+
+    Python takes the last eight bits, so that ``sys.exit(os.system(...))`` of a command that failed is a success.
+    """
+    code = leaving.code
+    if not isinstance(code, int):
+        return int(code is not None)
+    return code & 0xFF or int(code != 0)
+
+
 def refusal_cause(rank: int, why: str) -> Cause:
     """Return the cause for a process that could not be started.
 

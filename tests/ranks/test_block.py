@@ -110,7 +110,7 @@ def test_exit_0_in_the_block_is_its_end_like_any_other(tmp_path: Path) -> None:
     assert returned == ["got None", "got None", "got returned"]
 
 
-@pytest.mark.parametrize(("code", "job_code"), [("3", 3), ("'no more data'", 1), ("300", 300 & 0xFF)])
+@pytest.mark.parametrize(("code", "job_code"), [("3", 3), ("'no more data'", 1), ("256", 1)])
 def test_another_exit_in_the_block_ends_the_job_with_that_code(tmp_path: Path, code: str, job_code: int) -> None:
     job = Job(tmp_path, "leaves_by_exit.py", f"1:{code}")
     ended = job.end(END_S)

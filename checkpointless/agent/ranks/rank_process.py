@@ -29,6 +29,7 @@ from checkpointless.posix import temp_folder
 from checkpointless.telemetry.log_level import apply_log_level
 from checkpointless.telemetry.log_relay import LogRelay
 from checkpointless.telemetry.scribe import flush_all
+from checkpointless.wire.causes import exit_code
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +118,9 @@ def _run(script: Script) -> int:
             sys.path[0] = str(Path(script.target).resolve().parent)
             runpy.run_path(script.target, run_name="__main__")
     except SystemExit as leaving:
-        if leaving.code is None:
-            return 0
-        if isinstance(leaving.code, int):
-            return leaving.code & 0xFF
-        sys.stderr.write(f"{leaving.code}\n")
-        return 1
+        if not isinstance(leaving.code, int | None):
+            sys.stderr.write(f"{leaving.code}\n")
+        return exit_code(leaving)
     except KeyboardInterrupt:
         traceback.print_exc()
         return 128 + signal.SIGINT

@@ -10,7 +10,7 @@ from typing import NoReturn, Protocol
 from checkpointless.inprocess.abort.composition import after_block
 from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.deadline import bounded
-from checkpointless.inprocess.exceptions import HealthCheckError
+from checkpointless.inprocess.exceptions import HealthCheckError, line_of
 from checkpointless.inprocess.finalize import collect_garbage
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.memory import memory_status
@@ -80,7 +80,7 @@ class BlockCleanup:
                 try:
                     settings.health_check(state, term_ex)
                 except Exception as error:
-                    raise HealthCheckError(f"{type(error).__name__}: {error}") from error
+                    raise HealthCheckError(line_of(error)) from error
 
     def _bounded(self, what: str, beyond: timedelta | None = None) -> AbstractContextManager[None]:
         limit = self._settings.abort_timeout + (beyond or timedelta())

@@ -7,7 +7,8 @@ import traceback
 
 import torch
 
-from checkpointless.inprocess.exceptions import RankShouldRestart
+from checkpointless.inprocess.exceptions import RankShouldRestart, text_of
+from checkpointless.wire.causes import exit_code
 
 _VICTIM_MARKS = (
     "gloo/transport",
@@ -24,27 +25,21 @@ def is_return(error: BaseException | None) -> bool:
 
     A subclass of ``SystemExit`` does not count: Lightning ends a process that received SIGTERM with one.
     """
-    return error is None or (type(error) is SystemExit and error.code in (None, 0))
+    return error is None or (type(error) is SystemExit and exit_code(error) == 0)
 
 
-def exit_code(leaving: SystemExit) -> int:
-    """Return the exit code that Python gives a process that ends by ``leaving``; for a text it is 1."""
-    if leaving.code is None:
-        return 0
-    return leaving.code & 0xFF if isinstance(leaving.code, int) else 1
-
-
-def is_victim(error: BaseException) -> bool:
+def is_victim(error: BaseException | None) -> bool:
     """Return whether ``error`` says that a peer or the store went away, rather than that this rank failed."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, RankShouldRestart) or type(seen).__name__.startswith("Dist"):
-            return True
-        text = str(seen)
-        if isinstance(seen, (RuntimeError, OSError)) and any(mark in text for mark in _VICTIM_MARKS):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
+    chain: list[BaseException] = []
+    while error is not None and not any(error is each for each in chain):
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return any(
+        isinstance(each, RankShouldRestart)
+        or type(each).__name__.startswith("Dist")
+        or (isinstance(each, (RuntimeError, OSError)) and any(mark in text_of(each) for mark in _VICTIM_MARKS))
+        for each in chain
+    )
 
 
 def make_room(error: BaseException | None) -> bool:

@@ -184,6 +184,13 @@ def test_a_node_that_gives_up_ends_the_job_everywhere() -> None:
     assert job.sent == []
 
 
+@pytest.mark.parametrize("code", [0, 256, -256, 1 << 60])
+def test_a_job_that_was_given_up_does_not_end_well(code: int) -> None:
+    job = Job().begin()
+    job.hear(job.coordinator.nodes[0], JobOver("it left", code))
+    assert job.outcome == End(1, ["it left"])
+
+
 def test_finished_ranks_may_enter_again() -> None:
     job = Job().begin()
     for rank in job.ranks:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
-from checkpointless.inprocess.block.end import make_room
+from checkpointless.inprocess.block.end import is_return, is_victim, make_room
+from checkpointless.inprocess.exceptions import line_of, text_of, traceback_of
+from checkpointless.wire.causes import exit_code
 
 
 class Built:
@@ -48,3 +51,56 @@ def test_nothing_is_freed_for_another_error() -> None:
     assert not make_room(error)
     assert built[0]() is not None
     assert error.__traceback__ is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (None, 0),
+        (0, 0),
+        (False, 0),
+        (True, 1),
+        (3, 3),
+        (256, 1),
+        (-256, 1),
+        (-1, 255),
+        (1 << 70, 1),
+        ("", 1),
+        (0.0, 1),
+    ],
+)
+def test_only_nothing_and_0_are_a_success(code: Any, status: int) -> None:
+    assert exit_code(SystemExit(code)) == status
+    assert is_return(SystemExit(code)) == (status == 0)
+
+
+class Unspeakable(RuntimeError):
+    """Says nothing of itself."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__notes__":
+            raise ValueError("no notes")
+        return super().__getattribute__(name)
+
+    def __str__(self) -> str:
+        raise self
+
+
+Unspeakable.__name__ = "One\ncheckpointless: the job has ended\x1b[2J"
+
+
+def test_an_exception_need_not_be_able_to_say_anything() -> None:
+    error = Unspeakable()
+    shown = "One checkpointless: the job has ended\\x1b[2J"
+    assert text_of(error) == f"<its __str__ raised {shown}>"
+    assert line_of(error) == f"{shown}: {text_of(error)}"
+    assert line_of(error) in traceback_of(error)
+    assert not is_victim(error)
+
+
+def test_causes_may_go_in_circles() -> None:
+    first, second = RuntimeError("one"), RuntimeError("NCCL")
+    first.__cause__, second.__cause__ = second, first
+    assert is_victim(first)
+    second.args = ("two",)
+    assert not is_victim(first)

@@ -28,6 +28,7 @@ class SlowAgent(RankClient):
         self.slow = threading.Event()  # set: the fault thread is in ``pending_fault``
         self.quick = threading.Event()  # set: it goes on
         self.generation = 0
+        self.said = ""
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
@@ -43,6 +44,7 @@ class SlowAgent(RankClient):
         if isinstance(message, Hello):
             self._hear(Go(0, None, {}, -1))
         elif isinstance(message, FaultReport):
+            self.said = message.cause.message
             self._hear(FaultNotice(message.generation, "1", "it failed", 0))
         elif isinstance(message, Barrier):
             assert self.slow.wait(30), "the fault thread was not told"
@@ -121,3 +123,22 @@ def test_every_generation_has_its_own_injector_of_the_jobs_faults(
         assert first.of_job
     else:
         assert first is second is None
+
+
+class Unspeakable(RuntimeError):
+    """Says nothing of itself."""
+
+    def __str__(self) -> str:
+        raise self
+
+
+def test_an_exception_that_says_nothing_of_itself_is_a_fault_like_any_other() -> None:
+    agent = SlowAgent()
+
+    def block() -> str:
+        if agent.generation == 0:
+            raise Unspeakable
+        return "done"
+
+    assert wrapper_of(agent)(block)() == "done"
+    assert agent.said == "<its __str__ raised Unspeakable>"
