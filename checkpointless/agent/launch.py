@@ -39,7 +39,7 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
     """
     from checkpointless.agent.watch import Watch
     from checkpointless.coordinator.hosting import coordinate
-    from checkpointless.monitoring.snapshot import OUTSIDE
+    from checkpointless.monitoring.snapshot import OUTSIDE, JobNames
 
     if config.run_dir is not None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
             return coordinate(meeting, limits, EventLog(events_path, node=OUTSIDE), say, signals)
     from checkpointless.monitoring.http_status import HttpStatus
 
-    watch = Watch(OUTSIDE)
+    watch = Watch(OUTSIDE, JobNames(run_dir="" if config.run_dir is None else str(config.run_dir)))
     http = HttpStatus(config.http_host, config.http_port, watch)
     with _handling(signals.append), http, LogRelay(), closing(scribe):
         try:
@@ -88,8 +88,10 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
             return _run(config, folder, EventLog(events_path, node=config.node_rank), signals, say)
     from checkpointless.agent.watch import Watch
     from checkpointless.monitoring.http_status import HttpStatus
+    from checkpointless.monitoring.snapshot import JobNames
 
-    watch = Watch(config.node_rank)
+    names = JobNames(config.job or Path(config.script).stem, str(config.run_dir), config.script)
+    watch = Watch(config.node_rank, names)
     http = HttpStatus(config.http_host, config.http_port, watch)
     with _handling(signals.append, *cuts), private_temp_folder() as folder, http, LogRelay(), closing(scribe):
         return _run(config, folder, watch.log(events_path), signals, say, http, watch)

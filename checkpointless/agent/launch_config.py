@@ -58,6 +58,7 @@ class LaunchConfig:
         http_port: port on which health, status and metrics are served over HTTP (0: any free port; None: they are
             not served).
         http_host: address to which the HTTP port is bound.
+        job: name of the job, for its metrics (default: that of the script).
 
     Raises:
         ValueError: a value is out of range, or the script does not exist.
@@ -89,6 +90,7 @@ class LaunchConfig:
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     http_port: int | None = None
     http_host: str = DEFAULT_HTTP_HOST
+    job: str = ""
 
     @property
     def is_alone(self) -> bool:

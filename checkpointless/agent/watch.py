@@ -6,8 +6,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpointless.monitoring.accounting import Accounting
 from checkpointless.monitoring.measured import Measuring
-from checkpointless.monitoring.snapshot import OUTSIDE, JobNode, JobRank, JobStatus, RankStatus, Snapshot, Tally
+from checkpointless.monitoring.snapshot import (
+    OUTSIDE,
+    JobNames,
+    JobNode,
+    JobRank,
+    JobStatus,
+    RankStatus,
+    Snapshot,
+    Tally,
+)
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Edge, EventLog
 from checkpointless.wire.board import NO_STEP
@@ -32,15 +42,20 @@ class Watch:
 
     Args:
         node: number of this node, or :data:`OUTSIDE`.
+        names: what the job is called.
 
     Attributes:
         snapshot: the newest snapshot; it is replaced, never changed.
         measuring: reads what the ranks of this node measured; None before :meth:`log`, and outside of nodes.
+        accounting: reads what the run's time was spent on; None before :meth:`log`.
+        names: what the job is called.
     """
 
-    def __init__(self, node: int) -> None:
+    def __init__(self, node: int, names: JobNames | None = None) -> None:
         self.snapshot = Snapshot(node)
         self.measuring: Measuring | None = None
+        self.accounting: Accounting | None = None
+        self.names = names or JobNames()
         self._tally = Tally()
         self._began_s = self._again_at_s = 0.0
 
@@ -51,6 +66,8 @@ class Watch:
             path: path of the log; None drops what is written after it was counted.
         """
         node = self.snapshot.node
+        if path is not None:
+            self.accounting = Accounting(path)
         if node != OUTSIDE and path is not None:
             self.measuring = Measuring(path, node, self._own_ranks)
         return _WatchedLog(path, node, self._tally)

@@ -161,6 +161,7 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
             cpu=options.cpu,
             faults=tuple(options.faults),
             record_steps=options.record_steps,
+            job=program.name,
             script=program.script,
             script_args=program.script_args,
             module=program.module,

@@ -1,4 +1,4 @@
-"""Health, status and metrics over HTTP, read-only: ``/healthz``, ``/status`` and ``/metrics``.
+"""Health, status and metrics over HTTP, read-only: ``/healthz``, ``/status`` and ``/metrics``, listed at ``/``.
 
 Daemon threads serve them from the snapshot of the agent, or of a coordinator in a separate process: one accepts
 clients, and each client has one. They never make the loop wait: a slow client loses its connection, a flood is
@@ -22,7 +22,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from checkpointless.monitoring.bounded_connection import BoundedConnection, RequestTooLargeError
-from checkpointless.monitoring.pages import TEXT, Page, Pages, Watched
+from checkpointless.monitoring.pages import PATHS, TEXT, Page, Pages, Watched
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class StatusHandler(BaseHTTPRequestHandler):
         """Answer with the status code's standard phrase, so that nothing of the request is sent back."""
         status = HTTPStatus(code)
         self.request_version = self.protocol_version  # a broken request line gets headers, too
-        self._send(Page(status, TEXT, f"{status.phrase}\n".encode()))
+        paths = PATHS if status is HTTPStatus.NOT_FOUND else ""
+        self._send(Page(status, TEXT, f"{status.phrase}\n{paths}".encode()))
 
     def version_string(self) -> str:
         """Return a name that does not tell which Python this is."""
@@ -255,8 +256,6 @@ class HttpStatus:
         self._thread = threading.Thread(target=self._server.serve, name="checkpointless-http", daemon=True)
         self._thread.start()
         say(f"health and metrics at {_url(host, self._server.server_port)} (/healthz, /status, /metrics)")
-        if self._pages.lacks:
-            say(self._pages.lacks)
 
     def close(self) -> None:
         """Stop serving and close every connection."""
@@ -265,8 +264,9 @@ class HttpStatus:
             self._server.stop()
             self._thread.join(_CLOSE_TIMEOUT_S)
             self._server.close(by_s)
-        if self.watch.measuring is not None:
-            self.watch.measuring.close()
+        for reader in (self.watch.measuring, self.watch.accounting):
+            if reader is not None:
+                reader.close()
 
 
 def _url(host: str, port: int) -> str:

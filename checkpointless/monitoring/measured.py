@@ -2,9 +2,7 @@
 
 The ranks log each stage of a recovery with its duration anyway, so metrics cost neither a rank nor the agent's
 loop anything. Messages on the ranks' sockets would wake the loop just while it recovers, and would be lost with a
-rank that dies; a line that is written stays. A separate thread reads what was appended, because the run directory
-may be on a disk that many nodes share and that may stop answering: health must be reported even then. The thread
-reads only while somebody asks for metrics, at most :data:`MAX_BYTES` once per second.
+rank that dies; a line that is written stays.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import json
 import logging
 import math
 import re
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpointless.faults.spec import FaultKind
 from checkpointless.monitoring.durations import Durations
+from checkpointless.monitoring.event_reader import MAX_BYTES, EventReader
 from checkpointless.telemetry.event_names import STAGES, EventName
 from checkpointless.telemetry.lines import LineTail
 
@@ -31,15 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 4 * 1024 * 1024
-ASKED_FOR_S = 300.0  # how long reading continues after a request
 QUIET_S = 600.0  # an incident is over when its ranks were silent for so long
 STAGE_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 #: ``detect`` is measured between processes, and only for a fault that was injected.
 MEASURED_STAGES = (EventName.RESPAWN, *(stage for stage in STAGES if stage != EventName.DETECT))
 OTHER = "other"
-_EVERY_S = 1.0
-_CLOSE_TIMEOUT_S = 1.0
 # In these stages the rank may not know the incident's name yet.
 _WITHOUT_INCIDENT = frozenset({EventName.ABORT, EventName.FINALIZE, EventName.HEALTH})
 # These stages are logged with the generation that ended, the others with the next one.
@@ -56,14 +49,17 @@ class Measured:
         stages: durations of each stage; each incident counts with the rank of this node that took longest.
         transfer_bytes: how many bytes the ranks of this node received from living replicas.
         faults: number of faults injected into the ranks of this node, by kind; unknown kinds count as ``other``.
+        inexact: number of generations in which a rank of this node found that it no longer computes what an
+            undisturbed run computes.
     """
 
     stages: Mapping[str, Durations]
     transfer_bytes: int
     faults: Mapping[str, int]
+    inexact: int = 0
 
 
-class Measuring:
+class Measuring(EventReader):
     """Reads an event log on behalf of a node while somebody asks for its contents.
 
     Args:
@@ -77,20 +73,15 @@ class Measuring:
     """
 
     def __init__(self, path: Path, node: int, ranks: Callable[[], tuple[frozenset[int], bool]]) -> None:
+        super().__init__("measured")
         self._tail = LineTail(path, max_bytes=MAX_BYTES)
         self._node, self._ranks = node, ranks
         self._tally = MeasuredTally()
-        self._asked_at_s = -math.inf
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
         self.measured = self._tally.measured()
 
     def ask(self) -> Measured:
-        """Return at once what is known, and keep it up to date for the next :data:`ASKED_FOR_S` seconds."""
-        self._asked_at_s = time.monotonic()
-        if self._thread is None and not self._closing.is_set():
-            self._thread = threading.Thread(target=self._read, name="checkpointless-measured", daemon=True)
-            self._thread.start()
+        """Return at once what is known, and keep it up to date for a while."""
+        self.asked()
         return self.measured
 
     def look(self, now_s: float) -> None:
@@ -103,23 +94,6 @@ class Measuring:
         self._tally.take(self._tail.lines(), self._node, ranks, now_s)
         self._tally.close(ranks, now_s, over=over)
         self.measured = self._tally.measured()
-
-    def close(self) -> None:
-        """Stop reading."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_TIMEOUT_S)  # not forever: the disk may not answer
-
-    def _read(self) -> None:
-        try:
-            while True:
-                now_s = time.monotonic()
-                if now_s - self._asked_at_s <= ASKED_FOR_S:
-                    self.look(now_s)
-                if self._closing.wait(_EVERY_S):
-                    return
-        except Exception:
-            logger.exception("the event log is read no more: what ranks measured stays as it is in the metrics")
 
 
 @dataclass
@@ -151,12 +125,13 @@ class MeasuredTally:
         self._stages: dict[str, Durations] = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
         self._transfer_bytes = 0
         self._faults = Counter({kind.value: 0 for kind in FaultKind})
+        self._inexact: set[int] = set()
         self._open: dict[int, _Incident] = {}
         self._counted = -2  # the newest generation whose end was counted; -1 is before the first
 
     def measured(self) -> Measured:
         """Return what was counted so far."""
-        return Measured(dict(self._stages), self._transfer_bytes, dict(self._faults))
+        return Measured(dict(self._stages), self._transfer_bytes, dict(self._faults), len(self._inexact))
 
     def take(self, lines: Iterable[bytes], node: int, ranks: frozenset[int], now_s: float) -> None:
         """Count what these lines say about a node.
@@ -207,6 +182,8 @@ class MeasuredTally:
             self._faults[kind if kind in self._faults else OTHER] += 1
         if not isinstance(stage, str) or not isinstance(generation, int) or not isinstance(rank, int | None):
             return
+        if stage == EventName.INEXACT:
+            self._inexact.add(generation)
         if stage not in self._stages:
             return
         if record.get("incident") is None and stage not in _WITHOUT_INCIDENT:

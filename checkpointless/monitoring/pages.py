@@ -1,4 +1,4 @@
-"""The pages that can be read about a job: ``/healthz``, ``/status`` and ``/metrics``, each made from a snapshot."""
+"""The pages that can be read about a job: ``/healthz``, ``/status``, ``/metrics``, and ``/``, which lists them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Protocol
 
+from checkpointless.monitoring import prometheus
+from checkpointless.monitoring.accounting import Accounting
 from checkpointless.monitoring.durations import Durations
 from checkpointless.monitoring.measured import Measuring
-from checkpointless.monitoring.snapshot import Snapshot
+from checkpointless.monitoring.snapshot import JobNames, Snapshot
 
 TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
+#: What there is, for ``/`` and for whoever asks for something else.
+PATHS = """\
+/healthz  200 while the job goes on, else 503
+/status   the ranks, and where the coordinator is the job, as JSON
+/metrics  for Prometheus
+"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,14 @@ class Watched(Protocol):
     def measuring(self) -> Measuring | None:
         """Reads what the ranks of this node measured; None where there is no event log."""
 
+    @property
+    def accounting(self) -> Accounting | None:
+        """Reads what the run's time was spent on; None where there is no event log."""
+
+    @property
+    def names(self) -> JobNames:
+        """What the job is called."""
+
 
 class Pages:
     """The pages that can be read, each made from a snapshot on request, once per snapshot.
@@ -45,33 +61,18 @@ class Pages:
 
     Args:
         watch: holds the snapshot.
-
-    Attributes:
-        lacks: why there are no metrics ("" if there are).
     """
 
     def __init__(self, watch: Watched) -> None:
         self._watch = watch
         self._made: dict[str, tuple[Snapshot, Page]] = {}
-        self._pages: dict[str, Callable[[Snapshot], Page]] = {"/status": _status}
-        self.lacks = ""
-        try:
-            from checkpointless.monitoring import prometheus
-        except ImportError as error:
-            self.lacks = f"/metrics needs {error.name}: pip install 'checkpointless[metrics]'"
-            page = Page(HTTPStatus.NOT_IMPLEMENTED, TEXT, f"{self.lacks}\n".encode())
-            self._pages["/metrics"] = lambda _: page
-        else:
-
-            def rendered(now: Snapshot) -> Page:
-                measured = watch.measuring.ask() if watch.measuring is not None else None
-                return Page(HTTPStatus.OK, prometheus.CONTENT_TYPE, prometheus.render(now, measured))
-
-            self._pages["/metrics"] = rendered
+        self._pages: dict[str, Callable[[Snapshot], Page]] = {"/status": _status, "/metrics": self._metrics}
 
     def at(self, path: str) -> Page | None:
         """Return the page at exactly this path, or None if there is none."""
         snapshot = self._watch.snapshot
+        if path == "/":
+            return Page(HTTPStatus.OK, TEXT, PATHS.encode())
         if path == "/healthz":
             well, words = snapshot.health(time.monotonic())
             status = HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE
@@ -84,6 +85,14 @@ class Pages:
             page = make(snapshot)
             self._made[path] = (snapshot, page)
         return page
+
+    def _metrics(self, now: Snapshot) -> Page:
+        watch = self._watch
+        measured = watch.measuring.ask() if watch.measuring is not None else None
+        account = None
+        if watch.accounting is not None and now.job is not None:  # the run's, so once for all nodes
+            account = watch.accounting.ask(now.high_water)
+        return Page(HTTPStatus.OK, prometheus.CONTENT_TYPE, prometheus.render(now, measured, account, watch.names))
 
 
 def _status(snapshot: Snapshot) -> Page:

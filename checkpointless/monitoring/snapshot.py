@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpointless.monitoring.durations import Durations
@@ -23,6 +24,26 @@ STALE_S = 5.0  # a loop that has not turned for this long counts as stuck
 FATAL, WARNING = "fatal", "warning"
 _RUNGS = tuple(rung.label for rung in Rung)
 _NO_RECOVERIES = Durations.none(RECOVERY_BUCKETS_S)
+
+
+@dataclass(frozen=True)
+class JobNames:
+    """What a job is called, for the labels of its metrics.
+
+    Attributes:
+        job: name of the script or recipe ("": not known).
+        run_dir: the run directory ("": there is none).
+        script: path of the script, or name of the module ("": not known).
+    """
+
+    job: str = ""
+    run_dir: str = ""
+    script: str = ""
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return Path(self.run_dir).name
 
 
 @dataclass(frozen=True)

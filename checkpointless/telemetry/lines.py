@@ -18,13 +18,16 @@ class LineTail:
     Args:
         path: the file, which need not exist yet.
         max_bytes: number of bytes that one call reads at most; a longer line is skipped.
+        from_start: whether what the file already contains is read too.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, *, from_start: bool = False) -> None:
         self._path, self._max_bytes = path, max_bytes
         self._inode, self._offset = -1, 0
         self._in_long_line = False
         self._complained = False
+        if from_start:
+            return
         try:
             found = path.stat()
         except OSError:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointless.cli import main
 from checkpointless.environment import TOKEN_ENV
@@ -67,12 +68,15 @@ class Http:
         return found[-1]
 
     def metric(self, name: str, **labels: str) -> float | None:
-        parser = pytest.importorskip("prometheus_client.parser")
-        families = list(parser.text_string_to_metric_families(self.get("/metrics")[1]))
+        """Return the value of a metric; the labels that all of them have are left out."""
+        families = list(text_string_to_metric_families(self.get("/metrics")[1]))
         assert len({family.name for family in families}) == len(families) >= 6
         name = f"checkpointless_{name}"
-        values = (s.value for f in families for s in f.samples if (s.name, s.labels) == (name, labels))
-        return next(values, None)
+        for sample in (sample for family in families for sample in family.samples):
+            own = {label: value for label, value in sample.labels.items() if label not in ("job", "run", "node")}
+            if (sample.name, own) == (name, labels):
+                return sample.value
+        return None
 
     def is_closed(self) -> bool:
         with socket.socket() as probe:
@@ -118,6 +122,11 @@ def test_a_run_an_incident_and_the_end(tmp_path: Path) -> None:
     assert http.metric("steps_lost_total") == http.metric("faults_injected_total", kind="sigkill") == 0
     assert http.metric("committed_step", rank="0") == 8
     assert (http.metric("ranks", state="running"), http.metric("ranks", state="done")) == (1, 2)
+    whose = r'{job="steps",node="0",run="[^"]+",'
+    about = r'run_dir="[^"]+",script="[^"]+steps.py",version="[^"]+"} 1.0'
+    assert re.search(f"^checkpointless_info{whose}{about}$", http.get("/metrics")[1], re.MULTILINE)
+    assert http.metric("inexact_incidents_total") == 0
+    wait_until(lambda: (http.metric("time_seconds", activity="recovery") or 0) > 2)
 
     ended = job.end()
     assert ended.code == 0, ended.err

@@ -18,9 +18,11 @@ import xxhash
 from torch.utils.data import dataloader
 
 from checkpointless.inprocess import active_call_wrapper
+from checkpointless.inprocess.context import tell
 from checkpointless.patches import Patch, Patches
 from checkpointless.recovery.training.lasting_iterators import LastingIterators
 from checkpointless.serialization.tensor_memory import tensor_bytes
+from checkpointless.telemetry.event_names import EventName
 
 _BYTES = 4096  # of each tensor
 _DEEPEST = 4  # containers within containers
@@ -94,6 +96,7 @@ class RepeatedSteps:
         self._loss = loss
         at, _, before = self._before
         if at == step and loss is not None and before is not None and float(loss).hex() != float(before).hex():
+            tell(EventName.INEXACT, step=step, loss=loss, before=before)
             self._tell(_OTHER_LOSS, step, loss, before)
 
     def _begin(self, step: int) -> None:

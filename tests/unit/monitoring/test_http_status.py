@@ -30,7 +30,7 @@ from tests.unit.monitoring.http_exchange import NONE, SNAPSHOT, answer, pages_of
         ("HEAD /status HTTP/1.1", 200),
         ("POST /status HTTP/1.1", 405),
         ("DELETE / HTTP/1.1", 405),
-        ("GET / HTTP/1.1", 404),
+        ("GET / HTTP/1.1", 200),
         ("GET /status/ HTTP/1.1", 404),
         ("GET /../../etc/passwd HTTP/1.1", 404),
         ("GET /..%2f..%2fetc/passwd HTTP/1.1", 404),

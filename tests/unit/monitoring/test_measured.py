@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointless.faults.spec import FaultKind
-from checkpointless.monitoring import measured
+from checkpointless.monitoring import event_reader
 from checkpointless.monitoring.measured import (
     MEASURED_STAGES,
     QUIET_S,
@@ -245,7 +245,7 @@ def test_a_log_that_cannot_be_read_is_said_once(tmp_path: Path, caplog: pytest.L
 
 @pytest.fixture
 def asked(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> Iterator[Measuring]:
-    monkeypatch.setattr(measured, "_EVERY_S", 0.01)
+    monkeypatch.setattr(event_reader, "_EVERY_S", 0.01)
     measuring = Measuring(lines.path, 1, lambda: (OWN, False))
     yield measuring
     measuring.close()
@@ -261,7 +261,7 @@ def test_it_is_read_while_somebody_asks(asked: Measuring, lines: Lines, monkeypa
         assert time.monotonic() < until_s
         time.sleep(0.01)
     assert asked.measured.stages["init"].counts[-1] == 1
-    monkeypatch.setattr(measured, "ASKED_FOR_S", -1.0)
+    monkeypatch.setattr(event_reader, "ASKED_FOR_S", -1.0)
     time.sleep(0.05)
     lines.recovery(1, 2, 3)
     time.sleep(0.05)
@@ -270,6 +270,15 @@ def test_it_is_read_while_somebody_asks(asked: Measuring, lines: Lines, monkeypa
 
 def nothing(found: Measured) -> bool:
     return found.transfer_bytes == 0 and not any(each.counts[-1] for each in found.stages.values())
+
+
+def test_what_is_no_longer_the_undisturbed_run_counts_once_per_incident(lines: Lines) -> None:
+    tally = MeasuredTally()
+    for rank, generation in ((2, 1), (3, 1), (0, 2), (3, 4)):  # rank 0 is another node's
+        log = EventLog(lines.path, node=0, rank=rank)
+        log.emit(EventName.INEXACT, "point", generation=generation, step=5, loss=1.0, before=2.0)
+    tally.take(lines.all(), 1, OWN, 0.0)
+    assert tally.measured().inexact == 2
 
 
 def test_a_spare_counts_nobodys_ranks(lines: Lines) -> None:

@@ -2,20 +2,21 @@
 
 import json
 import re
-import sys
 import time
+from dataclasses import replace
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from checkpointless import monitoring
 from checkpointless.agent.watch import Watch
+from checkpointless.monitoring import prometheus
 from checkpointless.monitoring.durations import Durations
-from checkpointless.monitoring.http_status import HttpStatus
 from checkpointless.monitoring.measured import MEASURED_STAGES, STAGE_BUCKETS_S, Measured
 from checkpointless.monitoring.pages import Pages
-from checkpointless.monitoring.snapshot import OUTSIDE, STALE_S, Snapshot, Tally
+from checkpointless.monitoring.snapshot import OUTSIDE, STALE_S, JobNames, Snapshot, Tally
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.wire.node_messages import End
 from tests.unit.monitoring.http_exchange import RUNGS, SNAPSHOT, get, pages_of
@@ -71,12 +72,16 @@ def test_the_status_is_the_snapshot() -> None:
 
 def samples(text: str) -> dict[tuple[str, str], float]:
     """Return every sample by its name and its label's value, as Prometheus's own parser reads them."""
-    parser = pytest.importorskip("prometheus_client.parser")
     return {
-        (sample.name.removeprefix("checkpointless_"), *sample.labels.values(), "")[:2]: sample.value
-        for family in parser.text_string_to_metric_families(text)
+        (sample.name.removeprefix("checkpointless_"), *_own(sample.labels), "")[:2]: sample.value
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
+        if family.name != "checkpointless_info"
     }
+
+
+def _own(labels: dict[str, str]) -> list[str]:
+    return [value for name, value in labels.items() if name not in ("job", "run", "node")]
 
 
 def test_the_metrics_are_those_of_the_snapshot() -> None:
@@ -97,7 +102,7 @@ def test_the_metrics_are_those_of_the_snapshot() -> None:
     counts = {rung: found["recovery_seconds_count", rung] for rung in RUNGS}
     assert counts == {"in-process": 1, "process": 1, "node": 0, "job": 0}
     assert found["recovery_seconds_sum", "process"] == 40
-    buckets = re.findall(r'recovery_seconds_bucket{le="([^"]+)",rung="process"} (\S+)', body)
+    buckets = re.findall(r'recovery_seconds_bucket{le="([^"]+)",node="0",rung="process"} (\S+)', body)
     assert buckets == [
         ("0.5", "0.0"),
         ("1.0", "0.0"),
@@ -126,10 +131,9 @@ def test_what_is_not_known_has_no_sample() -> None:
 
 
 def test_what_ranks_measured_has_every_stage_and_kind_from_the_start() -> None:
-    metrics = pytest.importorskip("checkpointless.monitoring.prometheus")
     stages: dict[str, Durations] = dict.fromkeys(MEASURED_STAGES, Durations.none(STAGE_BUCKETS_S))
     stages["abort"] = stages["abort"].and_one_of(0.25)
-    found = samples(metrics.render(SNAPSHOT, Measured(stages, 4096, {"sigkill": 0, "hang": 2})).decode())
+    found = samples(prometheus.render(SNAPSHOT, Measured(stages, 4096, {"sigkill": 0, "hang": 2})).decode())
     assert {label for name, label in found if name == "stage_seconds_count"} == set(MEASURED_STAGES)
     assert (found["stage_seconds_count", "abort"], found["stage_seconds_sum", "abort"]) == (1, 0.25)
     assert found["stage_seconds_count", "verify"] == 0
@@ -151,21 +155,30 @@ def test_a_coordinator_in_a_process_of_its_own_tells_of_the_job_alone() -> None:
     assert not {name for name, _ in found} & {"ranks", "respawns_total", "stage_seconds_count"}
 
 
-def test_without_the_library_everything_else_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "checkpointless.monitoring.prometheus", raising=False)
-    monkeypatch.delattr(monitoring, "prometheus", raising=False)
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+def test_the_first_page_lists_the_paths_and_so_does_404() -> None:
     pages = pages_of(SNAPSHOT)
-    status, body = get(pages, "/metrics")
-    assert (status, body) == (501, "/metrics needs prometheus_client: pip install 'checkpointless[metrics]'\n")
-    assert get(pages, "/status")[0] == 200
-    said: list[str] = []
-    watch = Watch(0)
-    with HttpStatus("127.0.0.1", 0, watch) as http:
-        http.open(said.append)
-    assert "pip install" in said[1]
+    status, listing = get(pages, "/")
+    assert status == 200
+    paths = [line.split()[0] for line in listing.splitlines()]
+    assert paths == ["/healthz", "/status", "/metrics"]
+    assert all(get(pages, path)[0] in (200, 503) for path in paths)
+    assert get(pages, "/metric") == (404, f"Not Found\n{listing}")
+
+
+def test_every_sample_says_whose_it_is() -> None:
+    watch = Watch(0, JobNames("train", "/data/runs/20260101T120000Z-train", "train.py"))
+    watch.snapshot = SNAPSHOT
+    body = get(Pages(watch), "/metrics")[1]
+    families = list(text_string_to_metric_families(body))
+    whose = {"job": "train", "run": "20260101T120000Z-train", "node": "0"}
+    labels = [sample.labels for family in families for sample in family.samples]
+    assert labels
+    assert all(whose.items() <= each.items() for each in labels)
+    (info,) = (family for family in families if family.name == "checkpointless_info")
+    about = {"version": version("checkpointless"), "script": "train.py", "run_dir": watch.names.run_dir}
+    assert [(sample.labels, sample.value) for sample in info.samples] == [({**whose, **about}, 1)]
+    spare = samples(get(pages_of(replace(SNAPSHOT, node=OUTSIDE)), "/metrics")[1])
+    assert spare["generation", ""] == 3
 
 
 def test_an_incident_is_counted_when_the_ranks_are_together_again_and_by_its_last_cause() -> None:

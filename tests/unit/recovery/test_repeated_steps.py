@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import dataloader
 
 from checkpointless.recovery.training.repeated_steps import RepeatedSteps
+from checkpointless.telemetry.events import read_events
 
 NAN = float("nan")
 
@@ -38,6 +40,18 @@ def test_what_differs_is_said_once(
         again(1.0, torch.ones(2), second, other)
     assert says in caplog.text
     assert len(caplog.records) == bool(says)
+
+
+@pytest.mark.parametrize(("second", "other"), [(2.0, torch.ones(2)), (2.0, torch.zeros(2)), (1.0, torch.ones(2))])
+def test_another_loss_is_an_event_even_if_the_batch_was_told_of(
+    second: float, other: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHECKPOINTLESS_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    again(1.0, torch.ones(2), second, other)
+    told = [(event.stage, event.rank, event.fields) for event in read_events(tmp_path)]
+    expected = ("inexact", 3, {"step": 3, "loss": 2.0, "before": 1.0})
+    assert told == ([expected] if second == 2.0 else [])
 
 
 def test_a_loss_that_is_no_number_twice_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
