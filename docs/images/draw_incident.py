@@ -84,7 +84,7 @@ def agent() -> list[str]:
         text(LEFT, middle + 4.5, "generation 0", "small dim"),
         text(STEP_9[1], middle + 4.5, "generation 1", "small dim end"),
         bar(FAULT, TOLD, y, "", "stage"),
-        text(FAULT, y - 8, "detect, notify: every rank is told", "small"),
+        text(FAULT, y - 8, "detect, notify: every rank is notified", "small"),
         line(TOLD, y + BAR, TOLD, lane(4) + BAR, "notice"),
         text(GO + 8, y + BAR / 2 + 4.5, "all are here: go, generation 1", "small statetext"),
         line(GO, y, GO, lane(4) + BAR + 12, "go"),
@@ -151,13 +151,13 @@ def notes() -> list[str]:
         text(
             LEFT,
             HEIGHT - 46,
-            "Step 7 was committed by all: nothing of it is done again. Step 8 had not been: it is made",
+            "All ranks had committed step 7: nothing of it is repeated. Step 8 was not committed: it is",
             "small",
         ),
         text(
             LEFT,
             HEIGHT - 28,
-            "again from the same parameters, batch and random streams, so its loss has the same bits.",
+            "redone from the same parameters, batch and random streams, so its loss has the same bits.",
             "small",
         ),
     ]
