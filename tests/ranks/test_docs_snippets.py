@@ -30,7 +30,7 @@ NOT_RUN = {
     r" --nnodes ": "several nodes; tests/ranks/test_nodes.py runs such jobs",
     r" run (?!.*--cpu).*train\.py": "a script of the reader's, on GPUs",
     r" --cpu .* train\.py$": "a script of the reader's; the page's own script is run above",
-    r" demo ": "two jobs or many, and an import of NeMo; tests/ranks/test_recovery.py has such jobs",
+    r" demo( |$)": "two jobs or many, and an import of NeMo; tests/ranks/test_recovery.py has such jobs",
     r" doctor": "its status depends on the machine; tests/unit/cli/commands/test_doctor.py has the command",
     r" report /": "the run directory of a job on a cluster",
     r" tiny_gpt_cpu --cpu --nproc-per-node 4( trainer\.max_steps=20)?$": "is run with --record-steps",

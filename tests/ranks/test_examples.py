@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -16,23 +15,17 @@ import pytest
 
 from checkpointless.faults.ledger import fired
 from checkpointless.report.verify import compare
+from tests.ranks.example_diffs import EXAMPLES, FULL, WITH_DIFF, changed_lines, ranks_of, stock_script
 from tests.ranks.jobs import Job, run_job
-from tests.ranks.nemo_zygote import ROOT, Zygote
+from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
-EXAMPLES = ROOT / "examples"
-FULL = ["train_ddp_full", "train_fsdp2_full"]  # scripts of a real job's size
-WITH_DIFF = sorted({path.stem for path in EXAMPLES.glob("*.diff")} - set(FULL))
 STEPS, MOST_LINES, MOST_OF_A_SCRIPT = 7, 5, 60
 FAULTS = (
     "exception@before_optimizer:rank=1,step=2",
     "sigkill@optimizer:rank=0,step=4",
     "sigkill@between:rank=1,step=5",
-)
-# Two replicas of two shards, or what the script itself says.
-FOUR_RANKS = frozenset(
-    {"train_fsdp2_full", "train_hsdp", "train_lightning_hsdp", "train_megatron", "train_lightning"}
 )
 # Megatron-core trains on GPUs only; --cpu has our platform installed by MegatronTraining.
 ON_CPU = "from checkpointless.megatron import cpu_platform\n\ncpu_platform.install()\n"
@@ -40,11 +33,6 @@ ON_CPU = "from checkpointless.megatron import cpu_platform\n\ncpu_platform.insta
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # Accelerate asks for the number of cores else
 Undisturbed = Callable[[str], Job]
-
-
-def ranks_of(name: str) -> int:
-    """Return on how many ranks an example is trained."""
-    return 4 if name in FOUR_RANKS else 2
 
 
 def _train(zygote: Zygote, run_dir: Path, script: Path, *faults: str) -> Job:
@@ -91,25 +79,6 @@ def test_an_example_comes_through_faults(
     assert len({record.loss for record in calm.steps[0]}) == STEPS, "each step has another loss"
 
 
-def changed_lines(diff: str, sign: str) -> list[str]:
-    """Return the lines that a diff adds ("+") or takes out ("-")."""
-    return [line[1:] for line in diff.splitlines() if line.startswith(sign) and not line.startswith(sign * 3)]
-
-
-def stock_script(name: str, folder: Path) -> Path:
-    """Write an example without the lines of its diff, which knows nothing of recovery."""
-    plain = folder / f"{name}.py"
-    plain.write_bytes((EXAMPLES / plain.name).read_bytes())
-    back = ["git", "apply", "-R", "--unidiff-zero", "-"]
-    diff = (EXAMPLES / f"{name}.diff").read_text()
-    subprocess.run(back, cwd=folder, input=diff, text=True, check=True)
-    code = plain.read_text().partition("import argparse")[2].lower()
-    assert code
-    assert "checkpointless" not in code
-    assert "wrapper" not in code
-    return plain
-
-
 @pytest.mark.parametrize("name", WITH_DIFF)
 def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
     nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
@@ -128,67 +97,6 @@ def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
     )
     assert _losses(without) == _losses(undisturbed(name).log(0))
     assert len(_losses(without)) == (0 if "lightning" in name else STEPS)
-
-
-def _full(run_dir: Path, name: str) -> tuple[str, ...]:
-    """Return the arguments of a full example: 13 steps or more, a validation and a checkpoint after the tenth."""
-    logs = ("--tensorboard", str(run_dir / "tensorboard"))
-    if name == "train_ddp_full":
-        return ("--epochs", "2", "--checkpoint", str(run_dir / "checkpoint.pt"), *logs)
-    return ("--steps", "13", "--checkpoints", str(run_dir / "checkpoints"), *logs)
-
-
-def _rows(folder: Path, tag: str) -> list[int]:
-    """Return the steps that TensorBoard shows."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    shown = EventAccumulator(str(folder))
-    shown.Reload()
-    return [each.step for each in shown.Scalars(tag)]
-
-
-@pytest.mark.parametrize("name", FULL)
-def test_a_full_example_comes_through_faults(nemo_zygote: Zygote, tmp_path: Path, name: str) -> None:
-    """Faults fall before an update, after a validation in the same step, and kill the rank that logs and saves."""
-    faults = (
-        "exception@before_optimizer:rank=1,step=3",
-        "sigkill@optimizer:rank=0,step=6",
-        "exception@before_optimizer:rank=1,step=11",
-    )
-    jobs = []
-    for run_dir, caused in ((tmp_path / "calm", ()), (tmp_path / "rough", faults)):
-        script, args = str(EXAMPLES / f"{name}.py"), _full(run_dir, name)
-        job = run_job(nemo_zygote, run_dir, ranks_of(name), script=script, args=args, faults=caused, limit_s=180.0)
-        assert job.code == 0, job.story()
-        assert fired(job.run_dir) == dict.fromkeys(caused, 1)
-        jobs.append(job)
-    calm, rough = jobs
-    verdict = compare(calm.steps, rough.steps)
-    assert verdict.equal, f"{verdict.sentence}\n{rough.story()}"
-    assert "another batch" not in rough.story()
-    assert _rows(rough.run_dir / "tensorboard", "loss") == list(range(1, verdict.steps + 1))
-    saved = {"train_ddp_full": "checkpoint.pt", "train_fsdp2_full": "checkpoints/000013/.metadata"}
-    assert (rough.run_dir / saved[name]).is_file()
-
-
-@pytest.mark.parametrize("name", FULL)
-def test_without_the_lines_of_its_diff_a_full_example_is_anybodys_script(
-    nemo_zygote: Zygote, tmp_path: Path, name: str
-) -> None:
-    arguments = {"script": str(stock_script(name, tmp_path)), "args": [*_full(tmp_path, name)]}
-    said, *_ = nemo_zygote.run(
-        ranks_of(name), "tests.ranks.test_examples:printed_by", arguments, env=ONE_THREAD, limit_s=120.0
-    )
-    assert re.findall(r"^step 10: ", said, re.M)
-    assert _rows(tmp_path / "tensorboard", "loss")[-1] >= 13
-
-
-@pytest.mark.parametrize("name", FULL)
-def test_the_page_shows_the_diff_and_says_its_size(name: str) -> None:
-    page = (ROOT / "docs" / f"{name.split('_')[1]}.md").read_text()
-    diff = (EXAMPLES / f"{name}.diff").read_text()
-    assert f"```diff\n{diff}```" in page
-    assert f"{len(changed_lines(diff, '+'))} lines in, {len(changed_lines(diff, '-'))} lines out" in page
 
 
 def test_every_script_has_its_diff() -> None:
