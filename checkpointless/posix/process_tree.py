@@ -1,8 +1,12 @@
-"""A rank's process and those that it started: one process group of the operating system, ended together."""
+"""A rank's process and those that it started: one process group of the operating system, ended together.
+
+A process may leave its group, but not its ancestors: whoever has adopted orphans finds all that it has led to.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import select
@@ -12,11 +16,14 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from checkpointless.posix import shared_memory, temp_folder
 
 logger = logging.getLogger(__name__)
 
 _END_S = 0.1  # a killed process takes milliseconds
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class ChildProcess(Protocol):
@@ -44,6 +51,29 @@ def wait_for_killed(process: ChildProcess, timeout_s: float) -> int | None:
     except subprocess.TimeoutExpired:
         logger.warning("process %d was killed, but has not ended within %.1f s: it is left", process.pid, timeout_s)
         return None
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends, instead of the machine's first."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        logger.warning("orphans are not adopted, and may be left: %s", os.strerror(ctypes.get_errno()))
+
+
+def kill_descendants(pid: int) -> bool:
+    """Kill all processes below ``pid``, which has adopted orphans, with SIGKILL; return whether there were any.
+
+    Args:
+        pid: this process, or a child of it that was not waited for.
+    """
+    killed: set[psutil.Process] = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while found := set(psutil.Process(pid).children(recursive=True)) - killed:
+            for each in found:
+                with contextlib.suppress(psutil.Error):  # it has ended, or has become another user's
+                    each.kill()
+            killed |= found  # what one of them has started meanwhile is found in the next round
+    return bool(killed)
 
 
 class ProcessTree:

@@ -106,6 +106,29 @@ def test_a_killed_agent_leaves_no_process(tmp_path: Path) -> None:
     wait_until(lambda: not job.left(), timeout_s=5)
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_killed_agent_leaves_nothing_that_ranks_have_started(tmp_path: Path, stopped: bool) -> None:
+    job = Job(tmp_path, "orphan.py", "wait", nproc=2)
+    wait_until(lambda: all("started" in job.log(rank) for rank in range(2)))
+    if stopped:
+        job.zygote().suspend()
+    job.process.kill()
+    job.process.communicate(timeout=60)
+    wait_until(lambda: not job.left())
+
+
+def test_an_agent_ends_though_its_fork_server_is_stopped(tmp_path: Path) -> None:
+    job = Job(tmp_path, "orphan.py", "wait", nproc=2)
+    wait_until(lambda: all("started" in job.log(rank) for rank in range(2)))
+    job.zygote().suspend()
+    for _ in range(2):
+        job.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    ended = job.end()
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1] == "stopped by SIGINT"
+
+
 def test_a_killed_zygote_ends_the_job_with_a_reason(tmp_path: Path) -> None:
     job = Job(tmp_path, "plain.py", "*:stubborn")
     wait_until(lambda: all("waiting" in job.log(rank) for rank in range(3)))
@@ -117,7 +140,7 @@ def test_a_killed_zygote_ends_the_job_with_a_reason(tmp_path: Path) -> None:
 def test_what_a_rank_left_running_is_gone_after_the_job(tmp_path: Path) -> None:
     job = Job(tmp_path, "orphan.py", nproc=1)
     assert job.end().code == 0
-    assert not is_alive(int(job.log(0)))
+    assert not any(is_alive(int(pid)) for pid in job.log(0).split()[:2])
 
 
 def test_only_the_run_dir_is_written_and_for_a_time_a_folder_for_sockets(

@@ -37,6 +37,8 @@ from checkpointless.wire.rank_state import RankState
 
 logger = logging.getLogger(__name__)
 
+LEAVE_S = 5.0  # a process that was killed ends in a moment, or gives much memory back, or is held by the kernel
+
 
 class ProcessKeeper:
     """Keeps the processes of a node's ranks.
@@ -98,6 +100,7 @@ class ProcessKeeper:
         self._standbys = StandbyUpkeep(job, warm_spares, say, clock)
         self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
         self._is_ready = False
+        self._killed_at_s: dict[int, float] = {}  # by rank, while its process has not ended
         if starter.readable is not None:
             selector.register(starter.readable, selectors.EVENT_READ, self.hear)
 
@@ -112,6 +115,8 @@ class ProcessKeeper:
         self._join_when_ready()
         for spawn in self._held.released():
             self._start(self.ranks[spawn.rank], spawn)
+        if any(rank.link is None for rank in self.alive()):  # nobody else would say that it has ended
+            self._starter.ask()
         self._hear_starter()
         wanted = self._standbys.wanted(self.ranks.values())
         if wanted and not self._starter_lost:
@@ -144,8 +149,8 @@ class ProcessKeeper:
                 rank.pid, rank.was_standby = item.pid, item.standby
                 if item.standby:
                     self._standbys.note_used()
-                if self._job.outcome is not None:
-                    self.kill(rank)
+                if self._job.outcome is not None or rank.number in self._killed_at_s:
+                    self._starter.signal(item.pid, signal.SIGKILL)
             elif isinstance(item, Refused):
                 self._on_refused(rank, item)
             elif isinstance(item, Exited):
@@ -221,18 +226,19 @@ class ProcessKeeper:
     def kill(self, rank: LocalRank) -> None:
         """Kill the rank's process, as soon as its process ID is known."""
         rank.kill_at_s = None
-        if rank.state is RankState.GONE:
+        if rank.state is RankState.GONE or rank.number in self._killed_at_s:
             return
         if self._held.drop(rank.number):  # there is no process, and it does not come
             self._ended(rank, -signal.SIGKILL, was_started=False)
         elif rank.pid is None:
+            self._killed_at_s[rank.number] = self._clock()
             self._starter.cancel(rank.number, rank.incarnation)
-            rank.kill_at_s = self._clock()  # try again when its pid is known
         else:
+            self._killed_at_s[rank.number] = self._clock()
             self._starter.signal(rank.pid, signal.SIGKILL)
 
     def kill_overdue(self, now_s: float) -> None:
-        """Kill the processes that should have ended by now.
+        """Kill the processes that should have ended by now; once the job is over, do not wait for them any more.
 
         Args:
             now_s: the current time on the agent's clock.
@@ -240,6 +246,13 @@ class ProcessKeeper:
         for rank in self.ranks.values():
             if rank.kill_at_s is not None and now_s >= rank.kill_at_s:
                 self.kill(rank)
+        if self._job.outcome is None:
+            return
+        for rank in self.alive():
+            if now_s > self._killed_at_s.get(rank.number, now_s) + LEAVE_S:
+                self._say(f"rank {rank.number} was killed, and has not ended for {LEAVE_S:g} s: it is left")
+                rank.disconnect()
+                rank.state = RankState.GONE
 
     def discard(self) -> None:
         """Kill all processes, report nothing of their ends, and join the job again without them."""
@@ -339,6 +352,7 @@ class ProcessKeeper:
     ) -> None:
         """Report that a rank has no process any more."""
         rank.state = RankState.GONE
+        self._killed_at_s.pop(rank.number, None)
         if self.is_discarding:
             self._join_when_empty()
             return

@@ -62,10 +62,10 @@ class Script:
         return cls(body["target"], tuple(body["args"]), body["module"])
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, for whatever reason."""
+def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process the signal ``by`` when its parent ends, for whatever reason."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # the parent ended before the kernel was asked
         os._exit(_ORPHAN_EXIT_CODE)

@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,12 +23,17 @@ from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
 from checkpointless.agent.ranks.standbys.interpreters import InterpreterStandbys, StandbyProgram
 from checkpointless.agent.ranks.standbys.pool import StandbyNews
 from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
+from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.posix.forked_process import ForkedProcess
-from checkpointless.posix.process_tree import ProcessTree, wait_for_killed
+from checkpointless.posix.process_state import ProcessLook, state_of
+from checkpointless.posix.process_tree import ProcessTree, kill_descendants, wait_for_killed
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
+ANSWER_LIMIT_S = 20.0  # a zygote answers in milliseconds, or in a second on a machine that is starved
+_ASK_EVERY_S = 1.0
+_CLOSE_SILENT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,10 @@ class Starter(abc.ABC):
         """Send a signal to a rank; SIGKILL also goes to its children. A rank that has ended is left alone."""
 
     @abc.abstractmethod
+    def ask(self) -> None:
+        """Find out whether ranks are still watched; :meth:`news` raises if they are not."""
+
+    @abc.abstractmethod
     def news(self) -> list[News]:
         """Return what happened since the last call, without blocking.
 
@@ -150,6 +160,7 @@ class ZygoteStarter(Starter):
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
         fork_here: whether to fork the zygote from this process, which has imported everything, instead of starting
             an interpreter; this process must have one thread and no CUDA context.
+        clock: clock of the time in which the zygote must answer; it should stand still while this process does.
     """
 
     def __init__(
@@ -162,6 +173,7 @@ class ZygoteStarter(Starter):
         log_path: Path,
         folder: Path | None,
         fork_here: bool = False,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
@@ -192,6 +204,10 @@ class ZygoteStarter(Starter):
         self.readable = self._connection
         self._is_ready = False
         self._pids: set[int] = set()
+        self._clock = clock or AwakeClock()
+        self._queue: deque[tuple[bytes, list[int]]] = deque()  # requests that the zygote has not taken
+        self._unanswered = 0
+        self._heard_s = self._clock()  # or when the first request was made that is not answered
 
     def start(self, order: Order, descriptors: Descriptors) -> None:
         request = {
@@ -211,31 +227,49 @@ class ZygoteStarter(Starter):
     def signal(self, pid: int, number: int) -> None:
         self._request({"type": "signal", "pid": pid, "signal": int(number)}, [])
 
+    def ask(self) -> None:
+        if not self._unanswered and self._clock() - self._heard_s > _ASK_EVERY_S:
+            self._request({"type": "ping"}, [])
+
     def news(self) -> list[News]:
         found: list[News] = []
         while True:
             try:
                 data = self._connection.recv(64 * 1024)
             except BlockingIOError:
-                return found
+                break
             except OSError as error:
                 raise self._lost() from error
             if not data:
                 if found:
                     return found  # the next call sees the end again
                 raise self._lost()
-            found.append(self._event(json.loads(data)))
+            self._heard_s = self._clock()
+            event = self._event(json.loads(data))
+            if event is not None:
+                found.append(event)
+        self._send()
+        if not found and self._unanswered and self._clock() - self._heard_s > ANSWER_LIMIT_S:
+            look = ProcessLook.at(self.process.pid)
+            self._kill()
+            raise StarterLostError(
+                f"the process that starts ranks has not answered for {ANSWER_LIMIT_S:g} s "
+                f"({state_of(look, look, 0.0).value}), and was killed with the ranks"
+            )
+        return found
 
     def close(self) -> None:
         self._connection.close()
+        for _, descriptors in self._queue:
+            for descriptor in descriptors:
+                os.close(descriptor)
         if not self._is_ready:
             self.process.kill()  # it would first finish its imports
         try:
-            self.process.wait(_CLOSE_TIMEOUT_S + 1)
+            self.process.wait(_CLOSE_SILENT_S if self._unanswered else _CLOSE_TIMEOUT_S + 1)
         except subprocess.TimeoutExpired:
             logger.warning("the zygote did not end by itself and is killed")
-            self.process.kill()
-            wait_for_killed(self.process, _CLOSE_TIMEOUT_S)
+            self._kill()
         if self.process.returncode == 0:
             return
         trees = [ProcessTree(pid, None) for pid in self._pids]
@@ -244,13 +278,37 @@ class ZygoteStarter(Starter):
         for tree in trees:
             tree.clean()
 
-    def _request(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        try:
-            socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
-        except OSError as error:
-            logger.warning("the zygote cannot be reached: %s", error)  # news() reports this too
+    def _kill(self) -> None:
+        """Kill the zygote and all that it has led to, without its help."""
+        kill_descendants(self.process.pid)
+        self.process.kill()
+        wait_for_killed(self.process, _CLOSE_TIMEOUT_S)
 
-    def _event(self, body: dict[str, Any]) -> News:
+    def _request(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        if not self._unanswered:
+            self._heard_s = self._clock()
+        self._unanswered += 1
+        self._queue.append((json.dumps(request).encode(), [os.dup(each) for each in descriptors]))
+        self._send()
+
+    def _send(self) -> None:
+        """Send the requests that the zygote takes now; the others wait for :meth:`news`."""
+        while self._queue:
+            data, descriptors = self._queue[0]
+            try:
+                socket.send_fds(self._connection, [data], descriptors)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("the zygote cannot be reached: %s", error)  # news() reports this too
+            self._queue.popleft()
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _event(self, body: dict[str, Any]) -> News | None:
+        if body["type"] == "done":
+            self._unanswered -= 1
+            return None
         if body["type"] == "ready":
             self._is_ready = True
             return Ready(body["can_fork"], tuple(body["failed"]), body["seconds"])
@@ -340,6 +398,9 @@ class FreshStarter(Starter):
             self._processes[pid][2].kill()
         else:
             os.kill(pid, number)
+
+    def ask(self) -> None:
+        return  # this process watches them itself
 
     def news(self) -> list[News]:
         self._starts.go_on()

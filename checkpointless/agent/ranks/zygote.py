@@ -2,7 +2,10 @@
 
 It talks to the agent over a socket that keeps message boundaries. Each request to start a rank carries three
 descriptors: the rank's log, its connection to the agent, and its board. A standby is a child that was forked ahead
-of that request, and gets the descriptors over a connection of its own.
+of that request, and gets the descriptors over a connection of its own. Each request is answered at the end by
+``done``, so that the agent notices a process that does nothing any more.
+
+It adopts the orphans of ranks. When the agent ends, however it ends, all that ranks have started is ended, too.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ from checkpointless.agent.ranks.rank_process import Script, die_with_parent, pro
 from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
 from checkpointless.agent.ranks.standbys.place import MAX_REQUEST_BYTES, Place, become_rank, wait_for_place
 from checkpointless.agent.ranks.standbys.pool import Fate, StandbyNews, StandbyPool
-from checkpointless.posix.process_tree import ProcessTree
+from checkpointless.posix.process_tree import ProcessTree, adopt_orphans, kill_descendants
 
 logger = logging.getLogger(__name__)
 
 _KILL_GRACE_S = 5.0
+#: A child has ended; or the agent has, which is sent as a signal that a stopped process gets, too.
+_AWAKES = (signal.SIGCHLD, signal.SIGCONT)
 
 
 class Zygote:
@@ -52,16 +57,20 @@ class Zygote:
         self._wakeup.setblocking(False)
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in _AWAKES:
+            signal.signal(number, lambda *_: None)
+        self._agent = os.getppid()
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, self._on_request)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_child)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_awake)
         self._pool = StandbyPool(self._tell_of_standby, self._selector)
         self._starts = RetriedStarts(self._tell_of_refusal)
         self._open = True
 
     def serve(self) -> None:
-        """Serve until the agent closes the connection, then kill the remaining ranks."""
+        """Serve until the agent closes the connection or ends, then end all processes that ranks have led to."""
+        adopt_orphans()
+        die_with_parent(self._agent, signal.SIGCONT)
         while self._open:
             for key, _ in self._selector.select(self._starts.pause_s):
                 key.data()
@@ -89,8 +98,9 @@ class Zygote:
             self._starts.cancel(request["rank"], request["incarnation"])
         elif request["type"] == "standbys":
             self._make_standbys(request["count"])
-        else:
+        elif request["type"] == "signal":
             self._signal(request["pid"], request["signal"])
+        self.say(type="done")
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> None:
         """Start a process of a rank, or give its place to a standby.
@@ -154,7 +164,8 @@ class Zygote:
             os.setsid()  # the terminal's Ctrl-C is for the agent, and the rank's own children die with its group
             die_with_parent(zygote_pid)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in _AWAKES:
+                signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             self._selector.close()
@@ -166,8 +177,9 @@ class Zygote:
         finally:
             os._exit(1)
 
-    def _on_child(self) -> None:
+    def _on_awake(self) -> None:
         self._wakeup.recv(4096)
+        self._open = self._open and os.getppid() == self._agent
         while self._reap(os.WNOHANG):
             pass
 
@@ -211,9 +223,10 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)
         for pid in self._pool.pids():
             self._pool.kill(pid, "the job has ended")
-        while (self._ranks or self._pool.pids()) and time.monotonic() < deadline:
-            if not self._reap(os.WNOHANG):
-                time.sleep(0.005)
+        while kill_descendants(os.getpid()) and time.monotonic() < deadline:
+            while self._reap(os.WNOHANG):
+                pass
+            time.sleep(0.005)
 
 
 def can_fork() -> bool:

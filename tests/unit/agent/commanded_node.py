@@ -43,6 +43,9 @@ class NoProcesses(Starter):
     def signal(self, pid: int, number: int) -> None:
         self.signals.append((pid, number))
 
+    def ask(self) -> None:
+        """Do nothing: the test says what there is to hear."""
+
     def news(self) -> list[News]:
         found, self.coming = self.coming, []
         return found

@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 
 from checkpointless.agent.node import TERM_GRACE_S
+from checkpointless.agent.ranks.process_keeper import LEAVE_S
 from checkpointless.wire.address import LOOPBACK
 from checkpointless.wire.node_messages import (
     AllDone,
@@ -101,6 +102,29 @@ def test_the_end_kills_who_does_not_go_in_time(node: CommandedNode, grace_s: flo
     node.starter.signals.clear()
     node.tick(grace_s + 0.1)
     assert node.starter.signals == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 2.0])
+def test_the_end_does_not_wait_for_what_the_kernel_does_not_end(node: CommandedNode, grace_s: float) -> None:
+    node.agent.end(End(1, ["the coordinator was lost"]), grace_s=grace_s)
+    node.starter.signals.clear()
+    for _ in range(3):
+        node.tick(grace_s + 0.1)
+    assert node.starter.signals == [(1000, signal.SIGKILL), (1001, signal.SIGKILL)]  # and not in each turn
+    node.ends(0)
+    node.tick(grace_s + LEAVE_S + 0.1)
+    assert node.agent.alive() == []
+    assert node.printed[-1].startswith("rank 1 was killed, and has not ended for")
+
+
+def test_a_process_that_was_to_be_killed_before_it_was_there_is_killed_then(node: CommandedNode) -> None:
+    node.ends(1)
+    node.starter.coming.clear()
+    node.agent.obey(Spawn(1, 1, 1, "1", {}))
+    node.agent.obey(Kill(1, 1, node.agent.generation))
+    assert (node.starter.cancelled, node.starter.signals) == ([(1, 1)], [])
+    node.tick()
+    assert node.starter.signals == [(1001, signal.SIGKILL)]
 
 
 # ---- beats

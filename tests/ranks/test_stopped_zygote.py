@@ -1,0 +1,127 @@
+"""A fork server that does nothing any more is noticed, and costs no request before that."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from checkpointless.agent.ranks.rank_process import Script
+from checkpointless.agent.ranks.starters import (
+    ANSWER_LIMIT_S,
+    Descriptors,
+    Exited,
+    Order,
+    Ready,
+    Started,
+    StarterLostError,
+    ZygoteStarter,
+)
+from checkpointless.wire.board import Board
+from tests.ranks.agent_job import SCRIPTS, is_alive, wait_until
+
+pytestmark = pytest.mark.ranks
+
+
+class Clock:
+    """Stands still unless it is told otherwise."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Node:
+    """Starts ranks by a fork server of its own.
+
+    Args:
+        folder: for logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = Clock()
+        script = Script(str(SCRIPTS / "orphan.py"), ("wait",))
+        self._log = folder / "log"
+        self.starter = ZygoteStarter(
+            script, preload=(), platform=None, env={}, log_path=self._log, folder=None, clock=self.clock
+        )
+        self.process = psutil.Process(self.starter.process.pid)
+        self.news: list[object] = []
+        self.hear(Ready)
+
+    def stop(self) -> None:
+        """Stop the fork server."""
+        self.process.suspend()
+        wait_until(lambda: self.process.status() == psutil.STATUS_STOPPED)
+
+    def hear(self, kind: type) -> None:
+        """Wait for news of a kind."""
+
+        def came() -> bool:
+            self.news += self.starter.news()
+            return any(isinstance(each, kind) for each in self.news)
+
+        wait_until(came)
+
+    def start(self) -> int:
+        """Start a rank, and return its process once it has children."""
+        board, (ours, theirs) = Board.create(0), socket.socketpair()
+        log = os.open(self._log, os.O_WRONLY | os.O_APPEND)
+        env = {"RANK": "0", "WORLD_SIZE": "1"}
+        self.starter.start(Order(0, 0, env), Descriptors(log, theirs.fileno(), board.fd))
+        os.close(log)
+        board.close()
+        for end in (ours, theirs):
+            end.close()
+        self.hear(Started)
+        (started,) = [each for each in self.news if isinstance(each, Started)]
+        wait_until(lambda: "started" in self._log.read_text())
+        return started.pid
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.starter.close()
+    assert not is_alive(node.process.pid)
+
+
+def test_one_that_is_stopped_is_killed_with_all_ranks_after_its_limit(node: Node) -> None:
+    pid = node.start()
+    family = node.process.children(recursive=True)
+    assert len(family) == 3
+    node.stop()
+    node.starter.signal(pid, 9)
+    node.clock.now_s += ANSWER_LIMIT_S
+    assert node.starter.news() == []
+    node.clock.now_s += 1
+    with pytest.raises(StarterLostError, match=r"has not answered for 20 s \(stopped by a signal\)"):
+        node.starter.news()
+    wait_until(lambda: not any(is_alive(each.pid) for each in family))
+
+
+def test_what_it_cannot_take_now_is_not_lost(node: Node) -> None:
+    pid = node.start()
+    node.stop()
+    for _ in range(2000):  # more than its socket holds
+        node.starter.signal(pid, 0)
+    node.starter.signal(pid, 9)
+    node.process.resume()
+    node.hear(Exited)
+
+
+def test_it_is_asked_whether_it_lives_and_not_blamed_for_a_pause_without_requests(node: Node) -> None:
+    node.clock.now_s += 10 * ANSWER_LIMIT_S
+    assert node.starter.news() == []
+    node.stop()
+    for _ in range(3):
+        node.starter.ask()
+    node.clock.now_s += ANSWER_LIMIT_S + 1
+    with pytest.raises(StarterLostError):
+        node.starter.news()
