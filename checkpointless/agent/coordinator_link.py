@@ -11,6 +11,7 @@ from checkpointless.agent.launch_config import LaunchConfig, limits_of, meeting_
 from checkpointless.agent.links import GuestLink, HostLink, Link
 from checkpointless.coordinator.coordinator import Coordinator
 from checkpointless.coordinator.hosting import host
+from checkpointless.posix.signals import ENDING
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.handshake import SPARE
 
@@ -29,7 +30,7 @@ def link_to_coordinator(
         config: what this node runs.
         selector: selector of the loop.
         events: the job's event log, for a coordinator that runs here.
-        signals: the signals that this process got; the first one ends an attempt to join.
+        signals: the signals that this process got; one that ends a job ends an attempt to join it.
         say: called with each line for the terminal.
         clock: clock with which limits are measured.
 
@@ -55,7 +56,7 @@ def link_to_coordinator(
         selector=selector,
         silence_s=config.node_timeout_s,
         say=say,
-        stopped=lambda: bool(signals),
+        stopped=lambda: any(number in ENDING for number in signals),
         clock=clock,
     )
 

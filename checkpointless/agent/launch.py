@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpointless.agent.launch_config import CoordinatorConfig, LaunchConfig, limits_of, meeting_of
 from checkpointless.agent.rank_program import RankProgram
 from checkpointless.agent.ranks.rank_log import LogFolder
-from checkpointless.faults.node import CUT_SIGNAL
+from checkpointless.posix.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
 from checkpointless.posix.temp_folder import private_temp_folder
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
 from checkpointless.telemetry.log_relay import LogRelay
@@ -47,13 +46,13 @@ def launch_coordinator(config: CoordinatorConfig, say: Callable[[str], None]) ->
     meeting, limits = meeting_of(config), limits_of(config)
     signals: list[int] = []
     if config.http_port is None:
-        with _handling(signals.append), LogRelay(), closing(scribe):
+        with handling(ENDING, signals.append), LogRelay(), closing(scribe):
             return coordinate(meeting, limits, EventLog(events_path, node=OUTSIDE), say, signals)
     from checkpointless.monitoring.http_status import HttpStatus
 
     watch = Watch(OUTSIDE, JobNames(run_dir="" if config.run_dir is None else str(config.run_dir)))
     http = HttpStatus(config.http_host, config.http_port, watch)
-    with _handling(signals.append), http, LogRelay(), closing(scribe):
+    with handling(ENDING, signals.append), http, LogRelay(), closing(scribe):
         try:
             http.open(say)
         except OSError as error:
@@ -73,8 +72,8 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
 
     Returns:
         0 if every rank ended successfully, else 1. torchrun (2.13) also returns 1 for a rank that fails with any
-        code or signal, and for SIGINT or SIGTERM sent to itself. SIGTERM and the first Ctrl-C ask the ranks to end
-        and give them 5 s; a second Ctrl-C kills them at once.
+        code or signal, and for a signal that ends the agent. The ranks get the same signal, and
+        ``config.term_grace_s`` to end; a second Ctrl-C kills them at once.
 
     Raises:
         OSError: the run directory cannot be created or written to, or the endpoint cannot be listened on.
@@ -82,9 +81,9 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     LogFolder(config.run_dir).make()
     events_path = config.run_dir / EVENTS_FILE
     signals: list[int] = []
-    cuts = (CUT_SIGNAL,) if config.faults and not config.is_alone else ()
+    handled = (*ENDING, *PASSED_ON, *((CUT_SIGNAL,) if config.faults and not config.is_alone else ()))
     if config.http_port is None:
-        with _handling(signals.append, *cuts), private_temp_folder() as folder, LogRelay(), closing(scribe):
+        with handling(handled, signals.append), private_temp_folder() as folder, LogRelay(), closing(scribe):
             return _run(config, folder, EventLog(events_path, node=config.node_rank), signals, say)
     from checkpointless.agent.watch import Watch
     from checkpointless.monitoring.http_status import HttpStatus
@@ -93,7 +92,7 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     names = JobNames(config.job or Path(config.script).stem, str(config.run_dir), config.script)
     watch = Watch(config.node_rank, names)
     http = HttpStatus(config.http_host, config.http_port, watch)
-    with _handling(signals.append, *cuts), private_temp_folder() as folder, http, LogRelay(), closing(scribe):
+    with handling(handled, signals.append), private_temp_folder() as folder, http, LogRelay(), closing(scribe):
         return _run(config, folder, watch.log(events_path), signals, say, http, watch)
 
 
@@ -114,15 +113,3 @@ def _run(
 
     run = NodeRun(config, program, starter, events=events, signals=signals, say=say, http=http, watch=watch)
     return run.run()
-
-
-@contextmanager
-def _handling(note: Callable[[int], None], *more: int) -> Iterator[None]:
-    """Pass SIGINT, SIGTERM and the signals in ``more`` to ``note`` instead of dying from them."""
-    numbers = (signal.SIGINT, signal.SIGTERM, *more)
-    before = {number: signal.signal(number, lambda received, _: note(received)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -16,8 +16,10 @@ from checkpointless.wire.handshake import check_token
 DEFAULT_REGROUP_TIMEOUT_S = 120.0
 DEFAULT_NODE_TIMEOUT_S = 10.0
 DEFAULT_JOIN_TIMEOUT_S = 600.0
+DEFAULT_TERM_GRACE_S = 30.0  # torchrun's
 DEFAULT_PORT = 29400  # torchrun's default
 DEFAULT_HTTP_HOST = "127.0.0.1"
+_LIMITS = ("heartbeat_timeout_s", "regroup_timeout_s", "node_timeout_s", "join_timeout_s", "term_grace_s")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class LaunchConfig:
         node_timeout_s: after how many seconds of silence a node counts as lost.
         join_timeout_s: how many seconds to try to reach the coordinator, and how many seconds the coordinator waits
             for all nodes.
+        term_grace_s: how many seconds the ranks have to end once the job was told to end, or has failed.
         http_port: port on which health, status and metrics are served over HTTP (0: any free port; None: they are
             not served).
         http_host: address to which the HTTP port is bound.
@@ -88,6 +91,7 @@ class LaunchConfig:
     token: str = field(default="", repr=False)
     node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    term_grace_s: float = DEFAULT_TERM_GRACE_S
     http_port: int | None = None
     http_host: str = DEFAULT_HTTP_HOST
     job: str = ""
@@ -135,7 +139,7 @@ class LaunchConfig:
             raise ValueError(f"the local ranks to show must be from 0 to {self.nproc_per_node - 1}")
         if not self.is_alone:
             self._check_meeting()
-        for name in ("heartbeat_timeout_s", "regroup_timeout_s", "node_timeout_s", "join_timeout_s"):
+        for name in _LIMITS:
             limit_s = getattr(self, name)
             if limit_s is not None and not limit_s > 0:
                 raise ValueError(f"{name} must be a positive number of seconds, not {limit_s}")

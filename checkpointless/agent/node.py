@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from checkpointless.agent.beat_watch import BeatWatch
 from checkpointless.agent.generation_store import GenerationStore
+from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
 from checkpointless.agent.ranks.device_guard import DeviceGuard
 from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank
@@ -17,8 +18,10 @@ from checkpointless.agent.ranks.process_keeper import ProcessKeeper
 from checkpointless.agent.ranks.starters import Starter
 from checkpointless.coordinator.coordinator import FAILED
 from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.posix.signals import ENDING
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
+from checkpointless.telemetry.wording import numbered
 from checkpointless.wire.causes import signal_name
 from checkpointless.wire.messages import FaultNotice, Finish, Go, Inquire
 from checkpointless.wire.node_messages import (
@@ -34,14 +37,13 @@ from checkpointless.wire.node_messages import (
     Leaving,
     NodeMessage,
     OpenStore,
+    RankEnded,
     RankStanding,
     Spawn,
     Standing,
     StoreOpened,
 )
 from checkpointless.wire.rank_state import IN_BLOCK, RankState
-
-TERM_GRACE_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class NodeAgent:
             that ranks are not blamed for what the agent did not see.
         guard: knows which devices of this node must not be used; None if the ranks use none.
         warm_spares: how many standbys to keep.
+        term_grace_s: how many seconds the ranks have to end once the job has ended.
+        hosts: whether the coordinator ends with this agent.
 
     Attributes:
         index: the node's number.
@@ -89,6 +93,8 @@ class NodeAgent:
         clock: Callable[[], float] = time.monotonic,
         guard: DeviceGuard | None = None,
         warm_spares: int = 0,
+        term_grace_s: float = DEFAULT_TERM_GRACE_S,
+        hosts: bool = True,
     ) -> None:
         self.clock = clock
         self.index = index
@@ -98,7 +104,11 @@ class NodeAgent:
         self._job = KnownJob(events)
         self._beats = BeatWatch(heartbeat, report)
         self._store: GenerationStore | None = None
+        self._term_grace_s = term_grace_s
+        self._hosts = hosts
+        self._farewell: Leaving | None = None  # what the coordinator is told when the first rank has ended
         self._kill_all_at_s = float("inf")
+        self._too_late = ""  # for what the ranks that are killed then were too late
         self._processes = ProcessKeeper(
             self._job,
             starter=starter,
@@ -106,7 +116,7 @@ class NodeAgent:
             make_rank=make_rank,
             rank_env=rank_env,
             selector=selector,
-            report=report,
+            report=self._pass,
             say=say,
             clock=clock,
             on_lost=self._leave,
@@ -173,41 +183,77 @@ class NodeAgent:
         self._processes.kill_overdue(now_s)
         if self._job.outcome is not None:
             if now_s >= self._kill_all_at_s:
-                for rank in self.alive():
-                    self._processes.kill(rank)
+                self._kill_all()
             return
         if self.ranks:
             self._beats.look(self.ranks.values(), self._job.generation, now_s)
 
     def interrupted(self, number: int) -> None:
-        """End the job because this process got a signal; kill the ranks at once at a SIGINT while the job ends."""
-        if self._job.outcome is None:
-            self._leave(f"stopped by {signal_name(number)}")
-        elif number == signal.SIGINT:
-            self._kill_all_at_s = self.clock()
+        """Pass a signal that this process got on to the ranks.
 
-    def end(self, outcome: End, grace_s: float = TERM_GRACE_S) -> None:
+        One that ends a job gives them the time to end in; SIGINT while a job ends has them killed at once.
+        """
+        if self._job.outcome is None and number in ENDING:
+            self._leave(f"stopped by {signal_name(number)}", number)
+        elif number == signal.SIGINT:
+            self._kill_all_at_s, self._too_late = self.clock(), "before a second SIGINT came"
+        else:
+            self._processes.pass_on(number)
+
+    def end(self, outcome: End, grace_s: float | None = None, number: int = signal.SIGTERM) -> None:
         """Ask the remaining ranks to end because the job is over, and kill those that do not end in time.
 
         Args:
             outcome: how the job ended.
-            grace_s: how many seconds the ranks may take to end.
+            grace_s: how many seconds the ranks may take to end (None: as configured).
+            number: the signal that they get.
         """
         if self._job.outcome is not None:
             return
         self._job.outcome = outcome
+        grace_s = self._term_grace_s if grace_s is None else grace_s
         self._kill_all_at_s = self.clock() + grace_s
-        self._processes.terminate()
+        self._too_late = f"within {grace_s:g} s of {signal_name(number)}" if grace_s else ""
+        self._processes.terminate(number)
 
     def close(self) -> None:
         """Kill and reap the remaining processes, and release all resources."""
         self._processes.close()
         self._close_store()
 
-    def _leave(self, reason: str) -> None:
-        """End the job on this node, and tell the coordinator that the node no longer takes part."""
-        self._report(Leaving(reason))
-        self.end(End(FAILED, [reason]))
+    def _leave(self, reason: str, number: int = signal.SIGTERM) -> None:
+        """End the job on this node, and tell the coordinator that the node no longer takes part.
+
+        It is told when the first rank has ended: the other nodes may be about to get the same signal, and what
+        their ranks do then must not be interrupted because this node is lost.
+        """
+        self._farewell = Leaving(reason)
+        self.end(End(FAILED, [reason]), number=number)
+        if self._hosts or not self.alive():
+            self._say_farewell()
+
+    def _say_farewell(self) -> None:
+        if self._farewell is not None:
+            self._report(self._farewell)
+            self._farewell = None
+
+    def _pass(self, message: NodeMessage) -> None:
+        """Report what has happened to a process."""
+        if isinstance(message, RankEnded):
+            self._say_farewell()
+        self._report(message)
+
+    def _kill_all(self) -> None:
+        """Kill the processes that have not ended in time, and say which."""
+        self._say_farewell()
+        late = self.alive()
+        if late and self._too_late:
+            were = "was" if len(late) == 1 else "were"
+            ranks = numbered("rank", [rank.number for rank in late])
+            self._say(f"{ranks} did not end {self._too_late} and {were} killed")
+            self._too_late = ""
+        for rank in late:
+            self._processes.kill(rank)
 
     # ---- what the coordinator says
 

@@ -124,6 +124,8 @@ class NodeRun:
             clock=self._clock,
             guard=self._guard(),
             warm_spares=self._config.warm_spares,
+            term_grace_s=self._config.term_grace_s,
+            hosts=link.coordinator is not None,
         )
 
     def _make_rank(self, number: int) -> LocalRank:

@@ -10,7 +10,7 @@ from checkpointless.agent.links import Link
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.watch import Watch
 from checkpointless.coordinator.hosting import TICK_S
-from checkpointless.faults.node import CUT_SIGNAL
+from checkpointless.posix.signals import CUT_SIGNAL
 from checkpointless.wire.node_messages import End
 
 

@@ -15,7 +15,7 @@ from checkpointless.cli.coordination import add_coordination_options, coordinati
 from checkpointless.cli.fault_specs import add_fault_option, fault_specs
 from checkpointless.cli.output import say, say_worst
 from checkpointless.cli.run_directory import new_run_dir
-from checkpointless.cli.values import UsageError, both, count, nodes, ranks
+from checkpointless.cli.values import UsageError, both, count, nodes, ranks, seconds
 from checkpointless.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
 from checkpointless.telemetry.wording import plural
 
@@ -29,6 +29,7 @@ _RECORD_HELP = (
     "bytes in each step"
 )
 _ENDPOINT_HELP = "node 0, as all nodes reach it (P: 29400, if it is left out)"
+_TERM_GRACE_HELP = "seconds that ranks have to end after SIGTERM, SIGINT or SIGHUP (default: 30)"
 _WARM_SPARES_HELP = (
     "processes per node that have imported what ranks need and wait to take a dead rank's place, at most one per "
     "rank (default: 0; --spares is about nodes)"
@@ -71,6 +72,7 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
     add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
+    add("--term-grace", type=seconds, metavar="S", help=_TERM_GRACE_HELP)
     add = parser.add_argument_group("several nodes").add_argument
     add("--nnodes", type=nodes, default=1, metavar="M", help="nodes of the job (default: 1)")
     add(*both("--node-rank"), type=count, default=0, metavar="I", help="this node's number, from 0")
@@ -144,6 +146,8 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
     from checkpointless.wire.handshake import TOKEN_ENV
 
     settings = coordination_settings(options)
+    if options.term_grace is not None:
+        settings["term_grace_s"] = options.term_grace
     if options.log_level is not None:
         os.environ[LOG_LEVEL_ENV] = options.log_level  # the ranks inherit it
         apply_log_level()

@@ -20,6 +20,7 @@ from checkpointless.wire.messages import (
     Answer,
     Barrier,
     Done,
+    Ending,
     FaultNotice,
     FaultReport,
     Finish,
@@ -64,12 +65,14 @@ class RankClient(abc.ABC):
             must return soon, because nothing is received meanwhile. :meth:`pending_fault` returns a notice that
             came before ``on_fault`` was set.
         on_inquire: called on the listening thread with the number of an inquiry; returns the answer to it.
+        is_ending: whether the job is ending, so that no block is entered again.
     """
 
     def __init__(self, rank: int) -> None:
         self.on_fault: Callable[[FaultNotice], None] | None = None
         self.on_inquire: Callable[[int], Answer] | None = None
         self.rank = rank
+        self.is_ending = False
         self._news = threading.Condition()
         self._generation = 0
         self._go: Go | None = None
@@ -93,10 +96,13 @@ class RankClient(abc.ABC):
 
         Raises:
             AgentLostError: the connection was closed before the ``go`` came.
+            SystemExit: the job is ending.
             TimeoutError: the ``go`` did not come within ``timeout_s`` seconds.
         """
 
         def arrived() -> Go | None:
+            if self.is_ending:
+                raise SystemExit(1)
             return self._go if self._go is not None and self._go.generation > after_generation else None
 
         return self._wait(arrived, timeout_s, f"a go after generation {after_generation}")
@@ -125,7 +131,7 @@ class RankClient(abc.ABC):
         self._send(GiveUp(generation, reason, code))
 
     def wait_finish_or_fault(self, generation: int, timeout_s: float | None = None) -> Finish | FaultNotice:
-        """Wait, after :meth:`done`, until all ranks are done or another rank still needs this one.
+        """Wait, after :meth:`done`, until all ranks are done, another rank needs this one, or the job is ending.
 
         Raises:
             AgentLostError: the connection was closed before either message came.
@@ -133,6 +139,8 @@ class RankClient(abc.ABC):
         """
 
         def arrived() -> Finish | FaultNotice | None:
+            if self.is_ending:
+                return Finish()
             notice = self._faults.get(generation)
             return notice if notice is not None else self._finish
 
@@ -167,6 +175,8 @@ class RankClient(abc.ABC):
                 self._move_to(message.generation)
             elif isinstance(message, Finish):
                 self._finish = message
+            elif isinstance(message, Ending):
+                self.is_ending = True
             elif not isinstance(message, FaultNotice):
                 raise ProtocolError(f"this rank cannot handle the agent's message {message.type!r}")
             elif message.generation < self._generation:

@@ -8,8 +8,8 @@ import subprocess
 import time
 
 from checkpointless.environment import AGENT_PID_ENV
+from checkpointless.posix.signals import CUT_SIGNAL
 
-CUT_SIGNAL = signal.SIGUSR1  # makes an agent drop its connection to the coordinator; only if faults are requested
 _HANG_S = 3600.0
 _NOTICED_S = 10.0  # by then the job has noticed what was done to the agent
 _TURN_S = 0.02  # short, so that this thread can be interrupted

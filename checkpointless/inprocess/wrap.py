@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from checkpointless.client import AgentLostError, FaultNotice, HPAgentK8sAPIFactory, RankClient
+from checkpointless.client import AgentLostError, HPAgentK8sAPIFactory, RankClient
 from checkpointless.environment import FAULT_AT_ENV, RANK_ENV, own_generation, own_rank
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
@@ -46,6 +46,7 @@ from checkpointless.telemetry.scribe import flush_all
 from checkpointless.telemetry.tracebacks import keep_traceback
 from checkpointless.wire.board import Board
 from checkpointless.wire.causes import exit_code
+from checkpointless.wire.messages import Finish
 
 logger = logging.getLogger(__name__)
 
@@ -257,8 +258,8 @@ class HPCallWrapper:
         while True:
             result, error = self.launch(fn, *args, **kwargs)
             if is_return(error):
-                notice = self._wait_until_all_are_done()
-                if notice is None:
+                self.client.done(self.generation)
+                if isinstance(self.client.wait_finish_or_fault(self.generation), Finish):
                     self.blocks.leave()
                     if self.checkpoint_manager is not None:
                         self.checkpoint_manager.end()
@@ -333,7 +334,10 @@ class HPCallWrapper:
 
         Raises:
             SystemExit: the job cannot continue.
+            BaseException: ``call_ex``, because the job is ending.
         """
+        if self.client.is_ending:
+            raise SystemExit(GAVE_UP_EXIT_CODE) if isinstance(call_ex, RankShouldRestart) else call_ex
         if isinstance(call_ex, (UnrecoverableError, FaultSpecError)):  # a fault test that cannot run proves nothing
             self.client.give_up(self.generation, exceptions.text_of(call_ex))
             raise SystemExit(GAVE_UP_EXIT_CODE) from call_ex
@@ -430,11 +434,6 @@ class HPCallWrapper:
         reason = f"rank {os.environ.get(RANK_ENV, '0')} left the block{at} by sys.exit({leaving.code!r})"
         self.client.give_up(self.generation, reason, exit_code(leaving))
         raise leaving
-
-    def _wait_until_all_are_done(self) -> FaultNotice | None:
-        self.client.done(self.generation)
-        answer = self.client.wait_finish_or_fault(self.generation)
-        return answer if isinstance(answer, FaultNotice) else None
 
     def _replace(self, reason: str) -> NoReturn:
         """Ask for a successor and end this process at once, since nothing in it can be trusted."""

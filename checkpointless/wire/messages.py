@@ -153,8 +153,12 @@ class Finish(Message, frozen=True, tag="finish"):
     """All ranks are done."""
 
 
+class Ending(Message, frozen=True, tag="ending"):
+    """The job is ending: a block that has returned is let go, and none is entered again."""
+
+
 RankMessage = Hello | FaultReport | Barrier | Replace | Done | GiveUp | Answer
-AgentMessage = Go | FaultNotice | Inquire | Finish
+AgentMessage = Go | FaultNotice | Inquire | Finish | Ending
 
 
 class _Envelope(msgspec.Struct):
@@ -204,7 +208,7 @@ class Vocabulary:
 
 _VOCABULARIES = {
     Sender.RANK: Vocabulary("rank", Hello, FaultReport, Barrier, Replace, Done, GiveUp, Answer),
-    Sender.AGENT: Vocabulary("agent", Go, FaultNotice, Inquire, Finish),
+    Sender.AGENT: Vocabulary("agent", Go, FaultNotice, Inquire, Finish, Ending),
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointless.agent.node import TERM_GRACE_S
+from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
 from tests.ranks.agent_job import Job, is_alive, wait_until
 
 pytestmark = pytest.mark.ranks
@@ -79,7 +79,7 @@ def test_an_interrupt_ends_the_job_in_one_line(tmp_path: Path, number: signal.Si
     started_s = time.monotonic()
     job.process.send_signal(number)
     job.process.wait(60)
-    assert time.monotonic() - started_s < TERM_GRACE_S
+    assert time.monotonic() - started_s < DEFAULT_TERM_GRACE_S
     ended = job.end()
     assert (ended.code, ended.err) == (1, f"stopped by {number.name}\n")
 
@@ -93,7 +93,7 @@ def test_a_second_interrupt_does_not_wait_for_stubborn_ranks(tmp_path: Path) -> 
     assert job.process.poll() is None
     job.process.send_signal(signal.SIGINT)
     job.process.wait(60)
-    assert time.monotonic() - started_s < TERM_GRACE_S
+    assert time.monotonic() - started_s < DEFAULT_TERM_GRACE_S
     assert job.end().code == 1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from checkpointless.agent.node import TERM_GRACE_S
+from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
 from checkpointless.telemetry.events import read_events
 from tests.ranks.agent_job import Job, is_alive, wait_until
 from tests.ranks.jobs import Disturb
@@ -164,7 +164,7 @@ def test_a_killed_agent_leaves_no_standby(tmp_path: Path, mode: dict[str, Any]) 
     wait_for_standbys(job, 2)
     job.process.kill()
     job.process.communicate(timeout=60)
-    wait_until(lambda: not job.left(), timeout_s=TERM_GRACE_S)
+    wait_until(lambda: not job.left(), timeout_s=DEFAULT_TERM_GRACE_S)
 
 
 def test_a_killed_zygote_takes_its_standbys_with_it(tmp_path: Path) -> None:

@@ -30,8 +30,11 @@ from checkpointless.agent.ranks.starters import (
 )
 from checkpointless.devices.evidence import blames_device
 from checkpointless.environment import FAULT_AT_ENV, INCARNATION_ENV, LOCAL_RANK_ENV, TORCHELASTIC_RUN_ID_ENV
+from checkpointless.posix.signals import ENDING, is_default
 from checkpointless.telemetry.event_names import EventName
-from checkpointless.wire.messages import ProtocolError
+from checkpointless.telemetry.wording import numbered
+from checkpointless.wire.causes import signal_name
+from checkpointless.wire.messages import Ending, ProtocolError
 from checkpointless.wire.node_messages import Joined, NodeMessage, RankEnded, Spawn
 from checkpointless.wire.rank_state import RankState
 
@@ -101,6 +104,7 @@ class ProcessKeeper:
         self._next: dict[int, Spawn] = {}  # to be started when the living process of the rank has ended
         self._is_ready = False
         self._killed_at_s: dict[int, float] = {}  # by rank, while its process has not ended
+        self._told_of: set[int] = set()  # signals that ranks have no handlers for
         if starter.readable is not None:
             selector.register(starter.readable, selectors.EVENT_READ, self.hear)
 
@@ -213,15 +217,32 @@ class ProcessKeeper:
             if rank.ended is not None:
                 self._report(rank.ended)
 
-    def terminate(self) -> None:
-        """Ask every process to end."""
+    def terminate(self, number: int) -> None:
+        """Let go of the blocks that return, and ask every process to end with the signal ``number``."""
+        for rank in self.alive():
+            rank.send(Ending())
         for rank in self.alive():
             if self._held.drop(rank.number):
                 rank.state = RankState.GONE
             elif rank.pid is not None:
-                self._starter.signal(rank.pid, signal.SIGTERM)
+                self._starter.signal(rank.pid, number)
             else:
                 self._starter.cancel(rank.number, rank.incarnation)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to every process, but to one that would die of it only if it ends jobs."""
+        would_die = []
+        for rank in self.alive():
+            if rank.pid is None:
+                continue
+            if number not in ENDING and is_default(rank.pid, number):
+                would_die.append(rank.number)
+            else:
+                self._starter.signal(rank.pid, number)
+        if would_die and number not in self._told_of:
+            self._told_of.add(number)
+            name, ranks = signal_name(number), numbered("rank", would_die)
+            self._say(f"{name} is not passed on to {ranks}: without a handler a process would die of it")
 
     def kill(self, rank: LocalRank) -> None:
         """Kill the rank's process, as soon as its process ID is known."""

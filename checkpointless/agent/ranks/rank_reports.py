@@ -53,7 +53,7 @@ class RankReports:
                 messages = rank.link.receive()
             except EOFError:
                 rank.disconnect()
-                if rank.state in COUNTED:
+                if rank.state in COUNTED and self._job.outcome is None:
                     rank.kill_at_s = self._clock() + EXIT_GRACE_S
                 return
             if messages is None:

@@ -27,6 +27,7 @@ from checkpointless.posix.awake_clock import AwakeClock
 from checkpointless.posix.forked_process import ForkedProcess
 from checkpointless.posix.process_state import ProcessLook, state_of
 from checkpointless.posix.process_tree import ProcessTree, kill_descendants, wait_for_killed
+from checkpointless.posix.signals import forget_handlers
 
 logger = logging.getLogger(__name__)
 
@@ -338,8 +339,7 @@ def zygote_in_this_process(arguments: Sequence[str], env: Mapping[str, str]) -> 
     wanted = zygote_env(env)
     os.environ.clear()
     os.environ.update(wanted)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    forget_handlers()
     zygote.main(arguments)
 
 

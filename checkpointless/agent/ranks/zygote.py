@@ -31,6 +31,7 @@ from checkpointless.agent.ranks.retried_starts import Refused, RetriedStarts
 from checkpointless.agent.ranks.standbys.place import MAX_REQUEST_BYTES, Place, become_rank, wait_for_place
 from checkpointless.agent.ranks.standbys.pool import Fate, StandbyNews, StandbyPool
 from checkpointless.posix.process_tree import ProcessTree, adopt_orphans, kill_descendants
+from checkpointless.posix.signals import ENDING, PASSED_ON
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class Zygote:
         for number in _AWAKES:
             signal.signal(number, lambda *_: None)
         self._agent = os.getppid()
+        # A service manager signals every process; this one has to outlive the ranks, and ends with the agent.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING, *PASSED_ON))
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, self._on_request)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_awake)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from checkpointless.agent.node import TERM_GRACE_S
+from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
 from checkpointless.agent.ranks.process_keeper import LEAVE_S
 from checkpointless.wire.address import LOOPBACK
 from checkpointless.wire.node_messages import (
@@ -95,7 +95,7 @@ def test_a_rank_that_was_never_started_need_not_be_killed(node: CommandedNode) -
     assert node.agent.outcome is None
 
 
-@pytest.mark.parametrize("grace_s", [0.0, TERM_GRACE_S])
+@pytest.mark.parametrize("grace_s", [0.0, DEFAULT_TERM_GRACE_S])
 def test_the_end_kills_who_does_not_go_in_time(node: CommandedNode, grace_s: float) -> None:
     node.agent.end(End(1, ["the coordinator was lost"]), grace_s=grace_s)
     assert node.starter.signals == [(1000, signal.SIGTERM), (1001, signal.SIGTERM)]

@@ -262,7 +262,7 @@ def test_an_interruption_at_every_instruction_outside_of_the_block_changes_nothi
     assert result == "done"
     assert agent.heard == [Hello, FaultReport, Barrier, Done]
     assert functions >= {"run", "launch", "handle_fn_exception", "restart", "forget_frames", "initialize_barrier"}
-    assert functions >= {"destroy", "abort", "shutdown", "uninstall", "_wait_until_all_are_done"}
+    assert functions >= {"destroy", "abort", "shutdown", "uninstall", "wait_finish_or_fault"}
     assert passed > 1000
 
 
