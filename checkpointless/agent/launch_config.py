@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpointless.agent.ranks.script_end import DEFAULT_EXIT_GRACE_S
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.coordinator.hosting import Meeting
 from checkpointless.coordinator.limits import Limits
@@ -19,7 +20,14 @@ DEFAULT_JOIN_TIMEOUT_S = 600.0
 DEFAULT_TERM_GRACE_S = 30.0  # torchrun's
 DEFAULT_PORT = 29400  # torchrun's default
 DEFAULT_HTTP_HOST = "127.0.0.1"
-_LIMITS = ("heartbeat_timeout_s", "regroup_timeout_s", "node_timeout_s", "join_timeout_s", "term_grace_s")
+_LIMITS = (
+    "heartbeat_timeout_s",
+    "regroup_timeout_s",
+    "node_timeout_s",
+    "join_timeout_s",
+    "term_grace_s",
+    "exit_grace_s",
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class LaunchConfig:
         join_timeout_s: how many seconds to try to reach the coordinator, and how many seconds the coordinator waits
             for all nodes.
         term_grace_s: how many seconds the ranks have to end once the job was told to end, or has failed.
+        exit_grace_s: how many seconds a rank's process may be idle once its script, or else its block, has ended.
         http_port: port on which health, status and metrics are served over HTTP (0: any free port; None: they are
             not served).
         http_host: address to which the HTTP port is bound.
@@ -92,6 +101,7 @@ class LaunchConfig:
     node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     term_grace_s: float = DEFAULT_TERM_GRACE_S
+    exit_grace_s: float = DEFAULT_EXIT_GRACE_S
     http_port: int | None = None
     http_host: str = DEFAULT_HTTP_HOST
     job: str = ""

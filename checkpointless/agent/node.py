@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 
 from checkpointless.agent.beat_watch import BeatWatch
+from checkpointless.agent.exit_watch import ExitWatch
 from checkpointless.agent.generation_store import GenerationStore
 from checkpointless.agent.launch_config import DEFAULT_TERM_GRACE_S
 from checkpointless.agent.ranks.device_guard import DeviceGuard
 from checkpointless.agent.ranks.known_job import KnownJob
 from checkpointless.agent.ranks.local_rank import EXIT_GRACE_S, LocalRank
 from checkpointless.agent.ranks.process_keeper import ProcessKeeper
+from checkpointless.agent.ranks.script_end import DEFAULT_EXIT_GRACE_S
 from checkpointless.agent.ranks.starters import Starter
 from checkpointless.coordinator.coordinator import FAILED
 from checkpointless.coordinator.hangs.policy import Heartbeat
@@ -69,6 +71,7 @@ class NodeAgent:
         guard: knows which devices of this node must not be used; None if the ranks use none.
         warm_spares: how many standbys to keep.
         term_grace_s: how many seconds the ranks have to end once the job has ended.
+        exit_grace_s: how many seconds a process may be idle that has only to end.
         hosts: whether the coordinator ends with this agent.
 
     Attributes:
@@ -94,6 +97,7 @@ class NodeAgent:
         guard: DeviceGuard | None = None,
         warm_spares: int = 0,
         term_grace_s: float = DEFAULT_TERM_GRACE_S,
+        exit_grace_s: float = DEFAULT_EXIT_GRACE_S,
         hosts: bool = True,
     ) -> None:
         self.clock = clock
@@ -123,6 +127,7 @@ class NodeAgent:
             guard=guard,
             warm_spares=warm_spares,
         )
+        self._exits = ExitWatch(exit_grace_s, heartbeat.ceiling_s(0.0), self._processes.signal, say)
 
     # ---- what others may know
 
@@ -187,6 +192,7 @@ class NodeAgent:
             return
         if self.ranks:
             self._beats.look(self.ranks.values(), self._job.generation, now_s)
+            self._exits.look(self.ranks.values(), now_s)
 
     def interrupted(self, number: int) -> None:
         """Pass a signal that this process got on to the ranks.

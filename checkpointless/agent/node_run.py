@@ -125,6 +125,7 @@ class NodeRun:
             guard=self._guard(),
             warm_spares=self._config.warm_spares,
             term_grace_s=self._config.term_grace_s,
+            exit_grace_s=self._config.exit_grace_s,
             hosts=link.coordinator is not None,
         )
 

@@ -15,6 +15,7 @@ from checkpointless.agent.ranks.starters import FreshStarter, ZygoteStarter, zyg
 from checkpointless.environment import (
     AGENT_PID_ENV,
     CPU_ENV,
+    EXIT_GRACE_ENV,
     FAULTS_ENV,
     FLIGHT_RECORDS_ENV,
     OMP_NUM_THREADS_ENV,
@@ -99,6 +100,7 @@ def rank_environment(config: LaunchConfig) -> dict[str, str]:
         config: what to run on the node; its ``extra_env`` wins over what is set here.
     """
     env = {RUN_DIR_ENV: str(config.run_dir.resolve()), PYTHONUNBUFFERED_ENV: YES}
+    env[EXIT_GRACE_ENV] = f"{config.exit_grace_s:g}"
     env |= import_environment(config.nproc_per_node, config.cpu)
     asked = {**os.environ, **config.extra_env}
     is_sized = TORCH_FR_BUFFER_SIZE_ENV in asked or TORCH_NCCL_TRACE_BUFFER_SIZE_ENV in asked

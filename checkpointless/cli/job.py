@@ -30,6 +30,7 @@ _RECORD_HELP = (
 )
 _ENDPOINT_HELP = "node 0, as all nodes reach it (P: 29400, if it is left out)"
 _TERM_GRACE_HELP = "seconds that ranks have to end after SIGTERM, SIGINT or SIGHUP (default: 30)"
+_EXIT_GRACE_HELP = "seconds that a rank may be idle after its script has ended, and then is ended (default: 30)"
 _WARM_SPARES_HELP = (
     "processes per node that have imported what ranks need and wait to take a dead rank's place, at most one per "
     "rank (default: 0; --spares is about nodes)"
@@ -73,6 +74,7 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
     add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
     add("--term-grace", type=seconds, metavar="S", help=_TERM_GRACE_HELP)
+    add("--exit-grace", type=seconds, metavar="S", help=_EXIT_GRACE_HELP)
     add = parser.add_argument_group("several nodes").add_argument
     add("--nnodes", type=nodes, default=1, metavar="M", help="nodes of the job (default: 1)")
     add(*both("--node-rank"), type=count, default=0, metavar="I", help="this node's number, from 0")
@@ -146,8 +148,8 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
     from checkpointless.wire.handshake import TOKEN_ENV
 
     settings = coordination_settings(options)
-    if options.term_grace is not None:
-        settings["term_grace_s"] = options.term_grace
+    graces = {"term_grace_s": options.term_grace, "exit_grace_s": options.exit_grace}
+    settings |= {name: value for name, value in graces.items() if value is not None}
     if options.log_level is not None:
         os.environ[LOG_LEVEL_ENV] = options.log_level  # the ranks inherit it
         apply_log_level()

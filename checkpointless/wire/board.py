@@ -23,7 +23,7 @@ _MAGIC = b"CPLBRD03"
 _HEADER = struct.Struct("<8sQqqqq")  # magic, beat, step in progress, committed step, generation, shard
 _BEAT_OFFSET = 8
 _FIELD = struct.Struct("<q")
-_MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET = 16, 24, 32, 40
+_MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET, _EXIT_OFFSET = 16, 24, 32, 40, 48
 _SLOT = struct.Struct("<qIII")  # step, length, how many bytes have a checksum, and that: their crc32
 _EMPTY = _SLOT.pack(-1, 0, 0, 0)
 _STREAMS_OFFSET, _MOMENTS_OFFSET, _BUFFERS_OFFSET, _SLOTS_OFFSET = 64, 128, 256, 512
@@ -95,6 +95,7 @@ class Board:
         os.pwrite(fd, header, 0)
         board = cls(fd)
         board.clear_snapshots()
+        board.set_exit_code(None)
         return board
 
     @classmethod
@@ -130,6 +131,15 @@ class Board:
     def set_shard(self, first: int) -> None:
         """Record the first of the ranks that hold the same state as this one."""
         _FIELD.pack_into(self._memory, _SHARD_OFFSET, first)
+
+    def set_exit_code(self, code: int | None) -> None:
+        """Record that the rank's script has ended, with which code; None: it has not."""
+        _FIELD.pack_into(self._memory, _EXIT_OFFSET, -1 if code is None else code)
+
+    def exit_code(self) -> int | None:
+        """Return the code with which the rank's script has ended; None if it has not."""
+        (code,) = _FIELD.unpack_from(self._memory, _EXIT_OFFSET)
+        return code if 0 <= code <= 0xFF else None
 
     def read(self) -> BoardReading:
         """Read the counters."""

@@ -51,6 +51,7 @@ class LocalRank:
         began_after: the last committed optimizer step on the board when the living process was started.
         ended: how the last process ended, once it has.
         was_standby: whether the living process had waited as a standby.
+        is_cut_off: whether the process is killed because it does not end.
         kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
     """
 
@@ -70,6 +71,7 @@ class LocalRank:
     began_after: int = NO_STEP
     ended: RankEnded | None = None
     was_standby: bool = False
+    is_cut_off: bool = False
     kill_at_s: float | None = None
 
     def send(self, message: AgentMessage) -> bool:

@@ -181,6 +181,8 @@ class ProcessKeeper:
         rank.local = int(spawn.env.get(LOCAL_RANK_ENV, "0"))
         rank.state, rank.pid, rank.kill_at_s = RankState.STARTING, None, None
         rank.said_hello, rank.forgiven, rank.ended, rank.was_standby = False, False, None, False
+        rank.is_cut_off = False
+        rank.board.set_exit_code(None)
         if not self._held.hold(spawn, rank.local):
             self._start(rank, spawn)
 
@@ -243,6 +245,11 @@ class ProcessKeeper:
             self._told_of.add(number)
             name, ranks = signal_name(number), numbered("rank", would_die)
             self._say(f"{name} is not passed on to {ranks}: without a handler a process would die of it")
+
+    def signal(self, rank: LocalRank, number: int) -> None:
+        """Send a signal to a rank's process, if it has one."""
+        if rank.pid is not None:
+            self._starter.signal(rank.pid, number)
 
     def kill(self, rank: LocalRank) -> None:
         """Kill the rank's process, as soon as its process ID is known."""
@@ -326,6 +333,8 @@ class ProcessKeeper:
         self._hear_rank(rank)  # take what it said before it ended
         rank.disconnect()
         rank.state, rank.kill_at_s = RankState.GONE, None
+        if rank.is_cut_off and (scripts := rank.board.exit_code()) is not None:
+            code = scripts  # nothing of the script was cut off
         self.failures += code != 0
         lines = rank.log.last_lines() if code != 0 else []
         if self._guard is not None and not self._job.finished and self._job.outcome is None:

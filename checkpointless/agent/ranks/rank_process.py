@@ -7,8 +7,8 @@ possible.
 from __future__ import annotations
 
 import argparse
-import atexit
 import ctypes
+import faulthandler
 import io
 import json
 import logging
@@ -16,7 +16,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from dataclasses import asdict, dataclass
@@ -24,11 +23,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpointless.agent.ranks.platforms import install_platform
-from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, RANK_ENV
+from checkpointless.agent.ranks.script_end import DEFAULT_EXIT_GRACE_S, ScriptEnd
+from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, EXIT_GRACE_ENV, RANK_ENV
 from checkpointless.posix import temp_folder
+from checkpointless.posix.signals import STACKS_SIGNAL
 from checkpointless.telemetry.log_level import apply_log_level
 from checkpointless.telemetry.log_relay import LogRelay
-from checkpointless.telemetry.scribe import flush_all
+from checkpointless.wire.board import Board
 from checkpointless.wire.causes import exit_code
 
 logger = logging.getLogger(__name__)
@@ -82,12 +83,11 @@ def name_process(name: str) -> None:
 def run_script(script: Script) -> NoReturn:
     """Run ``script`` as ``__main__``, then exit the process with the code that ``python`` would give.
 
-    The process is named after its rank.
-
-    The interpreter is not shut down: with large frameworks loaded that takes longer than most recoveries.
+    The process is named after its rank, and writes its stacks when the agent asks for them.
     """
-    code = 1
     apply_log_level()
+    faulthandler.register(STACKS_SIGNAL, file=2)
+    end = ScriptEnd(Board.from_environment(), float(os.environ.get(EXIT_GRACE_ENV, DEFAULT_EXIT_GRACE_S)))
     name_process(f"ckpl-rank-{os.environ.get(RANK_ENV, '')}")
     LogRelay().install()
     for stream in (sys.stdout, sys.stderr):  # files; what a rank has printed must not be lost with it
@@ -96,46 +96,39 @@ def run_script(script: Script) -> NoReturn:
     # A preloaded module that is run as the script was imported before, which is the purpose of preloading.
     warnings.filterwarnings("ignore", message=".*found in sys.modules after import", category=RuntimeWarning)
     try:
-        code = _run(script)
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
-        atexit._run_exitfuncs()
+        _run(script, end)
     except BaseException:  # noqa: BLE001 - the edge of the process
         traceback.print_exc()
-        code = code or 1
-    finally:
-        flush_all()
-        _flush()
-        os._exit(code)
+    end.finish()
 
 
-def _run(script: Script) -> int:
+def _run(script: Script, end: ScriptEnd) -> None:
+    """Run the script; its end is noted while its variables live, for their destructors may hang."""
     sys.argv = [script.target, *script.args]
     try:
         if script.module:
             sys.path[0] = os.getcwd()
-            runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+            _variables = runpy.run_module(script.target, run_name="__main__", alter_sys=True)
         else:
             sys.path[0] = str(Path(script.target).resolve().parent)
-            runpy.run_path(script.target, run_name="__main__")
-    except SystemExit as leaving:
-        if not isinstance(leaving.code, int | None):
-            sys.stderr.write(f"{leaving.code}\n")
-        return exit_code(leaving)
-    except KeyboardInterrupt:
+            _variables = runpy.run_path(script.target, run_name="__main__")
+    except BaseException as error:  # noqa: BLE001 - as the interpreter does at its top
+        end.begin(_code_of(error))
+    else:
+        end.begin(0)
+
+
+def _code_of(error: BaseException) -> int:
+    """Print why the script has ended as the interpreter would, and return its exit code."""
+    if isinstance(error, SystemExit):
+        if not isinstance(error.code, int | None):
+            sys.stderr.write(f"{error.code}\n")
+        return exit_code(error)
+    if isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
         return 128 + signal.SIGINT
-    except BaseException as error:  # noqa: BLE001 - as the interpreter does at its top
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
-    return 0
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue  # closed or replaced by the script: there is nowhere to report it
+    sys.excepthook(type(error), error, error.__traceback__)
+    return 1
 
 
 def process_parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from checkpointless.inprocess.finalize import collect_garbage
 from checkpointless.inprocess.generation import Generation
 from checkpointless.inprocess.memory import memory_status
 from checkpointless.inprocess.state import HPState
+from checkpointless.posix.threads import abandon, waited_for
 from checkpointless.telemetry.event_names import EventName
 
 
@@ -51,6 +52,7 @@ class BlockCleanup:
         self._generation = generation
         self._settings = settings
         self._replace = replace
+        self._threads = waited_for()
 
     def run(self, state: HPState, term_ex: BaseException) -> None:
         """Clean up, and check this process. A part that takes too long has the process replaced.
@@ -63,6 +65,7 @@ class BlockCleanup:
             HealthCheckError: this process must be replaced.
         """
         settings = self._settings
+        abandon(waited_for() - self._threads)
         with self._generation.span(EventName.FINALIZE) as fields:
             with self._bounded("the abort"):
                 after_block(settings.abort, state)
