@@ -1,4 +1,4 @@
-"""Test that a rank's process ends although something is left in it that does not, and that nobody who works is cut off."""
+"""Test that a rank's process ends although something in it does not, and that nobody who works is cut off."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from checkpointless.agent.ranks.standbys.interpreters import StandbyProgram
 from checkpointless.agent.ranks.starters import Descriptors, Exited, FreshStarter, News, Order, Started
 from checkpointless.posix import process_tree
 from checkpointless.posix.process_tree import wait_for_killed
+from checkpointless.wire.board import Board
 from checkpointless.wire.node_messages import RankEnded, Spawn
 from tests.descriptors import descriptors
 from tests.unit.agent.commanded_node import CommandedNode
@@ -144,8 +146,8 @@ def test_an_interpreter_that_is_refused_for_a_moment_is_started(
     tmp_path: Path, fresh: FreshStarter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starters.subprocess, "Popen", refusing(2))
-    with (tmp_path / "rank.log").open("wb") as log, open(os.devnull) as agent, open(os.devnull) as board:
-        fresh.start(Order(0, 1, {"RANK": "0"}), Descriptors(log.fileno(), agent.fileno(), board.fileno()))
+    with (tmp_path / "rank.log").open("wb") as log, open(os.devnull) as agent, closing(Board.create(0)) as board:
+        fresh.start(Order(0, 1, {"RANK": "0"}), Descriptors(log.fileno(), agent.fileno(), board.fd))
         agent.close()  # what was given is only borrowed
         log.close()
         found: list[News] = []
