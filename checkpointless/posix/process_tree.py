@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
 from checkpointless.posix import shared_memory, temp_folder
+from checkpointless.posix.process_state import ProcessLook
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +65,11 @@ def kill_descendants(pid: int) -> bool:
     Args:
         pid: this process, or a child of it that was not waited for.
     """
-    killed: set[psutil.Process] = set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while found := set(psutil.Process(pid).children(recursive=True)) - killed:
-            for each in found:
-                with contextlib.suppress(psutil.Error):  # it has ended, or has become another user's
-                    each.kill()
-            killed |= found  # what one of them has started meanwhile is found in the next round
+    killed: set[int] = set()
+    while found := {each for each in _pids() if _is_below(each, pid)} - killed:
+        for each in found:
+            _kill_below(each, pid)
+        killed |= found  # what one of them has started meanwhile is found in the next round
     return bool(killed)
 
 
@@ -109,11 +106,40 @@ class ProcessTree:
 
 def _members(group: int) -> list[int]:
     found = []
-    for name in os.listdir("/proc"):
-        with contextlib.suppress(ValueError, OSError):  # not a process, or one that has ended
-            if os.getpgid(int(name)) == group:
-                found.append(int(name))
+    for pid in _pids():
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getpgid(pid) == group:
+                found.append(pid)
     return found
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _is_below(pid: int, root: int) -> bool:
+    while pid and (pid := ProcessLook.at(pid).parent) != root:
+        pass
+    return pid == root
+
+
+def _kill_below(pid: int, root: int) -> None:
+    """Kill a process that is below ``root``, unless its number means another process by now."""
+    handle = None
+    with contextlib.suppress(OSError, AttributeError):  # it has ended; or the kernel or Python has no such handles
+        handle = os.pidfd_open(pid)
+    try:
+        if not _is_below(pid, root):
+            return
+        if handle is None:
+            os.kill(pid, signal.SIGKILL)
+        else:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError) as error:  # it has ended, or has become another user's
+        logger.info("process %d is not killed: %s", pid, error)
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def _wait(pid: int, timeout_s: float) -> None:

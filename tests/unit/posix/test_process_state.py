@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +57,13 @@ def test_what_the_kernel_says_of_a_process() -> None:
     assert state_of(ProcessLook(), ProcessLook(), 1.0) is ProcessState.UNKNOWN
     assert ProcessLook.at(None) == ProcessLook()
     assert ProcessLook.at(os.getpid()).cpu_ms > 0
+
+
+def test_a_process_may_have_any_name() -> None:
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"\xff) T 1\n")
+    try:
+        assert ProcessLook.at(os.getpid()).parent == os.getppid()
+    finally:
+        name.write_bytes(before)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from checkpointless.posix import shared_memory
-from checkpointless.posix.process_tree import ProcessTree
+from checkpointless.posix.process_state import ProcessLook
+from checkpointless.posix.process_tree import ProcessTree, kill_descendants
 
 NOBODY = 4194305 + os.getpid()  # no pid is as large, and no other test uses it
 
@@ -107,3 +108,34 @@ def test_a_process_that_has_not_made_its_group_yet() -> None:
     assert process.poll() is None
     process.communicate(b"\n")
     group.clean()
+
+
+BRANCHES = """
+import os, sys, time
+from checkpointless.posix.process_tree import adopt_orphans
+adopt_orphans()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.setsid()  # its parent ends, so it is an orphan, in a session of its own
+        os.write(1, b"%d\\n" % os.getpid())
+        time.sleep(60)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+def test_whoever_adopts_orphans_has_all_that_it_led_to_below() -> None:
+    with subprocess.Popen([sys.executable, "-c", BRANCHES], stdout=subprocess.PIPE, text=True) as root:
+        assert root.stdout is not None
+        orphan = int(root.stdout.readline())
+        try:
+            while ProcessLook.at(orphan).parent != root.pid:
+                time.sleep(0.01)
+            assert not kill_descendants(orphan)
+            assert kill_descendants(root.pid)
+            while chr(ProcessLook.at(orphan).letter) != "Z":
+                time.sleep(0.01)
+            assert root.poll() is None
+        finally:
+            root.kill()
