@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -19,6 +20,7 @@ from checkpointless.telemetry.events import EVENTS_FILE, Event, parse_event
 from checkpointless.telemetry.lines import LineTail
 from checkpointless.telemetry.narration import INCIDENT, Narrator
 from checkpointless.telemetry.scribe import scribe
+from checkpointless.telemetry.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class Terminal:
         # An incident's first and last line come from the agent and from the event log; the first to come is shown.
         self._from_agent: Counter[str] = Counter()
         self._from_log: Counter[str] = Counter()
+        self._odd = 0  # how many lines of the log were no events
+        self._closing = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
 
     def say(self, line: str) -> None:
@@ -68,13 +72,24 @@ class Terminal:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while self._turn():
-            self._show(self._narrator.tick(time.monotonic()))
-        self._look([])
-        self._show(self._narrator.close())
+        while not self._closing:
+            self._survive(self._turn)
+        self._survive(lambda: self._look([]))
+        self._survive(lambda: self._show(self._narrator.close()))
+        if self._odd:
+            logger.warning("%s of the event log are no events, and were left out", plural(self._odd, "line"))
 
-    def _turn(self) -> bool:
-        """Show what has come, in the order in which it came; return False at the end."""
+    def _survive(self, work: Callable[[], None]) -> None:
+        """Do a part of the work; an error in it costs that part, and not the lines that come later."""
+        try:
+            work()
+        except Exception:
+            if not self._has_failed:
+                logger.exception("something of the job is not shown")
+            self._has_failed = True
+
+    def _turn(self) -> None:
+        """Show what has come, in the order in which it came."""
         said = []
         try:
             said.append(self._said.get(timeout=_TELLING_S if self._narrator.is_telling else _CALM_S))
@@ -82,37 +97,33 @@ class Terminal:
                 said.append(self._said.get_nowait())
         except queue.Empty:
             pass
+        self._closing = any(line is None for _, line in said)
         self._look([(at_ns, line) for at_ns, line in said if line is not None])
-        return all(line is not None for _, line in said)
+        self._survive(lambda: self._show(self._narrator.tick(time.monotonic())))
 
     def _look(self, said: Iterable[tuple[int, str]]) -> None:
         """Show the agent's lines and, between them, the lines for new events of the log."""
         both: list[tuple[int, str | Event]] = [*said]
         if both:  # events that this process emitted before these lines are to be shown before them
             scribe.flush(_FLUSH_S)
-        both += [(event.ts, event) for event in self._events()]
+        self._survive(lambda: both.extend((event.ts, event) for event in self._events()))
         for _, each in sorted(both, key=lambda item: item[0]):
-            if isinstance(each, Event):
-                self._tell(each)
-            else:
-                self._wait_for_last_words(each)
-                self._show_once(each, self._from_agent, self._from_log)
+            self._survive(functools.partial(self._show_next, each))
 
-    def _tell(self, event: Event) -> None:
-        try:
-            self._show(self._narrator.take(event, time.monotonic()))
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-        ) as error:  # the agent's own lines are shown anyway
-            logger.warning("event %s is malformed and is not shown: %r", event.stage, error)
+    def _show_next(self, each: str | Event) -> None:
+        if isinstance(each, Event):
+            self._show(self._narrator.take(each, time.monotonic()))
+        else:
+            self._wait_for_last_words(each)
+            self._show_once(each, self._from_agent, self._from_log)
 
     def _events(self) -> list[Event]:
         nothing: list[bytes] = []
         lines = self._errands.run(self._tail.lines, nothing, late=self._late.extend)
         late = [self._late.popleft() for _ in range(len(self._late))]
-        return [event for event in map(parse_event, [*late, *lines]) if event is not None]
+        found = [parse_event(line) for line in (*late, *lines)]
+        self._odd += found.count(None)
+        return [event for event in found if event is not None]
 
     def _wait_for_last_words(self, line: str) -> None:
         """If ``line`` is the last line of an incident, wait for the ranks' lines, which belong before it."""

@@ -13,6 +13,7 @@ from checkpointless.report.summary import build_report
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Event, parse_event
 from checkpointless.telemetry.lines import LineTail
+from checkpointless.telemetry.timeline import on_one_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Accounting(EventReader):
             logger.warning("the event log has over %d events: the metrics have no account any more", MAX_EVENTS)
             self._is_too_long, self._events, self.account = True, [], Account()
         elif self._is_new and now_s >= self._again_at_s:
-            self.account, self._is_new = account_of(self._run_dir, self._events), False
+            self.account, self._is_new = account_of(self._run_dir, on_one_timeline(self._events)), False
             self._again_at_s = now_s + _SHARE * (time.perf_counter() - began_s)
 
 

@@ -10,22 +10,21 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
 from checkpointless.environment import NODE_RANK_ENV, RANK_ENV, own_run_dir
+from checkpointless.telemetry.event_line import EDGES, Edge, checked, object_of
 from checkpointless.telemetry.event_names import EventName, event_name
 from checkpointless.telemetry.scribe import FLUSH_S, scribe
+from checkpointless.telemetry.timeline import on_one_timeline
 
 logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
-
-Edge = Literal["begin", "end", "point"]
-EDGES: tuple[Edge, ...] = get_args(Edge)
 
 #: What JSON has a form for.
 JsonValue = bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"] | None
@@ -251,20 +250,24 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the JSON objects of a file of JSON lines, each after its line number, counted from 1.
 
     A line that a writer was killed on may lack its end. If it is the last line, it is skipped; if another writer
-    has appended a line to it, the appended line is yielded. A line that is broken in another way is skipped with a
-    warning.
+    has appended a line to it, the appended line is yielded. Lines that are broken in another way are skipped, with
+    one warning for all of them.
     """
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):
-        record = _record(line)
+    broken = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        record = object_of(line)
         if record is not None:
             yield number, record
         else:
-            logger.warning("%s:%d is not a JSON object and was left out", path, number)
+            broken.append(number)
+    _warn_of(path, broken, "JSON object")
 
 
 def read_events(run_dir: Path) -> list[Event]:
     """Return all events of a run in the order in which they were written, including those of this process.
+
+    Their times are put on one timeline (:func:`~checkpointless.telemetry.timeline.on_one_timeline`). Lines that are
+    no events are left out, with one warning for all of them.
 
     Args:
         run_dir: the run directory; without an event file in it, there are no events.
@@ -273,35 +276,43 @@ def read_events(run_dir: Path) -> list[Event]:
     path = run_dir / EVENTS_FILE
     if not path.exists():
         return []
-    events = []
-    for number, record in read_lines(path):
-        try:
-            events.append(_event(record))
-        except (KeyError, TypeError, ValueError) as error:
-            logger.warning("%s:%d is not an event and was left out: %r", path, number, error)
-    return events
+    events, odd = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        event = parse_event(line)
+        if event is not None:
+            events.append(event)
+        else:
+            odd.append(number)
+    _warn_of(path, odd, "event")
+    return on_one_timeline(events)
 
 
 def parse_event(line: bytes) -> Event | None:
-    """Parse a line of the log; return None, with a warning, if it is not an event."""
-    try:
-        return _event(_record(line) or {})
-    except (KeyError, TypeError, ValueError) as error:
-        logger.warning("a line is not an event and was left out: %r", error)
+    """Parse a line of the log; return None if it is not an event."""
+    record = object_of(line)
+    own = None if record is None else checked(record)
+    if record is None or own is None:
         return None
+    fields = {key: value for key, value in record.items() if key not in _OWN_KEYS}
+    return Event(
+        own.ts,
+        own.mono,
+        own.node,
+        own.rank,
+        own.pid,
+        own.generation,
+        own.incident,
+        event_name(own.stage),
+        own.edge,
+        fields,
+    )
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the object that a line is, or that follows the torn beginning of another line; None without one."""
-    start = line.find(b"{")
-    while start >= 0:
-        try:
-            record = json.loads(line[start:])
-        except (ValueError, RecursionError):
-            start = line.find(b'{"', start + 1)
-            continue
-        return record if isinstance(record, dict) else None
-    return None
+def _warn_of(path: Path, numbers: Sequence[int], kind: str) -> None:
+    if numbers:
+        count = len(numbers)
+        which = f"line {numbers[0]} is" if count == 1 else f"{count} lines, from line {numbers[0]} on, are"
+        logger.warning("%s: %s no %s, and left out", path, which, kind if count == 1 else f"{kind}s")
 
 
 def json_safe(value: object) -> JsonValue:
@@ -319,20 +330,3 @@ def json_safe(value: object) -> JsonValue:
     if isinstance(value, set | frozenset):
         return sorted((json_safe(item) for item in value), key=str)
     return str(value)
-
-
-def _event(record: dict[str, Any]) -> Event:
-    if record["edge"] not in EDGES:
-        raise ValueError(f"edge {record['edge']!r}")
-    return Event(
-        ts=int(record["ts"]),
-        mono=int(record["mono"]),
-        node=int(record["node"]),
-        rank=None if record["rank"] is None else int(record["rank"]),
-        pid=int(record["pid"]),
-        generation=int(record["generation"]),
-        incident=record["incident"],
-        stage=event_name(str(record["stage"])),
-        edge=cast(Edge, record["edge"]),
-        fields={key: value for key, value in record.items() if key not in _OWN_KEYS},
-    )

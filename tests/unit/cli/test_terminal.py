@@ -347,3 +347,40 @@ def test_a_traceback_is_kept_and_a_full_disk_is_no_fault(tmp_path: Path, monkeyp
     assert traceback_path(tmp_path, 3, 1).read_text() == "Traceback: \\udc80"
     monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path / "missing"))
     keep_traceback(3, 1, "nowhere")
+
+
+def test_odd_lines_and_errors_do_not_silence_the_terminal(
+    tmp_path: Path, log: EventLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown: list[str] = []
+
+    def write(line: str) -> None:
+        if "cannot be shown" in line:
+            raise RuntimeError("the terminal is odd")
+        shown.append(line)
+
+    def breaks(*_: object) -> object:
+        raise RuntimeError("a defect of ours")
+
+    with Terminal(write, tmp_path, 0) as terminal:
+        begin(log)
+        assert flush_events()
+        whole = (tmp_path / EVENTS_FILE).read_bytes()
+        for odd in (b"Infinity", b"1" + b"0" * 400, b'"soon"'):
+            with (tmp_path / EVENTS_FILE).open("ab") as file:
+                file.write(whole.replace(b'"ts":', b'"ts":' + odd + b',"was":'))
+        terminal.say("one")
+        wait_until(lambda: shown == ["one"])
+        terminal.say("this cannot be shown")
+        monkeypatch.setattr(Narrator, "tick", breaks)
+        monkeypatch.setattr(Narrator, "take", breaks)
+        incident(log)
+        terminal.say("two")
+        wait_until(lambda: shown == ["one", "two"])
+        monkeypatch.undo()
+        incident(log, 2)
+        terminal.say("three")
+    assert shown[-1] == "three"
+    assert detected_line("2", CAUSE) in shown
+    assert [record.message for record in caplog.records if record.exc_info] == ["something of the job is not shown"]
+    assert "3 lines of the event log are no events, and were left out" in caplog.text

@@ -67,7 +67,11 @@ STANDARD_LIBRARY_ONLY = (
     "faults",
 )
 NVML_ASKER = f"{PACKAGE}.devices.nvml_process"  # it runs in a process of its own, and only where pynvml is
-TYPED_MESSAGES = ("wire", "coordinator")  # msgspec is a few hundred kilobytes, and loads in milliseconds
+TYPED_MESSAGES = (
+    "wire",
+    "coordinator",
+    "telemetry",
+)  # msgspec is a few hundred kilobytes, and loads in milliseconds
 NO_FRAMEWORK = (
     *STANDARD_LIBRARY_ONLY,
     "report",
