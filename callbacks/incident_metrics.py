@@ -30,8 +30,9 @@ def incident_metrics(call: HPCallWrapper, step: int, now_s: float) -> dict[str, 
 
     Returns:
         The metrics by name: ``generation``; where they are known, ``incidents`` (of the job so far),
-        ``recovery_seconds`` from this node's notice of the fault until now, and ``steps_lost``, the number of
-        committed steps that had to be made again; ``bytes_received`` by this rank from living replicas.
+        ``recovery_seconds`` from the fault until now (a hang counts from its last progress), ``steps_lost``, the
+        number of committed steps that had to be made again, and ``bytes_received`` by this rank from
+        living replicas.
     """
     found: dict[str, float] = {"generation": float(call.generation)}
     if call.incident is not None and call.incident.isdecimal():  # agents number incidents consecutively

@@ -306,7 +306,7 @@ class World:
         for index, node in enumerate(self.nodes):
             numbers = range(index * NPROC, (index + 1) * NPROC)
             silent_ms = int(HEARTBEAT_S * 1000) + 10
-            rows = [SilentRank(number, 7, silent_ms, self.step + 1, True, 0, 0) for number in numbers]
+            rows = [SilentRank(number, 7, silent_ms, silent_ms, self.step + 1, True, 0, 0) for number in numbers]
             node.say(Silent(rows))
         for _ in range(2):  # the inquiry and, when all have answered, the diagnosis
             self._hear_all()

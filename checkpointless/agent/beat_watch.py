@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 
 from checkpointless.agent.ranks.local_rank import LocalRank
@@ -23,9 +24,13 @@ class BeatWatch:
     Args:
         heartbeat: how long a rank in its block may show no progress.
         report: sends a message to the coordinator.
+
+    Attributes:
+        newest: the highest optimizer step that any rank of the node was seen to commit (-1: none).
     """
 
     def __init__(self, heartbeat: Heartbeat, report: Callable[[NodeMessage], None]) -> None:
+        self.newest = NO_STEP
         self._heartbeat = heartbeat
         self._report = report
         self._longest_s = 0.0  # longest time between beats within a step of this generation
@@ -62,6 +67,7 @@ class BeatWatch:
             now_s: the current time on the agent's clock.
         """
         readings = {rank.number: rank.board.read() for rank in ranks}
+        self.newest = max(self.newest, *(reading.committed for reading in readings.values()))
         self._tell_progress(readings, generation, now_s)
         self._tell_shards(readings)
         self._watch_beats(ranks, readings, now_s)
@@ -101,7 +107,7 @@ class BeatWatch:
                     self._longest_s = max(self._longest_s, took_s)
                 else:
                     self._pause_s = max(self._pause_s, took_s)
-                beats.last, beats.at_s = reading.beat, now_s
+                beats.last, beats.at_s, beats.seen_at_s = reading.beat, now_s, time.monotonic()
                 self._shows_progress |= reading.making != NO_STEP or reading.beat > beats.at_begin + 1
             warm = reading.committed > self._began_after + _WARM_UP_STEPS
             beats.in_step = warm and reading.making > reading.committed
@@ -124,5 +130,7 @@ class BeatWatch:
 
 def _silence_of(rank: LocalRank, age_s: float, reading: BoardReading) -> SilentRank:
     look, beats = ProcessLook.at(rank.pid), rank.beats
-    age_ms = int(age_s * 1000)
-    return SilentRank(rank.number, beats.last, age_ms, reading.making, beats.in_step, look.letter, look.cpu_ms)
+    age_ms, quiet_ms = int(age_s * 1000), int((time.monotonic() - beats.seen_at_s) * 1000)
+    return SilentRank(
+        rank.number, beats.last, age_ms, quiet_ms, reading.making, beats.in_step, look.letter, look.cpu_ms
+    )

@@ -142,6 +142,11 @@ class NodeAgent:
         return self._job.generation
 
     @property
+    def newest(self) -> int:
+        """The highest optimizer step that a rank of this node was seen to commit (-1: none)."""
+        return self._beats.newest
+
+    @property
     def began_after(self) -> int:
         """The highest step that was known to be committed when the generation began."""
         return self._job.began_after
@@ -363,7 +368,7 @@ class NodeAgent:
 
     def _interrupt(self, notice: FaultNotice) -> None:
         began_s, now_s = time.monotonic(), self.clock()
-        self._job.interrupt(notice.incident, began_s)
+        self._job.interrupt(notice.incident, began_s - notice.undetected_ms / 1000)
         if self._store is not None and self._store.generation <= notice.generation:
             self._close_store()
         # A rank that failed by itself may reach the barrier before this notice; its successor ignores a notice of a

@@ -146,5 +146,11 @@ class NodeRun:
             if not copies.stop():
                 self._say(f"{self._silent_disk}: what the ranks printed last is not shown")
         return conclude(
-            outcome, agent.generation, node=config.node_rank, run_dir=config.run_dir, events=events, say=self._say
+            outcome,
+            agent.generation,
+            node=config.node_rank,
+            run_dir=config.run_dir,
+            events=events,
+            say=self._say,
+            newest=agent.newest,
         )

@@ -105,6 +105,7 @@ def launch_job(
         UsageError: the job cannot be done as asked.
     """
     from checkpointless.agent.launch import launch
+    from checkpointless.cli.closing import closing_line
     from checkpointless.cli.terminal import Terminal
     from checkpointless.faults.ledger import not_fired
 
@@ -120,6 +121,9 @@ def launch_job(
     _announce(config, program.name)
     with _examined(config), Terminal(say, run_dir, config.node_rank) as terminal:
         status = launch(config, terminal.say)
+    last = closing_line(run_dir, status) if config.node_rank == 0 else ""
+    if last:
+        say(last)
     missing = not_fired(specs, run_dir)
     for text in missing:
         say(f"fault {text} did not happen as often as asked for: {_why_not(text, is_script=steps is None)}")
@@ -198,13 +202,10 @@ def _examined(config: LaunchConfig) -> Iterator[None]:
 
 
 def _announce(config: LaunchConfig, name: str) -> None:
-    from checkpointless.telemetry.steps import RECORDED, STEPS_DIR
-
     where = "" if config.is_alone else f" on node {config.node_rank} of {config.nnodes}"
     ranks = plural(config.nproc_per_node, "rank")
     say(f"{ranks} of {name}{where}; events in {config.run_dir}")
     if config.record_steps:
-        steps_dir = config.run_dir / STEPS_DIR
-        say(f"recorded into {steps_dir}, which reads the whole model at each step: {RECORDED}")
+        say("each step is recorded for `checkpointless verify`: one pass over the model each")
     if config.faults:
         say(f"faults will be caused on purpose: {' '.join(config.faults)}")

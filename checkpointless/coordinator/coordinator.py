@@ -137,9 +137,13 @@ class Coordinator:
         """
         return self._membership.admit(index, nproc, send)
 
-    def lose(self, node: Node, reason: str) -> None:
-        """Note that the agent of ``node`` cannot be reached; its ranks are dead unless it is expected back."""
-        self._membership.lose(node, reason)
+    def lose(self, node: Node, reason: str, since_s: float | None = None) -> None:
+        """Note that the agent of ``node`` cannot be reached; its ranks are dead unless it is expected back.
+
+        Args:
+            since_s: when it was heard last, on the monotonic clock (None: it was lost just now).
+        """
+        self._membership.lose(node, reason, since_s)
 
     def hear(self, node: Node, message: NodeMessage) -> None:
         """Act on a message from the agent of ``node``.
@@ -248,7 +252,7 @@ class Coordinator:
             job.incidents.emit(EventName.PROGRESS, "point", high_water=job.high_water)
         if job.progress.oldest >= job.target:
             job.roster.fresh.clear()
-            job.incidents.recovered(job.target, job.high_water)
+            job.incidents.recovered(job.high_water)
 
     def _on_rank(self, rank: Rank, message: RankReady | Trouble | RankEnded | RankDone) -> None:
         if self.phase is Phase.JOINING:
@@ -259,7 +263,7 @@ class Coordinator:
             return
         if not isinstance(message, RankDone):
             rank.committed, rank.making = message.committed, message.making
-            self._job.high_water = max(self._job.high_water, message.committed)
+        self._job.high_water = max(self._job.high_water, message.committed)
         if isinstance(message, RankReady):
             if message.incarnation == rank.incarnation and self._processes.was_asked_for(rank):
                 self._regrouping.ready(rank)

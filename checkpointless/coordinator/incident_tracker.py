@@ -1,7 +1,12 @@
 """What a job is recovering from: the incident that is open, how far up its recovery goes, and what it cost.
 
 An incident is open from its first cause until all ranks are together again. It is then recovering until the ranks
-have made the step that it interrupted.
+have made the step that it interrupted, or until the block has returned if no step was left. If the next fault comes
+first, the incident is escalated: the next one tells the rest.
+
+A fault counts from when it happened, as far as that is known, and not from when it was noticed: a rank that hangs
+from its last progress, a node that is silent from its last word. All figures follow from that, through the
+``undetected_s`` of the event ``detect``.
 """
 
 from __future__ import annotations
@@ -9,11 +14,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from checkpointless.coordinator.incident_policy import GiveUpDecision, History
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Edge, EventLog
-from checkpointless.telemetry.narration import detected_line, recovered_line
+from checkpointless.telemetry.narration import detected_line, escalated_line, recovered_line
 from checkpointless.telemetry.rungs import Rung
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, attribute, culprit
@@ -25,6 +31,9 @@ class Incident:
 
     Attributes:
         opened_at_s: when the incident was opened, on the monotonic clock.
+        since_s: when its fault happened, on the monotonic clock (None: it was noticed at once).
+        together_at_s: when all ranks were together again, on the monotonic clock.
+        target: the step that has to be made until it is over.
         cause: the cause that explains all causes that are known so far.
         said: the cause that the terminal was told.
         killed_the_late: whether the ranks that did not come in time have been replaced.
@@ -36,11 +45,24 @@ class Incident:
     id: str
     opened_at_s: float
     cause: Cause
+    since_s: float | None = None
+    together_at_s: float = 0.0
+    target: int = NO_STEP
     said: Cause | None = None
     killed_the_late: bool = False
     stillborn: int = 0
     rung: Rung = Rung.IN_PROCESS
     steps_lost: int = 0
+
+    @property
+    def fault_at_s(self) -> float:
+        """When the fault happened, as far as that is known, on the monotonic clock."""
+        return self.opened_at_s if self.since_s is None else self.since_s
+
+    @property
+    def undetected_s(self) -> float | None:
+        """The seconds from the fault until now; None if it was noticed at once."""
+        return None if self.since_s is None else max(0.0, time.monotonic() - self.since_s)
 
 
 class IncidentTracker:
@@ -61,6 +83,7 @@ class IncidentTracker:
         self.generation = -1
         self.open: Incident | None = None
         self.recovering: Incident | None = None
+        self._overtaken: Incident | None = None  # until it is known whether its step had been made
         self._count = 0
         self._history = History(max_incidents)
         self._events = events
@@ -71,15 +94,22 @@ class IncidentTracker:
         self.generation, self._count = generation, incidents
         self._history = replace(self._history, incidents=incidents)
 
-    def begin(self, cause: Cause) -> Incident:
-        """Open an incident; if the last one's step has not been made yet, its recovery is no longer reported."""
+    def begin(self, cause: Cause, since_s: float | None = None) -> Incident:
+        """Open an incident.
+
+        Args:
+            since_s: when the fault happened, on the monotonic clock (None: it was noticed at once).
+        """
         self._count += 1
-        self.open, self.recovering = Incident(str(self._count), time.monotonic(), cause), None
+        self._overtaken, self.recovering = self.recovering, None
+        self.open = Incident(str(self._count), time.monotonic(), cause, since_s)
         return self.open
 
-    def add_cause(self, cause: Cause) -> None:
-        """Add a cause to the open incident, and report the cause if it explains the others."""
+    def add_cause(self, cause: Cause, since_s: float | None = None) -> None:
+        """Add a cause to the open incident, and report the cause if it explains the others; see :meth:`begin`."""
         assert self.open is not None
+        if since_s is not None:
+            self.open.since_s = min(self.open.fault_at_s, since_s)
         self.open.cause = attribute([self.open.cause, cause])
         if self.open.cause.kind is not CauseKind.VICTIM:
             self._tell(self.open)
@@ -88,22 +118,35 @@ class IncidentTracker:
         """Return why the job must end if one more incident with this cause would be one too many, else None."""
         return self._history.after(cause, high_water)[1]
 
-    def gathered(self, high_water: int) -> GiveUpDecision | None:
+    def gathered(self, high_water: int, oldest: int) -> GiveUpDecision | None:
         """Count the open incident, if there is one, now that all ranks are at the barrier.
+
+        Args:
+            high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+            oldest: the newest step that every rank has committed (-1: none).
 
         Returns:
             Why the job must end, if the incident is one too many.
         """
         if self.open is None:
             return None
+        if self._overtaken is not None:
+            self._judge_overtaken(self._overtaken, high_water, oldest, self.open)
+        self._overtaken = None
         self._tell(self.open)
         self._history, give_up = self._history.after(self.open.cause, high_water)
         return give_up
 
-    def regrouped(self, generation: int) -> None:
-        """Record that ``generation`` begins."""
+    def regrouped(self, generation: int, target: int) -> None:
+        """Record that a generation begins.
+
+        Args:
+            target: the step that has to be made until the incident is over.
+        """
         self.generation = generation
         self.open, self.recovering = None, self.open
+        if self.recovering is not None:
+            self.recovering.together_at_s, self.recovering.target = time.monotonic(), target
 
     def step_up(self, rung: Rung, why: str) -> None:
         """Raise the incident that is not over to ``rung``, if its recovery has not gone that far up yet."""
@@ -122,21 +165,46 @@ class IncidentTracker:
             self.step_up(Rung.JOB, why)
             self._say(f"incident {self.recovering.id}: {why}")
 
-    def recovered(self, step: int, high_water: int) -> None:
-        """Record that step ``step``, which was lost (-1: none was), has been made again."""
-        incident = self.recovering
-        if incident is None:
-            return
-        seconds = time.monotonic() - incident.opened_at_s
-        rung, lost = incident.rung.label, None if high_water == NO_STEP else incident.steps_lost
-        made = None if step == NO_STEP else step
-        self.emit(EventName.RECOVERED, "point", seconds=seconds, rung=rung, steps_lost=lost, step=made)
-        self.recovering = None
-        self._say(recovered_line(incident.id, seconds, rung, lost))
+    def recovered(self, newest: int) -> None:
+        """Record that every rank has made the step that was interrupted, or that the block has returned.
 
-    def emit(self, stage: EventName, edge: Edge, *, rank: int | None = None, **fields: object) -> None:
-        """Write an event of the incident that is not over, if there is one, or of no incident."""
-        incident = self.open or self.recovering
+        Args:
+            newest: the newest step that was committed. If there is none (-1), the job's steps are not known, and
+                the incident was over when all ranks were in their block again.
+        """
+        incident, self.recovering = self.recovering, None
+        if incident is not None:
+            self._recovered(incident, newest, incident.together_at_s if newest == NO_STEP else time.monotonic())
+
+    def _recovered(self, incident: Incident, newest: int, at_s: float) -> None:
+        seconds, rung = max(0.0, at_s - incident.fault_at_s), incident.rung.label
+        lost, step = (None, None) if newest == NO_STEP else (incident.steps_lost, newest)
+        made = newest >= incident.target
+        self.emit(
+            EventName.RECOVERED,
+            "point",
+            of=incident,
+            seconds=seconds,
+            rung=rung,
+            steps_lost=lost,
+            step=step,
+            made=made,
+        )
+        self._say(recovered_line(incident.id, seconds, rung, lost, made))
+
+    def _judge_overtaken(self, incident: Incident, high_water: int, oldest: int, following: Incident) -> None:
+        """Record whether the step of an incident had been made when the following one came, as all boards say."""
+        if oldest >= incident.target:
+            self._recovered(incident, high_water, following.fault_at_s)
+        else:
+            self.emit(EventName.ESCALATED, "point", of=incident, rung=incident.rung.label)
+            self._say(escalated_line(incident.id, following.id))
+
+    def emit(
+        self, stage: EventName, edge: Edge, *, rank: int | None = None, of: Incident | None = None, **fields: object
+    ) -> None:
+        """Write an event of an incident; by default, of the one that is not over, if there is one."""
+        incident = of or self.open or self.recovering
         self._events.emit(
             stage,
             edge,
@@ -151,5 +219,7 @@ class IncidentTracker:
         if cause is incident.said:
             return
         incident.said = cause
-        self.emit(EventName.DETECT, "point", cause=str(cause), culprit=culprit(cause), how=cause.how)
+        undetected_s = incident.undetected_s
+        late: dict[str, Any] = {} if undetected_s is None else {"undetected_s": undetected_s}
+        self.emit(EventName.DETECT, "point", cause=str(cause), culprit=culprit(cause), how=cause.how, **late)
         self._say(detected_line(incident.id, str(cause)))

@@ -8,7 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointless.coordinator.coordinator import Coordinator
@@ -32,6 +32,7 @@ class _Guest:
         node: the node at the other end, once it has proved that it knows the token.
         heard_at_s: when something was received last; until the proof, when the connection was made.
         heard: how many bytes had been received at ``heard_at_s``.
+        last_word_s: when something was received last, on the monotonic clock.
     """
 
     challenge: Challenge
@@ -39,6 +40,7 @@ class _Guest:
     channel: Channel | None = None
     node: Node | None = None
     heard: int = 0
+    last_word_s: float = field(default_factory=time.monotonic)
 
 
 class CoordinatorPort:
@@ -100,10 +102,11 @@ class CoordinatorPort:
                 if now_s >= guest.heard_at_s + PROOF_TIMEOUT_S:
                     self._show_out(guest)
             elif channel.bytes_heard != guest.heard:
-                guest.heard, guest.heard_at_s = channel.bytes_heard, now_s
+                guest.heard, guest.heard_at_s, guest.last_word_s = channel.bytes_heard, now_s, time.monotonic()
             elif now_s >= guest.heard_at_s + self._silence_s:
                 self._show_out(guest)
-                self._coordinator.lose(guest.node, f"no word from it for {self._silence_s:g} s")
+                why = f"no word from it for {self._silence_s:g} s"
+                self._coordinator.lose(guest.node, why, guest.last_word_s)
 
     def has_guests(self) -> bool:
         """Return whether an agent is still connected."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from checkpointless.coordinator.hangs.watch import HangWatch
 from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
 from checkpointless.coordinator.job import FAILED, Job, Phase
@@ -13,6 +15,8 @@ from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause, refusal_cause
 from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, RankEnded
 from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
+
+_FIRST_STEP = 1
 
 
 class Regrouping:
@@ -33,20 +37,25 @@ class Regrouping:
 
     # ---- from a fault to the barrier
 
-    def fault(self, cause: Cause) -> None:
-        """Open an incident, or add ``cause`` to the open one."""
+    def fault(self, cause: Cause, since_s: float | None = None) -> None:
+        """Open an incident, or add ``cause`` to the open one.
+
+        Args:
+            since_s: when the fault happened, on the monotonic clock: the last progress of a rank that hangs, the
+                last word of a node (None: it was noticed at once).
+        """
         if self._incidents.open is None:
-            self._interrupt(cause)
-        self._incidents.add_cause(cause)
+            self._interrupt(cause, since_s)
+        self._incidents.add_cause(cause, since_s)
         if cause.kind is CauseKind.LOSS:
             decision = self._incidents.one_too_many(cause, self._job.high_water)
             if decision is not None:
                 self._job.end(FAILED, decision.reason)
 
-    def _interrupt(self, cause: Cause) -> None:
+    def _interrupt(self, cause: Cause, since_s: float | None) -> None:
         """Open an incident and interrupt the ranks that are in their block."""
         job = self._job
-        self._incidents.begin(cause)
+        self._incidents.begin(cause, since_s)
         self._hangs.forget()
         if job.phase is Phase.RUNNING:
             job.enter(Phase.GATHERING)
@@ -61,8 +70,8 @@ class Regrouping:
         """Return the notice that has ranks leave their block because of the open incident."""
         incident = self._incidents.open
         assert incident is not None
-        cause = incident.cause
-        return FaultNotice(self._job.generation, incident.id, str(cause), culprit(cause))
+        cause, undetected_ms = incident.cause, int(1000 * (incident.undetected_s or 0))
+        return FaultNotice(self._job.generation, incident.id, str(cause), culprit(cause), undetected_ms)
 
     def ended(self, rank: Rank, ended: RankEnded) -> None:
         """Act on the end of a rank's process: have it replaced, or end the job."""
@@ -138,7 +147,8 @@ class Regrouping:
         limit_s = job.limits.regroup_timeout_s if began else job.limits.heartbeat.limit_s
         if self._incidents.open is None:
             what = f"did not enter the block within {limit_s:g} s after the first rank did"
-            self.fault(Cause(CauseKind.LOSS, late[0].number, "hang", what, NO_STEP))
+            cause = Cause(CauseKind.LOSS, late[0].number, "hang", what, NO_STEP)
+            self.fault(cause, time.monotonic() - limit_s)  # the first rank was here, and this one had done nothing
         incident = self._incidents.open
         if incident is None or job.outcome is not None:
             return
@@ -165,11 +175,12 @@ class Regrouping:
         """Begin a generation, since all ranks are at the barrier."""
         job = self._job
         self._look_back()
-        incident, decision = self._incidents.open, self._incidents.gathered(job.high_water)
+        oldest = min(rank.committed for rank in self._roster.ranks)
+        incident, decision = self._incidents.open, self._incidents.gathered(job.high_water, oldest)
         if decision is not None:
             job.end(FAILED, decision.reason, decision.last_words.rstrip())
             return
-        self._incidents.regrouped(job.coming)
+        self._incidents.regrouped(job.coming, job.target)
         job.enter(Phase.RUNNING)
         job.gather_by_s = None
         env = job.rendezvous.go_env()
@@ -185,7 +196,7 @@ class Regrouping:
         newest = max(rank.committed for rank in self._roster.ranks)
         self.resumed_at(newest)
         making = max(rank.making for rank in self._roster.ranks)
-        self._job.target = max(making, newest + 1) if making != NO_STEP else NO_STEP
+        self._job.target = max(making, newest + 1, _FIRST_STEP)
 
     def resumed_at(self, newest: int) -> None:
         """Note that the job resumes after step ``newest``, since no rank's board shows a later step."""
@@ -210,7 +221,7 @@ class Regrouping:
     def finish(self) -> None:
         """Have all processes end, since every rank's block has returned."""
         self._job.enter(Phase.FINISHING)
-        self._incidents.recovered(self._job.target, self._job.high_water)
+        self._incidents.recovered(self._job.high_water)
         for rank in self._roster.ranks:
             if rank.state in IN_BLOCK:
                 self._roster.move(rank, RankState.FINISHED)

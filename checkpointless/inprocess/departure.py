@@ -88,10 +88,14 @@ class Departure:
         """Return the lock under which the rank goes on to the next generation; no fault is handled meanwhile."""
         return self._generation_mutex
 
-    def note_fault(self) -> None:
-        """Note that there is a fault now, unless one is known already."""
-        if self.fault_at_s is None:
-            self.fault_at_s = time.monotonic()
+    def note_fault(self, undetected_s: float = 0.0) -> None:
+        """Note that there is a fault; of several, the earliest counts.
+
+        Args:
+            undetected_s: for how many seconds nobody has noticed it.
+        """
+        at_s = time.monotonic() - undetected_s
+        self.fault_at_s = at_s if self.fault_at_s is None else min(self.fault_at_s, at_s)
 
     def abort(self, generation: int) -> bool:
         """Abort ``generation`` once, in whichever thread comes first; the other thread waits for it.
@@ -133,7 +137,7 @@ class Departure:
         self.noticed = max(self.noticed, notice.generation)
         if notice.generation < self._generation.number:
             return
-        self.note_fault()
+        self.note_fault(notice.undetected_ms / 1000)
         if self._thread is not None:
             self._thread.notify(notice.generation)
 

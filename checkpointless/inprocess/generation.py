@@ -19,7 +19,8 @@ class Generation:
         incident: id of the incident that led to this generation, or of the one that ends it, once that is known
             (None: none).
         high_water: the highest optimizer step that any rank of the job is known to have committed (-1: none).
-        recovering_since_s: when this node noticed the incident, in monotonic-clock seconds (None if unknown).
+        recovering_since_s: when the fault before it happened, as far as this node knows, in monotonic-clock seconds
+            (None if unknown).
     """
 
     number: int

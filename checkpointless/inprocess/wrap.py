@@ -222,7 +222,7 @@ class HPCallWrapper:
 
     @property
     def recovering_since_s(self) -> float | None:
-        """When this node noticed the incident, in monotonic-clock seconds (None if unknown)."""
+        """When the fault happened, as far as this node knows, in monotonic-clock seconds (None if unknown)."""
         return self._now.recovering_since_s
 
     @property

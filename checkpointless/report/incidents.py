@@ -24,7 +24,7 @@ class Outcome(enum.Enum):
     """How an incident ended."""
 
     RESUMED = "resumed"  # every rank committed its first step of the new generation, or no step was left
-    ESCALATED = "escalated"  # another incident took over first
+    ESCALATED = "escalated"  # the next fault came before a step was made
     FAILED = "failed"  # the log ends before either
 
 
@@ -38,12 +38,13 @@ class IncidentSummary:
         cause: what went wrong, in one line ("" if no event says so).
         culprit: rank that failed; None if no event names one.
         how: how the fault was detected ("" if no event says so).
-        start_ns: start in UTC nanoseconds: the injected fault if it is known, else the first event.
+        start_ns: start in UTC nanoseconds: when the fault happened if that is known, else the first event. A hang
+            counts from the last progress of the rank that hangs, a silent node from its last word.
         end_ns: end in UTC nanoseconds: the end of the last rank's ``first_step``, as far as known; None unless
             training resumed.
         headline_s: seconds from start to end; None unless training resumed.
         stages_s: seconds that each stage took on its slowest rank, for the stages that happened, in order.
-            ``detect`` lasts from the injected fault to the first notice of it.
+            ``detect`` lasts from the fault, if it is known when that happened, to the first notice of it.
         target: step after which training resumes; None if nothing was decided, or nothing had been committed.
         nbytes: bytes received by the ranks that were filled.
         sources: ranks that sent state to the ranks that were filled.
@@ -111,9 +112,6 @@ class IncidentSummary:
 def summarize(events: Iterable[Event]) -> list[IncidentSummary]:
     """Summarize each incident of a run, in the order in which the incidents began.
 
-    Times are differences of the monotonic clock, except between events of different nodes, for which only UTC is
-    comparable.
-
     Args:
         events: all events of the run, in any order.
     """
@@ -175,16 +173,16 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
     about = _detection(events).fields
     culprit = about["culprit"] if isinstance(about.get("culprit"), int) else None
     noticed = next((event for event in events if event.stage in _NOTICING), events[0])
-    fault = _fault_behind(log.injected, generation, culprit, noticed.ts)
-    start = fault or events[0]
+    injected = _fault_behind(log.injected, generation, culprit, noticed.ts)
+    fault_ns = _fault_ns(events, injected)
+    start_ns = events[0].ts if fault_ns is None else fault_ns
 
     spans = _spans(events)
-    end = _end(events, generation)
-    if end is None and not superseded and job_end is not None and job_end.fields.get("code") == 0:
-        end = events[-1]  # no step was left to train
+    ended_well = not superseded and job_end is not None and job_end.fields.get("code") == 0
+    end = _end(events, generation, ended_well)
     stages_s = {stage: max(spans[stage].values()) for stage in STAGES if spans.get(stage)}
-    if fault is not None:
-        stages_s[EventName.DETECT] = _seconds(fault, noticed)
+    if fault_ns is not None:
+        stages_s[EventName.DETECT] = max(0.0, (noticed.ts - fault_ns) / _NS_PER_S)
 
     ends = [event for event in events if event.edge == "end"]
     targets = [event.fields.get("target") for event in ends if event.stage == EventName.DECIDE]
@@ -201,9 +199,9 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
         cause=str(about.get("cause") or ""),
         culprit=culprit,
         how=str(about.get("how") or ""),
-        start_ns=start.ts,
+        start_ns=start_ns,
         end_ns=None if end is None else end.ts,
-        headline_s=None if end is None else _seconds(start, end),
+        headline_s=None if end is None else max(0.0, (end.ts - start_ns) / _NS_PER_S),
         stages_s={stage: stages_s[stage] for stage in STAGES if stage in stages_s},
         target=target,
         nbytes=sum(_whole(event.fields.get("bytes")) for event in fills),
@@ -216,8 +214,8 @@ def _summary(incident: str, events: Sequence[Event], log: _Log, superseded: bool
         respawned=tuple(sorted({e.rank for e in events if e.stage == EventName.RESPAWN and e.rank is not None})),
         rung=max(ups, default=Rung.IN_PROCESS),
         steps_up=tuple(why for _, why in sorted(ups.items())),
-        tiles_s=_tiles(events, start.ts, noticed.ts if fault is not None else None, end),
-        injected="" if fault is None else str(fault.fields.get("spec") or ""),
+        tiles_s=_tiles(events, start_ns, None if fault_ns is None else noticed.ts, end),
+        injected="" if injected is None else str(injected.fields.get("spec") or ""),
         committed=_committed(events, generation, log.first_steps),
         resumed_after=_resumed_after(events, generation, target),
         outcome=outcome,
@@ -268,6 +266,19 @@ def _fault_behind(injected: Sequence[Event], generation: int, culprit: int | Non
     return candidates[-1] if candidates else None
 
 
+def _fault_ns(events: Iterable[Event], injected: Event | None) -> int | None:
+    """Return when the fault of an incident happened, as far as that is known.
+
+    Whoever detects a fault says for how long it went undetected, if it did: this counts for injected faults, too.
+    """
+    known = [] if injected is None else [injected.ts]
+    for event in events:
+        undetected_s = event.fields.get("undetected_s")
+        if event.stage == EventName.DETECT and isinstance(undetected_s, int | float):
+            known.append(event.ts - round(undetected_s * _NS_PER_S))
+    return min(known, default=None)
+
+
 def _spans(events: Iterable[Event]) -> dict[str, dict[int | None, float]]:
     """Return the seconds of the finished spans of each stage, by rank; several spans of one rank add up."""
     open_since: dict[tuple[int, int | None, str, int], Event] = {}
@@ -277,18 +288,18 @@ def _spans(events: Iterable[Event]) -> dict[str, dict[int | None, float]]:
         if event.edge == "begin":
             open_since[key] = event
         elif event.edge == "end" and key in open_since:
-            spent[event.stage][event.rank] += _seconds(open_since.pop(key), event)
+            spent[event.stage][event.rank] += max(0.0, (event.ts - open_since.pop(key).ts) / _NS_PER_S)
     return spent
 
 
-def _end(events: Sequence[Event], generation: int) -> Event | None:
-    """Return the end of the last rank's ``first_step`` if every rank of the new generation reached it.
+def _end(events: Sequence[Event], generation: int, ended_well: bool) -> Event | None:
+    """Return the event with which an incident was over: the end of the last rank's ``first_step``.
 
     A rank whose next fault comes right after the commit may not have written that event. The coordinator, which
     reads the ranks' boards, then knows that the step was completed (``recovered``).
 
-    If ranks write no events of the new generation (the block is not a training loop we know), the incident ends
-    with the agent's ``go``.
+    If no step was left and the job ended well, the last event counts; if ranks write no events of the new
+    generation (the block is not a training loop we know), the agent's ``go`` does.
     """
     ranks = {
         event.rank
@@ -296,7 +307,7 @@ def _end(events: Sequence[Event], generation: int) -> Event | None:
         if event.generation > generation and event.rank is not None and event.stage in _STARTING
     }
     if not ranks:
-        return next((event for event in events if event.stage == EventName.GO), None)
+        return next((event for event in events if event.stage == EventName.GO), None) if ended_well else None
     committed = {
         event.rank: event
         for event in events
@@ -304,15 +315,13 @@ def _end(events: Sequence[Event], generation: int) -> Event | None:
     }
     if not ranks <= committed.keys():
         made = (event for event in events if event.stage == EventName.RECOVERED)
-        return next((event for event in made if isinstance(event.fields.get("step"), int)), None)
+        known = next((event for event in made if isinstance(event.fields.get("step"), int)), None)
+        return known or (events[-1] if ended_well else None)
     return max(committed.values(), key=lambda event: event.ts)
 
 
 def _tiles(events: Sequence[Event], start_ns: int, noticed_ns: int | None, end: Event | None) -> dict[str, float]:
-    """Divide the time of an incident at the moments at which the last rank ended each stage.
-
-    The moments are compared by UTC, since the last rank may be on any node.
-    """
+    """Divide the time of an incident at the moments at which the last rank ended each stage."""
     ended_ns: dict[str, int] = {}
     for event in events:
         is_go = event.stage == EventName.GO
@@ -364,11 +373,6 @@ def _reason(events: Sequence[Event], job_end: Event | None) -> str:
         if said and event.edge != "begin" and event.stage not in _WITH_OTHER_REASONS:
             return str(said)
     return ""
-
-
-def _seconds(begin: Event, end: Event) -> float:
-    elapsed_ns = end.mono - begin.mono if begin.node == end.node else end.ts - begin.ts
-    return max(0.0, elapsed_ns / _NS_PER_S)
 
 
 def _ranks(value: object) -> tuple[int, ...]:

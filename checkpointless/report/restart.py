@@ -189,7 +189,7 @@ def _assumptions(options: RestartOptions, startup: Assumption) -> tuple[Assumpti
             "detection",
             options.detect_s,
             Source.MEASURED if options.detect_s is None else Source.GIVEN,
-            "each fault as soon as here; at once where this run did not cause it" * (options.detect_s is None),
+            "each fault as soon as here; at once where nobody knows when it happened" * (options.detect_s is None),
             "--restart-detect",
         ),
         _figure("requeue", options.requeue_s, 0.0, "the same nodes at once", "--restart-requeue"),

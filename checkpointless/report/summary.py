@@ -33,6 +33,8 @@ PHASES: Mapping[str, tuple[EventName, ...]] = {
 }
 PHASE_OF: Mapping[str, str] = {stage: phase for phase, stages in PHASES.items() for stage in stages}
 
+_OF_STEPS_IN_PROGRESS = (EventName.FAULT_INJECTED, EventName.STALL)
+
 
 class RunState(enum.Enum):
     """The state of a run."""
@@ -298,8 +300,7 @@ def _newest(fields: Sequence[Mapping[str, Any]], name: str) -> int | None:
 
 
 def _last_step(events: Sequence[Event]) -> int | None:
-    # The step of an injected fault is not committed yet.
-    committed = [event for event in events if event.stage != EventName.FAULT_INJECTED]
+    committed = [event for event in events if event.stage not in _OF_STEPS_IN_PROGRESS]
     known = [event.fields.get(name) for event in committed for name in ("step", "high_water", "target")]
     return max((step for step in known if isinstance(step, int) and step >= 0), default=None)
 

@@ -49,7 +49,8 @@ class EventName(str, enum.Enum):
     WORKERS = "workers"  # whether a loader gets the data-loader workers of the one before, and why not
     COPIES = "copies"  # no living rank holds a part of the state: each rank is filled from a copy in a tier
     FALLBACK = "fallback"  # the state comes from storage, and why
-    RECOVERED = "recovered"  # the step that the incident interrupted is made
+    RECOVERED = "recovered"  # the step that the incident interrupted is made, or the block has returned without one
+    ESCALATED = "escalated"  # the next fault came before the interrupted step was made
     SETTLED = "settled"  # a rank's memory after a few steps of the new generation
 
     FAULT_INJECTED = "fault_injected"  # a fault is caused on purpose; written just before it

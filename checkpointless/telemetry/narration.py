@@ -43,18 +43,25 @@ def detected_line(incident: str, cause: str) -> str:
     return f"{INCIDENT}{incident}: {cause}; recovering"
 
 
-def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int | None) -> str:
+def recovered_line(incident: str, seconds: float, rung: str, steps_lost: int | None, made: bool = True) -> str:
     """Return the line that says that an incident is over.
 
     Args:
         incident: id of the incident.
-        seconds: time from the first notice until the lost step was completed.
+        seconds: time from the fault until the lost step was completed.
         rung: level to which the recovery escalated.
         steps_lost: number of committed steps that have to be repeated; None if nobody said which were committed.
+        made: whether a step was made; otherwise the block has returned without one.
     """
     lost = {None: "", 0: "; nothing was lost", 1: "; 1 step is made once more"}
     many = f"; {steps_lost} steps are made once more"
-    return f"{INCIDENT}{incident}: recovered in {seconds:.2f} s ({rung}){lost.get(steps_lost, many)}"
+    left = "" if made or steps_lost is None else "; no step was left to make"
+    return f"{INCIDENT}{incident}: recovered in {seconds:.2f} s ({rung}){lost.get(steps_lost, many)}{left}"
+
+
+def escalated_line(incident: str, following: str) -> str:
+    """Return the line that says that the next fault came before an incident was over."""
+    return f"{INCIDENT}{incident}: escalated: incident {following} came before a step was made"
 
 
 def failed_save_line(event: Event) -> str:
@@ -223,10 +230,14 @@ class Narrator:
             generation.began_to_wait.clear()  # the ranks no longer wait for it
         elif incident is None:
             return
-        elif event.stage == EventName.RECOVERED:
+        elif event.stage == EventName.RECOVERED and event.incident == incident.id:
             fields = event.fields
             incident.closing = recovered_line(
-                incident.id, fields["seconds"], str(fields.get("rung")), fields.get("steps_lost")
+                incident.id,
+                fields["seconds"],
+                str(fields.get("rung")),
+                fields.get("steps_lost"),
+                fields.get("made", True),
             )
 
     def _rank_said(self, event: Event, rank: int) -> None:

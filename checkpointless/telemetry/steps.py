@@ -16,11 +16,6 @@ from checkpointless.telemetry.scribe import scribe
 
 STEPS_DIR = "steps"
 _WAIT_S = 1.0
-#: What ``--record-steps`` prints when a run begins.
-RECORDED = (
-    "after each step loss, learning rates, loss scale and digests of parameters, buffers and of the state of "
-    "callbacks, module and data module; what each validation ended with; the checkpoints at the end"
-)
 _STEPS, _VALIDATIONS, _CHECKPOINTS = "rank-", "validation-rank-", "checkpoints.jsonl"
 
 

@@ -14,7 +14,7 @@ import msgspec
 from checkpointless.wire.causes import Cause
 from checkpointless.wire.plain import Int
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_MESSAGE_BYTES = 256 * 1024
 _SHORTENED = "[... shortened ...]"
 _LEAST_CHARACTERS = 1024  # a shorter text is not shortened
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         v: the version of the protocol.
     """
 
-    v: Literal[3] = PROTOCOL_VERSION
+    v: Literal[4] = PROTOCOL_VERSION
 
     @property
     def type(self) -> str:
@@ -135,12 +135,14 @@ class FaultNotice(Message, frozen=True, tag="fault"):
         incident: the incident that ended it.
         cause: the cause in one line.
         rank: the rank to blame (None: not known).
+        undetected_ms: the milliseconds from the fault to this notice, where the fault was not noticed at once.
     """
 
     generation: Int
     incident: str
     cause: str
     rank: Int | None
+    undetected_ms: Int = 0
 
 
 class Inquire(Message, frozen=True, tag="inquire"):

@@ -40,7 +40,8 @@ class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     Attributes:
         number: the rank.
         beat: the beat at which the rank is stuck.
-        age_ms: the milliseconds since the beat changed.
+        age_ms: the milliseconds since the beat changed, without those in which the agent did not run.
+        quiet_ms: all milliseconds since the beat changed.
         making: the step in the making (-1: none).
         in_step: whether the rank is in that step; otherwise it is between two steps.
         letter: the code of the state of the rank's process, as in
@@ -51,6 +52,7 @@ class SilentRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     number: Int
     beat: Int
     age_ms: Int
+    quiet_ms: Int
     making: Int
     in_step: bool
     letter: Annotated[int, msgspec.Meta(ge=0, lt=128)]
@@ -184,10 +186,11 @@ class DeviceBad(Message, frozen=True, tag="device"):
 
 
 class RankDone(Message, frozen=True, tag="rank-done"):
-    """The block of a rank has returned in ``generation``."""
+    """The block of a rank has returned in ``generation``, after the step ``committed`` (-1: none)."""
 
     rank: Int
     generation: Int
+    committed: Int = -1
 
 
 class Answered(Message, frozen=True, tag="answered"):

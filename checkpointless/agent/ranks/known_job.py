@@ -33,19 +33,19 @@ class KnownJob:
         self.run_id = ""
         self.finished = False
         self.outcome: End | None = None
-        self._told: tuple[str, float] = ("", 0.0)  # an incident, and when this node was told of it
+        self._told: tuple[str, float] = ("", 0.0)  # an incident, and when its fault happened
 
-    def interrupt(self, incident: str, now_s: float) -> None:
+    def interrupt(self, incident: str, fault_at_s: float) -> None:
         """Note the incident that ends the generation.
 
         Args:
-            now_s: the current time on the monotonic clock.
+            fault_at_s: when the fault happened, as far as that is known, on the monotonic clock.
         """
         self.incident = incident
-        self._told = incident, now_s
+        self._told = incident, fault_at_s
 
-    def told_at(self, incident: str) -> float:
-        """Return when this node was told of the incident, on the monotonic clock: this moment if it never was."""
+    def fault_at(self, incident: str) -> float:
+        """Return when the fault of an incident happened, on the monotonic clock: now if this node knows of none."""
         told_of, at_s = self._told
         return at_s if told_of == incident else time.monotonic()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from checkpointless.agent.ranks.rank_link import RankLink
@@ -22,12 +23,14 @@ class Beats:
         last: the last beat seen.
         at_begin: the beat when the generation began.
         at_s: when the beat last changed, on the agent's clock.
+        seen_at_s: when the beat last changed, on the monotonic clock, which does not stand still with the agent.
         in_step: whether the rank is within an optimizer step, but not in the first ones of a generation.
     """
 
     last: int = 0
     at_begin: int = 0
     at_s: float = 0.0
+    seen_at_s: float = field(default_factory=time.monotonic)
     in_step: bool = False
 
 

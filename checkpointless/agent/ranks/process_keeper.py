@@ -192,7 +192,7 @@ class ProcessKeeper:
         log = rank.log.open()
         env = {**self._rank_env, **spawn.env, INCARNATION_ENV: str(rank.incarnation)}
         if spawn.incident:
-            env[FAULT_AT_ENV] = str(job.told_at(spawn.incident))
+            env[FAULT_AT_ENV] = str(job.fault_at(spawn.incident))
         if rank.incarnation > 0:
             job.emit(EventName.RESPAWN, "begin", rank=rank.number, incarnation=rank.incarnation)
         order = Order(rank.number, rank.incarnation, env)

@@ -89,7 +89,7 @@ class RankReports:
             self._is_ready(rank)
         elif isinstance(message, Done) and rank.state is RankState.RUNNING:
             rank.state = RankState.DONE
-            self._report(RankDone(rank.number, message.generation))
+            self._report(RankDone(rank.number, message.generation, rank.board.read().committed))
 
     def _on_hello(self, rank: LocalRank) -> None:
         if rank.state not in (RankState.STARTING, RankState.FINISHED):

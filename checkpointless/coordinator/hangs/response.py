@@ -112,7 +112,8 @@ class HangResponse:
             if hang.rank is not None:
                 job.incidents.emit(EventName.STACK, "point", rank=hang.rank, stack=hang.stack)
             generation = job.generation
-            self._regrouping.fault(Cause(CauseKind.LOSS, hang.rank, "hang", hang.what, hang.step, who=hang.who))
+            cause = Cause(CauseKind.LOSS, hang.rank, "hang", hang.what, hang.step, who=hang.who)
+            self._regrouping.fault(cause, hang.since_s)
             if hang.rank is not None:  # a rank that answers is first asked to leave
                 self._graces[hang.rank] = _Grace(now_s + hang.grace_s, hang.beat, generation)
 

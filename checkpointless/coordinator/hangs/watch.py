@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Silence:
         beat: the beat at which the rank is stuck.
         age_s: for how many seconds it has shown no progress, by its node's clock.
         heard_at_s: when its node reported that, by this process's clock.
+        since_s: when it made its last progress, on this process's monotonic clock.
         making: the optimizer step in progress.
         limit_s: for how many seconds the rank may show no progress.
         look: the newest look at the rank's process.
@@ -46,6 +48,7 @@ class Silence:
     beat: int
     age_s: float
     heard_at_s: float
+    since_s: float
     making: int
     limit_s: float
     look: ProcessLook
@@ -97,6 +100,7 @@ class Hang:
             waited for long enough.
         who: the names of the ranks, for people, where the hang is not of one rank.
         limit_s: for how many seconds there was no progress.
+        since_s: when the last progress was made, on this process's monotonic clock: the hang counts from there.
         step: the optimizer step in progress.
         stack: the stack of the rank's main thread, if the rank sent it; else that it did not answer.
         beat: the beat at which the rank is stuck.
@@ -106,6 +110,7 @@ class Hang:
 
     rank: int | None
     limit_s: float
+    since_s: float
     step: int
     stack: str = ""
     beat: int = _MOVED_ON
@@ -212,14 +217,14 @@ class HangWatch:
         before = self._silent.get(node, {})
         self._silent[node] = {}
         for rank in ranks:
-            look = ProcessLook(rank.letter, rank.cpu_ms)
+            look, since_s = ProcessLook(rank.letter, rank.cpu_ms), time.monotonic() - rank.quiet_ms / 1000
             known = before.get(rank.number)
             first, first_at_s = look, now_s
             if known is not None and known.beat == rank.beat:
                 first, first_at_s = known.first, known.first_at_s
             limit_s = self._heartbeat.within_step_s(longest_s) if rank.in_step else self._ceiling_s
             self._silent[node][rank.number] = Silence(
-                rank.beat, rank.age_ms / 1000, now_s, rank.making, limit_s, look, first, first_at_s
+                rank.beat, rank.age_ms / 1000, now_s, since_s, rank.making, limit_s, look, first, first_at_s
             )
 
     def answered(self, question: int, rank: int, where: Whereabouts) -> None:
@@ -315,17 +320,20 @@ class HangWatch:
     ) -> list[Hang]:
         step = max((each.making for each in silent.values()), default=-1)
         if diagnosis.finding is Finding.ALL_WAIT:
-            return [Hang(None, min(each.limit_s for each in silent.values()), step)]
+            since_s = min(each.since_s for each in silent.values())
+            return [Hang(None, min(each.limit_s for each in silent.values()), since_s, step)]
         if diagnosis.finding is Finding.TOO_LONG:
             ceiling_s = self._ceiling_s
             self.pause_s = max(self.pause_s, 2 * ceiling_s / PAUSE_TIMES)  # if it was no hang, it will come again
-            return [Hang(None, ceiling_s, step, who=numbers(diagnosis.ranks))]
+            since_s = min(silent[rank].since_s for rank in diagnosis.ranks)
+            return [Hang(None, ceiling_s, since_s, step, who=numbers(diagnosis.ranks))]
         if diagnosis.finding is not Finding.CULPRITS:
             return []
         return [
             Hang(
                 rank,
                 silent[rank].limit_s,
+                silent[rank].since_s,
                 silent[rank].making,
                 inquiry.stack(rank, f"no answer; {silent[rank].state.value}"),
                 silent[rank].beat,

@@ -101,18 +101,22 @@ class Membership:
         if not self._roster.not_joined:
             self._on_complete()
 
-    def lose(self, node: Node, reason: str) -> None:
-        """Note that the agent of ``node`` cannot be reached; its ranks are dead unless it is expected back."""
+    def lose(self, node: Node, reason: str, since_s: float | None = None) -> None:
+        """Note that the agent of a node cannot be reached; see :meth:`Coordinator.lose`."""
         roster, job = self._roster, self._job
         if not self._comes_back(node):
-            self.lose_for_good(node, reason)
+            self.lose_for_good(node, reason, since_s)
         elif node.index not in roster.back_by_s:
             by_s = node.back_by_s if node.is_back else job.clock() + job.limits.node_timeout_s
             roster.back_by_s[node.index] = by_s
             node.send, node.is_back = _drop, False
 
-    def lose_for_good(self, node: Node, reason: str) -> None:
-        """Treat the ranks of ``node`` as dead."""
+    def lose_for_good(self, node: Node, reason: str, since_s: float | None = None) -> None:
+        """Treat the ranks of ``node`` as dead.
+
+        Args:
+            since_s: since when they are, as far as that is known, on the monotonic clock (None: since now).
+        """
         if node.lost:  # it had said that it leaves, and now its connection is closed
             return
         roster, job = self._roster, self._job
@@ -126,7 +130,7 @@ class Membership:
         roster.back_by_s.pop(node.index, None)
         job.progress.drop(node.index)
         self._adoption.drop(node)
-        self._lose_ranks(node, reason)
+        self._lose_ranks(node, reason, since_s)
 
     def give_up(self, node: Node, reason: str) -> None:
         """Have a node end its part of the job, and treat it as lost: a device of it must not be used."""
@@ -182,7 +186,7 @@ class Membership:
             return None
         return next((each for each in self._roster.nodes if each.lost and each.lost != NOT_YET), None)
 
-    def _lose_ranks(self, node: Node, reason: str) -> None:
+    def _lose_ranks(self, node: Node, reason: str, since_s: float | None) -> None:
         """Treat the ranks of a node that was lost as dead, and look for another node."""
         job, mine = self._job, self._roster.ranks_of(node)
         states = {rank.state for rank in mine}
@@ -201,7 +205,7 @@ class Membership:
                 return  # its ranks may train, and it may come back
         else:
             cause = Cause(CauseKind.LOSS, None, "node", "was lost", making, reason, who=f"node {node.index}")
-            self._regrouping.fault(cause)
+            self._regrouping.fault(cause, since_s)
             job.incidents.step_up(Rung.NODE, str(cause))
             job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
             if job.rendezvous.host == node.index:

@@ -53,7 +53,7 @@ def test_a_generation_begins_when_every_rank_is_ready_and_not_before() -> None:
     job.ready(3, 0, 2)
     assert job.take(Begin) == []
     job.ready(1)
-    begin = Begin(0, "", go_env(0), -1, -1)
+    begin = Begin(0, "", go_env(0), -1, 1)
     assert job.take(Begin) == [(0, begin), (1, begin)]
     assert job.coordinator.generation == 0
 
@@ -336,6 +336,7 @@ def _message(kind: str, rank: int, generation: int, number: int = 0, more: Any =
                 SilentRank(
                     rank,
                     number,
+                    int(more * 1000 * HEARTBEAT_S),
                     int(more * 1000 * HEARTBEAT_S),
                     2,
                     bool(number % 2),

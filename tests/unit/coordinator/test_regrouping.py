@@ -69,7 +69,10 @@ def test_the_first_of_the_strongest_causes_is_told_and_a_victim_only_in_want_of_
     ]
     job.raises(0, CauseKind.VICTIM, generation=1)
     job.ready(*job.ranks)
-    assert job.said[2:] == ["incident 2: rank 0 raised ValueError at step 4: no; recovering"]
+    assert job.said[2:] == [
+        "incident 1: escalated: incident 2 came before a step was made",
+        "incident 2: rank 0 raised ValueError at step 4: no; recovering",
+    ]
 
 
 @pytest.fixture

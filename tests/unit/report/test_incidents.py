@@ -220,13 +220,16 @@ def test_the_last_detection_knows_best() -> None:
     assert summary.stages_s["detect"] == pytest.approx(0.010)
 
 
-def test_a_block_that_records_no_stages_has_resumed_when_all_may_go() -> None:
+def test_a_block_that_records_no_stages_has_resumed_when_all_may_go_if_the_job_ends_well() -> None:
     script = Script()
     script.detect(10, 0, "i1", culprit=1)
     script.span(12, 5, "abort", 0, 0, "i1")
     assert one(script).outcome is Outcome.FAILED
     script.add(30, "go", "point", None, 1, "i1")
+    assert one(script).outcome is Outcome.FAILED  # nobody knows yet whether that helped
+    script.add(90, "job", "end", None, 1, None, code=0)
     assert one(script).outcome is Outcome.RESUMED
+    assert one(script).headline_s == pytest.approx(0.02)
     assert one(script).headline_s == pytest.approx(0.020)
 
 

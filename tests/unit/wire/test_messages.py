@@ -95,7 +95,7 @@ def test_a_field_of_another_type_is_refused(message: Message, data: st.DataObjec
     "change",
     [
         {"v": 1},
-        {"v": 3.0},
+        {"v": 4.0},
         {"v": True},
         {"type": "go"},
         {"type": None},
@@ -106,7 +106,7 @@ def test_a_field_of_another_type_is_refused(message: Message, data: st.DataObjec
     ],
 )
 def test_a_message_that_is_not_as_agreed_is_refused(change: dict[str, Any]) -> None:
-    body = {"v": 3, "type": "barrier", "generation": 1}
+    body = {"v": 4, "type": "barrier", "generation": 1}
     assert decode(json.dumps(body).encode(), Sender.RANK) == Barrier(1)
     with pytest.raises(ProtocolError):
         decode(json.dumps(body | change).encode(), Sender.RANK)
@@ -122,7 +122,7 @@ STANDING = RankStanding(3, 1, RankState.LEAVING, 6, 7)
 ROWS: list[Message] = [
     Trouble(1, CAUSE, 6, 7),
     Standing(1, 2, 6, "a run", False, [STANDING]),
-    Silent([SilentRank(3, 9, 1500, 7, True, ord("S"), 20)]),
+    Silent([SilentRank(3, 9, 1500, 1500, 7, True, ord("S"), 20)]),
 ]
 
 
@@ -155,7 +155,7 @@ def test_a_row_that_is_not_as_agreed_is_refused(message: Message, old: bytes, ne
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"v":"\xff","type":"hello"}', b'{"v":3,"type":"\xff"}', b'{"v":' + b"9" * 9999 + b"}"]
+    "line", [b'{"v":"\xff","type":"hello"}', b'{"v":4,"type":"\xff"}', b'{"v":' + b"9" * 9999 + b"}"]
 )
 def test_bytes_that_are_no_text_are_refused(line: bytes) -> None:
     with pytest.raises(ProtocolError) as raised:
@@ -182,7 +182,7 @@ def test_a_text_that_is_no_unicode_arrives_escaped() -> None:
 
 def test_a_missing_field_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        decode(b'{"v": 3, "type": "barrier"}', Sender.RANK)
+        decode(b'{"v": 4, "type": "barrier"}', Sender.RANK)
 
 
 def test_the_two_kinds_of_fault_are_told_apart_by_who_speaks() -> None:

@@ -24,6 +24,6 @@ def test_events_are_of_the_generation_and_the_incident_that_are_known(tmp_path: 
 def test_an_incident_that_this_node_was_not_told_of_begins_at_this_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_job.time, "monotonic", lambda: 50.0)
     job = KnownJob(EventLog(None))
-    assert job.told_at("i1") == 50.0
+    assert job.fault_at("i1") == 50.0
     job.interrupt("i1", 7.5)
-    assert (job.told_at("i1"), job.told_at("i2")) == (7.5, 50.0)
+    assert (job.fault_at("i1"), job.fault_at("i2")) == (7.5, 50.0)

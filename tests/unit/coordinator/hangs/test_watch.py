@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from checkpointless.coordinator.hangs.policy import (
     MOST_GRACE_S,
     STEADY_LOOKS,
@@ -30,7 +32,7 @@ class Watched:
         for node in range(4):
             mine = [row for row in ranks if row[0] // 2 == node]
             rows = [
-                SilentRank(rank, 7, int(age_s * 1000), 12, bool(in_step), ord(letter), 0)
+                SilentRank(rank, 7, int(age_s * 1000), int(age_s * 1000), 12, bool(in_step), ord(letter), 0)
                 for rank, age_s, in_step in mine
             ]
             self.watch.hear(node, rows, longest_s, self.now_s)
@@ -50,7 +52,9 @@ def test_a_rank_that_is_silent_in_a_step_is_found_at_the_limit_of_steps() -> Non
     watched.silent((0, 30.1, 1), (1, 29.6, 1), (2, 29.6, 1))
     assert (watched.look(), watched.asked) == ([], [[0, 1, 2]])
     watched.answer(1, 2, elsewhere=(0,))
-    assert watched.look() == [Hang(0, 30.0, 12, "a stack", 7, MOST_GRACE_S)]
+    (hang,) = watched.look()
+    assert hang == Hang(0, 30.0, hang.since_s, 12, "a stack", 7, MOST_GRACE_S)
+    assert time.monotonic() - 90 < hang.since_s <= time.monotonic() - 30.1  # since the culprit's last progress
 
 
 def test_a_rank_that_writes_a_checkpoint_has_its_time_and_so_have_those_that_wait_for_it() -> None:
@@ -78,7 +82,7 @@ def test_who_does_not_answer_is_asked_again_until_its_grace_is_over() -> None:
         watched.now_s += 0.1
     assert MOST_GRACE_S <= watched.now_s - 1000.0 <= MOST_GRACE_S + 0.5
     assert len(watched.asked) >= 10
-    assert found == [Hang(0, 30.0, 12, "no answer; idle", 7, 0.0)]
+    assert found == [Hang(0, 30.0, found[0].since_s, 12, "no answer; idle", 7, 0.0)]
 
 
 def test_a_rank_that_is_found_alone_and_idle_again_and_again_hangs_also_before_anybody_showed_progress() -> None:

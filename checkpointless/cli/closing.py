@@ -1,0 +1,51 @@
+"""The last line of a job: what it did, what its incidents cost, and where the report is."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from checkpointless.posix.errands import Errands
+from checkpointless.report.summary import build_report
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import read_events
+from checkpointless.telemetry.wording import duration, plural
+
+_PATIENCE_S = 5.0  # for a disk that has stopped
+
+
+def closing_line(run_dir: Path, status: int) -> str:
+    """Return the line, with the figures of the report.
+
+    There is none ("") for a job that had no incident and made no step that is known.
+
+    Args:
+        run_dir: the run directory.
+        status: the job's exit status.
+    """
+    try:
+        facts = Errands(_PATIENCE_S).run(lambda: _facts(run_dir), "its log was not read in time")
+    except OSError as error:
+        facts = f"its log cannot be read: {error.strerror}"
+    how = "failed" if status else "done"
+    return f"{how}: {facts}; report: checkpointless report {shlex.quote(str(run_dir))}" if facts else ""
+
+
+def _facts(run_dir: Path) -> str:
+    events = read_events(run_dir)
+    report = build_report(str(run_dir), events)
+    begun = [
+        event.fields["step"]
+        for event in events
+        if event.stage == EventName.FIRST_STEP and event.edge == "end" and isinstance(event.fields.get("step"), int)
+    ]
+    said = []
+    if report.run.last_step is not None and report.run.last_step > 0:
+        first = min(begun, default=1)
+        said.append(plural(report.run.last_step - first + 1, "step"))
+    if report.incidents and report.spent is not None:
+        lost_s = report.spent.recovery_s + (report.spent.repeated_s or 0.0)
+        said += [plural(len(report.incidents), "incident"), f"{duration(lost_s)} lost"]
+    elif said:
+        said.append("no incidents")
+    return ", ".join(said)
