@@ -51,7 +51,12 @@ def train(nemo_zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.mark.parametrize(
     ("layout", "faults", "replaced"),
     [
-        (DP4, ("exception@backward:rank=2,step=3", "sigkill@before_optimizer:rank=1,step=5"), [(), (1,)]),
+        pytest.param(  # the next three have more of both
+            DP4,
+            ("exception@backward:rank=2,step=3", "sigkill@before_optimizer:rank=1,step=5"),
+            [(), (1,)],
+            marks=pytest.mark.long,
+        ),
         (DP4, ("segfault@optimizer:rank=3,step=3", "exception@sync:rank=0,step=5"), [(3,), ()]),
         (DP4, ("sigkill@backward:rank=1,step=4", "exception@recovery:rank=2,step=3"), [(1,), ()]),
         pytest.param(DP4, ("hang@forward:rank=1,step=4",), [(1,)], marks=pytest.mark.long),

@@ -21,6 +21,8 @@ from tests.ranks.nemo_zygote import Zygote
 
 pytestmark = [pytest.mark.ranks, pytest.mark.nemo, pytest.mark.timeout(400)]
 
+# The parts of this one are those of train_lightning and train_hsdp.
+EACH = [pytest.param(name, marks=pytest.mark.long if name == "train_lightning_hsdp" else ()) for name in WITH_DIFF]
 STEPS, MOST_LINES, MOST_OF_A_SCRIPT = 7, 5, 60
 FAULTS = (
     "exception@before_optimizer:rank=1,step=2",
@@ -67,7 +69,7 @@ def _losses(printed: str) -> list[str]:
     return re.findall(r"^step \d+: loss \d+\.\d+$", printed, re.M)
 
 
-@pytest.mark.parametrize("name", WITH_DIFF)
+@pytest.mark.parametrize("name", EACH)
 def test_an_example_comes_through_faults(
     nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
 ) -> None:
@@ -79,7 +81,7 @@ def test_an_example_comes_through_faults(
     assert len({record.loss for record in calm.steps[0]}) == STEPS, "each step has another loss"
 
 
-@pytest.mark.parametrize("name", WITH_DIFF)
+@pytest.mark.parametrize("name", EACH)
 def test_without_the_lines_of_its_diff_an_example_is_anybodys_script(
     nemo_zygote: Zygote, tmp_path: Path, undisturbed: Undisturbed, name: str
 ) -> None:

@@ -150,7 +150,12 @@ def test_a_callback_that_changes_how_many_batches_a_step_has(train: Train, kind:
 
 @pytest.mark.parametrize("kind", KILLS)
 @pytest.mark.parametrize(
-    "features", ["reads", pytest.param("reads,reloads", marks=pytest.mark.long), "reads,reloads,validation"]
+    "features",
+    [
+        pytest.param("reads", marks=pytest.mark.long),
+        pytest.param("reads,reloads", marks=pytest.mark.long),
+        "reads,reloads,validation",
+    ],
 )
 def test_a_loader_that_follows_from_where_it_is_made(train: Train, features: str, kind: str) -> None:
     """``train_dataloader()`` and ``val_dataloader()`` read epoch and step; Lightning calls them once, or again."""

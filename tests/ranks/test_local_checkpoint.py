@@ -308,7 +308,7 @@ def test_cliques_that_cannot_be(nemo_zygote: Zygote, jumps: list[int], env: dict
 
 
 @pytest.mark.nemo
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", [pytest.param(False, marks=pytest.mark.long), True])
 def test_nemos_own_callback_saves_and_resumes_although_a_node_is_lost(
     nemo_zygote: Zygote, tmp_path: Path, in_background: bool
 ) -> None:

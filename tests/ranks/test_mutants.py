@@ -87,7 +87,7 @@ def run(zygote: Zygote, directory: Path, scene: Scene, *defects: str) -> Job:
             KILLED, (mutant("StaleStreams", steps=0), callback("data", "ShiftedData", samples=0)), id="killed"
         ),
         pytest.param(TWICE, (left_out("nowhere", "word_embeddings"),), id="twice", marks=pytest.mark.long),
-        pytest.param(BEFORE_UPDATE, (), id="before-update"),
+        pytest.param(BEFORE_UPDATE, (), id="before-update", marks=pytest.mark.long),
         pytest.param(AFTER_UPDATE, (), id="after-update", marks=pytest.mark.long),
         pytest.param(FAILING, (), id="failing", marks=pytest.mark.long),
     ],

@@ -22,7 +22,15 @@ def test_the_living_keep_the_base_model_where_it_is_and_others_are_filled(nemo_z
         assert not [name for name in outcome["held"] if "base" in name]
 
 
-@pytest.mark.parametrize("settings", [{}, {"enable_checksum": True}, {"enable_offload": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"enable_checksum": True}, marks=pytest.mark.long),
+        {"enable_checksum": True, "enable_offload": True},
+    ],
+    ids=["alone", "checksum", "checksum-offload"],
+)
 def test_the_base_model_can_be_asked_for_first(nemo_zygote: Zygote, settings: dict[str, Any]) -> None:
     outcomes = nemo_zygote.run(2, RECOVER, {"lost": [[0], [1]], "base_first": True, **settings})
     for outcome in (outcome for rank in outcomes for outcome in rank):

@@ -128,7 +128,9 @@ def test_the_documents_show_what_the_dry_run_shows(stages: Callable[[str], list[
     assert f"| {' | '.join(row)} |" in DOCUMENT
 
 
-@pytest.mark.parametrize("recipe", TINY)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=pytest.mark.long if name == "tiny_moe_cpu" else ()) for name in TINY]
+)
 def test_without_its_block_a_recipe_is_plain_nemo(nemo_zygote: Zygote, recipe: str) -> None:
     for rank in nemo_zygote.run(4, "tests.ranks.recipe_ranks:plain", {"recipe": recipe}):
         assert rank["strategy"] == "nemo.lightning.pytorch.strategies.megatron_strategy.MegatronStrategy"

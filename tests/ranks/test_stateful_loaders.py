@@ -29,8 +29,8 @@ def at_the_edges(kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("features", "kind"),
     [
-        ("weighted", "by-turns"),
         ("positioned,weighted", "by-turns"),
+        pytest.param("weighted", "by-turns", marks=pytest.mark.long),
         *(
             pytest.param(features, kind, marks=pytest.mark.long)
             for features in ("weighted", "positioned,weighted")

@@ -54,7 +54,7 @@ def told(job: Job) -> list[Mapping[str, Any]]:
     "args",
     [
         pytest.param((*SMALL, *DROPOUT), marks=pytest.mark.long),  # bf16 has dropout on four replicas, too
-        (*TP2, *SMALL, *DROPOUT),
+        pytest.param((*TP2, *SMALL, *DROPOUT), marks=pytest.mark.long),  # test_worker_streams.py has such ranks
         pytest.param((*PP2, *SMALL), marks=pytest.mark.long),  # vpp-overlap has stages, too
         (*EP2, *SMALL),
         (*BF16, *SMALL, *DROPOUT),
@@ -137,11 +137,17 @@ def test_a_model_that_a_callback_has_changed_is_built_anew(disturb: Disturb, bf1
     assert all(reused) == bf16, "in fp32 there are no main parameters"
 
 
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
-def test_what_a_hook_changes_of_modules_in_the_middle_belongs_to_the_state(disturb: Disturb, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [("exception", "sigkill"), pytest.param(("sigkill", "exception"), marks=pytest.mark.long)],
+    ids=["exception-first", "sigkill-first"],
+)
+def test_what_a_hook_changes_of_modules_in_the_middle_belongs_to_the_state(
+    disturb: Disturb, kinds: tuple[str, str]
+) -> None:
     """Which modules train, and which parameters are trained: neither a survivor nor a new process would know."""
     changes = "callbacks.changes={_target_: tests.ranks.warm_checks.ChangesInTheMiddle}"
-    faults = (f"{kind}@backward:rank=2,step=7", f"{kind}@optimizer:rank=1,step=8")
+    faults = (f"{kinds[0]}@backward:rank=2,step=7", f"{kinds[1]}@optimizer:rank=1,step=8")
     job = disturb(4, 9, *faults, args=(*DROPOUT, changes))
     assert any("is not as it was built" in each.get("reason", "") for each in told(job)), told(job)
 
@@ -163,7 +169,11 @@ def test_a_model_that_is_built_in_old_memory_through_faults(disturb: Disturb) ->
 
 
 @pytest.mark.parametrize(
-    ("made_by", "kind"), [("FirstWeights", "FirstWeights"), ("lambda_of_first_weights", "LambdaCallback")]
+    ("made_by", "kind"),
+    [
+        pytest.param("FirstWeights", "FirstWeights", marks=pytest.mark.long),
+        ("lambda_of_first_weights", "LambdaCallback"),
+    ],
 )
 def test_a_callback_that_acts_before_the_restore_finds_a_new_model(
     disturb: Disturb, made_by: str, kind: str

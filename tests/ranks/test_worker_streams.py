@@ -66,10 +66,9 @@ def test_what_iterators_draw_does_not_move_the_training_streams(disturb: Disturb
 
 
 @pytest.mark.nemo
-@pytest.mark.parametrize("kind", ["exception", "sigkill"])
-def test_the_seed_is_that_of_the_first_start(disturb: Disturb, kind: str) -> None:
+def test_the_seed_is_that_of_the_first_start(disturb: Disturb) -> None:
     args = ("data._target_=tests.ranks.noisy_text.ReseedingDataModule", "data.num_workers=2")
-    disturb(2, STEPS, f"{kind}@backward:rank=0,step=3", args=args)
+    disturb(2, STEPS, "exception@backward:rank=0,step=2", "sigkill@backward:rank=0,step=4", args=args)
 
 
 @pytest.mark.nemo

@@ -90,16 +90,31 @@ CASES = (
             "sigkill@before_optimizer:rank=0,step=7",
         ),
     ),
-    Case("batch norm, exception before the update", BATCHNORM, ("exception@before_optimizer:rank=1,step=4",)),
-    Case("batch norm, sigkill before the update", BATCHNORM, ("sigkill@before_optimizer:rank=1,step=4",)),
+    Case(
+        "batch norm, before the update",
+        BATCHNORM,
+        ("exception@before_optimizer:rank=1,step=4", "sigkill@before_optimizer:rank=1,step=5"),
+    ),
     # ranks' own buffers
-    Case("own buffers, exception in the update", OWN_BUFFERS, ("exception@optimizer:rank=1,step=6",)),
-    Case("own buffers, oom in the update", OWN_BUFFERS, ("oom@optimizer:rank=1,step=3",)),
-    Case("own buffers, segfault in the update", OWN_BUFFERS, ("segfault@optimizer:rank=2,step=2",)),
-    Case("own buffers, sigkill before the update", OWN_BUFFERS, ("sigkill@before_optimizer:rank=0,step=4",)),
-    Case("own buffers, sigkill after the update", OWN_BUFFERS, ("sigkill@after_optimizer:rank=0,step=4",)),
-    Case("own buffers, sigkill between steps", OWN_BUFFERS, ("sigkill@between:rank=1,step=3",)),
-    Case("own buffers, in the first step", OWN_BUFFERS, ("sigkill@before_optimizer:rank=1,step=1",)),
+    Case(
+        "own buffers, in the update",
+        OWN_BUFFERS,
+        (
+            "segfault@optimizer:rank=2,step=2",
+            "oom@optimizer:rank=1,step=3",
+            "exception@optimizer:rank=1,step=6",
+        ),
+    ),
+    Case(
+        "own buffers, kills around the update",
+        OWN_BUFFERS,
+        (
+            "sigkill@before_optimizer:rank=1,step=1",
+            "sigkill@between:rank=1,step=3",
+            "sigkill@before_optimizer:rank=0,step=4",
+            "sigkill@after_optimizer:rank=0,step=5",
+        ),
+    ),
     Case(
         "own buffers, lost twice",
         OWN_BUFFERS,

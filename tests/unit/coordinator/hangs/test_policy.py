@@ -80,7 +80,7 @@ SILENT = st.dictionaries(st.sampled_from(RANKS), EVIDENCE, min_size=1)
 STEADY = st.none() | st.integers(0, STEADY_LOOKS)
 
 
-@examples(500)
+@examples(150)
 @given(SILENT, st.sampled_from([1, 2, 4, 8]), STEADY)
 def test_nobody_is_accused_who_is_one_of_many_or_waits_or_could_not_answer(
     silent: dict[int, Evidence], nproc: int, steady: int | None

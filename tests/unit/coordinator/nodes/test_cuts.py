@@ -7,9 +7,16 @@ import pytest
 from tests.unit.coordinator.nodes.cut_job import CutJob
 
 JOBS_PER_CASE = 100
+CASES_PER_COMMIT = 6
 
 
-@pytest.mark.parametrize("first_seed", range(0, 16 * JOBS_PER_CASE, JOBS_PER_CASE))
+@pytest.mark.parametrize(
+    "first_seed",
+    [
+        pytest.param(case * JOBS_PER_CASE, marks=pytest.mark.long if case >= CASES_PER_COMMIT else ())
+        for case in range(16)
+    ],
+)
 def test_whatever_is_cut_the_job_goes_on_with_every_process_that_lives(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + JOBS_PER_CASE):
         job = CutJob(seed, nnodes=2 + seed % 3)

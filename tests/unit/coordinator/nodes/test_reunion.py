@@ -299,7 +299,7 @@ def test_a_rank_that_is_ready_while_a_node_is_missing_ends_no_job() -> None:
 LIVING = [state for state in RankState if state is not RankState.FINISHED]
 
 
-@examples(300)
+@examples(150)
 @given(
     st.lists(st.sampled_from(LIVING), min_size=2, max_size=2),
     st.booleans(),
