@@ -1,0 +1,83 @@
+"""Test which processes count as idle."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpointless.posix import idleness
+from checkpointless.posix.idleness import Idleness, families
+
+WORKS = "import time\nwhile True: pass"
+WRITES = "import time\nwhile True: open('/dev/null', 'wb').write(bytes(1 << 20)); time.sleep(0.2)"
+SLEEPS = "import time; time.sleep(60)"
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize("arguments", [(WORKS,), (WRITES,), (PARENT, WORKS)])
+def test_what_computes_or_writes_or_has_a_child_that_does_is_not_idle(arguments: tuple[str, ...]) -> None:
+    with subprocess.Popen([sys.executable, "-c", *arguments]) as process:
+        pid = process.pid
+        began_s = time.monotonic()
+        looks = Idleness(0.0, lambda: families([pid])[pid])
+        seen = 0
+        while seen < 5:  # the beginning of the interpreters is less
+            time.sleep(0.5)
+            passed_s = time.monotonic() - began_s
+            seen += looks.seconds(passed_s) == 0.0
+            assert passed_s < 60
+        for each in reversed(families([pid])[pid]):
+            os.kill(each, 9)
+
+
+class Used:
+    """Says what a process has used."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cpu_s, self.bytes, self.letter = 0.0, 0, "S"
+        monkeypatch.setattr(idleness, "_look", lambda _: idleness._Process(1, self.letter, self.cpu_s))
+        monkeypatch.setattr(idleness, "_bytes", lambda _: self.bytes)
+
+
+def test_a_thread_that_looks_now_and_then_is_idle_and_an_upload_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = Used(monkeypatch)
+    looks = Idleness(0.0, lambda: [1])
+    for second in range(1, 31):
+        used.cpu_s += 0.001
+        assert looks.seconds(second) == second
+    used.cpu_s += 0.2
+    assert looks.seconds(31) == 0
+    assert looks.seconds(40) == 9
+    used.bytes += 10 << 20
+    assert looks.seconds(41) == 0
+
+
+@pytest.mark.parametrize("letter", "Dt")
+def test_who_waits_for_a_disk_or_a_debugger_is_not_idle(monkeypatch: pytest.MonkeyPatch, letter: str) -> None:
+    used = Used(monkeypatch)
+    looks = Idleness(0.0, lambda: [1])
+    used.letter = letter
+    assert looks.seconds(50) == 0
+
+
+def test_the_looks_themselves_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = Used(monkeypatch)
+    looks = Idleness(0.0, lambda: [1], lambda: used.cpu_s)
+    used.cpu_s += 5.0
+    assert looks.seconds(10) == 10
+
+
+def test_a_family_is_a_process_and_what_descends_from_it() -> None:
+    child = subprocess.Popen([sys.executable, "-c", PARENT, SLEEPS])
+    deadline_s = time.monotonic() + 60
+    while len(found := families([child.pid])[child.pid]) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert found[0] == child.pid
+    assert Path(f"/proc/{found[1]}/stat").read_text().split()[3] == str(child.pid)
+    for pid in reversed(found):
+        os.kill(pid, 9)
+    child.wait()

@@ -1,0 +1,74 @@
+"""Test how a process takes signals for a job, and what would become of another one that got them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from checkpointless.posix.signals import ENDING, PASSED_ON, forget_handlers, handling, is_default
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (*ENDING, *PASSED_ON)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [*ENDING, *PASSED_ON])
+def test_a_signal_is_noted_and_has_its_action_again_afterwards(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    came: list[int] = []
+    with handling([number], came.append):
+        signal.raise_signal(number)
+    assert came == [number]
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("number", "comes"), [(signal.SIGHUP, False), (signal.SIGUSR1, False), (signal.SIGINT, True)]
+)
+def test_what_nohup_has_ignored_stays_ignored_but_not_what_a_shell_ignores_in_the_background(
+    number: int, comes: bool
+) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    came: list[int] = []
+    with handling([number], came.append):
+        signal.raise_signal(number)
+    assert bool(came) == comes
+    assert signal.getsignal(number) == signal.SIG_IGN
+
+
+def test_a_forked_process_forgets_handlers_and_keeps_what_is_ignored() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    forget_handlers()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_a_handler_of_another_process_is_seen() -> None:
+    assert not is_default(-1, signal.SIGUSR1), "nothing is known of it"
+    code = (
+        "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: None); print(1, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert not is_default(process.pid, signal.SIGUSR1)
+        assert is_default(process.pid, signal.SIGUSR2)
+        process.kill()
+
+
+def test_this_process_is_no_exception() -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    assert not is_default(os.getpid(), signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    deadline_s = time.monotonic() + 10
+    while not is_default(os.getpid(), signal.SIGUSR2):
+        assert time.monotonic() < deadline_s
