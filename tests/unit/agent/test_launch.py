@@ -1,13 +1,15 @@
-"""Test what ends a run before it begins."""
+"""Test what ends a run before it begins, and what its metrics are told."""
 
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpointless.agent.launch import launch
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.agent.ranks import platforms
+from checkpointless.monitoring.snapshot import JobNames
 
 
 def test_a_platform_that_is_not_installed_ends_the_run_in_one_line(
@@ -23,3 +25,20 @@ def test_a_platform_that_is_not_installed_ends_the_run_in_one_line(
     (line,) = said
     assert line.startswith("no installed package has the entry point 'cpu' in checkpointless.platforms")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["logs"]
+
+
+@pytest.mark.parametrize(("job", "named"), [("llama3_8b_pretrain", "llama3_8b_pretrain"), ("", "test_launch")])
+def test_metrics_name_the_recipe_or_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, named: str
+) -> None:
+    names: list[JobNames] = []
+
+    def run(*args: Any) -> int:
+        names.append(args[-1].names)
+        return 0
+
+    monkeypatch.setattr("checkpointless.agent.launch._run", run)
+    config = LaunchConfig(1, __file__, tmp_path / "run", http_port=0, job=job)
+    assert launch(config, print) == 0
+    assert names == [JobNames(named, str(tmp_path / "run"), __file__)]
+    assert names[0].run == "run"
