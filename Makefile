@@ -33,7 +33,7 @@ TYPED := checkpointless callbacks strategies recipes tests benchmarks
 FAST := tests/unit -m "not nemo and not ranks and not gpu and not long and not slow"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-long test-bridge compat gpu-kit gpu lint docs format clean
+.PHONY: help demo test test-fast test-long test-bridge compat dist dist-check gpu-kit gpu lint docs format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -60,6 +60,13 @@ test-bridge: $(BRIDGE_STAMP) ## run the tests with Megatron-Bridge, in .venv-bri
 compat: $(STAMP) ## run the fast tests with other Pythons, the newest Lightning and torch 2.14 (2.7 GB to download), where they install
 	$(BIN)/python tests/compat.py $(FAST)
 
+dist: $(STAMP) ## build the sdist, and from it the wheel, into dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+dist-check: $(STAMP) ## build both, install them into an environment of their own, and use them there (3 minutes)
+	$(BIN)/python -m tests.wheel.check --torch "$(TORCH)"
+
 gpu-kit: ## collect the wheels that make gpu needs beside torch, for a machine without a network, into build/gpu-kit
 	$(GPU_PYTHON) -m tests.gpu.kit --python $(GPU_VERSION)
 
@@ -81,16 +88,16 @@ format: $(STAMP) ## put the code into shape
 	$(BIN)/ruff format .
 
 clean: ## remove .venv and what tools have left
-	rm -rf .venv .venv-bridge .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-bridge .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS)
 	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
 	@echo "make: installing checkpointless, NeMo and the tools into .venv; about 3 minutes, once"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[nemo,dev,docs]' -c $(CONSTRAINTS) $(TORCH)
 	@touch $@
 
-$(BRIDGE_STAMP): pyproject.toml $(BRIDGE_CONSTRAINTS)
+$(BRIDGE_STAMP): pyproject.toml setup.py $(BRIDGE_CONSTRAINTS)
 	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 is needed: install it, or say make PYTHON=/path/to/python" >&2; exit 2; }
 	@echo "make: installing checkpointless and Megatron-Bridge into .venv-bridge; about 3 minutes, once"
 	@[ -x $(BRIDGE_BIN)/python ] || $(PYTHON) -m venv .venv-bridge

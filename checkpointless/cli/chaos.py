@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpointless.cli.output import say
 from checkpointless.cli.values import UsageError, count, positive
 from checkpointless.faults.chaos import Outcome, draw_faults, outcome_of
 from checkpointless.report.incidents import summarize
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 DEMO_STEPS, DEMO_RANKS = 6, 8
 #: Names of the demo's trainers, which cost an import; a test compares the two.
 TRAINER_NAMES = ("nemo", "ddp", "hsdp", "megatron", "bridge", "lightning-ddp", "lightning-hsdp")
+_DEFAULT, _WITHOUT_NEMO = "nemo", "ddp"
 _SEED_HELP = "of the draws (default: 0); the same seed draws the same faults"
 _NEEDS_CHAOS = {"seed": None, "overlap": False, "chaos_case": None, "chaos_steps": None}
 
@@ -99,18 +101,21 @@ def judge_chaos(run_dir: Path, code: int, expected: Outcome) -> str:
 
 
 def demo_trainer(options: argparse.Namespace) -> Trainer:
-    """Return the trainer that ``options`` ask for.
+    """Return the trainer that ``options`` ask for; where they ask for none, NeMo's, or DDP's without NeMo.
 
     Raises:
         UsageError: it is not installed.
     """
     from checkpointless.demo import TRAINERS, DemoError
 
-    trainer = TRAINERS[options.trainer]
+    trainer = TRAINERS[options.trainer or _DEFAULT]
     try:
         trainer.require()
     except DemoError as error:
-        raise UsageError(str(error)) from error
+        if options.trainer is not None:
+            raise UsageError(str(error)) from error
+        say(f"{error}; what trains is --trainer {_WITHOUT_NEMO}")
+        return TRAINERS[_WITHOUT_NEMO]
     return trainer
 
 

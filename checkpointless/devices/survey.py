@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 NO_DRIVER = "no NVIDIA driver"
-NO_MODULE = "the devices are not looked at: pip install 'checkpointless[gpu]' installs what asks NVML"
+NO_MODULE = "the devices are not looked at: pip install -e '.[gpu]' in a clone installs what asks NVML"
 
 
 class ProblemKind(Enum):

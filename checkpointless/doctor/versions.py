@@ -15,10 +15,10 @@ from checkpointless.doctor.findings import Family, Finding, Severity
 from checkpointless.nccl import problem_of_version
 
 TORCH_TIMEOUT_S = 120.0
-#: The packages that a recovery depends on, by the names of their distributions; those after the first two are only
+#: The packages that a job depends on, by the names of their distributions; those after the first three are only
 #: there if NeMo is.
-PACKAGES = ("torch", "lightning", "nemo_toolkit", "megatron-core")
-_REQUIRED = PACKAGES[:2]
+PACKAGES = ("torch", "lightning", "rich", "nemo_toolkit", "megatron-core")
+_REQUIRED = PACKAGES[:3]
 _OWN = "checkpointless"
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -78,6 +78,7 @@ def judge(versions: Versions) -> list[Finding]:
     return [
         _of_package("Python", versions.python, versions.needed_python),
         *(_of_package_or_none(name, versions) for name in PACKAGES),
+        *_of_rich(versions),
         *_of_torch(versions),
         *_of_driver(versions),
     ]
@@ -152,6 +153,16 @@ def _of_package(name: str, version: str, needed: str) -> Finding:
     seen = f"{name} {version}; checkpointless needs {needed}"
     todo = "use another interpreter" if name == "Python" else f"pip install '{name}{needed}'"
     return Finding(Family.VERSIONS, Severity.ERROR, seen, source, todo)
+
+
+def _of_rich(versions: Versions) -> list[Finding]:
+    """Judge two versions together: Lightning before 2.5.3 clears a display of rich that later ones do not have."""
+    rich, lightning = (versions.packages.get(name, "") for name in ("rich", "lightning"))
+    if not rich or not lightning or _numbers(rich) < (14, 1) or _numbers(lightning, 3) >= (2, 5, 3):
+        return []
+    seen = f"with rich {rich} and lightning {lightning}, a fit with RichProgressBar ends in an IndexError"
+    todo = "pip install 'rich<14.1'; or 'lightning>=2.5.3', without NeMo 2.7"
+    return [Finding(Family.VERSIONS, Severity.WARNING, seen, "installed packages", todo)]
 
 
 def _of_torch(versions: Versions) -> list[Finding]:
@@ -242,8 +253,8 @@ def _driver() -> str:
     return next((word for word in words if word.count(".") and word.replace(".", "").isdigit()), "")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+def _numbers(version: str, parts: int = 2) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:parts] if part.isdigit())
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -17,6 +17,8 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from tests.wheel.contents import FOLDERS
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "gpu-kit"
 MOST_BYTES = 60_000_000
@@ -26,24 +28,21 @@ TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 #: What the wheels above require, without torch and what comes with it.
 BESIDE = (
     "iniconfig",
-    "lightning-utilities",
     "markdown-it-py",
     "mdurl",
     "numpy<2",  # Megatron-core's limit
-    "packaging",
     "pluggy",
     "pygments",
     "pytorch-lightning",
     "pyyaml",
     "sortedcontainers",
-    "torchmetrics",
     "tqdm",
 )
 WITH_TORCH = frozenset(
-    {"torch", "filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions"}
+    {"torch", "filelock", "fsspec", "jinja2", "markupsafe", "networkx", "setuptools", "sympy", "typing-extensions"}
 )
 #: The folders and files that our wheel is made of.
-SOURCES = ("checkpointless", "callbacks", "strategies", "recipes", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = (*FOLDERS, "pyproject.toml", "setup.py", "README.md", "LICENSE")
 _PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)), "manylinux2014_x86_64")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -110,25 +109,6 @@ def check_size(sizes: Mapping[str, int]) -> None:
             f"the kit has {total / 1e6:.0f} MB and may have {MOST_BYTES / 1e6:.0f}: "
             f"the largest wheel is {largest} with {sizes[largest] / 1e6:.0f}"
         )
-
-
-def differing(wheel: Path, root: Path) -> list[str]:
-    """Return the modules of our wheel that are not those of a working tree, or that it lacks.
-
-    Args:
-        wheel: ours.
-        root: of the working tree.
-    """
-    places = {"checkpointless": "", "callbacks": "checkpointless/", "strategies": "checkpointless/"}
-    places["recipes"] = "checkpointless/"
-    with zipfile.ZipFile(wheel) as archive:
-        packed = {name: archive.read(name) for name in archive.namelist() if name.endswith(".py")}
-    there = {
-        prefix + path.relative_to(root).as_posix(): path.read_bytes()
-        for folder, prefix in places.items()
-        for path in (root / folder).rglob("*.py")
-    }
-    return sorted(name for name in packed.keys() | there.keys() if packed.get(name) != there.get(name))
 
 
 def fits(wheel: str, python: tuple[int, int]) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.gpu import kit, results
+from tests.wheel.contents import differing
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "gpu"
@@ -138,7 +139,7 @@ def install(folder: Path, site: Path) -> None:
     ours = sorted(folder.glob("checkpointless-*.whl"))
     if not ours:
         raise kit.KitError(f"{folder} has no wheel of checkpointless: run `make gpu-kit` where there is a network")
-    other = kit.differing(ours[0], ROOT)
+    other = differing(ours[0], ROOT)
     if other:
         raise kit.KitError(f"the kit is of other sources ({other[0]} differs): run `make gpu-kit` again")
     wheels = sorted(folder.glob("*.whl"))

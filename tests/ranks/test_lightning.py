@@ -175,10 +175,13 @@ def test_a_state_of_the_data_that_is_emptied_with_each_epoch(train: Train, kind:
 
 @pytest.mark.parametrize("kind", KILLS)
 def test_lightnings_own_callbacks(nemo_zygote: Zygote, tmp_path: Path, kind: str) -> None:
-    """Those that go together, with a fault in the second epoch; training is stopped early, after the third."""
+    """Those that go together, with a fault in the second epoch; training is stopped early, after the third.
+
+    A trainer takes one progress bar, so each run has another one.
+    """
     args, faults = ("60", "ddp", "stock", "validation"), (f"{kind}@forward:rank=1,step=12",)
     calm = run_job(nemo_zygote, tmp_path / "calm", 2, script=SCRIPT, args=args)
-    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=args, faults=faults)
+    job = run_job(nemo_zygote, tmp_path / "run", 2, script=SCRIPT, args=(*args, "rich"), faults=faults)
     assert fired(job.run_dir) == dict.fromkeys(faults, 1), job.story()
     verdict = compare(calm.steps, job.steps)
     assert verdict.equal, f"{verdict.sentence}\n{job.story()}"

@@ -34,10 +34,9 @@ def add_demo_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--trainer",
-        default="nemo",
         choices=TRAINER_NAMES,
         metavar="NAME",
-        help=f"what trains: {', '.join(TRAINER_NAMES)} (default: nemo)",
+        help=f"what trains: {', '.join(TRAINER_NAMES)} (default: nemo; ddp where NeMo is not installed)",
     )
     add(
         "--nproc",

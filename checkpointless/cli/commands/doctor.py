@@ -184,7 +184,7 @@ def _of_recipe(options: argparse.Namespace) -> tuple[State | str, bool, str]:
         from checkpointless.recipes.memory import fullest, precision_of
         from checkpointless.recipes.settings import RecipeError, load
     except ImportError as error:
-        raise UsageError(f"--recipe needs {error.name}: pip install 'checkpointless[nemo]'") from error
+        raise UsageError(f"--recipe needs {error.name}: pip install -e '.[nemo]' in a clone") from error
     from checkpointless.doctor.memory import State
 
     source = f"the model of {options.recipe}, built without memory"

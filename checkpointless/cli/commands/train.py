@@ -122,7 +122,7 @@ def check_train(options: argparse.Namespace, has_cuda: Callable[[], bool]) -> Di
         )
         from checkpointless.recipes.tiers import check_tiers, tiers_of
     except ImportError as error:
-        raise UsageError(f"`train` needs {error.name}: pip install 'checkpointless[nemo]'") from error
+        raise UsageError(f"`train` needs {error.name}: pip install -e '.[nemo]' in a clone") from error
     name = options.recipe
     options.cpu = options.cpu or os.environ.get(CPU_ENV) == "1"
     try:

@@ -31,7 +31,7 @@ _METHODS = (
     "hyperpod_send_fault",
 )
 _RESTART_MODES = ("IN_PROCESS_RESTART", "PROCESS_LEVEL_RESTART")
-_INSTALL = "pip install 'checkpointless[hyperpod]'"
+_INSTALL = "pip install -e '.[hyperpod]' in a clone"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from checkpointless.demo.trainers.trainer import DemoError, Program, Task, Trainer, divide
+from checkpointless.demo.trainers.trainer import NEMO_EXTRA, DemoError, Program, Task, Trainer, divide
 from checkpointless.faults.chaos import (
     BRIDGE,
     DATA_PARALLEL,
@@ -109,7 +109,7 @@ MEGATRON_LOOP = ScriptedTrainer(
     MEGATRON,
     keys=("tp", "pp"),
     needs=("megatron.core",),
-    install="pip install 'checkpointless[nemo]'",
+    install=NEMO_EXTRA,
     preload=_MEGATRON,
 )
 BRIDGE_GPT = ScriptedTrainer(

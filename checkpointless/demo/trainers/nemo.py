@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from checkpointless.demo.trainers.trainer import DemoError, Program, Task, Trainer, divide
+from checkpointless.demo.trainers.trainer import NEMO_EXTRA, DemoError, Program, Task, Trainer, divide
 from checkpointless.faults.chaos import NEMO
 
 RECIPE = "tiny_gpt_cpu"
@@ -30,7 +30,7 @@ class NeMo(Trainer):
     what = "A NeMo GPT"
     keys = tuple(_OVERRIDES)
     needs = ("nemo", "hydra")
-    install = "pip install 'checkpointless[nemo]'"
+    install = NEMO_EXTRA
     scope = NEMO
 
     def check(self, nproc: int, layout: Mapping[str, int]) -> None:

@@ -13,6 +13,8 @@ from checkpointless.faults.chaos import Scope
 #: Samples of a microbatch, and microbatches of a rank in each step.
 MICRO_BATCH, MICRO_BATCHES = 2, 2
 SEQUENCE = 64  # tokens of a sample
+#: How to install what NeMo's trainers need.
+NEMO_EXTRA = "pip install -e '.[nemo]' in a clone"
 
 
 class DemoError(ValueError):

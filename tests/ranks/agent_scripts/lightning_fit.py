@@ -377,6 +377,10 @@ class Swaps(Callback):
             raise RuntimeError("in a validation")
 
 
+class Predictions(stock.BasePredictionWriter):
+    """Has nothing to write in a fit."""
+
+
 def stock_callbacks(folder: Path) -> list[Callback]:
     """Return Lightning's own callbacks that one training may have together."""
     given: list[Callback] = []
@@ -386,11 +390,13 @@ def stock_callbacks(folder: Path) -> list[Callback]:
             stock.LearningRateMonitor("step", log_momentum=True),
             stock.LambdaCallback(on_train_batch_end=lambda trainer, module, *rest: module.log("mine", 1.0)),
             stock.ModelSummary(),
+            stock.RichModelSummary(),
             stock.Timer("00:01:00:00"),
             stock.DeviceStatsMonitor(cpu_stats=True),
             stock.ThroughputMonitor(len),
             stock.OnExceptionCheckpoint(folder / "raised"),
-            stock.TQDMProgressBar(),
+            Predictions(),
+            stock.RichProgressBar() if "rich" in FEATURES else stock.TQDMProgressBar(),
         ]
     if "scheduled" in FEATURES:
         given.append(stock.GradientAccumulationScheduler({1: 2, 2: 4}))

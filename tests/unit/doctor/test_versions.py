@@ -15,7 +15,10 @@ from checkpointless.doctor.versions import Torch, Versions, facts, judge, read
 
 WELL = Versions(
     python="3.11.7",
-    packages={"torch": "2.7.1+cu128", "lightning": "2.5", "nemo_toolkit": "2.7.3", "megatron-core": "0.15.3"},
+    packages={
+        **{"torch": "2.7.1+cu128", "lightning": "2.5", "rich": "14.0.0"},
+        **{"nemo_toolkit": "2.7.3", "megatron-core": "0.15.3"},
+    },
     needed={
         **{"torch": ">=2.6", "lightning": ">=2.4", "nemo_toolkit": "<2.8,>=2.7"},
         "megatron-core": "<0.16,>=0.15",
@@ -33,6 +36,7 @@ def wrong(seen: Versions) -> list[tuple[Severity, str]]:
 
 def test_what_is_recent_enough_is_right() -> None:
     assert wrong(WELL) == []
+    assert wrong(replace(WELL, packages={**WELL.packages, "lightning": "2.5.3", "rich": "15.0.0"})) == []
     assert wrong(replace(WELL, driver="", driver_cuda="", torch=Torch("2.7.1"))) == []
     assert wrong(replace(WELL, driver_cuda="13.0")) == []
 
@@ -44,7 +48,12 @@ def test_what_is_recent_enough_is_right() -> None:
         (replace(WELL, packages={**WELL.packages, "torch": "2.5.1"}), Severity.ERROR, "torch 2.5.1"),
         (replace(WELL, packages={**WELL.packages, "megatron-core": "0.16.0"}), Severity.ERROR, "needs <0.16"),
         (replace(WELL, packages={**WELL.packages, "torch": "main-abc"}), Severity.ADVICE, "main-abc"),
-        (replace(WELL, packages={"torch": "2.7"}), Severity.ERROR, "lightning is not installed"),
+        (replace(WELL, packages={"torch": "2.7", "rich": "15"}), Severity.ERROR, "lightning is not installed"),
+        (
+            replace(WELL, packages={**WELL.packages, "lightning": "2.5.2", "rich": "14.1.0"}),
+            Severity.WARNING,
+            "with rich 14.1.0 and lightning 2.5.2, a fit with RichProgressBar ends in an IndexError",
+        ),
         (replace(WELL, torch=Torch("2.7", "12.8", (2, 21, 5))), Severity.WARNING, "NCCL 2.21.5: aborting"),
         (replace(WELL, torch=Torch("2.7")), Severity.WARNING, "over gloo, though there is a GPU"),
         (replace(WELL, torch=Torch(error="torch cannot be imported: x")), Severity.ERROR, "cannot be imported"),

@@ -13,7 +13,6 @@ from tests.gpu.kit import (
     ROOT,
     KitError,
     check_size,
-    differing,
     fits,
     lacking,
     name_of,
@@ -21,6 +20,7 @@ from tests.gpu.kit import (
     requirements,
     unpack,
 )
+from tests.wheel.contents import differing
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 

@@ -15,7 +15,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_do(environment: pytest.
     for name in stand_in.modules():
         environment.setitem(sys.modules, name, None)
     environment.setenv(stand_in.SOCKET_ENV, "/nowhere")
-    with pytest.raises(RuntimeError, match=r"not installed.*pip install 'checkpointless\[hyperpod\]'") as raised:
+    with pytest.raises(RuntimeError, match=r"not installed.*pip install -e '\.\[hyperpod\]' in a clone") as raised:
         HPAgentK8sAPIFactory()()
     assert "\n" not in str(raised.value)
 

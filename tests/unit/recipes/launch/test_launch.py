@@ -11,7 +11,7 @@ from checkpointless.cli import command_line
 from checkpointless.environment import TOKEN_ENV
 from checkpointless.wire.handshake import MIN_TOKEN_CHARACTERS
 from tests.unit.recipes.launch.batch import run_sbatch
-from tests.unit.recipes.launch.manifests import LAUNCH, POD_FILES, ROOT, SBATCH, container_of, script_of
+from tests.unit.recipes.launch.manifests import LAUNCH, POD_FILES, SBATCH, container_of, script_of
 from tests.unit.recipes.launch.pod import run_pod
 
 
@@ -59,10 +59,3 @@ def test_every_option_is_known(command: str, needed: set[str], capsys: pytest.Ca
         (call,) = re.findall(rf"checkpointless {command} ((?:.*\\\n)*.*)", path.read_text())
         used = set(re.findall(r"(?<!\S)--[a-z-]+", call))
         assert needed <= used <= known
-
-
-def test_the_launch_recipes_are_packaged() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    packaged = {path for pattern in data["checkpointless.recipes"] for path in (ROOT / "recipes").glob(pattern)}
-    assert set(LAUNCH.iterdir()) <= packaged

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from lightning.pytorch import callbacks as stock
 from checkpointless.strategies.frameworks.stock_callbacks import unfit
 
 pytestmark = pytest.mark.nemo
+ROOT = Path(__file__).parents[4]
+BASES = {"Callback", "Checkpoint", "ProgressBar"}
 
 UNFIT: dict[str, Any] = {
     "StochasticWeightAveraging": lambda: stock.StochasticWeightAveraging(1e-2),
@@ -43,6 +47,22 @@ def test_every_other_callback_of_lightnings_is_let_pass() -> None:
     others = [getattr(stock, name) for name in stock.__all__ if name not in UNFIT and name != "WeightAveraging"]
     assert len(others) > 10
     assert unfit([object.__new__(each) for each in others if not issubclass(each, _averages())]) is None
+
+
+def test_the_documented_table_has_every_callback_and_each_is_run_or_refused() -> None:
+    text = (ROOT / "docs" / "lightning.md").read_text()
+    documented = {
+        name: outcome
+        for names, outcome in re.findall(r"^\| (`[A-Z]\w+`[^|]*) \| (exact|of no matter|refused) \|", text, re.M)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert {*stock.__all__} - BASES - documented.keys() == set()
+    refused = {name for name, outcome in documented.items() if outcome == "refused"}
+    assert refused - UNFIT.keys() == {"WeightAveraging", "EMAWeightAveraging"}  # of newer versions, see above
+    script = (ROOT / "tests" / "ranks" / "agent_scripts" / "lightning_fit.py").read_text()
+    run = {*re.findall(r"\b(?:stock\.)?([A-Z]\w+)\(", script), *re.findall(r"\(stock\.(\w+)\)", script)}
+    run |= set(re.findall(r"\((ModelCheckpoint)\)", script))
+    assert documented.keys() - refused - run == set()
 
 
 def _averages() -> Any:

@@ -1,0 +1,77 @@
+"""Check that what the package imports is declared, and that what the base declares is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.wheel.contents import FOLDERS
+from tests.wheel.imports import imported, is_declared, normalised
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+#: Extras for those who work on the package itself.
+OWN = {"dev", "docs"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Return the normalised names of what is required."""
+    return {normalised(Requirement(each).name) for each in requirements}
+
+
+BASE = names(PROJECT["dependencies"])
+DECLARED = BASE | {
+    name for extra, wanted in PROJECT["optional-dependencies"].items() if extra not in OWN for name in names(wanted)
+}
+
+
+def all_imports() -> Iterator[tuple[str, str]]:
+    """Yield each module that is imported, and the file that does it."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for name in imported(ast.parse(path.read_text())):
+                yield name, path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.nemo  # only what is installed says which distribution a module is of
+def test_everything_that_is_imported_is_declared() -> None:
+    installed = packages_distributions()
+    found = dict(all_imports())
+    assert len(found) > 100
+    undeclared = {name: path for name, path in found.items() if not is_declared(name, DECLARED, installed)}
+    assert not undeclared, f"declare these in pyproject.toml: {undeclared}"
+
+
+def test_everything_that_the_base_declares_is_imported() -> None:
+    installed = packages_distributions()
+    tops = {name.partition(".")[0] for name, _ in all_imports()}
+    assert len(BASE) > 10
+    idle = {each for each in BASE if not any(is_declared(top, {each}, installed) for top in tops)}
+    assert not idle, f"nothing imports {idle}"
+
+
+@pytest.mark.parametrize(
+    ("module", "declared", "expected"),
+    [
+        ("yaml.nodes", {"pyyaml"}, True),
+        ("yaml", {"yaml"}, False),
+        ("hydra.utils", {"hydra-core"}, True),
+        ("hydra", {"hydrazine"}, False),
+        ("viztracer", {"viztracer"}, True),
+        ("viztracer", set(), False),
+    ],
+)
+def test_a_module_is_of_the_distribution_that_brings_it(module: str, declared: set[str], expected: bool) -> None:
+    assert is_declared(module, declared, {"yaml": ["PyYAML"]}) is expected
+
+
+def test_imports_in_functions_count_where_they_are_asked_for() -> None:
+    tree = ast.parse("import torch.nn, os\nfrom . import own\ndef f():\n    from yaml import load\n")
+    assert list(imported(tree)) == ["torch.nn", "yaml"]
+    assert list(imported(tree, lazily=False)) == ["torch.nn"]
