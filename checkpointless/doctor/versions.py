@@ -215,11 +215,9 @@ def _needed() -> tuple[dict[str, str], str]:
         own = metadata.metadata(_OWN)
     except metadata.PackageNotFoundError:
         return {}, ""
-    needed = {}
-    for text in own.get_all("Requires-Dist") or ():
-        wanted = Requirement(text)
-        if wanted.name in PACKAGES and (wanted.specifier or wanted.name not in needed):
-            needed[wanted.name] = str(wanted.specifier)
+    wanted = [Requirement(text) for text in own.get_all("Requires-Dist") or ()]
+    wanted.sort(key=lambda each: "extra" not in str(each.marker))  # what all need comes last, and counts
+    needed = {each.name: str(each.specifier) for each in wanted if each.name in PACKAGES}
     return needed, (own.get_all("Requires-Python") or [""])[0]
 
 
