@@ -17,6 +17,7 @@ import venv
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from build import ProjectBuilder
 from build.env import DefaultIsolatedEnv
@@ -121,7 +122,7 @@ class Check:
         with DefaultIsolatedEnv() as env:
             env.install(ProjectBuilder(tree).build_system_requires)
 
-            def built(kind: str, source: Path, target: Path) -> Path:
+            def built(kind: Literal["sdist", "wheel"], source: Path, target: Path) -> Path:
                 self._say(f"building the {kind} of {source.name}")
                 builder = ProjectBuilder.from_isolated_env(env, source, runner=quiet_subprocess_runner)
                 return Path(builder.build(kind, target))

@@ -377,10 +377,6 @@ class Swaps(Callback):
             raise RuntimeError("in a validation")
 
 
-class Predictions(stock.BasePredictionWriter):
-    """Has nothing to write in a fit."""
-
-
 def stock_callbacks(folder: Path) -> list[Callback]:
     """Return Lightning's own callbacks that one training may have together."""
     given: list[Callback] = []
@@ -395,7 +391,7 @@ def stock_callbacks(folder: Path) -> list[Callback]:
             stock.DeviceStatsMonitor(cpu_stats=True),
             stock.ThroughputMonitor(len),
             stock.OnExceptionCheckpoint(folder / "raised"),
-            Predictions(),
+            stock.BasePredictionWriter(),
             stock.RichProgressBar() if "rich" in FEATURES else stock.TQDMProgressBar(),
         ]
     if "scheduled" in FEATURES:

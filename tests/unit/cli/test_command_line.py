@@ -1,6 +1,5 @@
 """Test the command line: what each command makes of its words, and what it says of wrong ones."""
 
-import argparse
 import importlib
 import os
 import subprocess
@@ -14,8 +13,7 @@ import torch
 from checkpointless.agent import launch as launch_module
 from checkpointless.agent.launch_config import LaunchConfig
 from checkpointless.cli import main
-from checkpointless.cli.chaos import TRAINER_NAMES, demo_trainer
-from checkpointless.cli.values import UsageError
+from checkpointless.cli.chaos import TRAINER_NAMES
 from checkpointless.demo import TRAINERS, DemoConfig, parse_layout
 from checkpointless.demo.trainers import Task
 from checkpointless.demo.trainers import nemo as demo
@@ -174,21 +172,6 @@ def test_the_demo_fits_its_batch_to_its_ranks() -> None:
 
 def test_the_demo_has_the_trainers_that_the_command_line_names() -> None:
     assert tuple(TRAINERS) == TRAINER_NAMES
-
-
-def test_the_demo_takes_nemo_where_it_is_and_else_ddp_with_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unasked, asked = argparse.Namespace(trainer=None), argparse.Namespace(trainer="nemo")
-    monkeypatch.setattr(TRAINERS["nemo"], "needs", ("torch",))
-    assert demo_trainer(unasked) is demo_trainer(asked) is TRAINERS["nemo"]
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(TRAINERS["nemo"], "needs", ("no_such_module",))
-    assert demo_trainer(unasked) is TRAINERS["ddp"]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "no_such_module: pip install -e '.[nemo]' in a clone; what trains is --trainer ddp" in line
-    with pytest.raises(UsageError, match=r"--trainer nemo needs no_such_module"):
-        demo_trainer(asked)
 
 
 @pytest.mark.nemo
