@@ -385,13 +385,11 @@ def stock_callbacks(folder: Path) -> list[Callback]:
             stock.EarlyStopping("train_loss", min_delta=10.0, patience=2, check_on_train_epoch_end=True),
             stock.LearningRateMonitor("step", log_momentum=True),
             stock.LambdaCallback(on_train_batch_end=lambda trainer, module, *rest: module.log("mine", 1.0)),
-            stock.ModelSummary(),
-            stock.RichModelSummary(),
+            *(kind() for kind in (stock.ModelSummary, stock.RichModelSummary, stock.BasePredictionWriter)),
             stock.Timer("00:01:00:00"),
             stock.DeviceStatsMonitor(cpu_stats=True),
             stock.ThroughputMonitor(len),
             stock.OnExceptionCheckpoint(folder / "raised"),
-            stock.BasePredictionWriter(),
             stock.RichProgressBar() if "rich" in FEATURES else stock.TQDMProgressBar(),
         ]
     if "scheduled" in FEATURES:
