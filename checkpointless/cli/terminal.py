@@ -20,7 +20,6 @@ from checkpointless.telemetry.events import EVENTS_FILE, Event, parse_event
 from checkpointless.telemetry.lines import LineTail
 from checkpointless.telemetry.narration import INCIDENT, Narrator
 from checkpointless.telemetry.scribe import scribe
-from checkpointless.telemetry.wording import plural
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ class Terminal:
         # An incident's first and last line come from the agent and from the event log; the first to come is shown.
         self._from_agent: Counter[str] = Counter()
         self._from_log: Counter[str] = Counter()
-        self._odd = 0  # how many lines of the log were no events
         self._closing = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
 
@@ -76,8 +74,6 @@ class Terminal:
             self._survive(self._turn)
         self._survive(lambda: self._look([]))
         self._survive(lambda: self._show(self._narrator.close()))
-        if self._odd:
-            logger.warning("%s of the event log are no events, and were left out", plural(self._odd, "line"))
 
     def _survive(self, work: Callable[[], None]) -> None:
         """Do a part of the work; an error in it costs that part, and not the lines that come later."""
@@ -122,7 +118,6 @@ class Terminal:
         lines = self._errands.run(self._tail.lines, nothing, late=self._late.extend)
         late = [self._late.popleft() for _ in range(len(self._late))]
         found = [parse_event(line) for line in (*late, *lines)]
-        self._odd += found.count(None)
         return [event for event in found if event is not None]
 
     def _wait_for_last_words(self, line: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from checkpointless.wire.node_messages import (
@@ -20,6 +22,13 @@ from checkpointless.wire.node_messages import (
     StoreOpened,
 )
 from tests.unit.messaged_job import HEARTBEAT_S, REGROUP_S, Job, go_env
+
+
+def test_a_node_that_fell_silent_was_lost_at_its_last_word() -> None:
+    job = Job().begin()
+    job.coordinator.lose(job.coordinator.nodes[1], "no word from it for 10 s", time.monotonic() - 10)
+    ((_, notice),) = job.take(FaultNotice)
+    assert 10_000 <= notice.undetected_ms < 70_000
 
 
 def test_a_spare_takes_the_place_of_a_lost_node() -> None:

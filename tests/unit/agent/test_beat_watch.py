@@ -1,0 +1,39 @@
+"""Test what a node reports of ranks without progress."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+from checkpointless.agent.beat_watch import BeatWatch
+from checkpointless.agent.ranks.local_rank import Beats, LocalRank
+from checkpointless.coordinator.hangs.policy import Heartbeat
+from checkpointless.wire.board import BoardReading
+from checkpointless.wire.node_messages import NodeMessage, Silent
+from checkpointless.wire.rank_state import RankState
+
+
+class Rank:
+    """A rank whose board says what it is told."""
+
+    def __init__(self) -> None:
+        self.number, self.pid, self.state, self.beats = 3, os.getpid(), RankState.RUNNING, Beats(7, 7, 100.0)
+        self.reading = BoardReading(7, 5, 4, 0)
+        self.board = SimpleNamespace(read=lambda: self.reading)
+
+
+def test_a_silence_counts_what_passed_while_the_agent_did_not_run_but_its_limit_does_not() -> None:
+    told: list[NodeMessage] = []
+    watch, rank = BeatWatch(Heartbeat.of(10.0), told.append), cast(Any, Rank())
+    ranks: list[LocalRank] = [rank]
+    rank.beats.seen_at_s = time.monotonic() - 60  # the agent was stopped for most of it, and its clock stood still
+    watch.look(ranks, 0, now_s=106.0)
+    ((silent,),) = [message.ranks for message in told if isinstance(message, Silent)]
+    assert silent.age_ms == 6000
+    assert 60_000 <= silent.quiet_ms < 120_000
+    rank.reading = BoardReading(8, 6, 5, 0)
+    watch.look(ranks, 0, now_s=107.0)
+    assert time.monotonic() - rank.beats.seen_at_s < 50
+    assert watch.newest == 5
