@@ -64,8 +64,9 @@ def test_a_plain_script_ends_well(tmp_path: Path) -> None:
 def test_a_plain_script_that_fails_ends_the_job_as_under_torchrun(
     tmp_path: Path, what: str, said: str, line: str
 ) -> None:
+    job = Job(tmp_path, "plain.py", f"1:{what}", "*:wait")
     started_s = time.monotonic()
-    ended = Job(tmp_path, "plain.py", f"1:{what}", "*:wait").end()
+    ended = job.end()
     assert ended.code == 1
     assert ended.err.splitlines()[-1].startswith(said)
     assert line in ended.err
