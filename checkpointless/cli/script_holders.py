@@ -42,9 +42,15 @@ def holders_in(source: str) -> list[Finding]:
         What is known, in the order of the lines; nothing if the script says nothing, or is no Python.
     """
     try:
-        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        nodes = list(ast.walk(ast.parse(source)))
     except SyntaxError:
         return []
+    imported = (alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names)
+    names = {alias.asname: alias.name for alias in imported if alias.asname}  # such as DDP
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    for call in calls:
+        if isinstance(call.func, ast.Name):
+            call.func.id = names.get(call.func.id, call.func.id)
     calls.sort(key=lambda call: call.lineno)
     has_copies = any(_name(call) == "CheckpointManager" and _argument(call, "tiers") is not None for call in calls)
     found = [finding for call in calls if (finding := _said_by(call, has_copies)) is not None]

@@ -32,6 +32,11 @@ COPIES = "manager = CheckpointManager(tiers=[NeighborMemory()])\n"
         ("d = DistributedDataParallelConfig(use_distributed_optimizer=True)", "no replicas", True),
         (COPIES + "s = CheckpointlessModelParallelStrategy(4)", "copies are kept in tiers", False),
         ("m = DistributedDataParallel(m)", "every rank holds the whole state", False),
+        (
+            "from torch.nn.parallel import DistributedDataParallel as DDP\nm = DDP(m)",
+            "DistributedDataParallel: every rank holds the whole state",
+            False,
+        ),
     ],
 )
 def test_what_is_written_as_a_number_is_known(source: str, said: str, is_alone: bool) -> None:
