@@ -44,6 +44,7 @@ TORCHELASTIC_RUN_ID_ENV = "TORCHELASTIC_RUN_ID"  # name of the job
 TORCHELASTIC_RESTART_COUNT_ENV = "TORCHELASTIC_RESTART_COUNT"  # the generation; torch prefixes keys with it
 TORCHELASTIC_MAX_RESTARTS_ENV = "TORCHELASTIC_MAX_RESTARTS"  # how often the launcher restarts all ranks
 TORCHELASTIC_USE_AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the launcher hosts the store
+SLURM_PROCID_ENV = "SLURM_PROCID"  # set by srun: number of the task; a process that has it has a launcher
 JOB_RESTART_COUNT_ENV = "JOB_RESTART_COUNT"  # the generation; default: 0
 OMP_NUM_THREADS_ENV = "OMP_NUM_THREADS"  # threads of each rank for tensors on CPUs
 PYTHONUNBUFFERED_ENV = "PYTHONUNBUFFERED"  # "1": what a rank prints is in its log at once

@@ -81,6 +81,7 @@ class BeatWatch:
             int(self._longest_s * 1000),
             int(self._pause_s * 1000),
             self._shows_progress,
+            max(reading.began_after for reading in readings.values()),
         )
         told = self._told_progress
         if progress == told or generation < 0:

@@ -47,6 +47,7 @@ class LaunchConfig:
             pause so far, but at least 10 minutes).
         regroup_timeout_s: how many seconds ranks may take to reach the barrier of an incident.
         max_incidents: how many incidents the job may recover from (None: any number).
+        max_restarts: how often the whole job may begin again, from the script's own checkpoint, where it would end.
         faults: specs of the faults to inject.
         record_steps: whether the ranks record the loss and digest of every step.
         fork_here: whether to fork the ranks' zygote from this process, which has imported what they need, instead
@@ -86,6 +87,7 @@ class LaunchConfig:
     heartbeat_timeout_s: float | None = None
     regroup_timeout_s: float = DEFAULT_REGROUP_TIMEOUT_S
     max_incidents: int | None = None
+    max_restarts: int = 0
     faults: tuple[str, ...] = ()
     record_steps: bool = False
     stream_logs: bool = True
@@ -188,6 +190,7 @@ class CoordinatorConfig:
     heartbeat_timeout_s: float | None = None
     regroup_timeout_s: float = DEFAULT_REGROUP_TIMEOUT_S
     max_incidents: int | None = None
+    max_restarts: int = 0
     node_timeout_s: float = DEFAULT_NODE_TIMEOUT_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     http_port: int | None = None
@@ -212,6 +215,7 @@ def limits_of(config: LaunchConfig | CoordinatorConfig) -> Limits:
         config.max_incidents,
         config.join_timeout_s,
         config.node_timeout_s,
+        config.max_restarts,
     )
 
 

@@ -24,6 +24,7 @@ from checkpointless.posix.signals import ENDING
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
 from checkpointless.telemetry.wording import numbered
+from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import signal_name
 from checkpointless.wire.messages import FaultNotice, Finish, Go, Inquire
 from checkpointless.wire.node_messages import (
@@ -357,7 +358,8 @@ class NodeAgent:
         job.incident, job.finished = begin.incident or None, False
         self._beats.begin(begin.target, begin.high_water)
         self._processes.failures = 0
-        go = Go(begin.generation, job.incident, begin.env, begin.high_water)
+        known = NO_STEP if begin.generation == begin.origin else begin.high_water  # nothing comes before an origin
+        go = Go(begin.generation, job.incident, begin.env, known, begin.origin)
         now_s = self.clock()
         for rank in self.ranks.values():
             if rank.state is not RankState.READY:

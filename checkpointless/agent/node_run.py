@@ -131,7 +131,8 @@ class NodeRun:
 
     def _make_rank(self, number: int) -> LocalRank:
         log = RankLog(self._logs.of_rank(number), self._errands, self._say)
-        return LocalRank(number, Board.create(number), log)
+        is_shown = self._config.is_alone and number in self._config.shown_ranks
+        return LocalRank(number, Board.create(number), log, is_shown=is_shown)
 
     def _serve(self, agent: NodeAgent, link: Link) -> int:
         config, events = self._config, self._events

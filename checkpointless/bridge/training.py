@@ -16,7 +16,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from typing_extensions import override
 
 from checkpointless.bridge.outcome import Losses, StepOutcome
-from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
 from checkpointless.megatron.training import MegatronTraining
 from checkpointless.megatron.update import NotedNorms, gather_parameters
 from checkpointless.recovery.moment import Moment, Stage
@@ -103,7 +103,7 @@ class BridgeTraining(MegatronTraining):
         elif manager.allow_restart_from_scratch:
             logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
         else:
-            raise UnrecoverableError(reason)
+            raise StateLostError(reason)
         manager.delete_checkpoint()
 
     def note_counters(self) -> None:

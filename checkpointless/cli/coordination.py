@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from checkpointless.cli.values import UsageError, count, port, seconds
+from checkpointless.cli.values import UsageError, both, count, port, seconds
 
 _HEARTBEAT_HELP = "seconds after which a silent rank counts as hung (default: ten of its steps, 30 s to 10 min)"
+_RESTARTS_HELP = (
+    "where the job would end (no rank holds the state, a script fails again and again), begin again with what the "
+    "script itself loads, at most so often (default: 0)"
+)
 _NODE_HELP = "seconds after which a silent node counts as lost (default: 10)"
 _REGROUP_HELP = "seconds within which all ranks must meet again (default: 120)"
 
@@ -16,6 +20,7 @@ def add_coordination_options(parser: argparse.ArgumentParser) -> None:
     """Add the limits of a job and where health and metrics are served."""
     add = parser.add_argument_group("limits").add_argument
     add("--max-incidents", type=count, metavar="K", help="give up after so many incidents (default: no limit)")
+    add(*both("--max-restarts"), type=count, metavar="N", help=_RESTARTS_HELP)
     add("--heartbeat-timeout", type=seconds, metavar="S", help=_HEARTBEAT_HELP)
     add("--node-timeout", type=seconds, metavar="S", help=_NODE_HELP)
     add("--regroup-timeout", type=seconds, metavar="S", help=_REGROUP_HELP)
@@ -34,6 +39,7 @@ def coordination_settings(options: argparse.Namespace) -> dict[str, Any]:  # Any
         raise UsageError("--http-host is where health and metrics are served if there is --http-port: add it")
     settings = {
         "max_incidents": options.max_incidents,
+        "max_restarts": options.max_restarts,
         "heartbeat_timeout_s": options.heartbeat_timeout,
         "regroup_timeout_s": options.regroup_timeout,
         "node_timeout_s": options.node_timeout,

@@ -64,6 +64,7 @@ class RankClient(abc.ABC):
         on_fault: called on the listening thread with each notice that is not older than the rank's generation. It
             must return soon, because nothing is received meanwhile. :meth:`pending_fault` returns a notice that
             came before ``on_fault`` was set.
+        has_launcher: whether a launcher started this process; if not, nothing is recovered from.
         on_inquire: called on the listening thread with the number of an inquiry; returns the answer to it.
         is_ending: whether the job is ending, so that no block is entered again.
     """
@@ -73,6 +74,7 @@ class RankClient(abc.ABC):
         self.on_inquire: Callable[[int], Answer] | None = None
         self.rank = rank
         self.is_ending = False
+        self.has_launcher = True
         self._news = threading.Condition()
         self._generation = 0
         self._go: Go | None = None
@@ -126,9 +128,13 @@ class RankClient(abc.ABC):
         """Report that the block has returned."""
         self._send(Done(generation))
 
-    def give_up(self, generation: int, reason: str, code: int = 1) -> None:
-        """End the job, with ``reason`` as its last message and ``code`` as its exit code."""
-        self._send(GiveUp(generation, reason, code))
+    def give_up(self, generation: int, reason: str, code: int = 1, is_lost: bool = False) -> None:
+        """End the job, with ``reason`` as its last message and ``code`` as its exit code.
+
+        Args:
+            is_lost: whether the job could continue if it began again, from the script's own checkpoint.
+        """
+        self._send(GiveUp(generation, reason, code, is_lost))
 
     def wait_finish_or_fault(self, generation: int, timeout_s: float | None = None) -> Finish | FaultNotice:
         """Wait, after :meth:`done`, until all ranks are done, another rank needs this one, or the job is ending.

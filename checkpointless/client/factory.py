@@ -14,6 +14,7 @@ from checkpointless.environment import (
     MASTER_ADDR_ENV,
     MASTER_PORT_ENV,
     RANK_ENV,
+    SLURM_PROCID_ENV,
     WORLD_SIZE_ENV,
     own_run_dir,
 )
@@ -49,7 +50,8 @@ class HPAgentK8sAPIFactory:
             _of_other_launcher = _make_for_other_launcher()
             # A thread that is inside c10d while the interpreter exits would end the process with SIGABRT.
             atexit.register(_of_other_launcher.close)
-            if _of_other_launcher.rank == 0 and not os.environ.get(HYPERPOD_SOCKET_ENV):
+            other = _of_other_launcher
+            if other.has_launcher and other.rank == 0 and not os.environ.get(HYPERPOD_SOCKET_ENV):
                 logger.warning(
                     "this launcher does not respawn ranks or look for hangs (`checkpointless run` does): "
                     "exceptions are recovered in place, but a lost process ends the job"
@@ -73,7 +75,13 @@ def _make_for_other_launcher() -> RankClient:
 
         return HyperPodClient.from_environment()
     if int(os.environ.get(WORLD_SIZE_ENV) or "1") == 1:
-        return StandaloneClient()
+        has_launcher = any(os.environ.get(name) for name in (RANK_ENV, WORLD_SIZE_ENV, SLURM_PROCID_ENV))
+        if not has_launcher:
+            logger.warning(
+                "this process has no launcher, so it recovers from nothing: start this script with "
+                "`checkpointless run` or with torchrun"
+            )
+        return StandaloneClient(has_launcher)
     _check_ranks(_STORE_VARIABLES)
     from checkpointless.client.store_client import StoreClient  # needs torch, which a rank under our agent may lack
 

@@ -48,10 +48,15 @@ def tell(generation: int, incident: str, cause: Cause) -> None:
 
 
 class StandaloneClient(RankClient):
-    """Regroups the only rank of a job that consists of this process."""
+    """Regroups the only rank of a job that consists of this process.
 
-    def __init__(self) -> None:
+    Args:
+        has_launcher: whether a launcher started this process.
+    """
+
+    def __init__(self, has_launcher: bool = True) -> None:
         super().__init__(rank=0)
+        self.has_launcher = has_launcher
         self._incidents = 0
         self._limits = FaultLimits()
 

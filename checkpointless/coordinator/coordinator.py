@@ -164,6 +164,8 @@ class Coordinator:
                 self._takeover.standing(node, message)
             case StoreOpened():
                 self._on_store(node, message)
+            case JobOver(is_lost=True):
+                self._regrouping.state_lost(message.generation, message.reason)
             case JobOver():
                 self.end(message.code & 0xFF or FAILED, message.reason)
             case Searching():
@@ -194,6 +196,7 @@ class Coordinator:
         if self.phase is Phase.OVER:
             return
         self._membership.lose_those_that_stay_away(now_s)
+        self._regrouping.tick(now_s)
         if self.phase is Phase.RUNNING:
             self._hangs.look(now_s)
             return
@@ -245,7 +248,7 @@ class Coordinator:
         job.high_water = max(job.high_water, message.newest)
         if job.phase is not Phase.RUNNING or not job.progress.are_complete:
             return
-        self._regrouping.resumed_at(job.progress.newest)
+        self._regrouping.began_after(job.progress.began_after)
         now_s = job.clock()
         if now_s >= self._note_progress_at_s:
             self._note_progress_at_s = now_s + _NOTE_PROGRESS_EVERY_S

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind
 
 SAME_FAILURE_LIMIT = 3
 NO_PROGRESS_LIMIT = 5
+SAME_FAILURE_S = 2.0  # for all ranks to raise what the first one raised before the first step
 STILLBORN_LIMIT = 5  # successors in one incident that end before they enter the block
 
 
@@ -18,10 +21,37 @@ class GiveUpDecision:
     Attributes:
         reason: the reason, in one line.
         last_words: the user's traceback ("" if there is none).
+        is_final: whether a restart of the whole job would be of no use, or would go over a limit.
     """
 
     reason: str
     last_words: str = ""
+    is_final: bool = False
+
+
+def may_be_certain(causes: Collection[Cause]) -> bool:
+    """Return whether all of these causes are one exception before the first step, which all ranks may raise."""
+    kinds = {(cause.kind, cause.how, cause.error, cause.message, cause.step) for cause in causes}
+    return (
+        len(kinds) == 1
+        and next(iter(kinds))[:2] == (CauseKind.EXCEPTION, "exception")
+        and all(cause.step == NO_STEP for cause in causes)
+    )
+
+
+def certain_failure(causes: Mapping[int, Cause], world_size: int) -> GiveUpDecision | None:
+    """Return the decision to end a job of which every rank raises the same before the first step.
+
+    Args:
+        causes: what is known of the first generation's fault, by rank.
+        world_size: number of ranks.
+    """
+    if len(causes) < world_size or not may_be_certain(causes.values()):
+        return None
+    first = min(causes.items())[1]
+    who = "the only rank" if world_size == 1 else f"all {world_size} ranks"
+    reason = f"{who} {first.what} before the first step: {first.detail}".removesuffix(": ")
+    return GiveUpDecision(reason, first.traceback, is_final=True)
 
 
 @dataclass(frozen=True)
@@ -102,8 +132,8 @@ class History:
                 f"the job fell back to storage {self.fallbacks} times and never came further than step "
                 f"{self.best}; the last incident: {cause}"
             )
-            return GiveUpDecision(reason, cause.traceback)
+            return GiveUpDecision(reason, cause.traceback, is_final=True)
         if self.max_incidents is not None and self.incidents > self.max_incidents:
             reason = f"incident {self.incidents} is over the limit of {self.max_incidents}: {cause}"
-            return GiveUpDecision(reason, cause.traceback)
+            return GiveUpDecision(reason, cause.traceback, is_final=True)
         return None

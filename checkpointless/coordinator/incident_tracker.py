@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from checkpointless.coordinator.incident_policy import GiveUpDecision, History
@@ -35,11 +35,13 @@ class Incident:
         together_at_s: when all ranks were together again, on the monotonic clock.
         target: the step that has to be made until it is over.
         cause: the cause that explains all causes that are known so far.
+        by_rank: the last cause of each rank that has one.
         said: the cause that the terminal was told.
         killed_the_late: whether the ranks that did not come in time have been replaced.
         stillborn: how many successors ended before they entered the block.
         rung: how far up its recovery goes.
         steps_lost: how many committed steps storage did not bring back.
+        restarted: whether the whole job begins again because of it.
     """
 
     id: str
@@ -48,11 +50,13 @@ class Incident:
     since_s: float | None = None
     together_at_s: float = 0.0
     target: int = NO_STEP
+    by_rank: dict[int, Cause] = field(default_factory=dict)
     said: Cause | None = None
     killed_the_late: bool = False
     stillborn: int = 0
     rung: Rung = Rung.IN_PROCESS
     steps_lost: int = 0
+    restarted: bool = False
 
     @property
     def fault_at_s(self) -> float:
@@ -111,6 +115,8 @@ class IncidentTracker:
         if since_s is not None:
             self.open.since_s = min(self.open.fault_at_s, since_s)
         self.open.cause = attribute([self.open.cause, cause])
+        if cause.rank is not None:
+            self.open.by_rank[cause.rank] = cause
         if self.open.cause.kind is not CauseKind.VICTIM:
             self._tell(self.open)
 
@@ -134,8 +140,26 @@ class IncidentTracker:
             self._judge_overtaken(self._overtaken, high_water, oldest, self.open)
         self._overtaken = None
         self._tell(self.open)
+        if self.open.restarted:  # what came before says nothing of the job that begins again
+            self._history = History(self._history.max_incidents, self._history.incidents)
+            return None
         self._history, give_up = self._history.after(self.open.cause, high_water)
         return give_up
+
+    def restart(self, cause: Cause, why: str) -> Incident:
+        """Record that the whole job begins again: the incident that is not over, or a new one, goes up to that.
+
+        Args:
+            cause: the cause of an incident, if none is open.
+            why: what the restart is for.
+        """
+        incident = self.open or self.recovering or self.begin(cause)
+        self.open, self.recovering = incident, None
+        incident.restarted = True
+        self._tell(incident)
+        incident.rung = Rung.JOB
+        self.emit(EventName.RUNG, "point", rung=Rung.JOB.label, why=why)
+        return incident
 
     def regrouped(self, generation: int, target: int) -> None:
         """Record that a generation begins.
@@ -161,7 +185,8 @@ class IncidentTracker:
         if self.recovering is not None:
             self.recovering.steps_lost += high_water - newest
             back = "nothing" if newest == NO_STEP else f"step {newest}"
-            why = f"storage or copies brought {back} back; step {high_water} had been committed"
+            who = "the script itself" if self.recovering.restarted else "storage or copies"
+            why = f"{who} brought {back} back; step {high_water} had been committed"
             self.step_up(Rung.JOB, why)
             self._say(f"incident {self.recovering.id}: {why}")
 

@@ -51,6 +51,8 @@ class Job:
         progress: the nodes' reports of this generation.
         high_water: the highest optimizer step that any rank was seen to commit (-1: none).
         target: the step after which the recovery is over (-1: none).
+        origin: the generation that begins from nothing: 0, or that of the last restart of the whole job.
+        restarts: how often the whole job was restarted.
         replace_at_s: when missing nodes of a job that is taken over are replaced, on the coordinator's clock (None:
             none is waited for).
         gather_by_s: by when nodes and ranks have to be together, on the coordinator's clock (None: no limit runs).
@@ -76,6 +78,8 @@ class Job:
         self.progress = ProgressReports(nnodes)
         self.high_water = NO_STEP
         self.target = NO_STEP
+        self.origin = 0
+        self.restarts = 0
         self.gather_by_s: float | None = clock() + limits.join_timeout_s
         self.replace_at_s: float | None = None
         self.outcome: End | None = None

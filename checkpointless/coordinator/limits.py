@@ -18,6 +18,7 @@ class Limits:
         join_timeout_s: how many seconds nodes may take to join the job at its start.
         node_timeout_s: how many seconds the nodes of a running job may take to find this coordinator (again) before
             they count as lost.
+        max_restarts: how often the whole job may begin again where it would end.
     """
 
     heartbeat: Heartbeat
@@ -25,3 +26,4 @@ class Limits:
     max_incidents: int | None
     join_timeout_s: float = 600.0
     node_timeout_s: float = 10.0
+    max_restarts: int = 0

@@ -43,6 +43,15 @@ class Processes:
         if host is not None:
             host.send(OpenStore(coming))
 
+    def restart_all(self) -> None:
+        """Have every rank get a new process, for which nothing of the earlier ones counts."""
+        self._to_start.clear()
+        self.ensure_store()
+        for rank in self._job.roster.ranks:
+            if rank.node.joined:  # else it is started when its node has joined
+                self.spawn(rank)
+                rank.first = rank.incarnation
+
     def store_opened(self) -> None:
         """Start the ranks that have waited for the store."""
         waiting, self._to_start = self._to_start, {}
@@ -90,7 +99,9 @@ class Processes:
     def _start(self, rank: Rank, anyway: bool = False) -> None:
         if rank.node.is_back:
             return  # it is about to say that the rank has no process, and is told then
-        env = self._job.rendezvous.rank_env(rank.number, rank.node.index)
-        incident = self._job.incidents.open
+        job = self._job
+        env = job.rendezvous.rank_env(rank.number, rank.node.index)
+        afresh = job.origin == job.coming > 0
+        incident = job.incidents.open
         incident_id = incident.id if incident is not None else ""
-        rank.node.send(Spawn(rank.number, rank.incarnation, self._job.coming, incident_id, env, anyway))
+        rank.node.send(Spawn(rank.number, rank.incarnation, job.coming, incident_id, env, anyway, afresh))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.node_messages import Progress
 
 
@@ -43,6 +44,12 @@ class ProgressReports:
     def longest_s(self) -> float:
         """The longest time that any rank took from one beat to the next in a step; 0 until every node knows."""
         return self._longest_ms / 1000 if self._timed == self._nnodes else 0.0
+
+    @property
+    def began_after(self) -> int:
+        """The newest step that a training of this generation began after; the newest committed if none has said."""
+        told = max(said.began_after for said in self._said.values())
+        return self.newest if told == NO_STEP else told
 
     def put(self, node: int, progress: Progress) -> None:
         """Record a node's new report."""

@@ -5,17 +5,25 @@ from __future__ import annotations
 import time
 
 from checkpointless.coordinator.hangs.watch import HangWatch
-from checkpointless.coordinator.incident_policy import STILLBORN_LIMIT
+from checkpointless.coordinator.incident_policy import (
+    SAME_FAILURE_S,
+    STILLBORN_LIMIT,
+    GiveUpDecision,
+    certain_failure,
+    may_be_certain,
+)
 from checkpointless.coordinator.job import FAILED, Job, Phase
 from checkpointless.coordinator.processes import Processes
 from checkpointless.coordinator.roster import Rank
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.rungs import Rung
+from checkpointless.telemetry.wording import plural
 from checkpointless.wire.board import NO_STEP
 from checkpointless.wire.causes import Cause, CauseKind, culprit, exit_cause, refusal_cause
 from checkpointless.wire.node_messages import AllDone, Begin, FaultNotice, RankEnded
 from checkpointless.wire.rank_state import COUNTED, IN_BLOCK, RankState
 
+_NO_RESTARTS = "; or begin again from the script's own checkpoint: --max-restarts N"
 _FIRST_STEP = 1
 
 
@@ -34,6 +42,8 @@ class Regrouping:
         self._incidents = job.incidents
         self._processes = processes
         self._hangs = hangs
+        self._notify_at_s: float | None = None  # when ranks are interrupted that might raise the same by themselves
+        self._began_over = NO_STEP  # the newest step that was committed when the generation began
 
     # ---- from a fault to the barrier
 
@@ -47,10 +57,12 @@ class Regrouping:
         if self._incidents.open is None:
             self._interrupt(cause, since_s)
         self._incidents.add_cause(cause, since_s)
+        if self._notify_at_s is not None:
+            self._look_whether_all_fail()
         if cause.kind is CauseKind.LOSS:
             decision = self._incidents.one_too_many(cause, self._job.high_water)
             if decision is not None:
-                self._job.end(FAILED, decision.reason)
+                self._give_up(cause, decision)
 
     def _interrupt(self, cause: Cause, since_s: float | None) -> None:
         """Open an incident and interrupt the ranks that are in their block."""
@@ -59,12 +71,35 @@ class Regrouping:
         self._hangs.forget()
         if job.phase is Phase.RUNNING:
             job.enter(Phase.GATHERING)
-            job.tell_nodes(self.interruption())
+            if job.generation == job.origin and may_be_certain([cause]):
+                self._notify_at_s = job.clock() + SAME_FAILURE_S
+            else:
+                job.tell_nodes(self.interruption())
             for rank in self._roster.ranks:
                 if rank.state in IN_BLOCK:
                     self._roster.move(rank, RankState.LEAVING)
         job.gather_by_s = job.clock() + job.limits.regroup_timeout_s
         self._processes.ensure_store()
+
+    def tick(self, now_s: float) -> None:
+        """Interrupt the ranks if not all have raised in time what the first one has."""
+        if self._notify_at_s is not None and now_s >= self._notify_at_s:
+            self._notify()
+
+    def _look_whether_all_fail(self) -> None:
+        """End the job if every rank raises the same before the first step; interrupt the ranks if not all can."""
+        incident = self._incidents.open
+        assert incident is not None
+        decision = certain_failure(incident.by_rank, len(self._roster.ranks))
+        if decision is not None:
+            self._give_up(incident.cause, decision)
+        elif not may_be_certain(incident.by_rank.values()):
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._notify_at_s is not None:
+            self._notify_at_s = None
+            self._job.tell_nodes(self.interruption())
 
     def interruption(self) -> FaultNotice:
         """Return the notice that has ranks leave their block because of the open incident."""
@@ -78,12 +113,16 @@ class Regrouping:
         job, was = self._job, rank.state
         self._roster.move(rank, RankState.GONE)
         entered = was in COUNTED
-        if not entered and (was is RankState.FINISHED or (rank.incarnation == 0 and not ended.forgiven)):
+        if not entered and (was is RankState.FINISHED or (rank.incarnation == rank.first and not ended.forgiven)):
             if ended.refusal:
                 job.end(FAILED, str(refusal_cause(rank.number, ended.refusal)))
             elif ended.code != 0:
                 cause = exit_cause(rank.number, ended.code, NO_STEP)
-                job.end(FAILED, *ended.last_lines, f"{cause}; its log: {ended.log_path}")
+                words = f"{cause}; its log: {ended.log_path}"
+                if was is RankState.FINISHED:
+                    job.end(FAILED, *ended.last_lines, words)
+                else:
+                    self._end_or_restart(cause, words, *ended.last_lines, words)
             self.check_end()
             return
         cause = exit_cause(rank.number, ended.code, ended.making)
@@ -98,11 +137,57 @@ class Regrouping:
             incident.stillborn += 1
             if incident.stillborn >= STILLBORN_LIMIT:
                 many = f"{incident.stillborn} successors ended before they entered the block; the last: {cause}"
-                job.end(FAILED, *ended.last_lines, many)
+                self._end_or_restart(cause, many, *ended.last_lines, many)
+                return
         if incident is not None:
             self._incidents.step_up(Rung.PROCESS, str(incident.cause if ended.forgiven else cause))
-        if job.outcome is None:
+        if job.outcome is None and rank.state is RankState.GONE:  # else the whole job begins again
             self._processes.spawn(rank)
+
+    # ---- where the job would end
+
+    def state_lost(self, generation: int, reason: str) -> None:
+        """Act on a rank's word that no rank holds the state of ``generation`` any more."""
+        job = self._job
+        if job.phase is not Phase.RUNNING or generation != job.generation:
+            return  # the other ranks have said so, and the job begins again
+        limit = job.limits.max_restarts
+        more = f"; the job was restarted {plural(limit, 'time')}" if limit else _NO_RESTARTS
+        lost = Cause(CauseKind.LOSS, None, "lost", "hold the state no more", NO_STEP, reason)
+        self._end_or_restart(lost, reason, f"{reason}{more}")
+
+    def _give_up(self, cause: Cause, decision: GiveUpDecision) -> None:
+        """End the job, or begin it again if that could help."""
+        words = decision.reason, decision.last_words.rstrip()
+        if decision.is_final:
+            self._job.end(FAILED, *words)
+        else:
+            self._end_or_restart(cause, decision.reason, *words)
+
+    def _end_or_restart(self, cause: Cause, why: str, *last_words: str) -> None:
+        """End the job; or begin it again, with new processes of all ranks, if a restart is left.
+
+        Args:
+            cause: the cause of the incident that is opened if none is.
+            why: what the restart is for, in one line.
+            last_words: what the job says that ends.
+        """
+        job, limit = self._job, self._job.limits.max_restarts
+        if job.restarts >= limit or job.outcome is not None:
+            job.end(FAILED, *last_words)
+            return
+        job.restarts += 1
+        self._notify_at_s = None
+        job.enter(Phase.GATHERING)
+        job.gather_by_s, job.origin = None, job.coming
+        self._hangs.forget()
+        number = f"restart {job.restarts} of {limit}"
+        incident = self._incidents.restart(cause, f"{number}: {why}")
+        job.say(
+            f"incident {incident.id}: {number}: {why}; every rank begins again with what the script itself "
+            "loads: steps after its checkpoint are repeated"
+        )
+        self._processes.restart_all()
 
     # ---- at the barrier
 
@@ -154,7 +239,8 @@ class Regrouping:
             return
         if incident.killed_the_late:
             did = "come back" if began else "enter the block"
-            job.end(FAILED, f"{names} did not {did} within {limit_s:g} s, also not as a new process")
+            reason = f"{names} did not {did} within {limit_s:g} s, also not as a new process"
+            self._end_or_restart(incident.cause, reason, reason)
         else:
             incident.killed_the_late = True
             job.gather_by_s = now_s + limit_s
@@ -174,11 +260,14 @@ class Regrouping:
     def _begin(self) -> None:
         """Begin a generation, since all ranks are at the barrier."""
         job = self._job
+        self._notify()
         self._look_back()
+        self._began_over = job.high_water
         oldest = min(rank.committed for rank in self._roster.ranks)
         incident, decision = self._incidents.open, self._incidents.gathered(job.high_water, oldest)
         if decision is not None:
-            job.end(FAILED, decision.reason, decision.last_words.rstrip())
+            assert incident is not None
+            self._give_up(incident.cause, decision)
             return
         self._incidents.regrouped(job.coming, job.target)
         job.enter(Phase.RUNNING)
@@ -188,7 +277,8 @@ class Regrouping:
             self._roster.move(rank, RankState.RUNNING)
         self._hangs.forget()
         job.progress.forget()
-        job.tell_nodes(Begin(job.generation, incident.id if incident else "", env, job.high_water, job.target))
+        incident_id = incident.id if incident else ""
+        job.tell_nodes(Begin(job.generation, incident_id, env, job.high_water, job.target, job.origin))
         self._incidents.emit(EventName.GO, "point", high_water=job.high_water)
 
     def _look_back(self) -> None:
@@ -197,6 +287,14 @@ class Regrouping:
         self.resumed_at(newest)
         making = max(rank.making for rank in self._roster.ranks)
         self._job.target = max(making, newest + 1, _FIRST_STEP)
+
+    def began_after(self, step: int) -> None:
+        """Note that the training of this generation began after ``step``; steps may have been made since."""
+        newest = self._job.progress.newest
+        if step < self._began_over:  # every rank is behind what was committed, so storage gave the state
+            self._job.high_water, self._began_over = self._began_over, step
+            self.resumed_at(step)
+        self._job.high_water = newest
 
     def resumed_at(self, newest: int) -> None:
         """Note that the job resumes after step ``newest``, since no rank's board shows a later step."""

@@ -55,6 +55,7 @@ class Rank:
         committed: the last committed optimizer step that was read from the rank's board.
         making: the step in the making that was read from the rank's board.
         shard: the first of the ranks that hold the same state as this one (None: not known).
+        first: incarnation of the rank's first process since the job began, or began again.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Rank:
     committed: int = NO_STEP
     making: int = NO_STEP
     shard: int | None = None
+    first: int = 0
 
 
 class Roster:

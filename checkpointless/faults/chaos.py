@@ -325,7 +325,7 @@ class _Drawn:
         if self._scope.storage and nodes == 1 and self._dice.random() < 0.5:
             # NeMo's checkpoints do not hold the random streams
             return self._case(*faults, outcome=Outcome.STORAGE, checkpoint_every=2, dropout=0.0)
-        reason = f"no living rank holds the shard of ranks {_ranks(gone)}"
+        reason = f"no living rank holds the shard of {'rank' if len(gone) == 1 else 'ranks'} {_ranks(gone)}"
         return self._case(*faults, outcome=Outcome.REFUSED, reason=reason, nodes=nodes, spares=spares)
 
     def _groups(self) -> list[frozenset[int]]:

@@ -17,6 +17,7 @@ from checkpointless.inprocess.exceptions import (
     HealthCheckError,
     InternalError,
     RankShouldRestart,
+    StateLostError,
     UnrecoverableError,
 )
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup, Finalize
@@ -44,6 +45,7 @@ __all__ = [
     "InternalError",
     "ParameterUpdateLock",
     "RankShouldRestart",
+    "StateLostError",
     "UnrecoverableError",
     "active_call_wrapper",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from checkpointless.client import FaultNotice, RankClient
-from checkpointless.environment import own_rank
+from checkpointless.environment import FAULT_AT_ENV, own_rank
 from checkpointless.inprocess.block.main_thread import MainThread
 from checkpointless.inprocess.communicators.flight_recorder import keep_records
 from checkpointless.inprocess.communicators.process_groups import process_groups
@@ -60,7 +61,8 @@ class Departure:
     ) -> None:
         self.aborted = -1
         self.noticed = -1
-        self.fault_at_s: float | None = None
+        told = os.environ.pop(FAULT_AT_ENV, "")  # the time of the fault after which this process was started
+        self.fault_at_s: float | None = float(told) if told else None
         self._generation = generation
         self._client = client
         self._main = main

@@ -28,6 +28,20 @@ class UnrecoverableError(RuntimeError):
     """No rung of recovery is left, so the job must end with this message."""
 
 
+class StateLostError(UnrecoverableError):
+    """No rank holds the state any more.
+
+    Args:
+        reason: what is missing, in one line.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"{reason}; next time, replicas, copies (CheckpointManager(tiers=[...])) or "
+            "allow_restart_from_scratch=True could help"
+        )
+
+
 def name_of(error: BaseException) -> str:
     """Return the name of an exception's type in one line; a type may have any name."""
     return printable(type(error).__name__, _NAME_CHARACTERS)

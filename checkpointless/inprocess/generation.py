@@ -8,6 +8,7 @@ from typing import Any
 
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import Edge, event_log
+from checkpointless.wire.messages import Go
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Generation:
         incident: id of the incident that led to this generation, or of the one that ends it, once that is known
             (None: none).
         high_water: the highest optimizer step that any rank of the job is known to have committed (-1: none).
+        origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
         recovering_since_s: when the fault before it happened, as far as this node knows, in monotonic-clock seconds
             (None if unknown).
     """
@@ -26,7 +28,13 @@ class Generation:
     number: int
     incident: str | None = None
     high_water: int = -1
+    origin: int = 0
     recovering_since_s: float | None = None
+
+    def adopt(self, go: Go) -> None:
+        """Take over what the agent says of the generation that begins."""
+        self.number, self.incident = go.generation, go.incident
+        self.high_water, self.origin = go.high_water, go.origin
 
     def emit(self, stage: EventName, edge: Edge, **fields: Any) -> None:
         """Write an event of this generation and incident."""

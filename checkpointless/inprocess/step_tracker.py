@@ -97,6 +97,11 @@ class StepTracker:
         if self._board is not None:
             self._board.set_committed(step)
 
+    def begin_after(self, step: int) -> None:
+        """Report that training begins with the state after ``step``, or goes on with it."""
+        if self._board is not None:
+            self._board.begin_after(step)
+
     def end_training(self, step: int) -> None:
         """Report that ``step`` was the last step; what remains to be done is not training."""
         event_log().emit(EventName.TRAINED, "point", generation=self._generation.number, step=step)

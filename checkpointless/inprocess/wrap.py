@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 from checkpointless.client import AgentLostError, HPAgentK8sAPIFactory, RankClient
-from checkpointless.environment import FAULT_AT_ENV, RANK_ENV, own_generation, own_rank
+from checkpointless.environment import RANK_ENV, own_generation, own_rank
 from checkpointless.faults.inject import FaultInjector, from_environment
 from checkpointless.faults.spec import FaultPhase, FaultSpecError
 from checkpointless.inprocess import exceptions
@@ -31,7 +31,7 @@ from checkpointless.inprocess.communicators.process_groups import process_groups
 from checkpointless.inprocess.data_workers import sockets as worker_sockets
 from checkpointless.inprocess.deadline import bounded, time_limit
 from checkpointless.inprocess.departure import Departure
-from checkpointless.inprocess.exceptions import InternalError, RankShouldRestart, UnrecoverableError
+from checkpointless.inprocess.exceptions import InternalError, RankShouldRestart, StateLostError, UnrecoverableError
 from checkpointless.inprocess.facts import Facts
 from checkpointless.inprocess.finalize import CheckpointlessFinalizeCleanup
 from checkpointless.inprocess.generation import Generation
@@ -43,7 +43,7 @@ from checkpointless.inprocess.state_keeper import StateKeeper
 from checkpointless.inprocess.step_tracker import StepTracker
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.scribe import flush_all
-from checkpointless.telemetry.tracebacks import keep_traceback
+from checkpointless.telemetry.tracebacks import keep_traceback, without_own_frames
 from checkpointless.wire.board import Board
 from checkpointless.wire.causes import exit_code
 from checkpointless.wire.messages import Finish
@@ -67,10 +67,11 @@ def active_call_wrapper() -> HPCallWrapper | None:
 class HPWrapper:
     """Decorator that makes a function a re-executable code block (RCB).
 
-    ``@HPWrapper()`` on the function that builds and fits the trainer is a complete configuration: when any rank
-    fails, every rank leaves the function, cleans up, waits for the others at the agent's barrier and enters the
-    function again. A parameter of the function that is annotated ``HPCallWrapper``, or is named ``caller`` and has
-    no annotation, receives the running :class:`HPCallWrapper` unless the call passes a value other than None.
+    ``@HPWrapper()`` on the function that builds and fits the trainer is a complete configuration, and so is
+    ``@HPWrapper``: when any rank fails, every rank leaves the function, cleans up, waits for the others at the
+    agent's barrier and enters the function again. A parameter of the function that is annotated ``HPCallWrapper``,
+    or is named ``caller`` and has no annotation, receives the running :class:`HPCallWrapper` unless the call passes
+    a value other than None.
 
     ``sys.exit()`` and ``sys.exit(0)`` in the function count as a normal return, and the wrapped function returns
     None; ``sys.exit(n)`` ends the job with exit code ``n``. The function runs in the main thread of the process.
@@ -78,28 +79,31 @@ class HPWrapper:
 
     Args:
         abort: stops the rank's activity after a fault; runs in the fault thread. Default: all aborts of
-            :meth:`CheckpointlessAbortManager.get_default_checkpointless_abort`. (The documented default aborts only
-            torch.distributed, which leaves data-loader workers behind.)
-        finalize: cleans up in the main thread. Default: :class:`CheckpointlessFinalizeCleanup`. (The documented
-            default is none.) Process groups are always destroyed and garbage is always collected after it.
+            :meth:`CheckpointlessAbortManager.get_default_checkpointless_abort`.
+        finalize: cleans up in the main thread. Default: :class:`CheckpointlessFinalizeCleanup`. Process groups are
+            always destroyed and garbage is always collected after it.
         health_check: raises if this process must be replaced. Default: :class:`CudaHealthCheck`.
-        hp_api_factory: makes the client of the agent. Default: :class:`HPAgentK8sAPIFactory`, which makes the
-            client of whichever agent started this process.
+        hp_api_factory: makes the client of the agent that started this process. Default:
+            :class:`HPAgentK8sAPIFactory`.
         abort_timeout: time limit, in seconds or as a ``timedelta``, for each part of a restart: the update in
             progress, the abort, the main thread's exit from the block, the clean-up, the destruction of process
-            groups, and the health check (in addition to its own ``timeout``, if any). Default: 60 s. A rank that
-            takes longer is replaced.
+            groups, and the health check (besides its own ``timeout``). Default: 60 s. Who takes longer is replaced.
         enabled: False makes the wrapper a pass-through.
         trace_file_path: path of VizTracer's trace, with one file per rank and generation; needs ``viztracer``.
         async_raise_before_abort: interrupt the main thread before the abort runs rather than after it.
         early_abort_communicator: abort the communicators before anything else.
         checkpoint_manager: keeps and restores the state; see :class:`checkpointless.recovery.CheckpointManager`.
-            Default: the strategy installs one. (The documented default, none, crashes at the first restart.)
+            Default: the strategy installs one.
         check_memory_status: log and record the process's memory at every restart.
 
     Raises:
+        TypeError: something else than a function is wrapped.
         ValueError: ``abort_timeout`` is not positive, or ``trace_file_path`` is set and viztracer is not installed.
     """
+
+    def __new__(cls, fn: Callable[..., Any] | None = None, /, **settings: Any) -> Any:
+        """Make a decorator; as one without parentheses, return the wrapped function."""
+        return super().__new__(cls) if fn is None else cls(**settings)(fn)
 
     def __init__(
         self,
@@ -134,6 +138,8 @@ class HPWrapper:
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``fn``, or return it unchanged if the wrapper is disabled."""
+        if not callable(fn):
+            raise TypeError(f"HPWrapper wraps a function, not {type(fn).__name__}; its settings are given by name")
         if not self.enabled:
             return fn
 
@@ -191,9 +197,6 @@ class HPCallWrapper:
             raise_before_abort=wrapper.async_raise_before_abort,
             replace=self._replace,
         )
-        told = os.environ.pop(FAULT_AT_ENV, "")
-        if told:  # the time of the fault after which this process was started
-            self._departure.fault_at_s = float(told)
         self._cleanup = BlockCleanup(self._now, wrapper, self._replace)
         self._signal_handlers = SignalHandlers()
         self._entry: tuple[EntryStreams, EntryModes, EntryHooks] | None = None
@@ -209,6 +212,11 @@ class HPCallWrapper:
     def generation(self) -> int:
         """The generation that the block runs in."""
         return self._now.number
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing comes before this generation: the job begins, or begins again as a whole."""
+        return self._now.number == self._now.origin
 
     @property
     def incident(self) -> str | None:
@@ -264,6 +272,8 @@ class HPCallWrapper:
                     if self.checkpoint_manager is not None:
                         self.checkpoint_manager.end()
                     return result
+            elif error is not None and not self.client.has_launcher:  # nothing regroups this process
+                raise without_own_frames(error)
             elif type(error) is SystemExit:
                 self._end_job(error)
             elif isinstance(error, (SystemExit, KeyboardInterrupt)):  # this process was told to end
@@ -291,7 +301,7 @@ class HPCallWrapper:
         os.environ.update(go.env)
         with self._departure.between_generations():
             now, departure = self._now, self._departure
-            now.number, now.incident, now.high_water = go.generation, go.incident, go.high_water
+            now.adopt(go)
             now.recovering_since_s, departure.fault_at_s = departure.fault_at_s, None
             self.steps.enter()
             if self.board is not None:
@@ -304,8 +314,6 @@ class HPCallWrapper:
         Returns:
             The block's return value and None, or None and the exception that the block raised.
         """
-        result: _Result | None = None
-        error: BaseException | None = None
         if self._entry is None:
             self._entry = EntryStreams.capture(), EntryModes.capture(), EntryHooks.capture()
             self.steps.when_it_begins = self._entry[2].settle
@@ -314,10 +322,9 @@ class HPCallWrapper:
                 each.restore()
         self.beat()
         try:
-            result = self._main.run(lambda: self._block(fn, a, kw))
-        except BaseException as raised:  # noqa: BLE001 - the edge of the block: every end of it is handled by run()
-            error = raised
-        return result, error
+            return self._main.run(lambda: self._block(fn, a, kw)), None
+        except BaseException as error:  # noqa: BLE001 - the edge of the block: every end of it is handled by run()
+            return None, error
 
     def _block(self, fn: Callable[..., _Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
         self.leave_if_over()
@@ -339,12 +346,13 @@ class HPCallWrapper:
         if self.client.is_ending:
             raise SystemExit(GAVE_UP_EXIT_CODE) if isinstance(call_ex, RankShouldRestart) else call_ex
         if isinstance(call_ex, (UnrecoverableError, FaultSpecError)):  # a fault test that cannot run proves nothing
-            self.client.give_up(self.generation, exceptions.text_of(call_ex))
+            reason, is_lost = exceptions.text_of(call_ex), isinstance(call_ex, StateLostError)
+            self.client.give_up(self.generation, reason, is_lost=is_lost)
             raise SystemExit(GAVE_UP_EXIT_CODE) from call_ex
         if isinstance(call_ex, RankShouldRestart) and self.client.pending_fault(self.generation) is not None:
             return
         self._departure.note_fault()
-        text = exceptions.traceback_of(call_ex)
+        text = exceptions.traceback_of(without_own_frames(call_ex))
         keep_traceback(self.generation, own_rank(), text)
         self.client.report_fault(
             self.generation,
@@ -363,7 +371,7 @@ class HPCallWrapper:
 
         If this process cannot continue, it asks to be replaced and ends; this method does not return then.
         """
-        self.beat()  # a rank that was taken for hung has left the block after all
+        self.beat()  # it may have been taken for hung
         self._departure.adopt_incident()
         self.steps.leave()
         self.faults = None  # it may hold the old state
@@ -418,11 +426,7 @@ class HPCallWrapper:
         return self._now.span(stage, **fields)
 
     def enter_phase(self, phase: str, step: int, target: Callable[[], Any] | None = None) -> None:
-        """Report that training has reached ``phase`` of ``step``; phases are named as in fault specs.
-
-        Args:
-            target: function that returns the tensor that this phase works on, for faults that damage it.
-        """
+        """Report ``phase`` of ``step``, as fault specs name it; ``target`` returns the tensor that it works on."""
         if self.faults is not None:
             self.faults.at(FaultPhase(phase), step, self.generation, target)
 

@@ -309,7 +309,7 @@ def _corrupt(
                 continue
             counts = Counter(digests.values()).most_common()
             if counts[0][1] == counts[1][1]:
-                of = f"the shard of ranks {names(members)}{holders[min(digests)].example(members)}"
+                of = f"the shard of {_ranks(members)}{holders[min(digests)].example(members)}"
                 return [], f"the replicas of {of} differ at step {step} and no majority says which is right"
             suspects += [rank for rank, digest in digests.items() if digest != counts[0][0]]
     return suspects, ""
@@ -320,9 +320,13 @@ def _nobody_left(members: Group, reports: Sequence[RankReport], high_water: int)
     torn = [report.rank for report in mine if report.torn]
     because = f" (an update failed half-way, or the state was given up, on {names(torn)})" if torn else ""
     return (
-        f"no living rank holds the shard of ranks {names(members)}{mine[0].example(members)}{because}; "
+        f"no living rank holds the shard of {_ranks(members)}{mine[0].example(members)}{because}; "
         f"the last committed step was {high_water}"
     )
+
+
+def _ranks(members: Group) -> str:
+    return f"{'rank' if len(members) == 1 else 'ranks'} {names(members)}"
 
 
 def _no_common_step(groups: list[Group], holders: Mapping[int, RankReport]) -> str:

@@ -187,7 +187,7 @@ class CheckpointManager(OwnStateKeeper):
         self.parameter_update_lock.set_committed(step)
         call = active_call_wrapper()
         if call is not None:
-            call.committed(step)
+            call.steps.begin_after(step)
             if self._copies:
                 self._copies.begin(call.generation, step, call.facts, live.group())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from checkpointless.telemetry.event_names import LIVING, EventName
 from checkpointless.telemetry.events import Event
 from checkpointless.telemetry.tracebacks import traceback_path
+from checkpointless.telemetry.wording import plural
 
 #: Stages of the generation that begins; each is told as soon as all ranks have finished it. A loop of one's own has
 #: no `init` and no `rebuild`, and ranks that nobody decides for have no `transfer`: such a stage is left out.
@@ -196,7 +197,8 @@ class Narrator:
             stage = next((each for each in _STARTING if each not in incident.told), EventName.FIRST_STEP)
             if stage not in generation.began and EventName.ENTER in generation.began:
                 stage = EventName.ENTER  # in the script, before the framework or the loop says anything
-            yield f"{_INDENT}{stage}: {len(generation.seconds[stage])} ranks are through"
+            through = len(generation.seconds[stage])
+            yield f"{_INDENT}{stage}: {plural(through, 'rank')} {'is' if through == 1 else 'are'} through"
 
     def _still_importing(self, now_s: float) -> Iterator[str]:
         work = self._importing

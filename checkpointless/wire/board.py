@@ -19,11 +19,12 @@ from typing import Any
 
 from checkpointless.environment import BOARD_FD_ENV
 
-_MAGIC = b"CPLBRD03"
-_HEADER = struct.Struct("<8sQqqqq")  # magic, beat, step in progress, committed step, generation, shard
+_MAGIC = b"CPLBRD04"
+_HEADER = struct.Struct("<8sQqqqqqq")  # magic; beat to shard as in BoardReading; exit code; began after
 _BEAT_OFFSET = 8
 _FIELD = struct.Struct("<q")
-_MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET, _EXIT_OFFSET = 16, 24, 32, 40, 48
+_MAKING_OFFSET, _COMMITTED_OFFSET, _GENERATION_OFFSET, _SHARD_OFFSET = 16, 24, 32, 40
+_EXIT_OFFSET, _BEGAN_OFFSET = 48, 56
 _SLOT = struct.Struct("<qIII")  # step, length, how many bytes have a checksum, and that: their crc32
 _EMPTY = _SLOT.pack(-1, 0, 0, 0)
 _STREAMS_OFFSET, _MOMENTS_OFFSET, _BUFFERS_OFFSET, _SLOTS_OFFSET = 64, 128, 256, 512
@@ -45,6 +46,7 @@ class BoardReading:
         committed: the last optimizer step that this rank has applied (-1: not known yet).
         generation: the generation in which the rank last wrote to the board.
         shard: the first of the ranks that hold the same state as this one (-1: not known yet).
+        began_after: the step whose state the rank's training began with in this generation (-1: it has not yet).
     """
 
     beat: int
@@ -52,6 +54,7 @@ class BoardReading:
     committed: int
     generation: int
     shard: int = -1
+    began_after: int = NO_STEP
 
 
 class Board:
@@ -91,7 +94,7 @@ class Board:
         fd = os.memfd_create(f"checkpointless-board-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, cls.SIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0, -1)
+        header = _HEADER.pack(_MAGIC, 0, NO_STEP, NO_STEP, 0, -1, -1, NO_STEP)
         os.pwrite(fd, header, 0)
         board = cls(fd)
         board.clear_snapshots()
@@ -125,8 +128,15 @@ class Board:
         _FIELD.pack_into(self._memory, _COMMITTED_OFFSET, step)
 
     def set_generation(self, generation: int) -> None:
-        """Record in which generation the rank runs."""
+        """Record in which generation the rank runs; its training has not begun in it."""
+        _FIELD.pack_into(self._memory, _BEGAN_OFFSET, NO_STEP)
         _FIELD.pack_into(self._memory, _GENERATION_OFFSET, generation)
+
+    def begin_after(self, step: int) -> None:
+        """Record that training begins with the state after ``step``; the first call of a generation counts."""
+        if self.read().began_after == NO_STEP:
+            _FIELD.pack_into(self._memory, _BEGAN_OFFSET, step)
+        self.set_committed(step)
 
     def set_shard(self, first: int) -> None:
         """Record the first of the ranks that hold the same state as this one."""
@@ -143,8 +153,8 @@ class Board:
 
     def read(self) -> BoardReading:
         """Read the counters."""
-        _, beat, making, committed, generation, shard = _HEADER.unpack_from(self._memory, 0)
-        return BoardReading(beat, making, committed, generation, shard)
+        _, beat, making, committed, generation, shard, _, began_after = _HEADER.unpack_from(self._memory, 0)
+        return BoardReading(beat, making, committed, generation, shard, began_after)
 
     def mark_streams(self, step: int, number: int, loss: float | None) -> None:
         """Record which snapshot has the random streams after ``step``, and keep the mark of the step before.

@@ -89,11 +89,16 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class GiveUp(Message, frozen=True, tag="giveup"):
-    """The job cannot continue; ``reason`` is its last message and ``code`` its exit code."""
+    """The job cannot continue; ``reason`` is its last message and ``code`` its exit code.
+
+    Attributes:
+        is_lost: whether the reason is that no rank holds the state any more.
+    """
 
     generation: Int
     reason: str
     code: Int = 1
+    is_lost: bool = False
 
 
 class Answer(Message, frozen=True, tag="answer"):
@@ -120,12 +125,14 @@ class Go(Message, frozen=True, tag="go"):
         incident: the incident that led here (None at the first start).
         env: variables to put into ``os.environ``.
         high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
+        origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
     """
 
     generation: Int
     incident: str | None
     env: dict[str, str]
     high_water: Int
+    origin: Int = 0
 
 
 class FaultNotice(Message, frozen=True, tag="fault"):

@@ -226,6 +226,7 @@ class Progress(Message, frozen=True, tag="progress"):
         pause_ms: the longest time in milliseconds that a rank took from one beat to the next outside of a step,
             since this agent began.
         shows: whether any rank has ever shown progress after it entered its block.
+        began_after: the newest step whose state a rank's training began with in this generation (-1: none has yet).
     """
 
     oldest: Int
@@ -234,6 +235,7 @@ class Progress(Message, frozen=True, tag="progress"):
     longest_ms: Int
     pause_ms: Int = 0
     shows: bool = True
+    began_after: Int = -1
 
 
 class Holding(Message, frozen=True, tag="holding"):
@@ -255,10 +257,17 @@ class Searching(Message, frozen=True, tag="searching"):
 
 
 class JobOver(Message, frozen=True, tag="over"):
-    """The job cannot continue: a rank gave it up, or a node cannot open a store; ``code`` is its exit code."""
+    """The job cannot continue: a rank gave it up, or a node cannot open a store; ``code`` is its exit code.
+
+    Attributes:
+        generation: the generation that the reason is about (-1: the job as a whole).
+        is_lost: whether the reason is that no rank holds the state any more.
+    """
 
     reason: str
     code: Int = 1
+    generation: Int = -1
+    is_lost: bool = False
 
 
 class Leaving(Message, frozen=True, tag="leaving"):
@@ -276,6 +285,7 @@ class Spawn(Message, frozen=True, tag="spawn"):
         incident: the incident that the start belongs to ("" at the first start).
         env: environment variables of the process, besides those that all ranks of the node get.
         anyway: whether to start it although its device is bad.
+        afresh: whether the job begins again, so that nothing of the rank's earlier processes counts.
     """
 
     rank: Int
@@ -284,6 +294,7 @@ class Spawn(Message, frozen=True, tag="spawn"):
     incident: str
     env: dict[str, str]
     anyway: bool = False
+    afresh: bool = False
 
 
 class OpenStore(Message, frozen=True, tag="open-store"):
@@ -304,6 +315,7 @@ class Begin(Message, frozen=True, tag="begin"):
         env: variables to put into the ranks' environment.
         high_water: the highest optimizer step that any rank was ever seen to commit (-1: none).
         target: the step that was in the making; progress to it must be reported at once (-1: none).
+        origin: the generation that began from nothing: 0, or that of the last restart of the whole job.
     """
 
     generation: Int
@@ -311,6 +323,7 @@ class Begin(Message, frozen=True, tag="begin"):
     env: dict[str, str]
     high_water: Int
     target: Int
+    origin: Int = 0
 
 
 class Ask(Message, frozen=True, tag="ask"):

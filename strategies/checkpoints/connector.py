@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from checkpointless.inprocess import UnrecoverableError, active_call_wrapper
+from checkpointless.inprocess import StateLostError, active_call_wrapper
 from checkpointless.recovery.decide import Verdict
 from checkpointless.strategies.boundary.kinds import InMemoryCheckpoint, copy_to_load
 from checkpointless.telemetry.event_names import EventName
@@ -88,7 +88,7 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):
                 "there is no checkpoint on storage to fall back to"
             )
             if not manager.allow_restart_from_scratch:
-                raise UnrecoverableError(reason)
+                raise StateLostError(reason)
             logger.error("%s: starting over at step 0, as allow_restart_from_scratch allows", reason)
         require_anew = getattr(self.trainer.strategy, "require_anew", None)
         if require_anew is not None:

@@ -37,6 +37,7 @@ class Job:
         max_incidents: how many it may recover from.
         events: where they are written; default: nowhere.
         heartbeat: what ranks are held to.
+        max_restarts: how often it may begin again where it would end.
 
     Attributes:
         stores: which it had opened, and by which node.
@@ -50,6 +51,7 @@ class Job:
         max_incidents: int | None = None,
         events: Path | None = None,
         heartbeat: Heartbeat | None = None,
+        max_restarts: int = 0,
     ) -> None:
         self.said: list[str] = []
         self.sent: list[tuple[Node | None, Command]] = []
@@ -58,7 +60,7 @@ class Job:
         self.later_s = 0.0
         self._to_open: list[tuple[Node, OpenStore]] = []
         self.coordinator = Coordinator(
-            Limits(heartbeat or Heartbeat.of(HEARTBEAT_S), REGROUP_S, max_incidents),
+            Limits(heartbeat or Heartbeat.of(HEARTBEAT_S), REGROUP_S, max_incidents, max_restarts=max_restarts),
             nnodes=nnodes,
             nproc=NPROC,
             events=EventLog(events, node=0),

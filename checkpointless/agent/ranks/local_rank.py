@@ -55,6 +55,7 @@ class LocalRank:
         ended: how the last process ended, once it has.
         was_standby: whether the living process had waited as a standby.
         is_cut_off: whether the process is killed because it does not end.
+        is_shown: whether all that it prints is on the terminal of the job, which has no other node.
         kill_at_s: when the agent kills the process if it still runs, on the agent's clock (None: never).
     """
 
@@ -75,6 +76,7 @@ class LocalRank:
     ended: RankEnded | None = None
     was_standby: bool = False
     is_cut_off: bool = False
+    is_shown: bool = False
     kill_at_s: float | None = None
 
     def send(self, message: AgentMessage) -> bool:

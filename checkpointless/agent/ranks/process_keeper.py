@@ -188,6 +188,8 @@ class ProcessKeeper:
 
     def _start(self, rank: LocalRank, spawn: Spawn) -> None:
         job = self._job
+        if spawn.afresh:
+            rank.board.clear_snapshots()
         ours, theirs = socket.socketpair()
         log = rank.log.open()
         env = {**self._rank_env, **spawn.env, INCARNATION_ENV: str(rank.incarnation)}
@@ -395,7 +397,7 @@ class ProcessKeeper:
             reading.committed,
             reading.making,
             str(rank.log.path),
-            lines or [],
+            [] if rank.is_shown else lines or [],
             was_started,
             refusal,
         )

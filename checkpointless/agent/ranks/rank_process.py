@@ -24,11 +24,13 @@ from typing import NoReturn
 
 from checkpointless.agent.ranks.platforms import install_platform
 from checkpointless.agent.ranks.script_end import DEFAULT_EXIT_GRACE_S, ScriptEnd
-from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, EXIT_GRACE_ENV, RANK_ENV
+from checkpointless.client.agent_client import AgentClient
+from checkpointless.environment import AGENT_FD_ENV, BOARD_FD_ENV, EXIT_GRACE_ENV, RANK_ENV, own_generation
 from checkpointless.posix import temp_folder
 from checkpointless.posix.signals import STACKS_SIGNAL
 from checkpointless.telemetry.log_level import apply_log_level
 from checkpointless.telemetry.log_relay import LogRelay
+from checkpointless.telemetry.tracebacks import is_first_with, without_own_frames
 from checkpointless.wire.board import Board
 from checkpointless.wire.causes import exit_code
 
@@ -127,8 +129,26 @@ def _code_of(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         traceback.print_exc()
         return 128 + signal.SIGINT
-    sys.excepthook(type(error), error, error.__traceback__)
+    _report(error)
     return 1
+
+
+def _report(error: BaseException) -> None:
+    """Print the traceback of what has ended the script, unless another rank of the node prints the same.
+
+    A script that cannot be compiled or imported is not tried again: the agent hears of it.
+    """
+    without_own_frames(error)
+    if is_first_with(error):
+        sys.excepthook(type(error), error, error.__traceback__)
+    else:
+        last = "".join(traceback.format_exception_only(error)).rstrip().rpartition("\n")[2]
+        sys.stderr.write(f"{last} (another rank prints the same traceback)\n")
+    if isinstance(error, (SyntaxError, ImportError)):
+        client = AgentClient.from_environment()
+        if client is not None:
+            rank = os.environ.get(RANK_ENV, "0")
+            client.give_up(own_generation(), f"rank {rank} cannot run the script: {type(error).__name__}: {error}")
 
 
 def process_parser() -> argparse.ArgumentParser:

@@ -77,7 +77,7 @@ class RankReports:
                 )
             )
         elif isinstance(message, GiveUp):
-            self._report(JobOver(message.reason, message.code))
+            self._report(JobOver(message.reason, message.code, message.generation, message.is_lost))
         elif isinstance(message, Replace):
             self._on_replace(rank, message)
         elif message.generation != self._job.generation or rank.state not in (*IN_BLOCK, RankState.LEAVING):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from checkpointless.inprocess import HPCallWrapper, UnrecoverableError
+from checkpointless.inprocess import HPCallWrapper, StateLostError, UnrecoverableError
 from checkpointless.inprocess.context import putting_back
 from checkpointless.recovery.guard import vote
 from checkpointless.recovery.manager import CheckpointManager
@@ -282,7 +282,7 @@ class LoopTraining(TrainingTensors, ABC):
         call, manager = self._call, self._manager
         self.arrange()
         objects: dict[str, Any] | None = None
-        if call.generation == 0:
+        if call.is_first:
             self.step = self._done = done
         else:
             call.enter_phase("recovery", call.high_water)
@@ -290,7 +290,7 @@ class LoopTraining(TrainingTensors, ABC):
             if objects is None and call.high_water > 0:
                 reason = manager.refusal or "no rank holds the state in memory"
                 if not manager.allow_restart_from_scratch:
-                    raise UnrecoverableError(reason)
+                    raise StateLostError(reason)
                 logger.error("%s: starting over at step %d, as allow_restart_from_scratch allows", reason, done)
             self.step = objects["step"] if objects is not None else done
             states = manager.rng_of(self.step)
@@ -305,7 +305,7 @@ class LoopTraining(TrainingTensors, ABC):
             require_same_step(done)
             self.settle()
             manager.begin_buffers(self)
-        if call.generation == 0:
+        if call.is_first:
             manager.keep_buffers(done, Stage.COMMITTED, self.copy_buffers())
             manager.store_rng_states(done, own=self._exits.own())
         manager.restore_streams()

@@ -151,7 +151,7 @@ class PlainTraining(LoopTraining, TorchTensors):
     @override
     def _restore(self, done: int) -> None:
         left_out = without_scheduler(self.optimizers, self._schedulers)
-        if left_out is None and self._call.generation == 0:  # later, those of the entry before may still be there
+        if left_out is None and self._call.is_first:  # later, those of the entry before may still be there
             left_out = without_plateau(self.optimizers, self._schedulers)
         if left_out is not None:
             raise UnrecoverableError(_LEFT_OUT.format(left_out))

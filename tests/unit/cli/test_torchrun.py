@@ -13,12 +13,12 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from checkpointless.agent import launch as launch_module
-from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.agent.launch_config import LaunchConfig, limits_of
 from checkpointless.cli import cuda, main
 from checkpointless.cli.commands import run
 from checkpointless.cli.torchrun import _ACCEPTED, _REFUSED
 
-OTHERS = {"--log-dir", "--max-restarts", "--shutdown-timeout"}
+OTHERS = {"--log-dir", "--shutdown-timeout"}
 VALUES = {"--rdzv-backend": "c10d", "--numa-binding": "node"}
 
 
@@ -81,6 +81,13 @@ def test_what_has_no_meaning_is_accepted_with_one_line(
     assert len(told) == 1
     assert told[0].startswith(f"checkpointless: {flag} ")
     assert len(launched) == 1
+
+
+def test_restarts_of_the_whole_job_are_allowed(launched: list[LaunchConfig]) -> None:
+    assert start("--standalone --nproc-per-node=2 --max-restarts=3") == 0
+    assert start("") == 0
+    assert [limits_of(config).max_restarts for config in launched] == [3, 0]
+    assert start("--max-restarts -1") == 2
 
 
 def test_a_launch_line_of_torchruns_documentation_starts(launched: list[LaunchConfig]) -> None:

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointless.coordinator.incident_policy import NO_PROGRESS_LIMIT, SAME_FAILURE_LIMIT, History
+from checkpointless.coordinator.incident_policy import (
+    NO_PROGRESS_LIMIT,
+    SAME_FAILURE_LIMIT,
+    History,
+    certain_failure,
+    may_be_certain,
+)
 from checkpointless.wire.causes import Cause, CauseKind, attribute, culprit, exception_cause, exit_cause
 
 CAUSES = st.builds(
@@ -46,6 +52,36 @@ def test_what_is_said_of_a_cause() -> None:
     assert str(DEATH) == "rank 2 killed by SIGKILL at step 4"
     assert str(exit_cause(1, 3, -1)) == "rank 1 exited with code 3"
     assert str(bug(message="no\nsecond line")) == "rank 1 raised ValueError at step 4: no"
+
+
+FAILURES = st.builds(
+    exception_cause,
+    st.just(0),
+    st.sampled_from(["ValueError", "KeyError"]),
+    st.sampled_from(["no", "not here"]),
+    st.just("Traceback"),
+    st.sampled_from([-1, 1]),
+    victim=st.booleans(),
+)
+
+
+@given(st.lists(st.one_of(FAILURES, st.just(bug(-1)), st.just(DEATH)), min_size=1, max_size=4), st.integers(1, 4))
+def test_a_job_fails_for_certain_if_all_ranks_raise_the_same_before_the_first_step(
+    causes: list[Cause], world_size: int
+) -> None:
+    by_rank = dict(enumerate(causes[:world_size]))
+    alike = all(
+        (cause.kind, cause.how, cause.error, cause.message, cause.step)
+        == (CauseKind.EXCEPTION, "exception", causes[0].error, causes[0].message, -1)
+        for cause in by_rank.values()
+    )
+    assert may_be_certain(by_rank.values()) is alike
+    decision = certain_failure(by_rank, world_size)
+    assert (decision is not None) is (alike and len(by_rank) == world_size)
+    if decision is not None:
+        assert decision.is_final
+        assert "before the first step" in decision.reason
+        assert decision.last_words == by_rank[0].traceback
 
 
 def decisions(*incidents: tuple[Cause, int], max_incidents: int | None = None) -> list[bool]:

@@ -411,3 +411,18 @@ def test_the_peak_of_memory_counts_from_its_reset() -> None:
     del more
     assert 90_000_000 < peak_growth()["peak_growth_bytes"] < 150_000_000
     del block
+
+
+def test_the_wrapper_is_a_decorator_with_and_without_parentheses() -> None:
+    def block(value: int) -> int:
+        """Return the value."""
+        return value
+
+    for wrapped in (HPWrapper(block), HPWrapper()(block), HPWrapper(abort_timeout=30)(block)):
+        assert wrapped is not block
+        assert (wrapped.__name__, wrapped.__doc__, wrapped.__wrapped__) == ("block", "Return the value.", block)
+    assert HPWrapper(block, enabled=False) is block
+    with pytest.raises(ValueError, match="abort_timeout"):
+        HPWrapper(block, abort_timeout=0)
+    with pytest.raises(TypeError, match="wraps a function, not int"):
+        HPWrapper(30)

@@ -1,0 +1,172 @@
+"""Test restarts of the whole job, where it would end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointless.coordinator.incident_policy import SAME_FAILURE_LIMIT, SAME_FAILURE_S
+from checkpointless.coordinator.job import Phase
+from checkpointless.telemetry.event_names import EventName
+from checkpointless.telemetry.events import read_events
+from checkpointless.wire.causes import exception_cause
+from checkpointless.wire.node_messages import (
+    Begin,
+    FaultNotice,
+    JobOver,
+    Progress,
+    RankEnded,
+    Spawn,
+    Trouble,
+)
+from tests.unit.messaged_job import Job
+
+LOST = "no living rank holds the shard of rank 2"
+
+
+def lose_state(job: Job) -> None:
+    """Have every node say that no rank holds the state of this generation."""
+    generation = job.coordinator.generation
+    for node in job.coordinator.nodes:
+        job.hear(node, JobOver(LOST, generation=generation, is_lost=True))
+
+
+def begin_after_a_death(max_restarts: int, events: Path | None = None) -> Job:
+    """Return a job that has begun again because rank 2 died in step 8."""
+    job = Job(max_restarts=max_restarts, events=events).begin()
+    job.ends(2)
+    job.ready(*job.ranks, committed=7, making=8)
+    job.sent.clear()
+    return job
+
+
+def test_a_job_whose_state_is_lost_begins_again_with_new_processes(tmp_path: Path) -> None:
+    job = begin_after_a_death(1, tmp_path / "events.jsonl")
+    lose_state(job)
+    assert job.coordinator.outcome is None
+    spawns = [spawn for _, spawn in job.take(Spawn)]
+    assert [(spawn.rank, spawn.incarnation) for spawn in spawns] == [(0, 1), (1, 1), (2, 2), (3, 1)]
+    assert all(spawn.afresh and spawn.generation == 2 and spawn.incident == "1" for spawn in spawns)
+    assert job.said[-1].startswith(f"incident 1: restart 1 of 1: {LOST}; every rank begins again")
+    for rank in job.ranks:  # the processes from before end: that is no news
+        job.ends(rank, 1, incarnation=spawns[rank].incarnation - 1)
+    assert len(job.take(Spawn)) == 4
+    job.ready(*job.ranks, committed=7, making=8)
+    begins = [begin for _, begin in job.take(Begin)]
+    assert [(begin.generation, begin.origin, begin.high_water, begin.target) for begin in begins] == [
+        (2, 2, 7, 8)
+    ] * 2
+    for node in job.coordinator.nodes:
+        job.hear(node, Progress(5, 9, 10, 0, began_after=5))
+    assert job.said[-1] == "incident 1: the script itself brought step 5 back; step 7 had been committed"
+    assert job.coordinator.high_water == 9
+    for node in job.coordinator.nodes:
+        job.hear(node, Progress(9, 9, 10, 0, began_after=5))
+    assert job.said[-1].endswith("(job); 2 steps are made once more")
+    why = [event.fields["why"] for event in read_events(tmp_path) if event.stage == EventName.RUNG]
+    assert f"restart 1 of 1: {LOST}" in why
+
+
+def test_a_fault_after_a_restart_is_recovered_from_as_ever() -> None:
+    job = begin_after_a_death(1)
+    lose_state(job)
+    job.ready(*job.ranks)
+    job.sent.clear()
+    job.ends(1)
+    (spawn,) = [spawn for _, spawn in job.take(Spawn)]
+    assert (spawn.rank, spawn.afresh) == (1, False)
+    job.ready(*job.ranks)
+    assert [(begin.generation, begin.origin) for _, begin in job.take(Begin)] == [(3, 2)] * 2
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_a_job_without_a_restart_left_ends_with_the_reason(max_restarts: int) -> None:
+    job = begin_after_a_death(max_restarts)
+    for _ in range(max_restarts):
+        lose_state(job)
+        job.ready(*job.ranks)
+    assert job.coordinator.outcome is None
+    lose_state(job)
+    line = job.last_word
+    assert line.startswith(LOST)
+    assert line.endswith("--max-restarts N" if max_restarts == 0 else "the job was restarted 2 times")
+
+
+def test_an_exception_that_comes_again_and_again_is_worth_a_restart() -> None:
+    job = Job(max_restarts=1).begin()
+    for generation in range(2 * SAME_FAILURE_LIMIT):
+        assert job.coordinator.outcome is None
+        job.raises(0, generation=job.coordinator.generation)
+        job.ready(*job.ranks)
+        if generation == SAME_FAILURE_LIMIT - 1:
+            assert len({spawn.rank for _, spawn in job.take(Spawn)}) == 4
+            job.ready(*job.ranks)
+    assert job.outcome is not None
+    assert "3 times in a row" in job.outcome.last_words[0]
+
+
+def fail_before_the_first_step(job: Job, rank: int, error: str = "ValueError") -> None:
+    cause = exception_cause(rank, error, "devices=4", "Traceback", -1, victim=False)
+    job.tell(rank, Trouble(job.coordinator.generation, cause, -1, -1))
+
+
+def test_what_all_ranks_raise_before_the_first_step_ends_the_job_at_once() -> None:
+    job = Job(max_restarts=3).begin()
+    for rank in job.ranks:
+        assert job.coordinator.outcome is None
+        fail_before_the_first_step(job, rank)
+    assert job.take(FaultNotice) == []
+    reason = "all 4 ranks raised ValueError before the first step: devices=4"
+    assert job.outcome is not None
+    assert job.outcome.last_words == [reason, "Traceback"]
+
+
+@pytest.mark.parametrize("other", ["nothing", "another error", "a death"])
+def test_what_not_all_ranks_raise_before_the_first_step_is_tried_again(other: str) -> None:
+    job = Job().begin()
+    fail_before_the_first_step(job, 0)
+    fail_before_the_first_step(job, 1)
+    assert job.take(FaultNotice) == []  # the others may be about to raise it, too
+    if other == "another error":
+        fail_before_the_first_step(job, 2, "KeyError")
+    elif other == "a death":
+        job.ends(2)
+    else:
+        job.tick(SAME_FAILURE_S + 1)
+    assert len(job.take(FaultNotice)) == 2
+    job.ready(*job.ranks)
+    assert job.coordinator.generation == 1
+    assert job.outcome is None
+    job.tick(SAME_FAILURE_S + 1)
+    assert len(job.take(FaultNotice)) == 2
+    fail_before_the_first_step(job, 0)  # in a later generation nobody waits
+    assert len(job.take(FaultNotice)) == 4
+
+
+def test_what_is_over_a_limit_of_the_user_is_not_restarted() -> None:
+    job = Job(max_restarts=1, max_incidents=0).begin()
+    job.raises(0)
+    job.ready(*job.ranks)
+    assert job.outcome is not None
+    assert "over the limit of 0" in job.outcome.last_words[0]
+
+
+def test_a_script_without_a_block_is_restarted_as_torchrun_does() -> None:
+    job = Job(max_restarts=1)
+    for node in job.coordinator.nodes:
+        job.join(node.index)
+    job.ends(1, 3, incarnation=0)
+    assert job.coordinator.outcome is None
+    assert len([spawn for _, spawn in job.take(Spawn) if spawn.incarnation == 1]) == 4
+    job.tick(10_000)  # nobody has entered a block, so nobody is waited for there
+    assert job.coordinator.phase is Phase.GATHERING
+    for rank in job.ranks:
+        job.tell(rank, RankEnded(rank, 1, 0, False, -1, -1, "log", []))
+    assert job.outcome is not None
+    assert job.outcome.code == 0
+    again = Job(max_restarts=0)
+    for node in again.coordinator.nodes:
+        again.join(node.index)
+    again.ends(1, 3, incarnation=0)
+    assert again.last_word.startswith("rank 1 exited with code 3")
