@@ -73,7 +73,7 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
     add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
-    add("--term-grace", type=seconds, metavar="S", help=_TERM_GRACE_HELP)
+    add("--term-grace", *both("--shutdown-timeout"), type=seconds, metavar="S", help=_TERM_GRACE_HELP)
     add("--exit-grace", type=seconds, metavar="S", help=_EXIT_GRACE_HELP)
     add = parser.add_argument_group("several nodes").add_argument
     add("--nnodes", type=nodes, default=1, metavar="M", help="nodes of the job (default: 1)")

@@ -18,7 +18,7 @@ from checkpointless.cli import cuda, main
 from checkpointless.cli.commands import run
 from checkpointless.cli.torchrun import _ACCEPTED, _REFUSED
 
-OTHERS = {"--log-dir", "--shutdown-timeout"}
+OTHERS = {"--log-dir"}
 VALUES = {"--rdzv-backend": "c10d", "--numa-binding": "node"}
 
 
