@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from checkpointless.agent.launch_config import CoordinatorConfig, LaunchConfig, limits_of, meeting_of
 from checkpointless.agent.rank_program import RankProgram
-from checkpointless.agent.ranks.rank_log import LogFolder
+from checkpointless.agent.ranks.output import Output
 from checkpointless.posix.signals import CUT_SIGNAL, ENDING, PASSED_ON, handling
 from checkpointless.posix.temp_folder import private_temp_folder
 from checkpointless.telemetry.events import EVENTS_FILE, EventLog
@@ -78,7 +79,7 @@ def launch(config: LaunchConfig, say: Callable[[str], None]) -> int:
     Raises:
         OSError: the run directory cannot be created or written to, or the endpoint cannot be listened on.
     """
-    LogFolder(config.run_dir).make()
+    config.logs.mkdir(parents=True, exist_ok=True)
     events_path = config.run_dir / EVENTS_FILE
     signals: list[int] = []
     handled = (*ENDING, *PASSED_ON, *((CUT_SIGNAL,) if config.faults and not config.is_alone else ()))
@@ -106,10 +107,26 @@ def _run(
     watch: Watch | None = None,
 ) -> int:
     program = RankProgram(config, folder)
-    node = None if config.is_alone else config.node_rank
-    starter = program.zygote(LogFolder(config.run_dir).of_zygote(node))
+    output = Output(
+        config.logs,
+        None if config.is_alone else config.node_rank,
+        config.log_bytes,
+        new_logs=config.own_ranks,
+        terminal=_standard_output(),
+        shown=config.shown_ranks,
+        say=say,
+    )
+    starter = program.zygote(output)
     # This loads torch, which takes seconds; the zygote does so at the same time.
     from checkpointless.agent.node_run import NodeRun
 
-    run = NodeRun(config, program, starter, events=events, signals=signals, say=say, http=http, watch=watch)
+    run = NodeRun(config, program, starter, output, events=events, signals=signals, say=say, http=http, watch=watch)
     return run.run()
+
+
+def _standard_output() -> int | None:
+    """Return the descriptor of standard output; None if it has none, as in a notebook, or was closed."""
+    try:
+        return None if sys.stdout is None else sys.stdout.fileno()
+    except OSError:
+        return None

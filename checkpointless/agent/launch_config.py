@@ -54,6 +54,8 @@ class LaunchConfig:
             of starting an interpreter; only in a process with one thread and no CUDA context.
         stream_logs: whether to copy the ranks' output to stdout as it comes.
         local_ranks_filter: the ranks of the node, from 0, whose output is copied (None: all).
+        log_dir: directory of the logs; None: ``logs`` in ``run_dir``.
+        log_bytes: size of the log of each rank, with the older files that it was divided into.
         extra_env: additional environment variables of the ranks.
         nnodes: how many nodes train.
         node_rank: this node's number, from 0; the number of a spare is ``nnodes`` or more.
@@ -92,6 +94,8 @@ class LaunchConfig:
     record_steps: bool = False
     stream_logs: bool = True
     local_ranks_filter: tuple[int, ...] | None = None
+    log_dir: Path | None = None
+    log_bytes: int = 1 << 30
     fork_here: bool = False
     extra_env: Mapping[str, str] = field(default_factory=dict)
     nnodes: int = 1
@@ -127,6 +131,11 @@ class LaunchConfig:
         """The ranks of this node whose output is copied to stdout."""
         first, chosen = self.node_rank * self.nproc_per_node, self.local_ranks_filter
         return [rank for rank in self.own_ranks if self.stream_logs and (chosen is None or rank - first in chosen)]
+
+    @property
+    def logs(self) -> Path:
+        """The directory of the logs."""
+        return self.log_dir or self.run_dir / "logs"
 
     @property
     def own_ranks(self) -> range:

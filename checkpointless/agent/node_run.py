@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import selectors
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,8 +16,8 @@ from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.rank_program import RankProgram
 from checkpointless.agent.ranks.device_guard import DeviceGuard
 from checkpointless.agent.ranks.local_rank import LocalRank
+from checkpointless.agent.ranks.output import Output
 from checkpointless.agent.ranks.platforms import PlatformMissingError
-from checkpointless.agent.ranks.rank_log import LogCopies, LogFolder, RankLog
 from checkpointless.agent.ranks.starters import Starter
 from checkpointless.agent.server import serve
 from checkpointless.agent.watch import Watch
@@ -27,7 +25,6 @@ from checkpointless.coordinator.coordinator import FAILED
 from checkpointless.coordinator.hangs.policy import Heartbeat
 from checkpointless.environment import DEVICE_GUARD_ENV, YES
 from checkpointless.posix.awake_clock import AwakeClock
-from checkpointless.posix.errands import Errands
 from checkpointless.telemetry.event_names import EventName
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.board import Board
@@ -43,6 +40,7 @@ class NodeRun:
         config: what to run.
         program: what the ranks run.
         starter: the zygote, which has been started.
+        output: takes what ranks and zygote print.
         events: the job's event log.
         signals: the signals that this process got; a handler appends to it.
         say: called with each line for the terminal.
@@ -55,6 +53,7 @@ class NodeRun:
         config: LaunchConfig,
         program: RankProgram,
         starter: Starter,
+        output: Output,
         *,
         events: EventLog,
         signals: list[int],
@@ -70,8 +69,7 @@ class NodeRun:
         self._say = say
         self._http = http
         self._watch = watch
-        self._logs = LogFolder(config.run_dir)
-        self._errands = Errands()
+        self._output = output
         self._selector = selectors.DefaultSelector()
         self._clock = AwakeClock()
 
@@ -89,17 +87,11 @@ class NodeRun:
             link = link_to_coordinator(config, self._selector, self._events, self._signals, self._say, self._clock)
         except (JoinError, PlatformMissingError, OSError) as error:
             self._starter.close()
+            self._output.close()
             self._say(str(error))
             return FAILED
-        # Not earlier, because an agent that is not admitted must leave the logs alone; and only briefly, because
-        # the others wait to hear from this node from here on.
-        if not self._errands.run(functools.partial(self._logs.begin, config.own_ranks), False):
-            self._say(f"{self._silent_disk}: logs that are there already are not moved away")
+        self._output.start()  # not earlier: an agent that is not admitted must leave the logs alone
         return self._serve(self._agent(link), link)
-
-    @property
-    def _silent_disk(self) -> str:
-        return f"the disk of {self._config.run_dir} does not answer"
 
     def _guard(self) -> DeviceGuard | None:
         if self._config.cpu or os.environ.get(DEVICE_GUARD_ENV) != YES:
@@ -108,7 +100,6 @@ class NodeRun:
         return DeviceGuard(environment, self._config.nproc_per_node, clock=self._clock)
 
     def _agent(self, link: Link) -> NodeAgent:
-        node = None if self._config.is_alone else self._config.node_rank
         return NodeAgent(
             index=self._config.node_rank,
             heartbeat=Heartbeat.of(self._config.heartbeat_timeout_s),
@@ -116,7 +107,7 @@ class NodeRun:
             report=link.report,
             selector=self._selector,
             starter=self._starter,
-            fresh_starter=lambda: self._program.interpreters(self._logs.of_zygote(node)),
+            fresh_starter=lambda: self._program.interpreters(self._output),
             make_rank=self._make_rank,
             rank_env=self._program.environment,
             events=self._events,
@@ -130,22 +121,17 @@ class NodeRun:
         )
 
     def _make_rank(self, number: int) -> LocalRank:
-        log = RankLog(self._logs.of_rank(number), self._errands, self._say)
-        is_shown = self._config.is_alone and number in self._config.shown_ranks
+        log, is_shown = self._output.of_rank(number), self._config.is_alone and number in self._config.shown_ranks
         return LocalRank(number, Board.create(number), log, is_shown=is_shown)
 
     def _serve(self, agent: NodeAgent, link: Link) -> int:
         config, events = self._config, self._events
-        copies = LogCopies(
-            {rank: self._logs.of_rank(rank) for rank in config.shown_ranks}, sys.stdout, self._errands
-        )
         nproc, nnodes = config.nproc_per_node, config.nnodes
         events.emit(EventName.JOB, "begin", generation=0, nproc=nproc * nnodes, nnodes=nnodes, script=config.script)
         try:
             outcome = serve(agent, link, self._selector, self._signals, self._watch, self._clock)
         finally:
-            if not copies.stop():
-                self._say(f"{self._silent_disk}: what the ranks printed last is not shown")
+            self._output.close()
         return conclude(
             outcome,
             agent.generation,

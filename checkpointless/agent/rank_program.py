@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from checkpointless.agent.launch_config import LaunchConfig
+from checkpointless.agent.ranks.output import Output
 from checkpointless.agent.ranks.platforms import CPU, find_platform
 from checkpointless.agent.ranks.preload import preloads_of
 from checkpointless.agent.ranks.rank_process import Script
@@ -58,31 +59,30 @@ class RankProgram:
         if self._platform is not None:
             find_platform(self._platform)
 
-    def zygote(self, log: Path) -> ZygoteStarter:
+    def zygote(self, output: Output) -> ZygoteStarter:
         """Start a zygote that forks the ranks.
 
         Args:
-            log: file that the zygote's own output goes to.
-
-        Raises:
-            OSError: the file cannot be written.
+            output: takes what it prints.
         """
         return ZygoteStarter(
             self._script,
             preload=self._preload(),
             platform=self._platform,
             env=self.environment,
-            log_path=log,
+            log=output.fork_server.begin(),
+            close=output.descriptors(),
             folder=self._folder,
             fork_here=self._config.fork_here,
         )
 
-    def interpreters(self, log: Path) -> FreshStarter:
+    def interpreters(self, output: Output) -> FreshStarter:
         """Return what starts each rank in an interpreter of its own.
 
         Args:
-            log: file that the output of standbys goes to.
+            output: takes what standbys print.
         """
+        log = output.fork_server.begin()
         standbys = StandbyProgram(
             self._script, self._preload(), self._platform, zygote_env(self.environment), log, self._folder
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from checkpointless.cli.commands import coordinator, demo, doctor, faults, report, run, train, verify
-from checkpointless.cli.output import PROG, out, report_error, say
+from checkpointless.cli.output import PROG, open_standard_streams, out, report_error, say
 from checkpointless.cli.values import UsageError
 
 COMMANDS = tuple(module.COMMAND for module in (run, train, coordinator, demo, verify, report, faults, doctor))
@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status of the command, or 2 after one line on standard error if it cannot be done as asked, or 130
         after one line if Ctrl-C ends it before or after a job, which has an end of its own.
     """
+    open_standard_streams()
     parser = _parser()
     options, extra = parser.parse_known_args(argv)
     overrides = [text for text in extra if "=" in text and not text.startswith("-")]

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from checkpointless.cli.chaos import add_job_chaos_options, draw_into, judge_cha
 from checkpointless.cli.coordination import add_coordination_options, coordination_settings
 from checkpointless.cli.fault_specs import add_fault_option, fault_specs
 from checkpointless.cli.output import say, say_worst
-from checkpointless.cli.run_directory import new_run_dir
-from checkpointless.cli.values import UsageError, both, count, nodes, ranks, seconds
+from checkpointless.cli.run_directory import RUNS_DIR, new_run_dir
+from checkpointless.cli.values import UsageError, both, count, nbytes, nodes, ranks, seconds
 from checkpointless.telemetry.log_level import LEVELS, LOG_LEVEL_ENV, apply_log_level
 from checkpointless.telemetry.wording import plural
 
@@ -34,6 +34,11 @@ _EXIT_GRACE_HELP = "seconds that a rank may be idle after its script has ended, 
 _WARM_SPARES_HELP = (
     "processes per node that have imported what ranks need and wait to take a dead rank's place, at most one per "
     "rank (default: 0; --spares is about nodes)"
+)
+
+_LOG_BYTES_HELP = (
+    "size of a rank's log (1048576, 1024K, 1M): four files, of which the oldest is deleted when they are full "
+    "(default: 1G)"
 )
 
 
@@ -71,6 +76,8 @@ def add_job_options(parser: argparse.ArgumentParser, default_ranks: str = "1") -
     add(*both("--nproc-per-node"), type=ranks, default=1, metavar="N", help=help_text)
     add("--cpu", action="store_true", help="let Megatron-core and NeMo train on this machine's CPUs")
     add("--run-dir", type=Path, metavar="D", help="where events are written (default: runs/TIME-NAME)")
+    add(*both("--log-dir"), type=Path, metavar="D", help="where logs are written (default: RUN_DIR/logs)")
+    add("--log-bytes", type=nbytes, default=1 << 30, metavar="N", help=_LOG_BYTES_HELP)
     add("--log-level", choices=tuple(LEVELS), help="how much ranks and agent log (default: warning; debug: all)")
     add("--warm-spares", type=count, default=0, metavar="N", help=_WARM_SPARES_HELP)
     add("--term-grace", *both("--shutdown-timeout"), type=seconds, metavar="S", help=_TERM_GRACE_HELP)
@@ -114,12 +121,8 @@ def launch_job(
     specs = fault_specs(options.faults, world_size, steps, options.nnodes, options.cpu)
     config = _configured(options, program, more or {})
     run_dir = config.run_dir
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
     _announce(config, program.name)
-    with _examined(config), Terminal(say, run_dir, config.node_rank) as terminal:
+    with _examined(config), Terminal(say, run_dir, config.node_rank, config.logs) as terminal:
         status = launch(config, terminal.say)
     last = closing_line(run_dir, status) if config.node_rank == 0 else ""
     if last:
@@ -157,9 +160,8 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
     if options.log_level is not None:
         os.environ[LOG_LEVEL_ENV] = options.log_level  # the ranks inherit it
         apply_log_level()
-    run_dir = new_run_dir(options.run_dir, program.name, shared=options.nnodes + options.spares > 1)
     try:
-        return LaunchConfig(
+        config = LaunchConfig(
             nproc_per_node=options.nproc_per_node,
             nnodes=options.nnodes,
             node_rank=options.node_rank,
@@ -167,7 +169,9 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
             warm_spares=options.warm_spares,
             rdzv_endpoint=options.rdzv_endpoint,
             token=os.environ.pop(TOKEN_ENV, ""),  # not for the ranks
-            run_dir=run_dir,
+            run_dir=options.run_dir or RUNS_DIR,
+            log_dir=options.log_dir,
+            log_bytes=options.log_bytes,
             cpu=options.cpu,
             faults=tuple(options.faults),
             record_steps=options.record_steps,
@@ -181,6 +185,12 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
+    config = replace(config, run_dir=new_run_dir(options.run_dir, program.name, shared=not config.is_alone))
+    try:
+        config.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the directory of the logs {config.logs}: {error.strerror}") from error
+    return config
 
 
 @contextmanager

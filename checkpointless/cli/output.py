@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,15 +16,33 @@ if TYPE_CHECKING:
     from checkpointless.doctor.findings import Finding
 
 PROG = "checkpointless"
+_STDOUT, _STDERR = 1, 2
 STDOUT = Path("-")  # as the name of a file that a command writes
 
 
 def say(line: str) -> None:
-    """Print a line about a job to standard error, besides what its ranks print."""
+    """Print a line about a job to standard error, if anybody takes it: the job goes on without."""
     shown = "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in line)
     shown = shown.replace("\n", "\n  ")  # what others said cannot begin a line of ours
-    sys.stderr.write(f"{PROG}: {shown}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # there is no other place for it
+        sys.stderr.write(f"{PROG}: {shown}\n")
+        sys.stderr.flush()
+
+
+def open_standard_streams() -> None:
+    """Open what was closed of the standard streams, and have nothing wait in a buffer of standard error."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= _STDERR:  # otherwise a socket would take its number
+        os.set_inheritable(free, True)
+    os.close(free)
+    if sys.stdout is None:
+        sys.stdout = _unbuffered(_STDOUT)
+    if sys.stderr is sys.__stderr__:  # a line that was refused once would be refused again when the process ends
+        sys.stderr = _unbuffered(_STDERR)
+
+
+def _unbuffered(descriptor: int) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
 
 
 def out(line: str) -> None:
@@ -51,7 +72,8 @@ def write(path: Path, text: str) -> None:
 
 def report_error(message: str) -> None:
     """Print a message to standard error, in one line that says which program it comes from."""
-    sys.stderr.write(f"{PROG}: error: {' '.join(message.split())}\n")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{PROG}: error: {' '.join(message.split())}\n")
 
 
 def say_worst(findings: Sequence[Finding], most: int) -> None:

@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from checkpointless.cli.values import UsageError
+from checkpointless.telemetry.events import EVENTS_FILE
 
 RUNS_DIR = Path("runs")
 
@@ -39,7 +40,9 @@ def check_can_be_made(run_dir: Path | None) -> None:
 
 
 def new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
-    """Return the directory of a new run; refuse one that already holds a run, because the two would mix.
+    """Make the directory of a new run; refuse one that already holds a run, because the two would mix.
+
+    Of several jobs that ask for one directory at the same time, one gets it.
 
     Args:
         asked: directory that the user asked for; None: a new one under :data:`RUNS_DIR`.
@@ -47,15 +50,22 @@ def new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
         shared: whether other nodes of the same run, or this node's predecessor, may have written into it.
 
     Raises:
-        UsageError: the directory that was asked for is a file, or holds a run.
+        UsageError: the directory that was asked for holds a run, or cannot be made.
     """
-    if asked is None:
-        started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        asked = RUNS_DIR / f"{started}-{name}"
-        if asked.exists():
-            asked = RUNS_DIR / f"{started}-{name}-{os.getpid()}"
-    if asked.exists() and not asked.is_dir():
-        raise UsageError(f"run directory {asked} is a file: name another")
-    if not shared and asked.exists() and any(asked.iterdir()):
-        raise UsageError(f"run directory {asked} is not empty: name a new one")
-    return asked
+    started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    run_dir = RUNS_DIR / f"{started}-{name}" if asked is None else asked
+    try:
+        run_dir.mkdir(parents=True, exist_ok=asked is not None)
+        if shared or asked is None:
+            return run_dir
+        if any(run_dir.iterdir()):
+            raise FileExistsError
+        (run_dir / EVENTS_FILE).touch(exist_ok=False)  # of those who have found it empty, one succeeds
+    except FileExistsError as error:
+        if asked is None:
+            return new_run_dir(RUNS_DIR / f"{started}-{name}-{os.getpid()}", name)
+        what = "is not empty: name a new one" if run_dir.is_dir() else "is a file: name another"
+        raise UsageError(f"run directory {run_dir} {what}") from error
+    except OSError as error:
+        raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
+    return run_dir

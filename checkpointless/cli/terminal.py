@@ -40,15 +40,16 @@ class Terminal:
         write: function that shows one line.
         run_dir: run directory of the job.
         node: index of this agent's node; -1 for a coordinator in a separate process.
+        logs: directory of the logs; None: the usual one in ``run_dir``.
     """
 
-    def __init__(self, write: Callable[[str], None], run_dir: Path, node: int) -> None:
+    def __init__(self, write: Callable[[str], None], run_dir: Path, node: int, logs: Path | None = None) -> None:
         self._write = write
         self._said: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()  # with times, as in events
         self._tail = LineTail(run_dir / EVENTS_FILE, _PORTION_BYTES)
         self._errands = Errands()  # the agent's lines are shown even while the log's disk stalls
         self._late: deque[bytes] = deque()
-        self._narrator = Narrator(run_dir, node, os.getpid())
+        self._narrator = Narrator(run_dir, node, os.getpid(), logs)
         # An incident's first and last line come from the agent and from the event log; the first to come is shown.
         self._from_agent: Counter[str] = Counter()
         self._from_log: Counter[str] = Counter()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
+_FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_LEAST_BYTES = 64 << 10
+
 
 class UsageError(Exception):
     """Raised if what was asked for cannot be done; the message is one line that says what to do instead."""
@@ -68,6 +71,13 @@ def _at_least(text: str, minimum: int) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) < minimum:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
     return int(text)
+
+
+def nbytes(text: str) -> int:
+    number, factor = (text[:-1], _FACTORS[text[-1]]) if text[-1:] in _FACTORS else (text, 1)
+    if not number.isascii() or not number.isdecimal() or len(number) > 12 or int(number) * factor < _LEAST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes of at least 64K, such as 1G")
+    return int(number) * factor
 
 
 def seconds(text: str) -> float:

@@ -125,13 +125,14 @@ class Narrator:
     """Turns the events of a job into a block of a dozen lines per incident.
 
     Args:
-        run_dir: run directory with the tracebacks and logs.
+        run_dir: run directory with the tracebacks.
         node: index of the coordinator's node.
         pid: id of the coordinator's process; only incidents that it detected are told.
+        logs: directory of the logs; None: the usual one in ``run_dir``.
     """
 
-    def __init__(self, run_dir: Path, node: int, pid: int) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, node: int, pid: int, logs: Path | None = None) -> None:
+        self._run_dir, self._logs = run_dir, logs or run_dir / "logs"
         self._coordinator = (node, pid)
         self._world = 0
         self._generations: dict[int, _Generation] = {}
@@ -278,7 +279,7 @@ class Narrator:
         if not isinstance(rank, int):
             return
         traceback = traceback_path(self._run_dir, event.generation, rank)
-        log = self._run_dir / "logs" / f"rank-{rank}.log"
+        log = self._logs / f"rank-{rank}.log"
         if traceback.is_file():
             yield f"{_INDENT}its traceback: {traceback}"
         elif log.is_file():

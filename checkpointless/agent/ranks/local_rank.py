@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from checkpointless.agent.ranks.output import Printed
 from checkpointless.agent.ranks.rank_link import RankLink
-from checkpointless.agent.ranks.rank_log import RankLog
 from checkpointless.wire.board import NO_STEP, Board
 from checkpointless.wire.messages import AgentMessage
 from checkpointless.wire.node_messages import RankEnded
@@ -41,7 +41,7 @@ class LocalRank:
     Attributes:
         number: the rank.
         board: the rank's board, which outlives its processes.
-        log: where its processes print.
+        log: what its processes print; whoever made it closes it.
         incarnation: 0 for the first process, +1 at each respawn.
         pid: process ID of the living process; None until it is known.
         link: the connection to the living process; None once either side has closed it.
@@ -61,7 +61,7 @@ class LocalRank:
 
     number: int
     board: Board
-    log: RankLog
+    log: Printed
     incarnation: int = -1
     state: RankState = RankState.GONE
     pid: int | None = None
@@ -107,4 +107,3 @@ class LocalRank:
         """Release all resources."""
         self.disconnect()
         self.board.close()
-        self.log.close()

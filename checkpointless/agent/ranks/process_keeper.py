@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import signal
 import socket
@@ -191,16 +190,14 @@ class ProcessKeeper:
         if spawn.afresh:
             rank.board.clear_snapshots()
         ours, theirs = socket.socketpair()
-        log = rank.log.open()
         env = {**self._rank_env, **spawn.env, INCARNATION_ENV: str(rank.incarnation)}
         if spawn.incident:
             env[FAULT_AT_ENV] = str(job.fault_at(spawn.incident))
         if rank.incarnation > 0:
             job.emit(EventName.RESPAWN, "begin", rank=rank.number, incarnation=rank.incarnation)
         order = Order(rank.number, rank.incarnation, env)
-        self._starter.start(order, Descriptors(log, theirs.fileno(), rank.board.fd))
+        self._starter.start(order, Descriptors(rank.log.begin(), theirs.fileno(), rank.board.fd))
         theirs.close()
-        os.close(log)
         rank.link = RankLink(rank.number, ours, self._selector, lambda: self._hear_rank(rank))
         rank.started_at_s, rank.last_words = time.monotonic(), ""
         rank.began_after = rank.board.read().committed

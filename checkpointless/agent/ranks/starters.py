@@ -157,11 +157,12 @@ class ZygoteStarter(Starter):
         platform: name of the platform that the zygote installs after the imports
             (:mod:`checkpointless.agent.ranks.platforms`); None: none.
         env: environment variables of the zygote, on top of this process's environment.
-        log_path: file that the zygote's own output goes to.
+        log: descriptor that the zygote's own output goes to; it is only lent.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
         fork_here: whether to fork the zygote from this process, which has imported everything, instead of starting
             an interpreter; this process must have one thread and no CUDA context.
         clock: clock of the time in which the zygote must answer; it should stand still while this process does.
+        close: descriptors that a zygote which is forked from this process closes.
     """
 
     def __init__(
@@ -171,10 +172,11 @@ class ZygoteStarter(Starter):
         preload: tuple[str, ...],
         platform: str | None,
         env: dict[str, str],
-        log_path: Path,
+        log: int,
         folder: Path | None,
         fork_here: bool = False,
         clock: Callable[[], float] | None = None,
+        close: Sequence[int] = (),
     ) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
@@ -184,12 +186,12 @@ class ZygoteStarter(Starter):
         if platform is not None:
             arguments += ["--platform", platform]
         self.process: subprocess.Popen[bytes] | ForkedProcess
-        with theirs, log_path.open("wb") as log:
+        with theirs:
             if fork_here:
                 self.process = ForkedProcess(
                     lambda: zygote_in_this_process(arguments, env),
-                    output=log.fileno(),
-                    close=[self._connection.fileno()],
+                    output=log,
+                    close=[self._connection.fileno(), *close],
                 )
             else:
                 self.process = subprocess.Popen(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import selectors
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from checkpointless.agent.node import NodeAgent
 from checkpointless.agent.ranks.device_guard import DeviceGuard
 from checkpointless.agent.ranks.local_rank import LocalRank
-from checkpointless.agent.ranks.rank_log import RankLog
+from checkpointless.agent.ranks.output import Printed
 from checkpointless.agent.ranks.starters import Descriptors, Exited, News, Order, Ready, Started, Starter
 from checkpointless.coordinator.hangs.policy import Heartbeat
-from checkpointless.posix.errands import Errands
 from checkpointless.telemetry.events import EventLog
 from checkpointless.wire.address import LOOPBACK
 from checkpointless.wire.board import Board
@@ -85,9 +85,7 @@ class CommandedNode:
             selector=self.selector,
             starter=self.starter,
             fresh_starter=NoProcesses,
-            make_rank=lambda rank: LocalRank(
-                rank, Board.create(rank), RankLog(folder / f"rank-{rank}.log", Errands(), self.printed.append)
-            ),
+            make_rank=lambda rank: LocalRank(rank, Board.create(rank), self._log(folder / f"rank-{rank}.log")),
             rank_env={},
             events=EventLog(None),
             say=self.printed.append,
@@ -95,6 +93,11 @@ class CommandedNode:
             guard=guard,
             warm_spares=warm_spares,
         )
+
+    def _log(self, path: Path) -> Printed:
+        printed = Printed(path)
+        weakref.finalize(self, printed.close)
+        return printed
 
     def tick(self, after_s: float = 0.0) -> None:
         self.agent.tick(time.monotonic() + after_s)

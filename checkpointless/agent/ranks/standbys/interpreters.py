@@ -75,7 +75,7 @@ class StandbyProgram:
         preload: names that the standby imports.
         platform: name of the platform that it installs after the imports; None: none.
         env: its whole environment.
-        log_path: file that its output goes to until it is a rank.
+        log: descriptor that its output goes to until it is a rank; it is only lent.
         folder: folder in which the ranks keep their sockets (:mod:`checkpointless.posix.temp_folder`).
     """
 
@@ -83,7 +83,7 @@ class StandbyProgram:
     preload: tuple[str, ...]
     platform: str | None
     env: Mapping[str, str]
-    log_path: Path
+    log: int
     folder: Path | None
 
     def command(self, connection: int, left_out: set[str]) -> list[str]:
@@ -113,7 +113,6 @@ class InterpreterStandbys:
 
     def __init__(self, program: StandbyProgram) -> None:
         self._program = program
-        self._log = _opened(program.log_path)
         self._news: list[StandbyNews] = []
         self._pool = StandbyPool(self._on_news)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -172,7 +171,6 @@ class InterpreterStandbys:
             code = wait_for_killed(process, max(0.1, deadline_s - time.monotonic()))
             if code is not None:
                 self._pool.ended(pid, code).tree.clean()
-        os.close(self._log)
 
     def _make(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -181,8 +179,8 @@ class InterpreterStandbys:
                 self._program.command(theirs.fileno(), self._left_out),
                 env=dict(self._program.env),
                 stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
+                stdout=self._program.log,
+                stderr=self._program.log,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -198,11 +196,3 @@ class InterpreterStandbys:
         if news.fate is Fate.SPOILED:
             self._left_out.add(news.why)
         self._news.append(news)
-
-
-def _opened(path: Path) -> int:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        logger.warning("what standbys print is not kept: %s", error)
-        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

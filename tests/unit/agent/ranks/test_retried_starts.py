@@ -126,7 +126,7 @@ def test_a_start_that_waits_can_be_cancelled() -> None:
 def fresh(tmp_path: Path) -> FreshStarter:
     (tmp_path / "train.py").write_text("print('trained')")
     script = Script(str(tmp_path / "train.py"))
-    return FreshStarter(StandbyProgram(script, (), None, dict(os.environ), tmp_path / "log", None))
+    return FreshStarter(StandbyProgram(script, (), None, dict(os.environ), 2, None))
 
 
 def refusing(times: int) -> Callable[..., subprocess.Popen[bytes]]:

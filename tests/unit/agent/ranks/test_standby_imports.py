@@ -67,7 +67,7 @@ def test_no_standby_is_used_for_a_rank_with_other_variables_than_its_imports_had
     tmp_path: Path, script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "2"}
-    standbys = InterpreterStandbys(StandbyProgram(script, (), None, env, tmp_path / "log", None))
+    standbys = InterpreterStandbys(StandbyProgram(script, (), None, env, 2, None))
     rank = {"RANK": "0", "OMP_NUM_THREADS": "2"}
     assert standbys.take(rank, (0, 0, 0)) is None
     assert caplog.messages == []
@@ -79,7 +79,7 @@ def test_no_standby_is_used_for_a_rank_with_other_variables_than_its_imports_had
 def test_a_standby_that_cannot_be_started_is_lost(
     tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    standbys = InterpreterStandbys(StandbyProgram(script, (), None, dict(os.environ), tmp_path / "log", None))
+    standbys = InterpreterStandbys(StandbyProgram(script, (), None, dict(os.environ), 2, None))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     standbys.keep(1)
     (lost,) = standbys.news()
