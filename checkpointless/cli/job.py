@@ -185,12 +185,12 @@ def _configured(options: argparse.Namespace, program: Program, more: Mapping[str
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    config = replace(config, run_dir=new_run_dir(options.run_dir, program.name, shared=not config.is_alone))
     try:
-        config.logs.mkdir(parents=True, exist_ok=True)
+        if config.log_dir is not None:
+            config.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the directory of the logs {config.logs}: {error.strerror}") from error
-    return config
+        raise UsageError(f"cannot make the directory of the logs {config.log_dir}: {error.strerror}") from error
+    return replace(config, run_dir=new_run_dir(options.run_dir, program.name, shared=not config.is_alone))
 
 
 @contextmanager

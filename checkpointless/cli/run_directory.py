@@ -53,19 +53,19 @@ def new_run_dir(asked: Path | None, name: str, shared: bool = False) -> Path:
         UsageError: the directory that was asked for holds a run, or cannot be made.
     """
     started = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    run_dir = RUNS_DIR / f"{started}-{name}" if asked is None else asked
-    try:
-        run_dir.mkdir(parents=True, exist_ok=asked is not None)
-        if shared or asked is None:
-            return run_dir
-        if any(run_dir.iterdir()):
-            raise FileExistsError
-        (run_dir / EVENTS_FILE).touch(exist_ok=False)  # of those who have found it empty, one succeeds
-    except FileExistsError as error:
-        if asked is None:
-            return new_run_dir(RUNS_DIR / f"{started}-{name}-{os.getpid()}", name)
-        what = "is not empty: name a new one" if run_dir.is_dir() else "is a file: name another"
-        raise UsageError(f"run directory {run_dir} {what}") from error
-    except OSError as error:
-        raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
-    return run_dir
+    numbers = ("", *(f"-{number}" for number in range(2, 1000)))
+    places = [RUNS_DIR / f"{started}-{name}{number}" for number in numbers] if asked is None else [asked]
+    for run_dir in places:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=asked is not None)
+            if asked is None or shared:
+                return run_dir
+            if not any(run_dir.iterdir()):
+                (run_dir / EVENTS_FILE).touch(exist_ok=False)  # one of those who have found it empty succeeds
+                return run_dir
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UsageError(f"cannot make run directory {run_dir}: {error.strerror}") from error
+    what = "is not empty: name a new one" if run_dir.is_dir() else "is a file: name another"
+    raise UsageError(f"run directory {run_dir} {what}")

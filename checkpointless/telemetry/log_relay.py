@@ -1,4 +1,4 @@
-"""A relay for the package's log messages, which no thread waits for: a rank's standard error is a file on disk."""
+"""A relay for the package's log messages, which no thread waits for: a terminal may take none."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def run_script(script: Script) -> NoReturn:
     end = ScriptEnd(Board.from_environment(), float(os.environ.get(EXIT_GRACE_ENV, DEFAULT_EXIT_GRACE_S)))
     name_process(f"ckpl-rank-{os.environ.get(RANK_ENV, '')}")
     LogRelay().install()
-    for stream in (sys.stdout, sys.stderr):  # files; what a rank has printed must not be lost with it
+    for stream in (sys.stdout, sys.stderr):  # pipes; what a rank has printed must not be lost with it
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     # A preloaded module that is run as the script was imported before, which is the purpose of preloading.

@@ -72,6 +72,11 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["run", "--preload", "no_such_module_anywhere", "train.py"], "no_such_module_anywhere"),
         (["run", "--run-dir", "train.py", "train.py"], "train.py"),
         (["run", "--run-dir", ".", "train.py"], "not empty"),
+        (["run", "--log-dir", "train.py", "train.py"], "train.py"),
+        (["run", "--log-bytes", "1T", "train.py"], "'1T' is not a number of bytes of at least 64K, such as 1G"),
+        (["run", "--log-bytes", "63K", "train.py"], "'63K' is not a number of bytes"),
+        (["run", "--log-bytes", "-1", "train.py"], "log-bytes"),
+        (["run", "--log-bytes", "", "train.py"], "'' is not a number of bytes"),
         (["run", "--fault", "sigkil:rank=0,step=1", "train.py"], "did you mean 'sigkill'"),
         (["run", "--fault", "sigkill:rank=1,step=1", "train.py"], "rank 1 is not one of the 1 ranks"),
         (["demo", "--steps", "0"], "at least 1"),
@@ -268,6 +273,15 @@ def test_a_run_that_records_says_what_and_what_it_costs(
     assert "one pass over the model each" in recorded
     assert main(["run", "--run-dir", "b", "train.py"]) == 7
     assert "recorded" not in capsys.readouterr().err
+
+
+def test_logs_go_where_and_grow_as_far_as_was_asked_for(launched: list[LaunchConfig], tmp_path: Path) -> None:
+    assert main(["run", "--run-dir", "a", "train.py"]) == 7
+    assert main(["run", "--run-dir", "b", "--log-dir", "l/b", "--log-bytes", "3M", "train.py"]) == 7
+    found = [(config.logs, config.log_bytes) for config in launched]
+    assert found == [(Path("a/logs"), 2**30), (Path("l/b"), 3 * 2**20)]
+    assert (tmp_path / "l" / "b").is_dir()
+    assert not (tmp_path / "b" / "logs").exists()
 
 
 def test_health_and_metrics_are_served_where_it_was_asked_for(launched: list[LaunchConfig]) -> None:

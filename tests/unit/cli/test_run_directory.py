@@ -1,6 +1,7 @@
-"""Test the directory of a run: a new one is empty or shared, and its name is taken by nobody."""
+"""Test the directory of a run: a new one is empty or shared, and two runs that begin at once do not mix."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,34 +16,79 @@ def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_new_directory_is_named_after_the_time_and_the_run() -> None:
-    assert re.fullmatch(r"runs/\d{8}T\d{6}Z-train", str(new_run_dir(None, "train")))
-    assert not run_directory.RUNS_DIR.exists()
-
-
-def test_two_runs_of_one_second_have_two_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     class Frozen(run_directory.datetime):  # type: ignore[misc, name-defined]
         @classmethod
         def now(cls, tz: object = None) -> "Frozen":
             return cls(2026, 1, 1, 12, 0, 0)
 
     monkeypatch.setattr(run_directory, "datetime", Frozen)
-    first = new_run_dir(None, "train")
-    first.mkdir(parents=True)
-    assert first == Path("runs/20260101T120000Z-train")
-    assert re.fullmatch(r"runs/20260101T120000Z-train-\d+", str(new_run_dir(None, "train")))
+
+
+def at_once(asked: Path | None, count: int = 8) -> list[Path | str]:
+    """Return what each of several jobs gets that are started at once: a directory, or why not."""
+    gate, found = threading.Barrier(count), []
+
+    def start() -> None:
+        gate.wait(60)
+        try:
+            found.append(new_run_dir(asked, "train"))
+        except UsageError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_a_new_directory_is_named_after_the_time_and_the_run() -> None:
+    run_dir = new_run_dir(None, "train")
+    assert re.fullmatch(r"runs/\d{8}T\d{6}Z-train", str(run_dir))
+    assert run_dir.is_dir()
+
+
+@pytest.mark.usefixtures("_at_one_time")
+def test_two_runs_of_one_second_have_two_directories() -> None:
+    assert new_run_dir(None, "train") == Path("runs/20260101T120000Z-train")
+    assert new_run_dir(None, "train") == Path("runs/20260101T120000Z-train-2")
+
+
+@pytest.mark.usefixtures("_at_one_time")
+def test_of_runs_that_begin_at_once_each_has_a_directory() -> None:
+    found = at_once(None)
+    assert len({*found}) == 8
+    assert all(isinstance(each, Path) for each in found)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_of_several_runs_that_ask_for_one_directory_at_once_one_gets_it(is_there: bool) -> None:
+    for attempt in range(20):
+        run_dir = Path(f"run-{attempt}")
+        if is_there:
+            run_dir.mkdir()
+        found = at_once(run_dir)
+        assert found.count(run_dir) == 1
+        assert found.count(f"run directory {run_dir} is not empty: name a new one") == 7
 
 
 def test_a_directory_with_a_run_in_it_is_taken_only_if_it_is_shared() -> None:
     run_dir = Path("run")
     assert new_run_dir(run_dir, "train") == run_dir
-    run_dir.mkdir()
-    (run_dir / "events.jsonl").write_text("{}\n")
     assert new_run_dir(run_dir, "train", shared=True) == run_dir
     with pytest.raises(UsageError, match="not empty"):
         new_run_dir(run_dir, "train")
     with pytest.raises(UsageError, match="is a file"):
         new_run_dir(run_dir / "events.jsonl", "train", shared=True)
+
+
+def test_a_directory_that_cannot_be_made_is_said_in_one_line() -> None:
+    Path("file").write_text("")
+    with pytest.raises(UsageError, match="cannot make run directory file/run: Not a directory"):
+        new_run_dir(Path("file/run"), "train")
 
 
 def test_what_cannot_be_made_is_known_before() -> None:
