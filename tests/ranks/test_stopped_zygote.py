@@ -48,7 +48,7 @@ class Node:
         script = Script(str(SCRIPTS / "orphan.py"), ("wait",))
         self._log = folder / "log"
         self.starter = ZygoteStarter(
-            script, preload=(), platform=None, env={}, log_path=self._log, folder=None, clock=self.clock
+            script, preload=(), platform=None, env={}, log=2, folder=None, clock=self.clock
         )
         self.process = psutil.Process(self.starter.process.pid)
         self.news: list[object] = []
@@ -71,7 +71,7 @@ class Node:
     def start(self) -> int:
         """Start a rank, and return its process once it has children."""
         board, (ours, theirs) = Board.create(0), socket.socketpair()
-        log = os.open(self._log, os.O_WRONLY | os.O_APPEND)
+        log = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         env = {"RANK": "0", "WORLD_SIZE": "1"}
         self.starter.start(Order(0, 0, env), Descriptors(log, theirs.fileno(), board.fd))
         os.close(log)

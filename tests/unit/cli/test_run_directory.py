@@ -28,7 +28,8 @@ def _at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def at_once(asked: Path | None, count: int = 8) -> list[Path | str]:
     """Return what each of several jobs gets that are started at once: a directory, or why not."""
-    gate, found = threading.Barrier(count), []
+    gate = threading.Barrier(count)
+    found: list[Path | str] = []
 
     def start() -> None:
         gate.wait(60)
