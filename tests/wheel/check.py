@@ -32,7 +32,7 @@ LEFT_OUT = "checkpointless/recovery/tiers"
 EXAMPLES = {"train_ddp": 2, "train_hsdp": 4, "train_lightning": 4}
 FAULTS = ("exception@before_optimizer:rank=1,step=2", "sigkill@optimizer:rank=0,step=4")
 STEPS = 6
-COMMAND_S, INSTALL_S = 240.0, 900.0
+COMMAND_S, INSTALL_S = 600.0, 1800.0
 _SEEN_CHARS = 6000
 
 
