@@ -47,7 +47,7 @@ def test_a_full_disk_costs_output_and_no_rank(tmp_path: Path) -> None:
 
 
 def test_the_last_lines_of_a_rank_are_said_though_what_it_started_goes_on_printing(tmp_path: Path) -> None:
-    ended = Job(tmp_path, "prints.py", "1:leaves", nproc=2).end()
+    ended = Job(tmp_path, "prints.py", "1:leaves", nproc=2, stream_logs=False).end()  # else they were shown
     assert ended.code != 0
     assert "why it ends" in ended.err
 
